@@ -1,0 +1,1 @@
+"""From distributed TensorFlow checkpoints to TensorFlow Serving."""

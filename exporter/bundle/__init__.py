@@ -1,0 +1,1 @@
+"""A Mapping made into a SavedModel in a staging directory."""

@@ -1,0 +1,116 @@
+"""Values that describe a checkpoint: which tensors it holds and where their bytes lie.
+
+A `Catalog` is what every checkpoint family becomes and all that the later stages know of a source.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from exporter.dtypes import DType
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of bytes in one shard: `size` bytes from `offset`, with TensorFlow's masked crc32c of them."""
+
+    shard: int
+    offset: int
+    size: int
+    crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class SliceSpec:
+    """A box inside a tensor of shape `full_shape`: per dimension where it starts and how long it is."""
+
+    full_shape: tuple[int, ...]
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def is_full(self) -> bool:
+        """True if the box is the whole tensor."""
+        return self.lengths == self.full_shape
+
+    @property
+    def restore_spec(self) -> str:
+        """The box as RestoreV2's `shape_and_slices` wants it: `"6 4 0,3:0,4"`.
+
+        Source: tensorflow/core/framework/tensor_slice.h; a dimension taken whole is written `-`.
+        """
+        boxes = (
+            "-" if start == 0 and length == full else f"{start},{length}"
+            for full, start, length in zip(self.full_shape, self.starts, self.lengths, strict=True)
+        )
+        return " ".join([*map(str, self.full_shape), ":".join(boxes)])
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRef:
+    """One stored slice of a partitioned tensor; `extent` is None if the checkpoint declares but lacks it."""
+
+    spec: SliceSpec
+    extent: Extent | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A named tensor: stored whole (`extent`) or as `slices`, never both."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    extent: Extent | None = None
+    slices: tuple[SliceRef, ...] = ()
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """Every run of bytes that belongs to the tensor and is there."""
+        if self.extent is not None:
+            return (self.extent,)
+        return tuple(part.extent for part in self.slices if part.extent is not None)
+
+    @property
+    def is_complete(self) -> bool:
+        """False if a declared slice is not stored."""
+        return self.extent is not None or all(part.extent is not None for part in self.slices)
+
+    @property
+    def bytes_(self) -> int:
+        """Bytes on disk."""
+        return sum(extent.size for extent in self.extents)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the whole tensor."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """A checkpoint: its tensors by name, and the shard files that their extents point into.
+
+    `prefix` is what TensorFlow calls the checkpoint path; `step` is the global step if the checkpoint tells
+    it; `family` is the trainer family in the words of the report.
+    """
+
+    family: str
+    prefix: Path
+    tensors: Mapping[str, TensorRef]
+    shards: tuple[Path, ...]
+    shard_sizes: tuple[int, ...]
+    step: int | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def bytes_(self) -> int:
+        """Bytes of all tensors."""
+        return sum(ref.bytes_ for ref in self.tensors.values())
+
+    def path_of(self, extent: Extent) -> Path:
+        """The file that an extent lies in."""
+        return self.shards[extent.shard]

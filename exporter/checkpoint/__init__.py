@@ -1,0 +1,1 @@
+"""Bytes to Catalog: one module a checkpoint family."""

@@ -1,0 +1,93 @@
+"""TensorFlow's `DataType` numbers with their numpy types (source: tensorflow/core/framework/types.proto)."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+
+class DType(IntEnum):
+    """A tensor's element type; the value is what TensorFlow stores."""
+
+    FLOAT = 1
+    DOUBLE = 2
+    INT32 = 3
+    UINT8 = 4
+    INT16 = 5
+    INT8 = 6
+    STRING = 7
+    COMPLEX64 = 8
+    INT64 = 9
+    BOOL = 10
+    QINT8 = 11
+    QUINT8 = 12
+    QINT32 = 13
+    BFLOAT16 = 14
+    QINT16 = 15
+    QUINT16 = 16
+    UINT16 = 17
+    COMPLEX128 = 18
+    HALF = 19
+    RESOURCE = 20
+    VARIANT = 21
+    UINT32 = 22
+    UINT64 = 23
+    FLOAT8_E5M2 = 24
+    FLOAT8_E4M3FN = 25
+    FLOAT8_E4M3FNUZ = 26
+    FLOAT8_E4M3B11FNUZ = 27
+    FLOAT8_E5M2FNUZ = 28
+    INT4 = 29
+    UINT4 = 30
+    INT2 = 31
+    UINT2 = 32
+
+    @property
+    def label(self) -> str:
+        """The name that TensorFlow's users know: `float32`, `string`, `bfloat16`."""
+        return _LABELS.get(self.name, self.name.lower())
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The numpy type of the stored bytes (little endian).
+
+        Raises:
+            TypeError: strings, resources and variants have no fixed-size numpy type.
+        """
+        return _numpy(self)
+
+    @property
+    def itemsize(self) -> int | None:
+        """Bytes of one element on disk, or None where elements vary in size."""
+        return None if self in _VARIABLE_SIZE else _numpy(self).itemsize
+
+    @classmethod
+    def of(cls, label: str) -> DType:
+        """The type with a user's name for it.
+
+        Raises:
+            KeyError: no such type.
+        """
+        return _BY_LABEL[label.lower()]
+
+
+_LABELS = {"FLOAT": "float32", "DOUBLE": "float64", "HALF": "float16"}
+_VARIABLE_SIZE = {DType.STRING, DType.RESOURCE, DType.VARIANT}
+_BY_LABEL = {dtype.label: dtype for dtype in DType} | {dtype.name.lower(): dtype for dtype in DType}
+_QUANTIZED = {"QINT8": "int8", "QUINT8": "uint8", "QINT32": "int32", "QINT16": "int16", "QUINT16": "uint16"}
+
+
+@cache
+def _numpy(dtype: DType) -> np.dtype[Any]:
+    if dtype in _VARIABLE_SIZE:
+        raise TypeError(f"{dtype.label} has no fixed-size numpy type")
+    name = _QUANTIZED.get(dtype.name, dtype.label)
+    try:
+        return np.dtype(name).newbyteorder("<")
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))

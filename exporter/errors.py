@@ -1,0 +1,214 @@
+"""The error tree: every failure a user can meet, with its exit code and its next command.
+
+    ExportError                      1   anything not listed below
+    ├── UsageError                   2   the command line or the arguments are wrong
+    ├── CheckpointError              3   the source cannot be read
+    │   ├── CheckpointNotFound           no complete checkpoint where one was named
+    │   ├── MissingShard                 the index names a shard that is not there
+    │   ├── TruncatedFile                an index or shard is shorter than its own records say
+    │   ├── CorruptFile                  a checksum or a structure is wrong
+    │   ├── UnsupportedFormat            another version, byte order, compression or family
+    │   └── CheckpointChanged            files changed or vanished while they were read
+    ├── GraphError                   1   the inference graph cannot be made
+    │   ├── BuilderError                 the user's builder raised or returned something else
+    │   ├── UnknownTensor            2   a signature names a tensor that the graph lacks
+    │   └── NotServable                  an output depends on something that cannot be served
+    ├── MappingError                 4   graph and checkpoint do not fit
+    │   ├── MissingTensors               variables without a tensor
+    │   ├── ShapeMismatch                shapes or dtypes differ
+    │   ├── AmbiguousRename              two variables claim one tensor, or a rule is unclear
+    │   └── PartitionStrategyUnknown     a re-partitioned lookup table whose row order nobody knows
+    ├── PositionError                5   a delta or base does not continue what is published
+    ├── VerificationError            6   the staged result is not what it should be
+    ├── PublishError                 1   the target could not be written
+    │   ├── TargetNotWritable            no permission, read-only file system, not a directory
+    │   ├── DiskFull                     no space left, or a quota
+    │   ├── LinkRefused                  hard links asked for and impossible
+    │   └── VersionExists            2   the version is taken or would go backwards
+    └── ServerError                  7   a server refused, failed to load or was late
+
+`message` says what was found and what was expected, `cause` why, `hint` the next command.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Exit codes of both commands."""
+
+    DONE = 0
+    FAILURE = 1
+    USAGE = 2
+    CHECKPOINT = 3
+    MAPPING = 4
+    POSITION = 5
+    VERIFICATION = 6
+    SERVER = 7
+    DIFFERENT = 10
+    INTERRUPTED = 130
+
+
+class ExportError(Exception):
+    """Base of every error this project raises on purpose."""
+
+    exit_code = Exit.FAILURE
+    default_hint = "run the command again with --debug and read the traceback"
+
+    def __init__(self, message: str, *, cause: str = "", hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.cause = cause
+        self.hint = hint or self.default_hint
+
+
+class UsageError(ExportError):
+    """The command line, or an argument of the Python API, is wrong."""
+
+    exit_code = Exit.USAGE
+    default_hint = "see export-model --help"
+
+
+class CheckpointError(ExportError):
+    """The source checkpoint cannot be read."""
+
+    exit_code = Exit.CHECKPOINT
+    default_hint = "look at what is there: export-model inspect PATH"
+
+
+class CheckpointNotFound(CheckpointError):
+    """No complete checkpoint where one was named."""
+
+
+class MissingShard(CheckpointError):
+    """The index names a data shard that is not there."""
+
+    default_hint = "copy every .data-* file beside the .index, or name an older checkpoint with --ckpt-dir PREFIX"
+
+
+class TruncatedFile(CheckpointError):
+    """An index or a shard is shorter than its own records say."""
+
+    default_hint = "copy the checkpoint again, or name an older one with --ckpt-dir PREFIX"
+
+
+class CorruptFile(CheckpointError):
+    """A checksum or a structure is wrong."""
+
+    default_hint = "copy the checkpoint again, or name an older one with --ckpt-dir PREFIX"
+
+
+class UnsupportedFormat(CheckpointError):
+    """A version, byte order, compression or family that is not read."""
+
+    default_hint = "write the checkpoint again with a stock TensorFlow Saver in V2 format"
+
+
+class CheckpointChanged(CheckpointError):
+    """Files changed or vanished while they were read (a trainer prunes or overwrites)."""
+
+    default_hint = "run the command again: a newer checkpoint is probably complete by now"
+
+
+class GraphError(ExportError):
+    """The inference graph cannot be made."""
+
+    default_hint = "see the guide on --model: README.md"
+
+
+class BuilderError(GraphError):
+    """The user's builder raised, or returned something that is not a signature."""
+
+    default_hint = "run the builder alone in Python, or see its traceback with --debug"
+
+
+class UnknownTensor(GraphError):
+    """A signature names a tensor that the graph does not have."""
+
+    exit_code = Exit.USAGE
+    default_hint = "list the graph's tensors: export-model inspect GRAPH --tensors"
+
+
+class NotServable(GraphError):
+    """An output depends on something that cannot be served."""
+
+    default_hint = "choose other outputs, or feed the named tensor with --input"
+
+
+class MappingError(ExportError):
+    """The graph's variables and the checkpoint's tensors do not fit."""
+
+    exit_code = Exit.MAPPING
+    default_hint = "compare names: export-model inspect CHECKPOINT"
+
+
+class MissingTensors(MappingError):
+    """Some graph variables have no tensor in the checkpoint."""
+
+    default_hint = "map names with --rename 'pattern=replacement', or name another checkpoint"
+
+
+class ShapeMismatch(MappingError):
+    """A variable and its tensor differ in shape or dtype."""
+
+
+class AmbiguousRename(MappingError):
+    """Two variables claim one tensor, or a rename rule does not parse."""
+
+    default_hint = "make the --rename rules more specific; --dry-run prints what they match"
+
+
+class PartitionStrategyUnknown(MappingError):
+    """A partitioned lookup table changes its partitions and nothing tells its row order."""
+
+    default_hint = "put the trainer's .meta beside the checkpoint, or say --partition-strategy NAME=mod|div"
+
+
+class PositionError(ExportError):
+    """A delta or a base does not continue what is published."""
+
+    exit_code = Exit.POSITION
+    default_hint = "publish a full export: the same command without --incr"
+
+
+class VerificationError(ExportError):
+    """The staged result is not what it should be; nothing was published."""
+
+    exit_code = Exit.VERIFICATION
+
+
+class PublishError(ExportError):
+    """The target could not be written; nothing was published."""
+
+
+class TargetNotWritable(PublishError):
+    """No permission, a read-only file system, or not a directory."""
+
+    default_hint = "choose a directory you may write with --out"
+
+
+class DiskFull(PublishError):
+    """No space left on the target, or its quota is used up."""
+
+    default_hint = "free space, keep fewer versions with --keep, or use --data link"
+
+
+class LinkRefused(PublishError):
+    """--data link was asked for and the file systems or permissions do not allow hard links."""
+
+    default_hint = "use --data auto: it links where it can and copies where it must"
+
+
+class VersionExists(PublishError):
+    """The version is taken already, or would go backwards."""
+
+    exit_code = Exit.USAGE
+    default_hint = "leave --version out: the next free position is taken"
+
+
+class ServerError(ExportError):
+    """A model server refused, failed to load, or was not available in time."""
+
+    exit_code = Exit.SERVER
+    default_hint = "look at the server: serve-model status"

@@ -1,0 +1,77 @@
+"""The value that every kind of `--model` becomes: a pruned graph whose variables are symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from exporter.catalog import SliceSpec
+from exporter.dtypes import DType
+from exporter.protos import Proto
+
+
+class PartitionStrategy(Enum):
+    """How `embedding_lookup` finds a row in a partitioned table of n parts.
+
+    `MOD`: row i is row i // n of part i % n. `DIV`: parts are contiguous ranges of rows.
+    `NONE`: the parts are never looked up by id (they are concatenated), so their order is the rows' order.
+    """
+
+    MOD = "mod"
+    DIV = "div"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphVariable:
+    """A variable of the inference graph.
+
+    `node` is its VarHandleOp; `key` the name it is restored by (for a part: the whole variable's name);
+    `shape` its own shape; `part` says which box of the whole variable it is, None for an ordinary one.
+    """
+
+    node: str
+    key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    part: SliceSpec | None = None
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the whole variable that `key` names."""
+        return self.part.full_shape if self.part else self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """A file that the graph reads while its tables initialise: `node` is the constant that holds its path."""
+
+    node: str
+    source: Path
+
+    @property
+    def file_name(self) -> str:
+        """Its name under `assets/`."""
+        return self.source.name
+
+
+@dataclass(frozen=True)
+class InferenceGraph:
+    """What to serve, clean and without values.
+
+    `meta_graph` is a `protos.MetaGraphDef` with a `graph_def` that holds exactly what the signatures need,
+    plus table initialisers; its `signature_def` is complete; it has no saver, devices or collections.
+    `init_op` names the node (NoOp) that initialises tables, None if there are none. `lookups` gives, for
+    each partitioned variable of this graph that is looked up by id, its strategy. `mutable_tables` names
+    tables whose contents live in the checkpoint (`<name>-keys`, `<name>-values`).
+    """
+
+    source: str
+    meta_graph: Proto
+    variables: tuple[GraphVariable, ...]
+    assets: tuple[Asset, ...] = ()
+    init_op: str | None = None
+    lookups: Mapping[str, PartitionStrategy] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,175 @@
+"""The one sink for everything a command says: people, `--json` or `--quiet`. Nothing else prints.
+
+stdout carries results, stderr talk. Colour is decided for each stream: NO_COLOR > FORCE_COLOR > isatty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from exporter.errors import ExportError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FORMAT_VERSION = 1
+"""Version of every JSON document on stdout; it comes first in each."""
+
+
+class Progress(Protocol):
+    """What long work reports to: `advance` counts bytes or items done."""
+
+    def advance(self, amount: int) -> None:
+        """Note `amount` more units as done."""
+
+
+class NoProgress:
+    """Progress that nobody watches."""
+
+    def advance(self, amount: int) -> None:
+        """Do nothing."""
+
+
+class Mode(Enum):
+    """Who reads the output."""
+
+    HUMAN = "human"
+    JSON = "json"
+    QUIET = "quiet"
+
+
+@dataclass
+class Output:
+    """A command's output. Streams default to the process's own at the time of the call."""
+
+    mode: Mode = Mode.HUMAN
+    debug: bool = False
+    stdout: IO[str] = field(default_factory=lambda: sys.stdout)
+    stderr: IO[str] = field(default_factory=lambda: sys.stderr)
+
+    def result(self, document: Mapping[str, Any], lines: Iterable[str] = ()) -> None:
+        """The command's result: one JSON document, or lines for people. `lines` may hold rich markup."""
+        if self.mode is Mode.JSON:
+            json.dump({"format_version": FORMAT_VERSION, **document}, self.stdout, indent=2, default=str)
+            self.stdout.write("\n")
+        elif self.mode is Mode.HUMAN:
+            console = self._console(self.stdout)
+            for line in lines:
+                console.print(line, soft_wrap=True)
+        self.stdout.flush()
+
+    def table(self, title: str, columns: Mapping[str, str], rows: Iterable[Iterable[Any]]) -> None:
+        """A table for people; `columns` maps headings to "left" or "right"."""
+        if self.mode is not Mode.HUMAN:
+            return
+        from rich import box
+        from rich.table import Table
+
+        table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading, justify in columns.items():
+            table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*map(_escape, row))
+        console = self._console(self.stdout)
+        console.print(table, width=None if console.is_terminal else _PIPE_WIDTH)
+
+    def note(self, text: str) -> None:
+        """Talk, on stderr, for people."""
+        if self.mode is Mode.HUMAN:
+            self._console(self.stderr).print(_escape(text), soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Talk that a person should not miss, on stderr, unless --quiet."""
+        if self.mode is not Mode.QUIET:
+            self._console(self.stderr).print(f"[yellow]warning:[/] {_escape(text)}", soft_wrap=True)
+
+    def error(self, error: ExportError) -> None:
+        """What went wrong, why, and the next command; with --json one object as stderr's last line."""
+        if self.mode is Mode.JSON:
+            document = {
+                "error": type(error).__name__,
+                "message": error.message,
+                "cause": error.cause,
+                "hint": error.hint,
+                "exit_code": int(error.exit_code),
+            }
+            self.stderr.write(json.dumps(document) + "\n")
+        else:
+            console = self._console(self.stderr)
+            console.print(f"[bold red]error:[/] {_escape(error.message)}", soft_wrap=True)
+            if error.cause:
+                console.print(f"[bold]cause:[/] {_escape(error.cause)}", soft_wrap=True)
+            console.print(f"[bold]hint:[/]  {_escape(error.hint)}", soft_wrap=True)
+        self.stderr.flush()
+
+    @contextmanager
+    def progress(self, label: str, total: int, *, unit: str = "bytes") -> Iterator[Progress]:
+        """A progress bar on stderr if that is a terminal and a person reads it."""
+        if self.mode is not Mode.HUMAN or not self.stderr.isatty():
+            yield NoProgress()
+            return
+        from rich import progress as bars
+
+        amount = (
+            (bars.DownloadColumn(), bars.TransferSpeedColumn())
+            if unit == "bytes"
+            else (bars.MofNCompleteColumn(),)
+        )
+        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), *amount, bars.TimeRemainingColumn())
+        with bars.Progress(*columns, console=self._console(self.stderr), transient=True) as bar:
+            task = bar.add_task(label, total=total)
+            yield _Bar(bar, task)
+
+    def _console(self, stream: IO[str]) -> Console:
+        from rich.console import Console
+
+        return Console(
+            file=stream,
+            force_terminal=use_colour(stream) and stream.isatty() or None,
+            no_color=not use_colour(stream),
+            color_system="standard" if use_colour(stream) else None,
+            highlight=False,
+        )
+
+
+_PIPE_WIDTH = 200
+
+
+@dataclass(frozen=True)
+class _Bar:
+    bar: Any
+    task: Any
+
+    def advance(self, amount: int) -> None:
+        self.bar.advance(self.task, amount)
+
+
+def use_colour(stream: IO[str]) -> bool:
+    """NO_COLOR > FORCE_COLOR > isatty; an empty variable counts as unset (no-color.org)."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty()
+
+
+def human_bytes(count: float) -> str:
+    """`1536` as `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _escape(value: Any) -> str:
+    from rich.markup import escape
+
+    return escape(str(value))

@@ -1,0 +1,1 @@
+"""The embedded model server and the client side of TensorFlow Serving's protocol."""
