@@ -32,7 +32,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from enum import IntEnum
+from pathlib import Path
 
 
 class Exit(IntEnum):
@@ -84,7 +87,9 @@ class CheckpointNotFound(CheckpointError):
 class MissingShard(CheckpointError):
     """The index names a data shard that is not there."""
 
-    default_hint = "copy every .data-* file beside the .index, or name an older checkpoint with --ckpt-dir PREFIX"
+    default_hint = (
+        "copy every .data-* file beside the .index, or name an older checkpoint with --ckpt-dir PREFIX"
+    )
 
 
 class TruncatedFile(CheckpointError):
@@ -212,3 +217,17 @@ class ServerError(ExportError):
 
     exit_code = Exit.SERVER
     default_hint = "look at the server: serve-model status"
+
+
+def os_error(exc: OSError, path: Path) -> ExportError:
+    """The named error for a failed write to `path`."""
+    cause = f"{exc.strerror or exc} ({errno.errorcode.get(exc.errno or 0, 'unknown')})"
+    if exc.errno in _FULL:
+        return DiskFull(f"no space left to write {os.fspath(path)}", cause=cause)
+    if exc.errno in _NOT_WRITABLE:
+        return TargetNotWritable(f"cannot write {os.fspath(path)}", cause=cause)
+    return PublishError(f"writing {os.fspath(path)} failed", cause=cause)
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG}
