@@ -85,9 +85,11 @@ def _numpy(dtype: DType) -> np.dtype[Any]:
     if dtype in _VARIABLE_SIZE:
         raise TypeError(f"{dtype.label} has no fixed-size numpy type")
     name = _QUANTIZED.get(dtype.name, dtype.label)
+    dtype_: np.dtype[Any]
     try:
-        return np.dtype(name).newbyteorder("<")
+        dtype_ = np.dtype(name).newbyteorder("<")
     except TypeError:
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, name))
+        dtype_ = np.dtype(getattr(ml_dtypes, name))
+    return dtype_

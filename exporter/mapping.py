@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from collections.abc import Mapping as MappingOf
+from dataclasses import dataclass, field
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.dtypes import DType
-from exporter.graph.inference_graph import GraphVariable
+from exporter.errors import AmbiguousRename, MissingTensors, ShapeMismatch, UsageError
+from exporter.extras import TF_AVERAGE, Extra, classify_extras
+from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
+from exporter.row_order import row_order
 
-
-class ExtraKind(Enum):
-    """What an ignored tensor was for, in the report's words."""
-
-    SLOT = "optimizer slot"
-    GLOBAL_STEP = "global step"
-    MOVING_AVERAGE = "moving average"
-    OTHER = "other"
-
-
-@dataclass(frozen=True, slots=True)
-class Extra:
-    """A tensor of the checkpoint that inference does not need."""
-
-    tensor: TensorRef
-    kind: ExtraKind
+_REPORTED_MISSES = 20
+_CASTABLE = {DType.FLOAT, DType.DOUBLE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +44,12 @@ class Source:
         return self.cast or self.tensor.dtype
 
     @property
+    def bytes_(self) -> int:
+        """Bytes in the published bundle."""
+        itemsize = self.dtype.itemsize
+        return self.tensor.bytes_ if itemsize is None else self.tensor.elements * itemsize
+
+    @property
     def is_verbatim(self) -> bool:
         """True if the stored bytes are served as they are, so that they can be linked."""
         return self.cast is None and not self.gather_parts and not self.scatter_parts
@@ -63,13 +62,241 @@ class Mapping:
     catalog: Catalog
     sources: tuple[Source, ...]
     extras: tuple[Extra, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def bytes_(self) -> int:
         """Bytes of the served variables as published."""
-        return sum(
-            source.tensor.elements * (source.dtype.itemsize or 0)
-            if source.dtype.itemsize
-            else source.tensor.bytes_
-            for source in self.sources
+        return sum(source.bytes_ for source in self.sources)
+
+
+@dataclass(frozen=True)
+class RenameRule:
+    r"""A regular expression for a whole variable name, and the tensor name it stands for (`\1`: a group)."""
+
+    pattern: re.Pattern[str]
+    replacement: str
+
+    @classmethod
+    def parse(cls, text: str) -> RenameRule:
+        r"""Read `pattern=replacement`, split at the last `=`.
+
+        Raises:
+            AmbiguousRename: no `=`, or the pattern or the replacement is not a regular expression's.
+        """
+        pattern, equals, replacement = text.rpartition("=")
+        if not equals or not pattern or not replacement:
+            raise AmbiguousRename(f"rename rule {text!r} is not of the form pattern=replacement")
+        try:
+            compiled = re.compile(pattern)
+            compiled.sub(replacement, "")
+        except (re.error, IndexError) as error:
+            raise AmbiguousRename(f"rename rule {text!r} does not parse", cause=str(error)) from error
+        return cls(compiled, replacement)
+
+    def apply(self, name: str) -> str | None:
+        """The tensor name for a variable, None if the rule is not about it."""
+        match = self.pattern.fullmatch(name)
+        return match.expand(self.replacement) if match else None
+
+
+@dataclass(frozen=True)
+class CastRule:
+    """Variables whose whole name matches are stored as `dtype`."""
+
+    pattern: re.Pattern[str]
+    dtype: DType
+
+    @classmethod
+    def parse(cls, text: str) -> CastRule:
+        """Read `pattern=bfloat16`, or `bfloat16` for every floating variable.
+
+        Raises:
+            UsageError: another dtype, or the pattern is not a regular expression.
+        """
+        pattern, _, label = text.rpartition("=")
+        if label not in ("bfloat16", "float16"):
+            raise UsageError(
+                f"--cast {text!r}: expected bfloat16 or float16, found {label!r}",
+                hint="--cast 'embedding.*=bfloat16'",
+            )
+        try:
+            return cls(re.compile(pattern or ".*"), DType.of(label))
+        except re.error as error:
+            raise UsageError(f"--cast {text!r}: not a regular expression", cause=str(error)) from error
+
+
+@dataclass(frozen=True)
+class MappingRules:
+    """What the user says about names and layouts.
+
+    `average` is the slot name of moving averages to serve in place of raw weights, "ema" standing for
+    TensorFlow's own. `strategies` says how tables were looked up in training where the user knows it;
+    `trained` what the trainer's own graph tells.
+    """
+
+    renames: tuple[RenameRule, ...] = ()
+    average: str | None = None
+    casts: tuple[CastRule, ...] = ()
+    strategies: MappingOf[str, PartitionStrategy] = field(default_factory=dict)
+    trained: MappingOf[str, PartitionStrategy] = field(default_factory=dict)
+
+
+def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Mapping:
+    """Find each graph variable's tensor.
+
+    Raises:
+        MissingTensors: variables without a tensor, each with the nearest names and why they do not fit.
+        ShapeMismatch: a tensor of another shape or dtype.
+        AmbiguousRename: two variables claim one tensor, or two rules disagree on a variable.
+        PartitionStrategyUnknown: the rows of a re-partitioned lookup table would be in an unknown order.
+    """
+    wanted = _group_parts(graph.variables)
+    matches = {key: _find_name(key, catalog, rules) for key in wanted}
+    missing = [key for key in wanted if not _is_usable(catalog.tensors.get(matches[key].name), wanted[key])]
+    if missing:
+        raise _missing_error(missing, wanted, matches, catalog)
+    _refuse_shared_tensors(matches)
+    sources = []
+    for key, variables in wanted.items():
+        match = matches[key]
+        tensor = catalog.tensors[match.name]
+        _check_fits(key, variables[0], tensor)
+        trained = rules.strategies.get(key) or rules.trained.get(match.trained_name)
+        order = row_order(key, variables, tensor, trained=trained, served=graph.lookups.get(key))
+        cast = _cast_for(key, tensor, rules.casts)
+        sources.append(
+            Source(key, variables, tensor, match.via, cast, order.gather_parts, order.scatter_parts)
         )
+    extras = classify_extras(catalog, {source.tensor.name for source in sources})
+    return Mapping(catalog, tuple(sources), tuple(extras), tuple(_notes(sources, rules)))
+
+
+def _group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:
+    groups: dict[str, list[GraphVariable]] = {}
+    for variable in variables:
+        groups.setdefault(variable.key, []).append(variable)
+    for key, members in groups.items():
+        members.sort(key=lambda member: member.part.starts if member.part else ())
+        if len(members) > 1 and any(member.part is None for member in members):
+            nodes = ", ".join(member.node for member in members)
+            raise AmbiguousRename(f"variables {nodes} all claim the checkpoint name {key!r}")
+    return {key: tuple(members) for key, members in groups.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """The tensor that a variable is restored from, the trainer's name of that variable, and the rule used."""
+
+    name: str
+    trained_name: str
+    via: str
+
+
+def _find_name(key: str, catalog: Catalog, rules: MappingRules) -> _Match:
+    renamed = {new for rule in rules.renames if (new := rule.apply(key)) is not None}
+    if len(renamed) > 1:
+        raise AmbiguousRename(
+            f"variable {key!r}: --rename rules disagree: {', '.join(sorted(map(repr, renamed)))}"
+        )
+    name, via = (renamed.pop(), "rename") if renamed else (key, "name")
+    if rules.average:
+        suffixes = (TF_AVERAGE, "ema") if rules.average == "ema" else (rules.average,)
+        for suffix in suffixes:
+            if f"{name}/{suffix}" in catalog.tensors:
+                return _Match(f"{name}/{suffix}", name, "average")
+    return _Match(name, name, via)
+
+
+def _is_usable(tensor: TensorRef | None, variables: tuple[GraphVariable, ...]) -> bool:
+    if tensor is None:
+        return False
+    return tensor.is_complete or all(
+        any(part.spec == variable.part and part.extent for part in tensor.slices) for variable in variables
+    )
+
+
+def _refuse_shared_tensors(matches: MappingOf[str, _Match]) -> None:
+    claims: dict[str, list[str]] = {}
+    for key, match in matches.items():
+        claims.setdefault(match.name, []).append(key)
+    for name, keys in claims.items():
+        if len(keys) > 1:
+            raise AmbiguousRename(f"tensor {name!r} is claimed by {len(keys)} variables: {', '.join(keys)}")
+
+
+def _check_fits(key: str, variable: GraphVariable, tensor: TensorRef) -> None:
+    if variable.full_shape != tensor.shape:
+        raise ShapeMismatch(
+            f"variable {key!r} has shape {list(variable.full_shape)} in the graph, "
+            f"tensor {tensor.name!r} has {list(tensor.shape)} in the checkpoint",
+            cause="the checkpoint is of another model, or the graph was built with other sizes",
+        )
+    if variable.dtype != tensor.dtype:
+        raise ShapeMismatch(
+            f"variable {key!r} is {variable.dtype.label} in the graph, "
+            f"tensor {tensor.name!r} is {tensor.dtype.label} in the checkpoint",
+            cause="the checkpoint was written by a graph of another precision",
+        )
+
+
+def _cast_for(key: str, tensor: TensorRef, casts: Iterable[CastRule]) -> DType | None:
+    if tensor.dtype not in _CASTABLE:
+        return None
+    return next((rule.dtype for rule in casts if rule.pattern.fullmatch(key)), None)
+
+
+def _missing_error(
+    missing: list[str],
+    wanted: MappingOf[str, tuple[GraphVariable, ...]],
+    matches: MappingOf[str, _Match],
+    catalog: Catalog,
+) -> MissingTensors:
+    lines = []
+    claimed = {matches[key].name: key for key in wanted if key not in missing}
+    by_leaf: dict[str, list[str]] = {}
+    for name in catalog.tensors:
+        by_leaf.setdefault(name.rsplit("/", 1)[-1], []).append(name)
+    for key in missing[:_REPORTED_MISSES]:
+        variable, name = wanted[key][0], matches[key].name
+        found = catalog.tensors.get(name)
+        shape = f"{variable.dtype.label}{list(variable.full_shape)}"
+        if found is not None:
+            gaps = sum(part.extent is None for part in found.slices)
+            lines.append(f"{key} {shape}: tensor {name!r} lacks {gaps} of its {len(found.slices)} slices")
+            continue
+        pool = by_leaf.get(name.rsplit("/", 1)[-1]) or list(catalog.tensors)
+        near = difflib.get_close_matches(name, pool, n=3, cutoff=0.4)
+        reasons = "; ".join(_why_not(catalog.tensors[other], variable, claimed.get(other)) for other in near)
+        lines.append(f"{key} {shape}: {'nearest ' + reasons if reasons else 'nothing has a similar name'}")
+    if len(missing) > _REPORTED_MISSES:
+        lines.append(f"... and {len(missing) - _REPORTED_MISSES} more")
+    return MissingTensors(
+        f"{len(missing)} of {len(wanted)} graph variables have no tensor in {catalog.prefix.name}",
+        cause="\n  ".join(["", *lines]),
+    )
+
+
+def _why_not(tensor: TensorRef, variable: GraphVariable, claimed_by: str | None) -> str:
+    if claimed_by is not None:
+        return f"{tensor.name!r} (taken by {claimed_by})"
+    if tensor.shape != variable.full_shape:
+        return f"{tensor.name!r} (its shape is {list(tensor.shape)})"
+    if tensor.dtype != variable.dtype:
+        return f"{tensor.name!r} (it is {tensor.dtype.label})"
+    return f"{tensor.name!r} (would fit)"
+
+
+def _notes(sources: Iterable[Source], rules: MappingRules) -> Iterator[str]:
+    if not rules.average:
+        return
+    via = Counter(source.via for source in sources)
+    raw = [source.key for source in sources if source.via != "average"]
+    if not via["average"]:
+        raise MissingTensors(
+            f"--average {rules.average}: the checkpoint has no moving average of any served variable",
+            hint="leave --average out, or give the trainer's own average name: --average NAME",
+        )
+    if raw:
+        more = f" and {len(raw) - 5} more" if len(raw) > 5 else ""
+        yield f"no moving average in the checkpoint, raw value served: {', '.join(raw[:5])}{more}"

@@ -122,7 +122,12 @@ class Output:
             if unit == "bytes"
             else (bars.MofNCompleteColumn(),)
         )
-        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), *amount, bars.TimeRemainingColumn())
+        columns = (
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            *amount,
+            bars.TimeRemainingColumn(),
+        )
         with bars.Progress(*columns, console=self._console(self.stderr), transient=True) as bar:
             task = bar.add_task(label, total=total)
             yield _Bar(bar, task)
@@ -132,7 +137,7 @@ class Output:
 
         return Console(
             file=stream,
-            force_terminal=use_colour(stream) and stream.isatty() or None,
+            force_terminal=(use_colour(stream) and stream.isatty()) or None,
             no_color=not use_colour(stream),
             color_system="standard" if use_colour(stream) else None,
             highlight=False,

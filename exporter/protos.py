@@ -1,7 +1,7 @@
 """TensorFlow's protocol buffers without importing TensorFlow.
 
-The installed `tensorflow` package ships `*_pb2.py` files that hold serialised file descriptors. They are read
-here as data into a private descriptor pool (10 ms), which neither runs TensorFlow's code (2-4 s) nor meets the
+The installed `tensorflow` package ships `*_pb2.py` files that hold serialised file descriptors. They are
+read here as data into a private descriptor pool (10 ms), which neither runs TensorFlow's code (2-4 s) nor meets the
 default pool that TensorFlow fills when a builder imports it later. Messages of the two pools are different
 classes: at the few places where one is handed to TensorFlow it goes through `SerializeToString`.
 """

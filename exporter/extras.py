@@ -1,0 +1,58 @@
+"""The tensors that inference does not need, by kind: for reports alone, nothing is decided by it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from exporter.catalog import Catalog, TensorRef
+
+TF_AVERAGE = "ExponentialMovingAverage"
+"""The slot name of `tf.train.ExponentialMovingAverage` unless the trainer chose another."""
+
+
+class ExtraKind(Enum):
+    """What an ignored tensor was for, in the report's words."""
+
+    SLOT = "optimizer slot"
+    GLOBAL_STEP = "global step"
+    MOVING_AVERAGE = "moving average"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """A tensor of the checkpoint that inference does not need."""
+
+    tensor: TensorRef
+    kind: ExtraKind
+
+
+_SLOT_NAME = re.compile(
+    r"(^|/)(Adam|Adagrad|AdagradDA|Adadelta|Momentum|RMSProp|Ftrl|Lamb|Nadam|Adamax|Proximal\w*)(_\d+)?(/|$)"
+    r"|(^|/)(beta[12]_power|accumulator|momentum|velocity|learning_rate|linear)(_\d+)?$"
+    r"|\.OPTIMIZER_SLOT|^(training|optimizer)/",
+)
+
+
+def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Extra]:
+    """Every tensor that is not `used`, with what it was probably for."""
+    for name, tensor in catalog.tensors.items():
+        if name not in used:
+            yield Extra(tensor, _kind(name, tensor, catalog))
+
+
+def _kind(name: str, tensor: TensorRef, catalog: Catalog) -> ExtraKind:
+    parent, _, leaf = name.rpartition("/")
+    if leaf == "global_step" and tensor.shape == ():
+        return ExtraKind.GLOBAL_STEP
+    if leaf == TF_AVERAGE or "/ExponentialMovingAverage" in name:
+        return ExtraKind.MOVING_AVERAGE
+    owner = catalog.tensors.get(parent)
+    if owner is not None and owner.shape == tensor.shape and leaf in ("ema", "average", "avg"):
+        return ExtraKind.MOVING_AVERAGE
+    if _SLOT_NAME.search(name) or (owner is not None and tensor.shape in (owner.shape, ())):
+        return ExtraKind.SLOT
+    return ExtraKind.OTHER
