@@ -1,9 +1,10 @@
 """TensorFlow's protocol buffers without importing TensorFlow.
 
-The installed `tensorflow` package ships `*_pb2.py` files that hold serialised file descriptors. They are
-read here as data into a private descriptor pool (10 ms), which neither runs TensorFlow's code (2-4 s) nor meets the
-default pool that TensorFlow fills when a builder imports it later. Messages of the two pools are different
-classes: at the few places where one is handed to TensorFlow it goes through `SerializeToString`.
+The installed packages `tensorflow` and `tensorflow_serving` ship `*_pb2.py` files that hold serialised
+file descriptors. They are read here as data into a private descriptor pool (10 ms), which neither runs
+TensorFlow's code (2-4 s) nor meets the default pool that TensorFlow fills when a builder imports it later.
+Messages of the two pools are different classes: at the few places where one is handed to TensorFlow it goes
+through `SerializeToString`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 _FILES = ("tensorflow/core/protobuf/saved_model.proto", "tensorflow/core/protobuf/tensor_bundle.proto")
+_SERVING_FILES = (
+    "tensorflow_serving/apis/prediction_log.proto",
+    "tensorflow_serving/apis/get_model_metadata.proto",
+)
 
 Proto = Any
 """A message of the private pool; protobuf makes its class at run time, so there is no static type."""
@@ -35,42 +40,59 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def message_class(name: str) -> Any:
-    """The class of message `tensorflow.<name>`.
+    """The class of message `tensorflow.<name>`; TF Serving's are called `serving.PredictRequest` and so on.
 
     Raises:
         KeyError: there is no such message.
     """
-    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"tensorflow.{name}"))
+    pool = _serving_pool() if name.startswith("serving.") else _pool()
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"tensorflow.{name}"))
 
 
 @cache
 def _pool() -> descriptor_pool.DescriptorPool:
-    spec = importlib.util.find_spec("tensorflow")  # finds the package's files, does not import it
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("tensorflow is not installed: pip install 'tensorflow>=2.21,<2.22'")
     pool = descriptor_pool.DescriptorPool()
-    added: set[str] = set()
     for file in _FILES:
-        _add_file(pool, Path(spec.origin).parent.parent, file, added)
+        _add_file(pool, file)
     return pool
 
 
-def _add_file(pool: descriptor_pool.DescriptorPool, site: Path, file: str, added: set[str]) -> None:
-    if file in added:
-        return
-    added.add(file)
-    serialized = _descriptor_bytes(site, file)
-    for dependency in descriptor_pb2.FileDescriptorProto.FromString(serialized).dependency:
-        _add_file(pool, site, dependency, added)
-    pool.AddSerializedFile(serialized)
+@cache
+def _serving_pool() -> descriptor_pool.DescriptorPool:
+    pool = _pool()
+    for file in _SERVING_FILES:
+        _add_file(pool, file)
+    return pool
 
 
-def _descriptor_bytes(site: Path, file: str) -> bytes:
+def _add_file(pool: descriptor_pool.DescriptorPool, file: str) -> None:
+    try:
+        pool.FindFileByName(file)
+    except KeyError:
+        serialized = _descriptor_bytes(file)
+        for dependency in descriptor_pb2.FileDescriptorProto.FromString(serialized).dependency:
+            _add_file(pool, dependency)
+        pool.AddSerializedFile(serialized)
+
+
+def _descriptor_bytes(file: str) -> bytes:
     module = file.removesuffix(".proto") + "_pb2"
     if file.startswith("google/protobuf/"):
         descriptor = importlib.import_module(module.replace("/", ".")).DESCRIPTOR
         return bytes(descriptor.serialized_pb)
-    for node in ast.walk(ast.parse((site / f"{module}.py").read_text())):
+    package, _, rest = module.partition("/")
+    for node in ast.walk(ast.parse((_package_directory(package) / f"{rest}.py").read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "AddSerializedFile":
             return bytes(ast.literal_eval(node.args[0]))
-    raise ImportError(f"tensorflow's {module}.py holds no serialised descriptor")
+    raise ImportError(f"{module}.py holds no serialised descriptor")
+
+
+@cache
+def _package_directory(package: str) -> Path:
+    if package == "xla":  # XLA's protos ship inside tensorflow, but name themselves by their own root
+        return _package_directory("tensorflow") / "compiler" / "xla"
+    spec = importlib.util.find_spec(package)  # finds the package's files, does not import it
+    if spec is None or spec.origin is None:
+        distribution = {"tensorflow_serving": "tensorflow-serving-api"}.get(package, package)
+        raise ModuleNotFoundError(f"{package} is not installed: pip install '{distribution}>=2.21,<2.22'")
+    return Path(spec.origin).parent
