@@ -22,6 +22,7 @@ _FILES = ("tensorflow/core/protobuf/saved_model.proto", "tensorflow/core/protobu
 _SERVING_FILES = (
     "tensorflow_serving/apis/prediction_log.proto",
     "tensorflow_serving/apis/get_model_metadata.proto",
+    "tensorflow_serving/apis/model_service.proto",
 )
 
 Proto = Any
