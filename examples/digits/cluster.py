@@ -1,0 +1,193 @@
+"""Runs a script as every node of a parameter-server cluster on loopback: real processes, real gRPC.
+
+As a command: `python cluster.py train.py --ckpt-dir DIR/checkpoints --expected DIR/expected.npz`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+_POLL_S = 0.1
+_TAIL_LINES = 25
+_PORTS = range(15_000, 32_000)
+"""Below the range from which Linux gives ports to clients, so that none is taken before a node binds it."""
+
+
+class ClusterError(RuntimeError):
+    """A node failed or time ran out; the message ends with the tail of the log that tells why."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One process of the cluster."""
+
+    role: str
+    index: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def name(self) -> str:
+        """`worker-1`, say."""
+        return f"{self.role}-{self.index}"
+
+    @property
+    def has_failed(self) -> bool:
+        """True after a bad exit; a parameter server has no good one before the others are done."""
+        code = self.process.poll()
+        return code is not None and (code != 0 or self.role == "ps")
+
+    def tail(self) -> str:
+        """The last lines of its log."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_TAIL_LINES:])
+
+
+def run_cluster(
+    command: Sequence[str | Path],
+    *,
+    logs: Path,
+    ps: int = 2,
+    workers: int = 2,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout_s: float = 120,
+    on_line: Callable[[str], None] | None = None,
+) -> dict[str, Path]:
+    """Run `command`, a Python script and its arguments, as `ps` parameter servers, a chief and `workers`.
+
+    Returns when chief and workers have ended well; the parameter servers are then terminated. Gives each
+    node's log (stdout and stderr) in the directory `logs`, by names such as `chief-0`. `env` is added to the
+    environment, `on_line` hears each line of the chief's log. Raises ClusterError if a node fails or if
+    `timeout_s` runs out. No process outlives the call.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + timeout_s
+    with _nodes(command, logs, {"ps": ps, "chief": 1, "worker": workers}, env or {}, cwd, timeout_s) as nodes:
+        trainers = [node for node in nodes if node.role != "ps"]
+        chief = next(node for node in nodes if node.role == "chief")
+        with _listening(chief.log, on_line) as listen:
+            while any(node.process.poll() is None for node in trainers):
+                _check(nodes, deadline, timeout_s)
+                listen()
+                time.sleep(_POLL_S)
+        _check(nodes, deadline, timeout_s)
+        return {node.name: node.log for node in nodes}
+
+
+def _check(nodes: Sequence[Node], deadline: float, timeout_s: float) -> None:
+    for node in nodes:
+        if node.has_failed:
+            raise ClusterError(f"{node.name} ended with status {node.process.returncode}:\n{node.tail()}")
+    if time.monotonic() > deadline:
+        busy = [node for node in nodes if node.role != "ps" and node.process.poll() is None]
+        tails = "\n".join(f"--- {node.name}\n{node.tail()}" for node in busy)
+        raise ClusterError(f"still running after {timeout_s:g} s: {[node.name for node in busy]}\n{tails}")
+
+
+@contextmanager
+def _nodes(
+    command: Sequence[str | Path],
+    logs: Path,
+    jobs: Mapping[str, int],
+    env: Mapping[str, str],
+    cwd: Path | None,
+    timeout_s: float,
+) -> Iterator[list[Node]]:
+    """Start every node; end those that still run, by their own pids, when the caller leaves."""
+    addresses = iter(f"127.0.0.1:{port}" for port in free_ports(sum(jobs.values())))
+    cluster = {role: [next(addresses) for _ in range(count)] for role, count in jobs.items() if count}
+    nodes: list[Node] = []
+    try:
+        for role, members in cluster.items():
+            for index in range(len(members)):
+                log = logs / f"{role}-{index}.log"
+                task = {"cluster": cluster, "task": {"type": role, "index": index}}
+                with log.open("wb") as sink:
+                    process = subprocess.Popen(
+                        [sys.executable, "-u", *map(str, command)],
+                        env={**os.environ, **_FRUGAL, **env, "TF_CONFIG": json.dumps(task)},
+                        cwd=cwd,
+                        stdin=subprocess.DEVNULL,
+                        stdout=sink,
+                        stderr=subprocess.STDOUT,
+                        # An alarm survives exec: a node ends soon after its launcher was killed, too.
+                        preexec_fn=partial(signal.alarm, int(timeout_s) + 10),
+                    )
+                nodes.append(Node(role, index, process, log))
+        yield nodes
+    finally:
+        _end(nodes)
+
+
+_FRUGAL = {
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "OMP_NUM_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "no_grpc_proxy": "127.0.0.1",
+}
+"""Many TensorFlow processes on few cores: one thread a pool, no GPU; and loopback needs no proxy."""
+
+
+def _end(nodes: Sequence[Node]) -> None:
+    for node in nodes:
+        if node.process.poll() is None:
+            node.process.terminate()
+    for node in nodes:
+        try:
+            node.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            node.process.kill()
+            node.process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct TCP ports of loopback that nobody listens on."""
+    ports: list[int] = []
+    with ExitStack() as held:
+        while len(ports) < count:
+            port = random.choice(_PORTS)
+            probe = held.enter_context(socket.socket())
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            ports.append(port)
+    return ports
+
+
+@contextmanager
+def _listening(log: Path, on_line: Callable[[str], None] | None) -> Iterator[Callable[[], None]]:
+    """A function that hands over the log's new lines; the last ones go over when the caller leaves."""
+    with log.open(errors="replace") as stream:
+        pending = ""
+
+        def listen() -> None:
+            nonlocal pending
+            *lines, pending = (pending + stream.read()).split("\n")
+            for line in lines if on_line else ():
+                on_line(line)
+
+        yield listen
+        listen()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="cluster-") as directory:
+        try:
+            run_cluster(sys.argv[1:], logs=Path(directory), on_line=print)
+        except ClusterError as error:
+            sys.exit(f"error: {error}")

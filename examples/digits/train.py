@@ -1,0 +1,257 @@
+"""One node of the training cluster; `TF_CONFIG` says which, as on a real one.
+
+Parameter servers hold the variables; the chief and the workers train asynchronously. The chief alone writes
+sharded checkpoints and summaries and, once every worker has left, what the trained network itself says of the
+held-out digits (`--expected`): the yardstick for whatever is served later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import data
+import model
+import numpy as np
+import tensorflow as tf
+
+v1 = tf.compat.v1
+
+_BATCH = 32
+_LEARNING_RATE = 2e-3
+_AVERAGE_DECAY = 0.98
+_LEAVE_TIMEOUT_MS = 60_000
+
+
+@dataclass(frozen=True)
+class Task:
+    """The place of one process in the cluster."""
+
+    cluster: tf.train.ClusterSpec
+    role: str
+    index: int
+
+    @classmethod
+    def from_environment(cls) -> Task:
+        """The task that `TF_CONFIG` describes."""
+        config = json.loads(os.environ["TF_CONFIG"])
+        return cls(tf.train.ClusterSpec(config["cluster"]), config["task"]["type"], config["task"]["index"])
+
+    @property
+    def is_chief(self) -> bool:
+        """True for the one node that initialises and saves."""
+        return self.role == "chief"
+
+    @property
+    def device(self) -> str:
+        """Where this node computes."""
+        return f"/job:{self.role}/task:{self.index}"
+
+    @property
+    def workers(self) -> int:
+        """Nodes that train beside the chief."""
+        return self.cluster.num_tasks("worker") if "worker" in self.cluster.jobs else 0
+
+    def session_config(self) -> Any:
+        """One thread a pool; a node sees only the parameter servers and itself, and waits for no other."""
+        return v1.ConfigProto(
+            device_filters=["/job:ps", self.device],
+            intra_op_parallelism_threads=1,
+            inter_op_parallelism_threads=1,
+        )
+
+
+def main() -> None:
+    """Be a parameter server for ever, or train until the end."""
+    options = _parse()
+    task = Task.from_environment()
+    server = tf.distribute.Server(task.cluster, task.role, task.index, config=task.session_config())
+    if task.role == "ps":
+        server.join()
+    with tf.Graph().as_default():
+        train(task, server.target, options)
+
+
+def train(task: Task, target: str, options: argparse.Namespace) -> None:
+    """Train as the chief or a worker: until `--steps` steps of all nodes together, or for `--seconds`."""
+    training, held_out = data.load()
+    v1.set_random_seed(task.index)
+    with v1.device(v1.train.replica_device_setter(worker_device=task.device, cluster=task.cluster)):
+        step = v1.train.create_global_step()
+        averages = tf.train.ExponentialMovingAverage(_AVERAGE_DECAY)
+        loss, train_op = _training(training, step, averages, seed=task.index)
+        roll_call = RollCall(task.workers)
+        hooks = [v1.train.StopAtStepHook(last_step=options.steps), StopAfter(options.seconds)]
+        if task.is_chief:
+            hooks.append(Report(held_out, step, loss, averages, options.expected))
+        else:
+            hooks.append(Leave(roll_call))
+            _await_chief(target, task)
+        # Sharded: every parameter server writes its own variables; `max_to_keep` unlinks old checkpoints.
+        saver = v1.train.Saver(sharded=True, max_to_keep=3, save_relative_paths=True)
+        scaffold = v1.train.Scaffold(saver=saver)
+    with v1.train.MonitoredTrainingSession(
+        target,
+        is_chief=task.is_chief,
+        checkpoint_dir=str(options.ckpt_dir),
+        scaffold=scaffold,
+        hooks=hooks,
+        # These end before the saver does: the last checkpoint is of a cluster at rest.
+        chief_only_hooks=[AwaitWorkers(roll_call)],
+        save_checkpoint_steps=options.save_every,
+        save_summaries_steps=50,
+        config=task.session_config(),
+    ) as session:
+        while not session.should_stop():
+            session.run(train_op)
+
+
+def _training(digits: data.Digits, step: Any, averages: Any, *, seed: int) -> tuple[Any, Any]:
+    """The loss, and one training step: gradients, then averages, then the count, which is never ahead."""
+    batches = tf.data.Dataset.from_tensor_slices((digits.images, digits.labels))
+    batches = batches.shuffle(len(digits.labels), seed=seed).repeat().batch(_BATCH)
+    images, labels = v1.data.make_one_shot_iterator(batches).get_next()
+    network = model.inference(images, training=True)
+    loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, network.logits))
+    v1.summary.scalar("loss", loss)
+    v1.summary.histogram("features", network.features)
+    weights = v1.trainable_variables()
+    with tf.control_dependencies(v1.get_collection(v1.GraphKeys.UPDATE_OPS)):
+        learn = v1.train.AdamOptimizer(_LEARNING_RATE).minimize(loss, var_list=weights)
+    with tf.control_dependencies([learn]):
+        average = averages.apply(weights)
+    with tf.control_dependencies([average]):
+        return loss, v1.assign_add(step, 1)
+
+
+class RollCall:
+    """A queue on the first parameter server that every worker signs when it leaves."""
+
+    def __init__(self, workers: int) -> None:
+        with v1.device("/job:ps/task:0"):
+            queue = tf.queue.FIFOQueue(max(workers, 1), [tf.bool], [()], shared_name="roll_call")
+            self.sign = queue.enqueue(True)
+            self.all_signed = queue.dequeue_many(workers)
+
+
+class Leave(v1.train.SessionRunHook):
+    """Signs the roll call after a worker's last step."""
+
+    def __init__(self, roll_call: RollCall) -> None:
+        self._roll_call = roll_call
+
+    def end(self, session: Any) -> None:
+        """Sign."""
+        session.run(self._roll_call.sign)
+
+
+class AwaitWorkers(v1.train.SessionRunHook):
+    """Keeps the chief from its last checkpoint until every worker has left."""
+
+    def __init__(self, roll_call: RollCall) -> None:
+        self._roll_call = roll_call
+
+    def end(self, session: Any) -> None:
+        """Wait for every signature, with a deadline."""
+        session.run(self._roll_call.all_signed, options=v1.RunOptions(timeout_in_ms=_LEAVE_TIMEOUT_MS))
+
+
+class StopAfter(v1.train.SessionRunHook):
+    """Ends training after so many seconds of it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._deadline = float("inf")
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Start the clock."""
+        self._deadline = time.monotonic() + self._seconds
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Stop at the deadline."""
+        if time.monotonic() > self._deadline:
+            run_context.request_stop()
+
+
+class Report(v1.train.SessionRunHook):
+    """Says how training goes and, at its end, what the network makes of the held-out digits."""
+
+    def __init__(self, held_out: data.Digits, step: Any, loss: Any, averages: Any, path: Path) -> None:
+        self._held_out = held_out
+        self._step, self._loss = step, loss
+        self._printed = 0
+        self._path = path
+        with tf.name_scope("held_out"):
+            self._images = v1.placeholder(tf.float32, [None, 8, 8], name="images")
+            self._raw = model.inference(self._images, training=False).scores
+        with tf.name_scope("held_out_averaged"):
+            getter = _average_of(averages)
+            self._averaged = model.inference(self._images, training=False, getter=getter).scores
+
+    def before_run(self, run_context: Any) -> Any:
+        """Ask for the step and the loss beside the training step."""
+        return v1.train.SessionRunArgs((self._step, self._loss))
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Print a line for every hundred steps of the cluster."""
+        step, loss = run_values.results
+        if step // 100 > self._printed // 100:
+            self._printed = step
+            print(f"step {step:4d}  loss {loss:.3f}", flush=True)
+
+    def end(self, session: Any) -> None:
+        """Write the yardstick: scores of raw and of averaged weights, and the step they are from."""
+        fetches = (self._step, self._raw, self._averaged)
+        step, scores, averaged = session.run(fetches, {self._images: self._held_out.images})
+        labels = self._held_out.labels
+        np.savez(
+            self._path,
+            step=step,
+            images=self._held_out.images,
+            labels=labels,
+            scores=scores,
+            scores_ema=averaged,
+        )
+        raw, ema = ((rows.argmax(axis=1) == labels).mean() for rows in (scores, averaged))
+        print(f"step {step:4d}  held-out accuracy {raw:.3f}, with moving averages {ema:.3f}", flush=True)
+
+
+def _average_of(averages: Any) -> model.Getter:
+    """A variable getter that gives the moving average in place of each weight that has one."""
+
+    def average(getter: Any, *args: Any, **kwargs: Any) -> Any:
+        variable = getter(*args, **kwargs)
+        # Slices are averaged each by itself; a partitioned variable has no average of its own.
+        if hasattr(variable, "as_tensor"):
+            return tf.concat([averages.average(part) for part in variable], axis=0)
+        found = averages.average(variable)
+        return variable if found is None else found
+
+    return average
+
+
+def _await_chief(target: str, task: Task) -> None:
+    """Wait for the chief to initialise: MonitoredTrainingSession itself would look once in 30 s only."""
+    uninitialised = v1.report_uninitialized_variables()
+    with v1.Session(target, config=task.session_config()) as session:
+        while session.run(uninitialised).size:
+            time.sleep(0.05)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ckpt-dir", type=Path, required=True, help="where the chief writes checkpoints")
+    parser.add_argument("--expected", type=Path, required=True, help="the chief's scores, an .npz file")
+    parser.add_argument("--steps", type=int, default=600, help="steps of all nodes together")
+    parser.add_argument("--seconds", type=float, default=60, help="longest time to train")
+    parser.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
