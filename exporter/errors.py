@@ -20,9 +20,11 @@
     │   └── PartitionStrategyUnknown     a re-partitioned lookup table whose row order nobody knows
     ├── PositionError                5   a delta or base does not continue what is published
     ├── VerificationError            6   the staged result is not what it should be
+    │   └── ManifestError                a manifest.json is missing, damaged or of another format version
     ├── PublishError                 1   the target could not be written
     │   ├── TargetNotWritable            no permission, read-only file system, not a directory
     │   ├── DiskFull                     no space left, or a quota
+    │   ├── TargetBusy                   another exporter holds the target's lock for too long
     │   ├── LinkRefused                  hard links asked for and impossible
     │   └── VersionExists            2   the version is taken or would go backwards
     └── ServerError                  7   a server refused, failed to load or was late
@@ -183,6 +185,12 @@ class VerificationError(ExportError):
     exit_code = Exit.VERIFICATION
 
 
+class ManifestError(VerificationError):
+    """A manifest.json is missing, damaged or of another format version."""
+
+    default_hint = "remove that directory, then publish a full export"
+
+
 class PublishError(ExportError):
     """The target could not be written; nothing was published."""
 
@@ -197,6 +205,12 @@ class DiskFull(PublishError):
     """No space left on the target, or its quota is used up."""
 
     default_hint = "free space, keep fewer versions with --keep, or use --data link"
+
+
+class TargetBusy(PublishError):
+    """Another exporter holds the target's lock for longer than this one waits."""
+
+    default_hint = "run the command again when the other exporter is done, or stop it"
 
 
 class LinkRefused(PublishError):
@@ -229,5 +243,6 @@ def os_error(exc: OSError, path: Path) -> ExportError:
     return PublishError(f"writing {os.fspath(path)} failed", cause=cause)
 
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+_NOT_WRITABLE |= {errno.ENOLCK, errno.EOPNOTSUPP}  # no file locks: two exporters could not be kept apart
