@@ -1,0 +1,114 @@
+"""What the two command lines share: one sink, errors to exit codes, signals, and how Typer is set up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from exporter.errors import Exit, ExportError, UsageError
+from exporter.output import Mode, Output
+
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="One JSON document on stdout, errors as JSON on stderr.")
+]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
+DebugFlag = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+EXIT_CODES = """\b
+Exit codes:
+  0  done, or nothing to do             5  position or lineage mismatch
+  1  any other failure                  6  verification failed; nothing was published
+  2  usage                              7  a server refused, failed to load, or was late
+  3  checkpoint missing or damaged      10 differences found (diff --exit-code)
+  4  variables without a tensor         130 interrupted"""
+
+
+def new_app(name: str) -> typer.Typer:
+    """A Typer application that prints plain text, so that help and errors look the same in a pipe."""
+    return typer.Typer(
+        name=name,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+
+
+def pairs(option: str, values: list[str] | None) -> dict[str, str]:
+    """Repeated `NAME=VALUE` options as a dict.
+
+    Raises:
+        UsageError: no `=`, an empty side, or a name given twice.
+    """
+    result: dict[str, str] = {}
+    for text in values or ():
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise UsageError(f"{option} {text!r} is not of the form NAME=VALUE")
+        if name in result:
+            raise UsageError(f"{option} names {name!r} twice")
+        result[name] = value
+    return result
+
+
+@contextmanager
+def command(json_: bool, quiet: bool, debug: bool) -> Iterator[Output]:
+    """Run a command's body with its sink; whatever it raises ends in a message and an exit code.
+
+    SIGTERM is treated as SIGINT is: the body is unwound, so that staging is removed.
+    """
+    mode = Mode.JSON if json_ else Mode.QUIET if quiet else Mode.HUMAN
+    sink = Output(mode)
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield sink
+    except ExportError as error:
+        _finish(sink, error, debug)
+    except KeyboardInterrupt:
+        _finish(sink, _Interrupted("interrupted"), debug)
+    except BrokenPipeError:
+        # The reader of stdout has gone (`| head`): nothing is left to say, and exiting must not say it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(Exit.FAILURE) from None
+    except Exception as error:  # noqa: BLE001 - the edge of the program: no traceback without --debug
+        _finish(sink, ExportError(f"unexpected {type(error).__name__}: {error}"), debug)
+
+
+class _Interrupted(ExportError):
+    """SIGINT or SIGTERM."""
+
+    exit_code = Exit.INTERRUPTED
+    default_hint = "nothing was published; run the command again"
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _finish(sink: Output, error: ExportError, debug: bool) -> NoReturn:
+    if debug:
+        traceback.print_exc(file=sink.stderr)
+    sink.error(error)
+    raise typer.Exit(int(error.exit_code))
+
+
+def run(app: typer.Typer, arguments: list[str] | None = None) -> NoReturn:
+    """Run an application as a program; Typer's usage errors leave by the same door as all others."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(arguments, standalone_mode=False)
+    except Exception as error:
+        if getattr(error, "exit_code", None) != Exit.USAGE or not hasattr(error, "format_message"):
+            raise
+        sink = Output(Mode.JSON if "--json" in arguments else Mode.HUMAN)
+        sink.error(UsageError(error.format_message(), hint=f"see {app.info.name} --help"))
+        sys.exit(Exit.USAGE)
+    sys.exit(code if isinstance(code, int) else Exit.DONE)

@@ -1,0 +1,62 @@
+"""What an export is told: the options of `export-model` as values, for the command line and for Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+
+class DataMode(StrEnum):
+    """How the bytes of variables reach the bundle.
+
+    `AUTO` links shards and, where links are impossible or the server could not read them, compacts. `LINK`
+    links or fails. `COPY` copies whole shards. `COMPACT` copies the kept byte ranges alone.
+    """
+
+    AUTO = "auto"
+    LINK = "link"
+    COPY = "copy"
+    COMPACT = "compact"
+
+
+class Verify(StrEnum):
+    """How much is checked before anything is published; each level includes the ones before."""
+
+    NONE = "none"
+    FILES = "files"
+    BYTES = "bytes"
+    OUTPUTS = "outputs"
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """Everything a full export is told; the fields are the options of `export-model`.
+
+    `model` is a name as `--model` takes it, or a builder itself; without it the `.meta` beside the checkpoint
+    is used. `renames` and `casts` are rules in the command line's form; `partition_strategies` says `mod` or
+    `div` for tables; `version` is None (the position), a number, or `"time"`. `tolerance` is the largest
+    absolute difference that `Verify.OUTPUTS` accepts.
+    """
+
+    ckpt_dir: Path
+    out: Path
+    model: str | Callable[..., Any] | None = None
+    model_args: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    signatures: Path | None = None
+    feeds: Mapping[str, str] = field(default_factory=dict)
+    renames: tuple[str, ...] = ()
+    average: str | None = None
+    casts: tuple[str, ...] = ()
+    partition_strategies: Mapping[str, str] = field(default_factory=dict)
+    data: DataMode = DataMode.AUTO
+    warmup: Path | None = None
+    version: str | None = None
+    keep: int | None = None
+    verify: Verify = Verify.FILES
+    verify_inputs: Path | None = None
+    tolerance: float = 1e-6
