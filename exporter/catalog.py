@@ -76,8 +76,9 @@ class TensorRef:
 
     @property
     def is_complete(self) -> bool:
-        """False if a declared slice is not stored."""
-        return self.extent is not None or all(part.extent is not None for part in self.slices)
+        """False if slices that are declared, or needed to cover the shape, are not stored."""
+        stored = sum(math.prod(part.spec.lengths) for part in self.slices if part.extent is not None)
+        return self.extent is not None or stored == self.elements
 
     @property
     def bytes_(self) -> int:

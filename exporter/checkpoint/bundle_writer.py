@@ -1,0 +1,228 @@
+"""Writing tensor bundles: an index over shards that exist already, or a new shard with its index.
+
+TensorFlow reads what is written here, and an index has the very bytes that TensorFlow would have written.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from exporter import protos
+from exporter.catalog import Extent, SliceRef, SliceSpec, TensorRef
+from exporter.checkpoint.crc import CHUNK, extend, mask
+from exporter.checkpoint.slice_keys import slice_key
+from exporter.checkpoint.sstable import write_table
+from exporter.checkpoint.tensor_values import encode_strings
+from exporter.dtypes import DType
+
+Array = np.ndarray[Any, Any]
+Buffer = bytes | bytearray | memoryview | Array
+
+_VERSION = 1  # kTensorBundleVersion, the producer that TensorFlow writes
+
+
+def index_path(prefix: Path) -> Path:
+    """`<prefix>.index`."""
+    return prefix.parent / f"{prefix.name}.index"
+
+
+def shard_path(prefix: Path, shard: int, num_shards: int) -> Path:
+    """`<prefix>.data-00003-of-00016`."""
+    return prefix.parent / f"{prefix.name}.data-{shard:05d}-of-{num_shards:05d}"
+
+
+def encode_index(tensors: Iterable[TensorRef], num_shards: int) -> bytes:
+    """The bytes of an index over `num_shards` shards; of a tensor only name, dtype, shape and extents count.
+
+    Raises:
+        ValueError: two tensors have one name, or a name is empty.
+    """
+    header = protos.BundleHeaderProto(num_shards=num_shards)
+    header.version.producer = _VERSION
+    entries = [(b"", header.SerializeToString())]
+    for ref in tensors:
+        entries += _entries(ref)
+    entries.sort(key=lambda entry: entry[0])
+    return write_table(entries)
+
+
+def _entries(ref: TensorRef) -> Iterator[tuple[bytes, bytes]]:
+    key = ref.name.encode()
+    entry = _entry(ref.dtype, ref.shape, ref.extent)
+    for part in ref.slices:
+        boxes = list(zip(part.spec.starts, part.spec.lengths, strict=True))
+        declared = entry.slices.add()
+        for start, length in boxes:
+            declared.extent.add(start=start, length=length)
+        if part.extent is not None:
+            slice_entry = _entry(ref.dtype, part.spec.lengths, part.extent)
+            yield slice_key(key, boxes), slice_entry.SerializeToString()
+    yield key, entry.SerializeToString()
+
+
+def _entry(dtype: DType, shape: tuple[int, ...], extent: Extent | None) -> protos.Proto:
+    entry = protos.BundleEntryProto(dtype=int(dtype))
+    entry.shape.SetInParent()
+    for size in shape:
+        entry.shape.dim.add(size=size)
+    if extent is not None:
+        entry.shard_id, entry.offset = extent.shard, extent.offset
+        entry.size, entry.crc32c = extent.size, extent.crc32c
+    return entry
+
+
+class BundleWriter:
+    """A bundle of one shard, written as tensors are added; it appears under its name when it is finished.
+
+    As a context manager it finishes at the end of the block, and removes what it wrote if the block raises.
+    Nothing is synced: `files` says what there is to sync. Memory is bounded by a chunk, or a string tensor.
+
+        with BundleWriter(Path("variables/variables")) as writer:
+            writer.add("dense/bias", np.zeros(4, np.float32))
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self._prefix = prefix
+        self._shard = shard_path(prefix, 0, 1)
+        self._temporary = self._shard.with_name(f".{self._shard.name}.{os.getpid()}.tmp")
+        self._file = self._temporary.open("xb", buffering=0)
+        self._offset = 0
+        self._tensors: dict[str, TensorRef] = {}
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The shard and the index, once finished."""
+        return (self._shard, index_path(self._prefix))
+
+    @property
+    def tensors(self) -> tuple[TensorRef, ...]:
+        """What was added so far, in order."""
+        return tuple(self._tensors.values())
+
+    def add(self, name: str, array: Array, part: SliceSpec | None = None) -> Extent:
+        """Write an array, or slice `part` of a partitioned tensor; strings are `bytes` in an object array.
+
+        Raises:
+            ValueError: the name is taken, or the shape is not the part's.
+            KeyError: TensorFlow has no such data type.
+        """
+        array = np.asarray(array)
+        if part is not None and array.shape != part.lengths:
+            raise ValueError(f"{name!r}: an array of shape {array.shape} for a slice of {part.lengths}")
+        if array.dtype.kind in "OSU":
+            data, crc = encode_strings(map(_as_bytes, array.ravel().tolist()))
+            return self._record(name, DType.STRING, array.shape, part, self._write([data])[0], crc)
+        dtype = DType.of(array.dtype.name)
+        return self.add_chunks(name, dtype, array.shape, _blocks(array, dtype), part)
+
+    def add_chunks(
+        self,
+        name: str,
+        dtype: DType,
+        shape: tuple[int, ...],
+        chunks: Iterable[Buffer],
+        part: SliceSpec | None = None,
+    ) -> Extent:
+        """Write a numeric tensor of `shape` (the slice's if there is a `part`) given as its bytes in pieces.
+
+        Raises:
+            ValueError: the name is taken, the type has no fixed size, or the bytes do not fill the shape.
+        """
+        if dtype.itemsize is None:
+            raise ValueError(f"{name!r}: {dtype.label} tensors cannot be added as bytes")
+        size, crc = self._write(chunks)
+        if size != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name!r}: {size} bytes for {dtype.label}{list(shape)}")
+        return self._record(name, dtype, shape, part, size, mask(crc))
+
+    def finish(self) -> tuple[TensorRef, ...]:
+        """Write the index, give both files their names, data first; what the bundle holds."""
+        index = self._temporary.with_name(f"{self._temporary.name}.index")
+        index.write_bytes(encode_index(self.tensors, 1))
+        self._file.close()
+        self._temporary.rename(self._shard)
+        index.rename(index_path(self._prefix))
+        return self.tensors
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        self._file.close()
+        for path in (self._temporary, self._temporary.with_name(f"{self._temporary.name}.index")):
+            with suppress(FileNotFoundError):
+                path.unlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and not self._file.closed:
+                self.finish()
+        finally:
+            self.abandon()
+
+    def _write(self, chunks: Iterable[Buffer]) -> tuple[int, int]:
+        size = crc = 0
+        for chunk in chunks:
+            flat = _flat_bytes(chunk)
+            for start in range(0, flat.size, CHUNK):
+                piece = flat[start : start + CHUNK].tobytes()
+                crc = extend(crc, piece)
+                self._write_all(piece)
+                size += len(piece)
+        return size, crc
+
+    def _write_all(self, piece: bytes) -> None:
+        written = self._file.write(piece) or 0
+        while written < len(piece):
+            written += self._file.write(piece[written:]) or 0
+
+    def _record(
+        self, name: str, dtype: DType, shape: tuple[int, ...], part: SliceSpec | None, size: int, crc: int
+    ) -> Extent:
+        extent = Extent(0, self._offset, size, crc)
+        self._offset += size
+        known = self._tensors.get(name)
+        if part is None or part.is_full:
+            if known is not None:
+                raise ValueError(f"{name!r} was added before")
+            self._tensors[name] = TensorRef(name, dtype, shape, extent)
+            return extent
+        if known is None:
+            known = TensorRef(name, dtype, part.full_shape)
+        elif known.extent or known.dtype is not dtype or known.shape != part.full_shape:
+            raise ValueError(f"{name!r} was added before as another tensor")
+        self._tensors[name] = replace(known, slices=(*known.slices, SliceRef(part, extent)))
+        return extent
+
+
+def _as_bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _flat_bytes(chunk: Buffer) -> Array:
+    if isinstance(chunk, np.ndarray):  # by a view: bfloat16 and its like offer no buffer
+        return np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
+    return np.frombuffer(chunk, np.uint8)
+
+
+def _blocks(array: Array, dtype: DType) -> Iterator[Array]:
+    """The array's bytes in C order and little endian, whatever its layout, without a copy of the whole."""
+    if array.flags.c_contiguous and array.dtype == dtype.numpy:
+        yield array.reshape(-1).view(np.uint8)
+        return
+    rows = max(1, CHUNK * len(array) // max(1, array.nbytes)) if array.ndim else 1
+    for start in range(0, len(array) if array.ndim else 1, rows):
+        block = array[start : start + rows] if array.ndim else array
+        yield np.ascontiguousarray(block, dtype.numpy).reshape(-1).view(np.uint8)

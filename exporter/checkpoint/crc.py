@@ -1,0 +1,49 @@
+"""CRC-32C as TensorFlow stores it: masked, so that a checksum of data that holds checksums stays useful.
+
+Source of the mask: tensorflow/core/lib/hash/crc32c.h (rotate right by 15 bits, add a constant).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import google_crc32c
+
+CHUNK = 1 << 20
+"""Bytes read at a time: fits a core's cache and keeps memory flat whatever the tensor's size."""
+
+_MASK_DELTA = 0xA282EAD8
+_WORD = 0xFFFFFFFF
+
+
+def extend(crc: int, data: bytes) -> int:
+    """The plain crc32c of what `crc` covers followed by `data`; start with 0. Releases the GIL."""
+    return int(google_crc32c.extend(crc, data))
+
+
+def mask(crc: int) -> int:
+    """The stored form of a plain crc32c."""
+    return ((crc >> 15 | crc << 17) + _MASK_DELTA) & _WORD
+
+
+def unmask(stored: int) -> int:
+    """The plain crc32c of a stored one."""
+    rotated = (stored - _MASK_DELTA) & _WORD
+    return (rotated >> 17 | rotated << 15) & _WORD
+
+
+def masked_crc(data: bytes) -> int:
+    """The stored checksum of `data`."""
+    return mask(extend(0, data))
+
+
+def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
+    """`size` bytes of an open file from `offset` in chunks; ends early where the file does."""
+    end = offset + size
+    while offset < end:
+        chunk = os.pread(fd, min(CHUNK, end - offset), offset)
+        if not chunk:
+            return
+        offset += len(chunk)
+        yield chunk

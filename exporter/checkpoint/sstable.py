@@ -1,0 +1,281 @@
+"""The sorted string table that an `.index` file is: bytes -> sorted (key, value) pairs, and back.
+
+    table  = block* metaindex-block index-block footer
+    block  = entry* restart-offset* (uint32) restart-count (uint32) | type (1 byte) | masked crc32c (uint32)
+    entry  = shared, unshared, value-length (varint32 each), the key's unshared bytes, the value
+    index  = a block: separator key -> handle of a data block; a handle is varint64 offset, varint64 size
+    footer = handles of metaindex and index, zero-padded to 40 bytes, and a magic number (8 bytes)
+
+Sources: LevelDB's doc/table_format.md; tensorflow/core/lib/io/{table_builder,block_builder,format}.cc.
+TensorFlow writes 256 KiB blocks, restarts every 16 entries (every entry in the index block), no compression.
+
+Reading trusts nothing: blocks must tile the file from its first byte to its footer, so neither overlaps nor
+loops exist, every checksum is verified, and keys may not expand beyond what restarts every 16 entries allow.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+from exporter.checkpoint.crc import masked_crc
+from exporter.errors import CheckpointError, CorruptFile, TruncatedFile, UnsupportedFormat
+
+Entry = tuple[bytes, bytes]
+
+_MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
+_FOOTER_BYTES = 48
+_TRAILER_BYTES = 5
+_BLOCK_BYTES = 262_144
+_RESTART_INTERVAL = 16
+_COMPRESSION = {1: "snappy", 2: "zstd"}
+
+
+def read_table(data: bytes, path: Path) -> list[Entry]:
+    """All pairs of a table in key order; `path` is for error texts.
+
+    Time and memory are proportional to `len(data)`, whatever the bytes say.
+
+    Raises:
+        TruncatedFile: shorter than a footer, or no footer at the end.
+        CorruptFile: a checksum, length, order or position is wrong.
+        UnsupportedFormat: a block is compressed.
+    """
+    metaindex, index = _read_footer(data, path)
+    budget = _KeyBudget(_RESTART_INTERVAL * len(data), path)
+    entries: list[Entry] = []
+    end = 0
+    for _, value in _read_block(data, index, budget, path, "index block"):
+        handle, _ = _read_handle(value, 0, path)
+        end = _follow(end, handle, path, f"data block at byte {handle[0]}")
+        block = _read_block(data, handle, budget, path, f"data block at byte {handle[0]}")
+        if entries and block and block[0][0] <= entries[-1][0]:
+            raise CorruptFile(f"{path} is damaged: blocks are out of order at byte {handle[0]}")
+        entries += block
+    end = _follow(end, metaindex, path, "metaindex block")
+    _read_block(data, metaindex, budget, path, "metaindex block")
+    end = _follow(end, index, path, "index block")
+    if end + _FOOTER_BYTES != len(data):
+        raise CorruptFile(f"{path} is damaged: its blocks end at byte {end}, its footer begins elsewhere")
+    return entries
+
+
+class _KeyBudget:
+    """Bytes of keys that may still be decoded: prefix compression must not make a small file large."""
+
+    def __init__(self, bytes_: int, path: Path) -> None:
+        self.left = bytes_
+        self.path = path
+
+    def spend(self, bytes_: int) -> None:
+        self.left -= bytes_
+        if self.left < 0:
+            raise CorruptFile(
+                f"{self.path} is damaged: its keys expand to over {_RESTART_INTERVAL} times the file's size"
+            )
+
+
+def _read_footer(data: bytes, path: Path) -> tuple[tuple[int, int], tuple[int, int]]:
+    if len(data) < _FOOTER_BYTES:
+        raise TruncatedFile(f"{path} has {len(data)} bytes, an index has at least {_FOOTER_BYTES}")
+    if data[-8:] != _MAGIC:
+        raise _wrong_magic(data, path)
+    footer = data[-_FOOTER_BYTES:-8]
+    metaindex, position = _read_handle(footer, 0, path)
+    index, position = _read_handle(footer, position, path)
+    if footer.count(0, position) != len(footer) - position:
+        raise CorruptFile(f"{path} is damaged: the footer's padding is not zero")
+    return metaindex, index
+
+
+def _wrong_magic(data: bytes, path: Path) -> CheckpointError:
+    equal = sum(found == expected for found, expected in zip(data[-8:], _MAGIC, strict=True))
+    if equal >= 6:  # a cut file ends in something else altogether
+        return CorruptFile(
+            f"{path} is damaged: its magic number is {data[-8:].hex()}, expected {_MAGIC.hex()}"
+        )
+    at = data.rfind(_MAGIC)
+    if at > 0:
+        return CorruptFile(f"{path} has {len(data) - at - 8} bytes after its end")
+    return TruncatedFile(
+        f"{path} does not end as an index does: it is cut short, or it is something else",
+        cause=f"its last 8 bytes are {data[-8:].hex()}, expected {_MAGIC.hex()}",
+    )
+
+
+def _follow(end: int, handle: tuple[int, int], path: Path, what: str) -> int:
+    """Where the block ends, its trailer included, if it begins where the one before ended."""
+    offset, size = handle
+    if offset != end:
+        raise CorruptFile(f"{path} is damaged: {what} begins at byte {offset}, expected {end}")
+    return offset + size + _TRAILER_BYTES
+
+
+def _read_handle(data: bytes, position: int, path: Path) -> tuple[tuple[int, int], int]:
+    offset, position = _read_varint(data, position, path)
+    size, position = _read_varint(data, position, path)
+    return (offset, size), position
+
+
+def _read_varint(data: bytes, position: int, path: Path) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if position >= len(data):
+            break
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise CorruptFile(f"{path} is damaged: a length at byte {position} of a block does not end")
+
+
+def _read_block(
+    data: bytes, handle: tuple[int, int], budget: _KeyBudget, path: Path, what: str
+) -> list[Entry]:
+    offset, size = handle
+    end = offset + size
+    if size < 4 or end + _TRAILER_BYTES + _FOOTER_BYTES > len(data):
+        raise CorruptFile(f"{path} is damaged: the {what} lies at bytes {offset}-{end} of {len(data)}")
+    stored = int.from_bytes(data[end + 1 : end + _TRAILER_BYTES], "little")
+    found = masked_crc(data[offset : end + 1])
+    if found != stored:
+        raise CorruptFile(f"{path} is damaged: the {what} has checksum {found:08x}, expected {stored:08x}")
+    if data[end] != 0:
+        how = _COMPRESSION.get(data[end], f"type {data[end]}")
+        raise UnsupportedFormat(f"{path} is compressed ({how}); only uncompressed tables are read")
+    return _parse_block(data[offset:end], budget, path, what)
+
+
+def _parse_block(block: bytes, budget: _KeyBudget, path: Path, what: str) -> list[Entry]:
+    restarts = int.from_bytes(block[-4:], "little")
+    end = len(block) - 4 - 4 * restarts
+    if end < 0:
+        raise CorruptFile(f"{path} is damaged: the {what} claims {restarts} restarts")
+    entries: list[Entry] = []
+    key, position = b"", 0
+    while position < end:
+        head = block[position : position + 3]
+        if max(head) < 0x80 and len(head) == 3:  # nearly all: three lengths of one byte each
+            shared, unshared, value_bytes = head
+            position += 3
+        else:
+            shared, position = _read_varint(block, position, path)
+            unshared, position = _read_varint(block, position, path)
+            value_bytes, position = _read_varint(block, position, path)
+        value_at = position + unshared
+        next_ = value_at + value_bytes
+        if next_ > end or shared > len(key):
+            raise CorruptFile(f"{path} is damaged: an entry of the {what} is longer than the block")
+        budget.spend(shared + unshared)
+        previous, key = key, key[:shared] + block[position:value_at]
+        if key <= previous and entries:
+            raise CorruptFile(f"{path} is damaged: keys of the {what} are out of order")
+        entries.append((key, block[value_at:next_]))
+        position = next_
+    return entries
+
+
+def write_table(entries: Iterable[Entry]) -> bytes:
+    """The table of pairs in strictly increasing key order, byte for byte as TensorFlow writes it.
+
+    Raises:
+        ValueError: a key is not greater than the one before.
+    """
+    table = bytearray()
+    index = _BlockBuilder(restart_interval=1)
+    block = _BlockBuilder(_RESTART_INTERVAL)
+    handle = b""
+    last: bytes | None = None
+    for key, value in entries:
+        if last is not None and key <= last:
+            raise ValueError(f"table keys must increase: {key!r} after {last!r}")
+        if handle and last is not None:
+            index.add(_separator(last, key), handle)
+            handle = b""
+        block.add(key, value)
+        last = key
+        if block.bytes_ >= _BLOCK_BYTES:
+            handle = _append_block(table, block)
+            block = _BlockBuilder(_RESTART_INTERVAL)
+    if block.count:
+        handle = _append_block(table, block)
+    metaindex_handle = _append_block(table, _BlockBuilder(_RESTART_INTERVAL))
+    if handle and last is not None:
+        index.add(_successor(last), handle)
+    footer = metaindex_handle + _append_block(table, index)
+    table += footer.ljust(_FOOTER_BYTES - 8, b"\0") + _MAGIC
+    return bytes(table)
+
+
+class _BlockBuilder:
+    def __init__(self, restart_interval: int) -> None:
+        self.count = 0
+        self._interval = restart_interval
+        self._buffer = bytearray()
+        self._restarts = [0]
+        self._last = b""
+
+    @property
+    def bytes_(self) -> int:
+        return len(self._buffer) + 4 * len(self._restarts) + 4
+
+    def add(self, key: bytes, value: bytes) -> None:
+        shared = 0
+        if self.count % self._interval:
+            shared = _common_prefix(self._last, key)
+        elif self.count:
+            self._restarts.append(len(self._buffer))
+        self._buffer += varint(shared) + varint(len(key) - shared) + varint(len(value)) + key[shared:] + value
+        self._last = key
+        self.count += 1
+
+    def finish(self) -> bytes:
+        words = [*self._restarts, len(self._restarts)]
+        return bytes(self._buffer) + struct.pack(f"<{len(words)}I", *words)
+
+
+def _append_block(table: bytearray, block: _BlockBuilder) -> bytes:
+    """Append block, type and checksum; the encoded handle."""
+    contents = block.finish()
+    handle = varint(len(table)) + varint(len(contents))
+    typed = contents + b"\0"
+    table += typed + struct.pack("<I", masked_crc(typed))
+    return handle
+
+
+def varint(value: int) -> bytes:
+    """A non-negative number, seven bits a byte, lowest first (protocol buffers' varint64)."""
+    if value < 0x80:
+        return value.to_bytes(1, "little")
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _common_prefix(one: bytes, other: bytes) -> int:
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    difference = int.from_bytes(one[:length], "big") ^ int.from_bytes(other[:length], "big")
+    return length - (difference.bit_length() + 7) // 8
+
+
+def _separator(last: bytes, next_: bytes) -> bytes:
+    """A short key in [last, next_): what the index stores between two blocks."""
+    at = _common_prefix(last, next_)
+    if at < min(len(last), len(next_)) and last[at] < 0xFF and last[at] + 1 < next_[at]:
+        return last[:at] + bytes([last[at] + 1])
+    return last
+
+
+def _successor(last: bytes) -> bytes:
+    """A short key >= last: what the index stores for the last block."""
+    for at, byte in enumerate(last):
+        if byte < 0xFF:
+            return last[:at] + bytes([byte + 1])
+    return last

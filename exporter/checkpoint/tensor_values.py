@@ -1,0 +1,222 @@
+"""Values of a tensor bundle: memory maps, small arrays, checksums.
+
+A numeric tensor is its elements in C order, little endian, at least one byte each (int4 and int2 are not
+packed). A string tensor is the strings' lengths (varint64 each), a masked crc32c of the lengths, the bytes:
+
+    crc covers, of each length, 4 bytes little endian (8 if it needs them), and not the varints on disk;
+    the entry's crc covers these, the checksum of the lengths, and the bytes.
+
+Source: WriteStringTensor and ReadStringTensor in tensorflow/core/util/tensor_bundle/tensor_bundle.cc.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
+from exporter.checkpoint.crc import CHUNK, chunks_of, extend, mask, masked_crc
+from exporter.checkpoint.sstable import varint
+from exporter.dtypes import DType
+from exporter.errors import CheckpointChanged, CheckpointError, CorruptFile, UnsupportedFormat
+
+Array = np.ndarray[Any, Any]
+
+_CHECKSUM_BYTES = 4
+_LONGEST_VARINT = 10
+
+
+def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -> Array:
+    """A numeric tensor, or one stored slice of it, as a read-only map of its shard: nothing is checked.
+
+    The map may be unaligned, which numpy copes with; it keeps the shard's data alive after an unlink.
+
+    Raises:
+        ValueError: the tensor is partitioned and no `part` was given, or the part is not stored.
+        UnsupportedFormat: strings and variants have no array on disk.
+        CheckpointChanged: the shard vanished or shrank since the catalog was read.
+    """
+    extent, shape = _stored(ref, part)
+    if ref.dtype.itemsize is None:
+        raise UnsupportedFormat(f"{ref.name!r} is a {ref.dtype.label} tensor: it cannot be mapped")
+    with _open_shard(catalog, extent) as fd:
+        raw = _map_bytes(fd, extent)
+    return raw.view(ref.dtype.numpy).reshape(shape)
+
+
+def read_array(catalog: Catalog, ref: TensorRef) -> Array:
+    """A small tensor in memory, checksums verified, slices joined; strings as `bytes` in an object array.
+
+    Raises:
+        CorruptFile: a checksum is wrong, or the tensor's slices do not make it up.
+        UnsupportedFormat: variants are not decoded.
+        CheckpointChanged: a shard vanished or shrank since the catalog was read.
+    """
+    if ref.extent is not None:
+        return _read_extent(catalog, ref, ref.extent, ref.shape)
+    if not ref.is_complete:
+        raise CorruptFile(f"{catalog.prefix}: {ref.name!r} is partitioned and parts of it are not stored")
+    whole = np.empty(ref.shape, object if ref.dtype is DType.STRING else ref.dtype.numpy)
+    for part in ref.slices:
+        if part.extent is not None:
+            box = tuple(
+                slice(start, start + length)
+                for start, length in zip(part.spec.starts, part.spec.lengths, strict=True)
+            )
+            whole[box] = _read_extent(catalog, ref, part.extent, part.spec.lengths)
+    return whole
+
+
+def check_values(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -> None:
+    """Read one extent in bounded chunks and compare its checksum with the index's; the crc releases the GIL.
+
+    Raises:
+        CorruptFile: they differ.
+        CheckpointChanged: the shard vanished or shrank since the catalog was read.
+    """
+    extent, shape = _stored(ref, part)
+    place = _Place(catalog.path_of(extent), ref.name)
+    with _open_shard(catalog, extent) as fd:
+        if ref.dtype is DType.STRING:
+            found = _string_crc(_map_bytes(fd, extent), math.prod(shape), place)
+        else:
+            found = mask(_crc(chunks_of(fd, extent.offset, extent.size)))
+    _compare(found, extent, place)
+
+
+def encode_strings(strings: Iterable[bytes]) -> tuple[bytes, int]:
+    """The bytes on disk of a string tensor and its masked crc."""
+    strings = list(strings)
+    lengths = list(map(len, strings))
+    crc = extend(0, _crc_form(np.array(lengths, np.uint64)))
+    checksum = mask(crc).to_bytes(_CHECKSUM_BYTES, "little")
+    data = b"".join(strings)
+    return b"".join([*map(varint, lengths), checksum, data]), mask(extend(extend(crc, checksum), data))
+
+
+@contextmanager
+def _open_shard(catalog: Catalog, extent: Extent) -> Iterator[int]:
+    """The descriptor of a shard that is still long enough for an extent."""
+    path = catalog.path_of(extent)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CheckpointChanged(f"{path} vanished after its index was read") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
+    try:
+        if os.fstat(fd).st_size < extent.offset + extent.size:
+            raise CheckpointChanged(f"{path} became shorter after its index was read")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _stored(ref: TensorRef, part: SliceRef | None) -> tuple[Extent, tuple[int, ...]]:
+    extent, shape = (ref.extent, ref.shape) if part is None else (part.extent, part.spec.lengths)
+    if extent is None:
+        raise ValueError(f"{ref.name!r} is stored in slices: name one of those that are there")
+    return extent, shape
+
+
+def _map_bytes(fd: int, extent: Extent) -> Array:
+    if extent.size == 0:  # nothing to map, and mmap refuses
+        return np.empty(0, np.uint8)
+    start = extent.offset - extent.offset % mmap.ALLOCATIONGRANULARITY
+    pages = mmap.mmap(fd, extent.offset + extent.size - start, offset=start, access=mmap.ACCESS_READ)
+    return np.frombuffer(pages, np.uint8, extent.size, extent.offset - start)
+
+
+def _read_extent(catalog: Catalog, ref: TensorRef, extent: Extent, shape: tuple[int, ...]) -> Array:
+    path = catalog.path_of(extent)
+    with _open_shard(catalog, extent) as fd:
+        if ref.dtype is DType.STRING:
+            return _read_strings(_map_bytes(fd, extent), extent, shape, _Place(path, ref.name))
+        if ref.dtype.itemsize is None:
+            raise UnsupportedFormat(f"{path}: {ref.name!r} is a {ref.dtype.label} tensor: it cannot be read")
+        data = b"".join(chunks_of(fd, extent.offset, extent.size))
+    _compare(masked_crc(data), extent, _Place(path, ref.name))
+    return np.frombuffer(data, ref.dtype.numpy).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an error happened."""
+
+    path: Path
+    name: str
+
+    def corrupt(self, what: str) -> CorruptFile:
+        return CorruptFile(f"{self.path} is damaged at {self.name!r}: {what}")
+
+
+def _compare(found: int, extent: Extent, place: _Place) -> None:
+    if found != extent.crc32c:
+        raise place.corrupt(f"its checksum is {found:08x}, expected {extent.crc32c:08x}")
+
+
+def _read_strings(raw: Array, extent: Extent, shape: tuple[int, ...], place: _Place) -> Array:
+    count = math.prod(shape)
+    _compare(_string_crc(raw, count, place), extent, place)
+    lengths, position = _decode_lengths(raw, count, place)
+    data = raw[position + _CHECKSUM_BYTES :].tobytes()
+    ends = np.cumsum(lengths).tolist()
+    strings = np.empty(count, object)
+    strings[:] = [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return strings.reshape(shape)
+
+
+def _string_crc(raw: Array, count: int, place: _Place) -> int:
+    """The masked crc of a string tensor's bytes, whose structure is checked on the way."""
+    lengths, position = _decode_lengths(raw, count, place)
+    crc = extend(0, _crc_form(lengths))
+    checksum = raw[position : position + _CHECKSUM_BYTES].tobytes()
+    if int.from_bytes(checksum, "little") != mask(crc):
+        raise place.corrupt("the checksum of its strings' lengths is wrong")
+    position += _CHECKSUM_BYTES
+    total = sum(lengths.tolist())  # of Python numbers: uint64 would wrap around
+    if position + total != raw.size:
+        raise place.corrupt(f"its strings have {total} bytes, {raw.size - position} are there")
+    crc = extend(crc, checksum)
+    for start in range(position, raw.size, CHUNK):
+        crc = extend(crc, raw[start : start + CHUNK].tobytes())
+    return mask(crc)
+
+
+def _decode_lengths(raw: Array, count: int, place: _Place) -> tuple[Array, int]:
+    """The first `count` varints, uint64, and the position behind them."""
+    batches, position = [np.empty(0, np.uint64)], 0
+    while count:
+        chunk = raw[position : position + CHUNK]
+        ends = np.flatnonzero(chunk < 0x80)[:count] + 1
+        starts = np.concatenate([[0], ends[:-1]])
+        if not ends.size or (ends - starts).max() > _LONGEST_VARINT:
+            raise place.corrupt("the lengths of its strings do not end")
+        septets = (chunk[: ends[-1]] & 0x7F).astype(np.uint64)
+        shifts = 7 * (np.arange(septets.size) - np.repeat(starts, ends - starts))
+        batches.append(np.bitwise_or.reduceat(septets << shifts.astype(np.uint64), starts))
+        position += int(ends[-1])
+        count -= ends.size
+    return np.concatenate(batches), position
+
+
+def _crc_form(lengths: Array) -> bytes:
+    """What the crc covers of lengths: 4 bytes each, 8 if it needs them."""
+    if not lengths.size or lengths.max() < 1 << 32:
+        return lengths.astype("<u4").tobytes()
+    return b"".join(length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths.tolist())
+
+
+def _crc(chunks: Iterator[bytes]) -> int:
+    crc = 0
+    for chunk in chunks:
+        crc = extend(crc, chunk)
+    return crc
