@@ -75,7 +75,7 @@ def train_digits(factory: pytest.TempPathFactory, *, steps: int = 300) -> Digits
         if not directory.exists():
             attempt = factory.mktemp("digits-attempt")
             options = ["--ckpt-dir", attempt / "checkpoints", "--expected", attempt / "expected.npz"]
-            run_cluster(DIGITS / "train.py", [*options, "--steps", str(steps)], cwd=attempt)
+            run_cluster(DIGITS / "train.py", [*options, "--steps", str(steps)], cwd=attempt, timeout_s=240)
             attempt.rename(directory)
     return DigitsTraining(directory)
 
