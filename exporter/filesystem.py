@@ -1,0 +1,103 @@
+"""A file system: failures by name, writes that survive a power cut, locks that end with a process."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from exporter.errors import os_error
+
+_LOCK_POLL_SECONDS = 0.02
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an `OSError` of the block into its named error; the file is the error's own, else `path`.
+
+    Raises:
+        TargetNotWritable: no permission, a read-only file system, something that is not a directory.
+        DiskFull: no space left, or a quota or size limit reached.
+        PublishError: any other failure of the operating system.
+    """
+    try:
+        yield
+    except OSError as exc:
+        name = exc.filename if isinstance(exc.filename, str | bytes) else None
+        raise os_error(exc, Path(os.fsdecode(name)) if name else path) from exc
+
+
+def make_directories(path: Path) -> None:
+    """Make `path` and its missing parents, each entry on disk before this returns."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        sync(directory.parent)
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(path))
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a new file and wait until its bytes are on disk; its directory entry is not.
+
+    Raises:
+        FileExistsError: `path` exists.
+    """
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a directory's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory as far as that is possible; symbolic links are removed, never followed."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def open_lock(path: Path, flags: int = os.O_CREAT) -> int:
+    """A descriptor to lock. It is writable because NFS grants exclusive locks to writers only."""
+    return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666)
+
+
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Take the lock (flock) of an open file if it is free. It ends when the descriptor's last copy closes."""
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock_within(descriptor: int, seconds: float) -> bool:
+    """Take the exclusive lock of an open file, waiting for it up to `seconds`. False if it stayed taken."""
+    deadline = time.monotonic() + seconds
+    while not try_lock(descriptor):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOCK_POLL_SECONDS)
+    return True
+
+
+def still_at(descriptor: int, path: Path) -> bool:
+    """True if `path` still names the open file: a lock on a file that was moved away protects nothing."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

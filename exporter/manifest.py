@@ -1,0 +1,280 @@
+"""`manifest.json`: what a published version holds and where it stands; written last, read with suspicion.
+
+    {"format_version": 1, "kind": "base", "position": 4200, "step": 4200, "lineage": null,
+     "schema_digest": "<sha256>", "source": {"directory": "run7", "checkpoint": "model.ckpt-4200"},
+     "created": "2025-01-31T09:30:00.000000Z", "exporter": "0.1.0",
+     "tensors": [{"name": "w", "dtype": "float32", "shape": [3, 2], "bytes": 24, "crc32c": ["9a4f01c2"]}],
+     "files": [{"path": "saved_model.pb", "bytes": 812, "crc32c": "00c0ffee"}]}
+
+A delta has `from_position` too. Every `crc32c` is TensorFlow's masked one, as in the bundle's index, in eight
+hex digits; a tensor has one for each of its slices; a data shard has none, because its tensors have theirs.
+Integers are integers below 2**63, digests and ids strings, times RFC 3339 in UTC. Readers ignore fields that
+they do not know and refuse a `format_version` that they do not know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from json.encoder import encode_basestring_ascii
+from pathlib import Path
+
+from exporter.catalog import Catalog, TensorRef
+from exporter.dtypes import DType
+from exporter.errors import ManifestError
+from exporter.json_fields import FieldError, Fields, parse_object
+
+FILE_NAME = "manifest.json"
+FORMAT_VERSION = 1
+
+
+class Kind(StrEnum):
+    """What a published directory is."""
+
+    BASE = "base"
+    DELTA = "delta"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor as served; `crc32c` has TensorFlow's masked checksum of each stored run of its bytes."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    bytes_: int
+    crc32c: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ref: TensorRef) -> TensorEntry:
+        """The entry of a tensor in a published bundle's catalog."""
+        return cls(ref.name, ref.dtype, ref.shape, ref.bytes_, tuple(part.crc32c for part in ref.extents))
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file of the published directory; `path` is relative, with `/`; `crc32c` is None for a data shard."""
+
+    path: str
+    bytes_: int
+    crc32c: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The checkpoint that was exported, without the rest of its path: that is the trainer's own business."""
+
+    directory: str
+    checkpoint: str
+
+    @classmethod
+    def of(cls, prefix: Path) -> Origin:
+        """The origin named by a checkpoint prefix."""
+        return cls(prefix.absolute().parent.name, prefix.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifestDraft:
+    """What is known of a version before it has a position and before its files are final."""
+
+    tensors: tuple[TensorEntry, ...]
+    source: Origin
+    exporter: str
+    step: int | None = None
+    lineage: str | None = None
+    kind: Kind = Kind.BASE
+    from_position: int | None = None
+
+    def complete(self, *, position: int, created: datetime, files: tuple[FileEntry, ...]) -> Manifest:
+        """The manifest to publish."""
+        return Manifest(**vars(self), position=position, created=created, files=files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(ManifestDraft):
+    """What a published directory holds. `position` is where a reader stands after loading or applying it."""
+
+    position: int
+    created: datetime
+    files: tuple[FileEntry, ...]
+
+    @property
+    def schema_digest(self) -> str:
+        """The digest of the tensors' names, dtypes and shapes."""
+        return schema_digest(self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Where in the order of publications a directory stands, and when it was published."""
+
+    position: int
+    created: datetime
+
+
+def tensor_entries(catalog: Catalog) -> tuple[TensorEntry, ...]:
+    """The entries of a bundle's tensors, by name."""
+    return tuple(TensorEntry.of(catalog.tensors[name]) for name in sorted(catalog.tensors))
+
+
+def schema_digest(tensors: Iterable[TensorEntry]) -> str:
+    """Lower-case SHA-256 of the compact ASCII JSON of `[[name, dtype, shape], ...]`, sorted by name."""
+    rows = sorted((tensor.name, tensor.dtype.label, tensor.shape) for tensor in tensors)
+    return hashlib.sha256(_dump(rows).encode("ascii")).hexdigest()
+
+
+def to_json(manifest: Manifest) -> str:
+    """The manifest's text: one line for each field, tensor and file."""
+    head = {
+        "format_version": FORMAT_VERSION,
+        "kind": manifest.kind,
+        **({} if manifest.from_position is None else {"from_position": manifest.from_position}),
+        "position": manifest.position,
+        "step": manifest.step,
+        "lineage": manifest.lineage,
+        "schema_digest": manifest.schema_digest,
+        "source": {"directory": manifest.source.directory, "checkpoint": manifest.source.checkpoint},
+        "created": manifest.created.astimezone(UTC).isoformat(timespec="microseconds")[:-6] + "Z",
+        "exporter": manifest.exporter,
+    }
+    fields = [f"{_dump(key)}: {_dump(value)}" for key, value in head.items()]
+    fields.append(f'"tensors": {_lines(map(_tensor_line, manifest.tensors))}')
+    fields.append(f'"files": {_lines(map(_file_line, manifest.files))}')
+    return "{" + ",\n ".join(fields) + "}\n"
+
+
+def from_json(text: str | bytes) -> Manifest:
+    """The manifest in `text`, every field checked.
+
+    Raises:
+        ManifestError: not JSON, a field is missing, of the wrong type, out of range or given twice, a path
+            leaves the directory, or the format version is unknown.
+    """
+    with _damage_named():
+        return _manifest(_known_version(parse_object(text, "manifest")))
+
+
+def stamp_from_json(text: str | bytes) -> Stamp:
+    """The stamp in a manifest; its tensors and files are not looked at, which is most of the work.
+
+    Raises:
+        ManifestError: as `from_json`.
+    """
+    with _damage_named():
+        fields = _known_version(parse_object(text, "manifest"))
+        return Stamp(fields.integer("position"), _created(fields))
+
+
+@contextmanager
+def _damage_named() -> Iterator[None]:
+    try:
+        yield
+    except FieldError as exc:
+        raise ManifestError("the manifest is damaged", cause=str(exc)) from exc
+
+
+def _known_version(fields: Fields) -> Fields:
+    if (version := fields.integer("format_version")) != FORMAT_VERSION:
+        raise ManifestError(
+            f"the manifest has format version {version}, this program reads {FORMAT_VERSION}",
+            hint="use the export-model that published it, or a newer one",
+        )
+    return fields
+
+
+def _manifest(fields: Fields) -> Manifest:
+    kind = Kind(fields.text("kind", _KIND))
+    source = fields.object("source")
+    manifest = Manifest(
+        kind=kind,
+        from_position=fields.integer("from_position") if kind is Kind.DELTA else None,
+        position=fields.integer("position"),
+        step=fields.or_null(fields.integer, "step"),
+        lineage=fields.or_null(fields.text, "lineage"),
+        source=Origin(source.text("directory"), source.text("checkpoint")),
+        created=_created(fields),
+        exporter=fields.text("exporter"),
+        tensors=tuple(map(_tensor_entry, fields.objects("tensors"))),
+        files=tuple(map(_file_entry, fields.objects("files"))),
+    )
+    _check_consistency(manifest, fields)
+    return manifest
+
+
+def _check_consistency(manifest: Manifest, fields: Fields) -> None:
+    for what, names in (
+        ("tensor", [tensor.name for tensor in manifest.tensors]),
+        ("file", [file.path for file in manifest.files]),
+    ):
+        if len(set(names)) != len(names):
+            raise FieldError(f"a {what} is listed twice")
+    if manifest.from_position is not None and manifest.from_position >= manifest.position:
+        raise fields.fail("from_position", f"less than position {manifest.position}")
+    if fields.text("schema_digest") != manifest.schema_digest:
+        raise fields.fail("schema_digest", f"{manifest.schema_digest}, the digest of the listed tensors")
+
+
+def _created(fields: Fields) -> datetime:
+    try:
+        return datetime.fromisoformat(fields.text("created", _RFC3339_UTC))
+    except ValueError as exc:
+        raise fields.fail("created", "a time that exists") from exc
+
+
+def _tensor_entry(fields: Fields) -> TensorEntry:
+    try:
+        dtype = DType.of(fields.text("dtype"))
+    except KeyError as exc:
+        raise fields.fail("dtype", "the name of a TensorFlow dtype") from exc
+    return TensorEntry(
+        name=fields.text("name"),
+        dtype=dtype,
+        shape=fields.integers("shape"),
+        bytes_=fields.integer("bytes"),
+        crc32c=tuple(int(digits, 16) for digits in fields.texts("crc32c", _CRC)),
+    )
+
+
+def _file_entry(fields: Fields) -> FileEntry:
+    path = fields.text("path")
+    if not is_inside(path):
+        raise fields.fail("path", "a relative path inside the directory")
+    crc = fields.or_null(lambda key: fields.text(key, _CRC), "crc32c")
+    return FileEntry(path, fields.integer("bytes"), None if crc is None else int(crc, 16))
+
+
+def is_inside(path: str) -> bool:
+    """True if a manifest may list `path`: relative, `/` between plain names, not the manifest itself."""
+    plain = all(part not in ("", ".", "..") and len(part) <= 255 for part in path.split("/"))
+    return plain and "\0" not in path and len(path) <= 4096 and path != FILE_NAME
+
+
+_dump = json.JSONEncoder(separators=(",", ":")).encode
+_KIND = re.compile("base|delta")
+_CRC = re.compile("[0-9a-f]{8}")
+_RFC3339_UTC = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{6})?Z")
+
+
+def _lines(objects: Iterable[str]) -> str:
+    return "[\n  " + ",\n  ".join(objects) + "]"
+
+
+def _tensor_line(tensor: TensorEntry) -> str:
+    """A tensor's JSON. Built by hand: with 10,000 tensors the encoder takes 30 ms, this 12."""
+    shape = ",".join(map(str, tensor.shape))
+    crcs = ",".join([f'"{crc:08x}"' for crc in tensor.crc32c])
+    return (
+        f'{{"name":{encode_basestring_ascii(tensor.name)},"dtype":"{tensor.dtype.label}",'
+        f'"shape":[{shape}],"bytes":{tensor.bytes_},"crc32c":[{crcs}]}}'
+    )
+
+
+def _file_line(file: FileEntry) -> str:
+    crc = None if file.crc32c is None else f"{file.crc32c:08x}"
+    return _dump({"path": file.path, "bytes": file.bytes_, "crc32c": crc})

@@ -1,0 +1,232 @@
+"""A filled staging directory becomes a version: durable, immutable, and visible whole or not at all.
+
+seal      modes, sizes, checksums; wait until our bytes are on disk     no lock: this may take long
+number    survey what is published, choose version and position        under <model>/.lock
+commit    write manifest.json, rename the bundle, sync the directory    under <model>/.lock
+retire    move old versions out of sight                                under <model>/.lock, deleted after
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from exporter.checkpoint.crc import chunks_of, extend, mask
+from exporter.errors import TargetBusy, UsageError, VerificationError, VersionExists
+from exporter.filesystem import lock_within, open_lock, remove_tree, sync, write_durably, writing
+from exporter.manifest import FILE_NAME, FileEntry, Manifest, ManifestDraft, to_json
+from exporter.published import children, last_position
+from exporter.retention import GRACE_SECONDS, Kept, Retired, retire
+from exporter.staging import Staging
+
+__all__ = ["Published", "Staging", "VersionRule", "next_position", "publish_version"]
+
+LOCK_NAME = ".lock"
+LOCK_SECONDS = 60.0
+"""How long to wait for another exporter; it holds the lock for some milliseconds."""
+
+_MAX_VERSION = (1 << 63) - 1
+_DATA_SHARD = re.compile(r".*\.data-[0-9]{5}-of-[0-9]{5}")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRule:
+    """What names the version: its position (the default), the clock in seconds since 1970, or a number."""
+
+    choice: int | Literal["position", "time"] = "position"
+
+    @classmethod
+    def parse(cls, text: str | None) -> VersionRule:
+        """The rule that `--version` names.
+
+        Raises:
+            UsageError: neither `time` nor an integer in [0, 2**63).
+        """
+        if text is None:
+            return cls()
+        if text == "time":
+            return cls("time")
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= _MAX_VERSION):
+            raise UsageError(f"--version {text!r} is neither `time` nor an integer in [0, 2**63)")
+        return cls(int(text))
+
+    def choose(
+        self, step: int | None, *, newest: int | None, last: int | None, now: float
+    ) -> tuple[int, int]:
+        """Version and position of what is published next.
+
+        `newest` is the greatest version number in use, whoever made it, `last` the greatest position.
+
+        Raises:
+            VersionExists: the number asked for is not above `newest`, or no greater int64 is left.
+        """
+        if self.choice == "position":
+            position = next_position(
+                step, max((number for number in (newest, last) if number is not None), default=None)
+            )
+            return position, position
+        position = next_position(step, last)
+        if self.choice == "time":
+            return _within_int64(max(int(now), -1 if newest is None else newest + 1)), position
+        if newest is not None and self.choice <= newest:
+            raise VersionExists(
+                f"version {self.choice} would not be the newest: {newest} is published",
+                hint=f"use --version {newest + 1} or greater, or leave --version out",
+            )
+        return self.choice, position
+
+
+@dataclass(frozen=True)
+class Published:
+    """What `publish_version` did; `removed` and `kept` tell of versions beyond `keep`."""
+
+    path: Path
+    version: int
+    manifest: Manifest
+    removed: tuple[int, ...] = ()
+    kept: tuple[Kept, ...] = ()
+
+    @property
+    def position(self) -> int:
+        """Where a server stands that has loaded it."""
+        return self.manifest.position
+
+
+def next_position(step: int | None, last: int | None) -> int:
+    """The training step if it is greater than the last position, else the last position + 1.
+
+    Without a step and a last position it is 1.
+
+    Raises:
+        VersionExists: the last position is the greatest int64.
+    """
+    if step is not None and (last is None or step > last):
+        return _within_int64(step)
+    return _within_int64((last or 0) + 1)
+
+
+def publish_version(
+    staging: Staging,
+    draft: ManifestDraft,
+    *,
+    version: VersionRule = VersionRule(),
+    keep: int | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+    lock_seconds: float = LOCK_SECONDS,
+    clock: Callable[[], float] = time.time,
+) -> Published:
+    """Turn `staging.path` into `<model>/<version>` and, with `keep`, move older versions away.
+
+    When this returns the version survives a power cut, as far as its bytes are ours: a file with a second
+    link (the trainer's shards) is neither synced, which would cost O(bytes), nor changed in its mode.
+
+    Raises:
+        VersionExists: see `VersionRule.choose`.
+        TargetBusy: another exporter held the lock for `lock_seconds`.
+        ManifestError: the newest version's manifest is damaged, so that nobody knows the next position.
+        VerificationError: the staged tree holds something that is neither a file nor a directory.
+        TargetNotWritable, DiskFull, PublishError: the operating system refused; nothing was published.
+    """
+    if keep is not None and keep < 1:
+        raise UsageError(f"--keep {keep} would leave no version to serve", hint="use --keep 1 or more")
+    retired = Retired()
+    with writing(staging.model):
+        files = _seal(staging.path)
+        with _model_lock(staging.model, lock_seconds):
+            published = _commit(staging, draft, files, version, clock())
+            if keep is not None:
+                versions = children(staging.model)
+                retired = retire(versions, keep=keep, now=clock(), grace_seconds=grace_seconds)
+    for trash in retired.trash:
+        remove_tree(trash)
+    return Published(published.path, published.version, published.manifest, retired.removed, retired.kept)
+
+
+def _commit(
+    staging: Staging, draft: ManifestDraft, files: tuple[FileEntry, ...], rule: VersionRule, now: float
+) -> Published:
+    versions = children(staging.model)
+    newest = versions[0].version if versions else None
+    last = last_position(staging.model, versions)
+    number, position = rule.choose(draft.step, newest=newest, last=last, now=now)
+    manifest = draft.complete(position=position, created=datetime.fromtimestamp(now, UTC), files=files)
+    target = staging.model / str(number)
+    write_durably(staging.path / FILE_NAME, to_json(manifest).encode("ascii"))
+    sync(staging.path)
+    os.rename(staging.path, target)  # noqa: PTH104  the commit: one call, in plain sight
+    sync(staging.model)
+    return Published(target, number, manifest)
+
+
+def _seal(bundle: Path) -> tuple[FileEntry, ...]:
+    """Make the staged tree readable and durable; its files by path. Directories come after what they hold."""
+    mode = stat.S_IMODE(bundle.stat().st_mode)
+    files: list[FileEntry] = []
+    for name, directories, names in os.walk(bundle, topdown=False, onerror=_raise):
+        directory = Path(name)
+        links = [child for child in directories if (directory / child).is_symlink()]
+        files += [_seal_file(bundle, directory / child, mode) for child in names + links]
+        _set_mode(directory, mode)
+        sync(directory)
+    return tuple(sorted(files, key=lambda file: file.path))
+
+
+def _seal_file(bundle: Path, path: Path, mode: int) -> FileEntry:
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise VerificationError(f"the staged {path} is not a regular file")
+    if found.st_nlink == 1:
+        _set_mode(path, mode & 0o666)
+        sync(path)
+    crc = None if _DATA_SHARD.fullmatch(path.name) else _masked_crc(path)
+    return FileEntry(path.relative_to(bundle).as_posix(), found.st_size, crc)
+
+
+def _masked_crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        for chunk in chunks_of(file.fileno(), 0, os.fstat(file.fileno()).st_size):
+            crc = extend(crc, chunk)
+    return mask(crc)
+
+
+def _set_mode(path: Path, mode: int) -> None:
+    """What temporary-file functions and copies of private files leave is private: servers run as others."""
+    if stat.S_IMODE(path.stat().st_mode) != mode:
+        path.chmod(mode)
+
+
+@contextmanager
+def _model_lock(model: Path, seconds: float) -> Iterator[None]:
+    """Exclusive among exporters of one model, on any machine that shares the file system."""
+    path = model / LOCK_NAME
+    lock = open_lock(path)
+    try:
+        if not lock_within(lock, seconds):
+            holder = os.pread(lock, 200, 0).decode("ascii", "replace").strip() or "unknown"
+            raise TargetBusy(f"{path} stayed locked for {seconds:g} s", cause=f"it is held by {holder}")
+        with suppress(OSError):  # a courtesy to whoever waits; a full disk is reported where it matters
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _within_int64(number: int) -> int:
+    if number > _MAX_VERSION:
+        raise VersionExists(f"there is no version number above {_MAX_VERSION}")
+    return number
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -1,0 +1,96 @@
+"""Work in progress under a model base path: hidden from readers, gone after a failure, found after a kill.
+
+    <model>/.staging-<id>/lock      locked (flock) while its process lives
+    <model>/.staging-<id>/bundle/   what other stages fill and what publishing renames to <model>/<version>
+    <model>/.trash-<id>/            a version on its way out, see retention
+
+TensorFlow Serving skips names that are not integers. The lock lies beside the bundle, not in it, so that it
+marks the process as alive from before the first byte until after the rename.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from types import TracebackType
+
+from exporter.filesystem import make_directories, open_lock, remove_tree, still_at, try_lock, writing
+
+STAGING_PREFIX = ".staging-"
+TRASH_PREFIX = ".trash-"
+
+_LOCK = "lock"
+
+
+class Staging:
+    """A directory to prepare one version in: `with Staging(model) as staging: ... staging.path ...`.
+
+    Makes the model base path if need be and first removes what killed runs left under it. Whatever was not
+    published when the block ends is removed.
+
+    Raises:
+        TargetNotWritable, DiskFull, PublishError: on entry, see `exporter.filesystem.writing`.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+
+    @property
+    def path(self) -> Path:
+        """The directory to fill; its mode follows the umask, as published directories do."""
+        return self._root / "bundle"
+
+    def __enter__(self) -> Staging:
+        with writing(self.model):
+            make_directories(self.model)
+            remove_leftovers(self.model)
+            while not self._create(self.model / f"{STAGING_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"):
+                pass
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        remove_tree(self._root)
+        os.close(self._lock)
+
+    def _create(self, root: Path) -> bool:
+        """False if another process's cleaning came between making the directory and locking it."""
+        root.mkdir()
+        try:
+            lock = open_lock(root / _LOCK)
+        except FileNotFoundError:
+            return False
+        if not try_lock(lock) or not still_at(lock, root / _LOCK):
+            os.close(lock)
+            return False
+        self._root, self._lock = root, lock
+        self.path.mkdir()
+        return True
+
+
+def remove_leftovers(model: Path) -> None:
+    """Remove the staging and trash directories of processes that died. Concurrent calls do no harm.
+
+    What cannot be removed stays for the next run: a left-over costs space, not correctness.
+    """
+    with os.scandir(model) as found:
+        entries = [entry for entry in found if entry.is_dir(follow_symlinks=False)]
+    for entry in entries:
+        if entry.name.startswith(TRASH_PREFIX):
+            remove_tree(Path(entry.path))
+        elif entry.name.startswith(STAGING_PREFIX):
+            _remove_if_dead(Path(entry.path))
+
+
+def _remove_if_dead(root: Path) -> None:
+    try:
+        lock = open_lock(root / _LOCK)
+    except OSError:
+        return
+    try:
+        if try_lock(lock):
+            remove_tree(root)
+    finally:
+        os.close(lock)
