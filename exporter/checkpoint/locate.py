@@ -1,0 +1,243 @@
+"""Which checkpoint a path means, and reading one that a trainer may be writing, pruning or copying right now.
+
+A path is a prefix (`model.ckpt-100`, also with `.index`, `.meta` or `.data-*` behind it) or a directory. In a
+directory the state file `checkpoint` goes first (a text `CheckpointState`, tensorflow/python/training/
+checkpoint_state.proto), then the complete prefixes from the highest step down: compared as numbers, never by
+modification time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from google.protobuf import text_encoding
+
+from exporter.catalog import Catalog
+from exporter.checkpoint.bundle_writer import index_path
+from exporter.checkpoint.tensor_bundle import read_catalog, step_in_name
+from exporter.errors import (
+    CheckpointChanged,
+    CheckpointError,
+    CheckpointNotFound,
+    MissingShard,
+    UnsupportedFormat,
+)
+
+STATE_FILE = "checkpoint"
+
+_SUFFIX = re.compile(r"\.(index|meta|data-[0-9]{5,}-of-[0-9]{5,})$")
+_STATE_PATH = re.compile(
+    r"""(?<!\w)model_checkpoint_path\s*:\s*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)')"""
+)
+_MAX_STATE_BYTES = 1 << 24
+_SETTLE_SECONDS = 0.1  # what looks the same after this long is not being written
+_LOOKS = 3  # listings of a directory whose checkpoints all vanish while they are read
+
+
+def open_checkpoint(path: Path) -> Catalog:
+    """The catalog of the checkpoint that `path` means; see `candidates` for which one that is.
+
+    In a directory, a checkpoint that is incomplete, or changes while it is read, is passed over for the next
+    newest, and a note in the catalog says so. Damage that stays is an error, never a reason to take an older
+    checkpoint. A prefix is taken or refused.
+
+    Raises:
+        CheckpointNotFound: nothing there; the message says what was found instead.
+        MissingShard, TruncatedFile, CorruptFile, UnsupportedFormat, CheckpointChanged: see errors.py.
+    """
+    if _directory(path) is None:
+        return _read_settled(candidates(path)[0])
+    passed_over: dict[Path, CheckpointError] = {}
+    for _ in range(_LOOKS):
+        fresh = [prefix for prefix in candidates(path) if prefix not in passed_over]
+        for prefix in fresh:
+            try:
+                catalog = _read_settled(prefix)
+            except (CheckpointNotFound, CheckpointChanged, MissingShard) as error:
+                passed_over[prefix] = error
+            else:
+                notes = [f"passed over {gone}: {error.message}" for gone, error in passed_over.items()]
+                return replace(catalog, notes=(*notes, *catalog.notes))
+        if not fresh:
+            break
+    if len(passed_over) == 1:
+        raise next(iter(passed_over.values()))
+    why = "; ".join(error.message for error in passed_over.values())
+    raise CheckpointNotFound(f"there is no complete checkpoint in {path}", cause=why)
+
+
+def candidates(path: Path) -> list[Path]:
+    """The prefixes that `path` may mean, best first; at least one, and one only if `path` is itself a prefix.
+
+    A directory's first is what its state file names, even if that is gone; a state file that was moved with
+    its directory still names its neighbours. The others follow from the highest step down.
+
+    Raises:
+        CheckpointNotFound: there are none.
+        UnsupportedFormat: what is named is of format V1.
+        CheckpointError: the directory cannot be listed.
+    """
+    directory = _directory(path)
+    if directory is not None:
+        return _in_directory(directory)
+    prefix = path if _exists(index_path(path)) else path.with_name(_SUFFIX.sub("", path.name))
+    if not _exists(index_path(prefix)):
+        raise _no_index(prefix)
+    return [prefix]
+
+
+def _directory(path: Path) -> Path | None:
+    """The directory that is meant, unless `path` is a prefix; a state file means its own."""
+    if (mode := _mode(path)) and stat.S_ISDIR(mode):
+        return path
+    is_state = path.name == STATE_FILE and _exists(path) and not _exists(index_path(path))
+    return path.parent if is_state else None
+
+
+def _in_directory(directory: Path) -> list[Path]:
+    try:
+        names = sorted(entry.name for entry in directory.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"cannot list {directory}", cause=str(error)) from None
+    found = [name.removesuffix(".index") for name in names if name.endswith(".index")]
+    prefixes = [directory / name for name in sorted(found, key=_order, reverse=True)]
+    named = _named_by_state(directory)
+    if named is not None:
+        first = _beside(named, directory)
+        if not _exists(index_path(first)) and (files := _v1_files(first)):
+            raise _is_v1(files)
+        prefixes = [first, *(prefix for prefix in prefixes if prefix != first)]
+    if not any(_exists(index_path(prefix)) for prefix in prefixes):
+        raise _nothing_in(directory, names, named)
+    return prefixes
+
+
+def _order(name: str) -> tuple[int, list[str | int]]:
+    """By step; names without one by the numbers in them (`cp-9.ckpt` before `cp-10.ckpt`), and first."""
+    parts = re.split(r"([0-9]+)", name)
+    step = step_in_name(name)
+    return -1 if step is None else step, [int(part) if at % 2 else part for at, part in enumerate(parts)]
+
+
+def _named_by_state(directory: Path) -> Path | None:
+    """What the state file says; None without a usable one."""
+    try:
+        with (directory / STATE_FILE).open("rb") as file:
+            text = file.read(_MAX_STATE_BYTES).decode(errors="surrogateescape")
+        found = _STATE_PATH.search(text)
+        name = os.fsdecode(text_encoding.CUnescape(found[1] or found[2] or "")) if found else ""
+    except (OSError, ValueError):
+        return None
+    path = Path(name)
+    return path if path.name and "\0" not in name else None
+
+
+def _beside(named: Path, directory: Path) -> Path:
+    """The prefix that a state file in `directory` means, wherever the directory was moved or copied to."""
+    neighbour = directory / named.name
+    places = [neighbour, named] if named.is_absolute() else [directory / named, neighbour]
+    return next((place for place in places if _exists(index_path(place))), places[0])
+
+
+def _read_settled(prefix: Path) -> Catalog:
+    """The catalog of `prefix`; a failure counts once the files hold still.
+
+    Raises:
+        CheckpointChanged: it fails, and its files are changing.
+    """
+    try:
+        return read_catalog(prefix)
+    except UnsupportedFormat:
+        raise
+    except CheckpointError:
+        before = _look(prefix)
+        time.sleep(_SETTLE_SECONDS)
+        is_settled = _look(prefix) == before
+    try:
+        return read_catalog(prefix)
+    except CheckpointError as error:
+        if is_settled:
+            raise
+        raise CheckpointChanged(f"{prefix} is being written or removed", cause=error.message) from error
+
+
+def _look(prefix: Path) -> list[tuple[str, int, int, int]]:
+    """Names, sizes, times and inodes of a checkpoint's files."""
+    with suppress(OSError):
+        files = [path for path in prefix.parent.iterdir() if path.name.startswith(f"{prefix.name}.")]
+        found = [(path.name, path.stat()) for path in sorted(files)]
+        return [(name, now.st_size, now.st_mtime_ns, now.st_ino) for name, now in found]
+    return []
+
+
+def _exists(path: Path) -> bool:
+    return _mode(path) is not None
+
+
+def _mode(path: Path) -> int | None:
+    """What kind of file a path is; None for nothing, or nothing that we may see."""
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):  # ValueError: a NUL in the name
+        return None
+
+
+def _v1_files(prefix: Path) -> list[Path]:
+    """Files of a checkpoint of format V1: one named as the prefix, or shards that a glob pattern names."""
+    pattern = re.escape(prefix.name).replace(r"\?", "[0-9]")
+    with suppress(OSError):
+        return sorted(
+            path
+            for path in prefix.parent.iterdir()
+            if re.fullmatch(rf"{pattern}(-[0-9]{{5}}-of-[0-9]{{5}})?", path.name) and path.is_file()
+        )
+    return []
+
+
+def _is_v1(files: list[Path]) -> UnsupportedFormat:
+    return UnsupportedFormat(
+        f"{files[0]} is a checkpoint of format V1, which is not read",
+        cause="it has no .index file beside it",
+        hint="restore it with tf.compat.v1.train.Saver and save it again (write_version=V2, the default)",
+    )
+
+
+def _no_index(prefix: Path) -> CheckpointError:
+    files = _v1_files(prefix)
+    if files:
+        return _is_v1(files)
+    if not _exists(prefix.parent):
+        return CheckpointNotFound(f"there is no directory {prefix.parent}")
+    if _exists(prefix.with_name(f"{prefix.name}.meta")):
+        return CheckpointNotFound(
+            f"there is no {index_path(prefix)}",
+            cause="its .meta is a left-over: the values were pruned or moved",
+        )
+    try:
+        there = [path.name for path in candidates(prefix.parent)]
+    except CheckpointError:
+        there = []
+    cause = f"the directory holds {', '.join(there[:5])}" if there else ""
+    return CheckpointNotFound(f"there is no {index_path(prefix)}", cause=cause)
+
+
+def _nothing_in(directory: Path, names: list[str], named: Path | None) -> CheckpointError:
+    """Why no checkpoint was found, from what is there instead."""
+    v1 = [name for name in names if f"{name}.meta" in names]
+    if v1:
+        return _is_v1([directory / name for name in v1])
+    state = f"its state file names {named}, which is not there" if named else ""
+    metas = sum(name.endswith(".meta") for name in names)
+    shards = sum(".data-" in name for name in names)
+    kinds = [f"{count} {kind} files" for count, kind in ((metas, ".meta"), (shards, ".data-*")) if count]
+    found = f"found: {' and '.join(kinds)} but no .index" if kinds else "" if names else "it is empty"
+    below = [name for name in names if "_temp_" not in name and any((directory / name).glob("*.index"))]
+    hint = f"there are checkpoints in {directory / below[0]}" if below else ""
+    cause = "; ".join(filter(None, (state, found)))
+    return CheckpointNotFound(f"there is no complete checkpoint in {directory}", cause=cause, hint=hint)
