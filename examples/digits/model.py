@@ -15,7 +15,7 @@ PARTS = 2
 """Slices that the largest weight is kept in: one on each parameter server."""
 
 _DROPOUT = 0.3
-_STATISTICS_DECAY = 0.95
+_STATISTICS_DECAY = 0.97
 
 Getter = Callable[..., Any]
 Signature = tuple[dict[str, Any], dict[str, Any]]

@@ -22,8 +22,8 @@ import tensorflow as tf
 
 v1 = tf.compat.v1
 
-_BATCH = 32
-_LEARNING_RATE = 2e-3
+_BATCH = 64
+_LEARNING_RATE = 1e-3
 _AVERAGE_DECAY = 0.98
 _LEAVE_TIMEOUT_MS = 60_000
 
