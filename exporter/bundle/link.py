@@ -1,0 +1,87 @@
+"""Hard links to a trainer's shards, and every reason why one may not be made."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from exporter.bundle.source_shard import check_size, vanished
+from exporter.errors import CheckpointChanged
+
+_IMPOSSIBLE = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
+"""Other file system or mount; not ours under `protected_hardlinks`; too many links; no links at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """Who may read a file that this process makes in a directory: umask, set-gid bits and ACLs applied."""
+
+    mode: int
+    uid: int
+    gid: int
+
+    @classmethod
+    def in_directory(cls, directory: Path) -> NewFile:
+        """Make a file and look, because the umask cannot be read without changing it for other threads.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        probe = directory / f".probe-{os.getpid()}"
+        descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            found = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+            probe.unlink()
+        return cls(found.st_mode, found.st_uid, found.st_gid)
+
+    def readers_lost_by(self, other: os.stat_result) -> str:
+        """Who could read this file but not `other`: "owner", "group", "others", or "" for nobody."""
+        everyone = bool(other.st_mode & stat.S_IROTH)
+        group = everyone or (other.st_gid == self.gid and bool(other.st_mode & stat.S_IRGRP))
+        owner = bool(other.st_mode & stat.S_IRUSR) if other.st_uid == self.uid else group
+        if self.mode & stat.S_IROTH and not everyone:
+            return "others"
+        if self.mode & stat.S_IRGRP and not group:
+            return "group"
+        return "" if owner else "owner"
+
+
+def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> str:
+    """Hard-link `source`, which a catalog knows to have `size` bytes; "" if done, else why it cannot be.
+
+    A symbolic link is followed: what is linked is the file.
+
+    Raises:
+        CheckpointChanged: the shard vanished, or is not the one that the catalog describes.
+        OSError: the target cannot be written.
+    """
+    real = Path(os.path.realpath(source))  # os.link does not follow links on Linux, whatever it is told
+    try:
+        before = real.stat()
+    except FileNotFoundError as exc:
+        raise vanished(source) from exc
+    check_size(source, before.st_size, size)
+    lost = new_file.readers_lost_by(before)
+    if lost:
+        mode = stat.S_IMODE(before.st_mode)
+        return f"mode {mode:04o} of {source.name} would keep {lost} from reading what a new file allows"
+    try:
+        os.link(real, target)
+    except FileNotFoundError as exc:
+        raise (exc if real.exists() else vanished(source)) from exc
+    except OSError as exc:
+        if exc.errno not in _IMPOSSIBLE:
+            raise
+        return f"{source}: {os.strerror(exc.errno)} ({errno.errorcode[exc.errno]})"
+    if _identity(target.stat()) != _identity(before):
+        raise CheckpointChanged(f"{source} was replaced or written to while it was linked")
+    return ""
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,0 +1,230 @@
+"""Mapping -> `variables/`: a new index under the served names, over shards that are linked where they can be.
+
+Each shard that holds a served tensor becomes one shard of the bundle: linked, copied or compacted. Tensors
+whose bytes change (see `rewrite`) share one more shard. Checksums come from the source's index.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from exporter.bundle import kernel_copy, rewrite
+from exporter.bundle.kernel_copy import ByteRange
+from exporter.bundle.link import NewFile, link_shard
+from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
+from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_path
+from exporter.errors import LinkRefused, os_error
+from exporter.mapping import Mapping, Source
+from exporter.options import DataMode
+from exporter.output import NoProgress, Progress
+
+VARIABLES_DIRECTORY = "variables"
+VARIABLES_NAME = "variables"
+"""Shards and index are called `variables/variables.*` (tensorflow/cc/saved_model/constants.h)."""
+
+DEFAULT_WORKERS = 4
+"""Copies wait for disks more than for processors."""
+
+
+class How(Enum):
+    """How a shard of the bundle came to be."""
+
+    LINKED = "linked"
+    COPIED = "copied"
+    COMPACTED = "compacted"
+    REWRITTEN = "rewritten"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """One shard of the bundle: what it was made from (None: several), how, why not by a link, its bytes."""
+
+    path: Path
+    source: Path | None
+    how: How
+    why: str
+    bytes_: int
+
+
+@dataclass(frozen=True)
+class VariablesReport:
+    """What `variables/` holds now, and how each shard got there. `catalog` is the bundle's own."""
+
+    catalog: Catalog
+    shards: tuple[ShardReport, ...]
+
+    def bytes_of(self, *how: How) -> int:
+        """Bytes of the shards that were made in one of these ways."""
+        return sum(shard.bytes_ for shard in self.shards if shard.how in how)
+
+    @property
+    def bytes_linked(self) -> int:
+        """Bytes that did not move."""
+        return self.bytes_of(How.LINKED)
+
+    @property
+    def bytes_copied(self) -> int:
+        """Bytes copied as they are."""
+        return self.bytes_of(How.COPIED, How.COMPACTED)
+
+    @property
+    def bytes_rewritten(self) -> int:
+        """Bytes that were cast, or put in another order."""
+        return self.bytes_of(How.REWRITTEN)
+
+
+def write_variables(
+    mapping: Mapping,
+    directory: Path,
+    *,
+    data: DataMode = DataMode.AUTO,
+    workers: int = DEFAULT_WORKERS,
+    progress: Progress | None = None,
+) -> VariablesReport:
+    """Write `directory/variables`, which must not be there; nothing is written for a model without variables.
+
+    `progress` advances by bytes, from several threads.
+
+    Raises:
+        CheckpointChanged: a shard vanished or changed since the catalog was read.
+        CorruptFile: a checksum of a tensor that is rewritten is wrong.
+        LinkRefused: `data` is LINK and a shard cannot be linked, or the server could not read it.
+        MappingError: a value does not fit the dtype it is cast to.
+        PublishError: the target cannot be written; DiskFull if there is no space.
+    """
+    prefix = directory / VARIABLES_DIRECTORY / VARIABLES_NAME
+    if not mapping.sources:
+        return VariablesReport(Catalog(_FAMILY, prefix, {}, (), ()), ())
+    try:
+        prefix.parent.mkdir(parents=True)
+        with ThreadPoolExecutor(max(1, workers), "bundle") as pool:
+            job = _Job(mapping, prefix, data, pool, progress or NoProgress())
+            return job.run()
+    except OSError as exc:
+        raise os_error(exc, Path(os.fsdecode(exc.filename2 or exc.filename or prefix.parent))) from exc
+
+
+_FAMILY = "TensorFlow V2, name-based"
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A source shard in the bundle: its report, and where its bytes went."""
+
+    report: ShardReport
+    moved: Callable[[Extent], Extent]
+
+
+class _Job:
+    def __init__(
+        self, mapping: Mapping, prefix: Path, data: DataMode, pool: Executor, progress: Progress
+    ) -> None:
+        self._catalog = mapping.catalog
+        self._verbatim = [source for source in mapping.sources if source.is_verbatim]
+        self._rewritten = [source for source in mapping.sources if not source.is_verbatim]
+        self._prefix = prefix
+        self._data = data
+        self._pool = pool
+        self._progress = progress
+        self._kept = _extents_by_shard(self._verbatim)
+        self._num_shards = len(self._kept) + bool(self._rewritten)
+        self._new_file = NewFile.in_directory(prefix.parent)
+
+    def run(self) -> VariablesReport:
+        placed = {old: self._place(old, new) for new, old in enumerate(self._kept)}
+        tensors = [_moved(source, placed) for source in self._verbatim]
+        reports = [shard.report for shard in placed.values()]
+        if self._rewritten:
+            rewritten, report = self._rewrite(self._num_shards - 1)
+            tensors += rewritten
+            reports.append(report)
+        path = index_path(self._prefix)
+        path.write_bytes(encode_index(tensors, self._num_shards))
+        catalog = Catalog(
+            _FAMILY,
+            self._prefix,
+            {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: tensor.name.encode())},
+            tuple(report.path for report in reports),
+            tuple(report.bytes_ for report in reports),
+            step=self._catalog.step,
+        )
+        return VariablesReport(catalog, tuple(reports))
+
+    def _place(self, old: int, new: int) -> _Placed:
+        source, size = self._catalog.shards[old], self._catalog.shard_sizes[old]
+        target = shard_path(self._prefix, new, self._num_shards)
+        why = f"--data {self._data.value}"
+        if self._data in (DataMode.AUTO, DataMode.LINK):
+            why = link_shard(source, target, size=size, new_file=self._new_file)
+            if not why:
+                self._progress.advance(size)
+                return _Placed(ShardReport(target, source, How.LINKED, "", size), _renumber(new))
+            if self._data is DataMode.LINK:
+                raise LinkRefused(f"{source} cannot be linked to {target.parent}", cause=why)
+        if self._data is DataMode.COPY:
+            self._copy(source, target, [ByteRange(0, 0, size)], size)
+            return _Placed(ShardReport(target, source, How.COPIED, why, size), _renumber(new))
+        ranges = kernel_copy.coalesce((extent.offset, extent.size) for extent in self._kept[old])
+        self._copy(source, target, ranges, size)
+        kept = sum(piece.size for piece in ranges)
+        return _Placed(ShardReport(target, source, How.COMPACTED, why, kept), _relocate(new, ranges))
+
+    def _copy(self, source: Path, target: Path, ranges: Sequence[ByteRange], size: int) -> None:
+        kernel_copy.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)
+
+    def _rewrite(self, shard: int) -> tuple[list[TensorRef], ShardReport]:
+        target = shard_path(self._prefix, shard, self._num_shards)
+        planned, offset = [], 0
+        for source in self._rewritten:
+            planned.append(rewrite.layout(source, shard=shard, offset=offset))
+            offset += planned[-1].bytes_
+        with target.open("xb") as file:
+            tasks = [
+                self._pool.submit(rewrite.rewrite, source, self._catalog, ref, file.fileno())
+                for source, ref in zip(self._rewritten, planned, strict=True)
+            ]
+            tensors = []
+            try:
+                for task in tasks:
+                    tensors.append(task.result())
+                    self._progress.advance(tensors[-1].bytes_)
+            finally:
+                kernel_copy.drain(tasks)
+        return tensors, ShardReport(target, None, How.REWRITTEN, "cast, or rows in another order", offset)
+
+
+def _extents_by_shard(sources: Iterable[Source]) -> dict[int, list[Extent]]:
+    found: dict[int, list[Extent]] = {}
+    for source in sources:
+        for extent in source.tensor.extents:
+            found.setdefault(extent.shard, []).append(extent)
+    return dict(sorted(found.items()))
+
+
+def _moved(source: Source, placed: dict[int, _Placed]) -> TensorRef:
+    def move(extent: Extent | None) -> Extent | None:
+        return extent and placed[extent.shard].moved(extent)
+
+    tensor = source.tensor
+    slices = tuple(SliceRef(part.spec, move(part.extent)) for part in tensor.slices)
+    return replace(tensor, name=source.key, extent=move(tensor.extent), slices=slices)
+
+
+def _renumber(shard: int) -> Callable[[Extent], Extent]:
+    return lambda extent: replace(extent, shard=shard)
+
+
+def _relocate(shard: int, ranges: Sequence[ByteRange]) -> Callable[[Extent], Extent]:
+    starts = [piece.source for piece in ranges]
+
+    def move(extent: Extent) -> Extent:
+        piece = ranges[bisect_right(starts, extent.offset) - 1]
+        return replace(extent, shard=shard, offset=piece.target + extent.offset - piece.source)
+
+    return move
