@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 import stat
-from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,6 +38,7 @@ from exporter.errors import (
 
 __all__ = [
     "BundleWriter",
+    "Index",
     "check_values",
     "encode_index",
     "index_path",
@@ -57,7 +58,8 @@ _MAX_INDEX_BYTES = 1 << 30
 _MAX_SHARDS = 100_000  # file names have five digits
 _MAX_RANK = 254  # TensorShape::MaxDimensions
 _MAX_ELEMENTS = 1 << 63
-_SMALLEST_STRINGS = 4  # the checksum of the lengths
+_MAX_BYTES = 1 << 63
+_LEAST_STRING_BYTES = 4  # the checksum of the lengths; each length has a byte or more
 
 
 def read_catalog(prefix: Path) -> Catalog:
@@ -72,30 +74,43 @@ def read_catalog(prefix: Path) -> Catalog:
     """
     path = index_path(prefix)
     data, identity = _read_index_file(path)
-    num_shards, tensors = parse_index(data, path)
-    shards = tuple(shard_path(prefix, shard, num_shards) for shard in range(num_shards))
-    sizes = _check_extents(tensors, shards, path)
+    index = parse_index(data, path)
+    shards = tuple(shard_path(prefix, shard, index.num_shards) for shard in range(index.num_shards))
+    sizes = tuple(
+        _shard_size(shard, index.reach[number], path) if number in index.reach else 0
+        for number, shard in enumerate(shards)
+    )
     if _identity(path) != identity:
         raise CheckpointChanged(f"{path} was replaced while it was read")
-    family = "TensorFlow V2, object-based" if OBJECT_GRAPH in tensors else "TensorFlow V2, name-based"
-    catalog = Catalog(family, prefix, tensors, shards, sizes)
-    return Catalog(family, prefix, tensors, shards, sizes, step=_step(catalog))
+    family = "TensorFlow V2, object-based" if OBJECT_GRAPH in index.tensors else "TensorFlow V2, name-based"
+    catalog = Catalog(family, prefix, index.tensors, shards, sizes)
+    return replace(catalog, step=_step(catalog))
 
 
-def parse_index(data: bytes, path: Path) -> tuple[int, dict[str, TensorRef]]:
-    """Number of shards and tensors by name in an index's bytes; `path` is for error texts. Opens no shard.
+@dataclass(frozen=True, slots=True)
+class Index:
+    """An index's contents; `reach` tells of each shard in use where its last tensor ends, and which it is."""
+
+    num_shards: int
+    tensors: dict[str, TensorRef]
+    reach: dict[int, tuple[int, str]]
+
+
+def parse_index(data: bytes, path: Path) -> Index:
+    """An index's bytes, checked as far as that goes without its shards; `path` is for error texts.
 
     Raises:
         TruncatedFile, CorruptFile, UnsupportedFormat: see errors.py.
     """
     table = read_table(data, path)
-    num_shards = _check_header(table, path)
+    parser = _Parser(path, _check_header(table, path))
     try:
-        return num_shards, _Parser(path, num_shards).tensors(table)
+        tensors = parser.tensors(table)
     except DecodeError as error:
         raise CorruptFile(
             f"{path} is damaged: an entry is not a BundleEntryProto", cause=str(error)
         ) from None
+    return Index(parser.num_shards, tensors, parser.reach)
 
 
 def step_in_name(name: str) -> int | None:
@@ -145,13 +160,25 @@ def _check_header(table: list[Entry], path: Path) -> int:
     return int(header.num_shards)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What an entry's dtype and shape say: between how many bytes its values take."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    least_bytes: int
+    most_bytes: int
+
+
 class _Parser:
     """Table entries -> tensors, with everything checked that can be checked without the shards."""
 
     def __init__(self, path: Path, num_shards: int) -> None:
         self._path = path
-        self._num_shards = num_shards
+        self.num_shards = num_shards
+        self.reach: dict[int, tuple[int, str]] = {}
         self._parse = protos.BundleEntryProto.FromString
+        self._layouts: dict[tuple[int, bytes], _Layout] = {}  # a model has far fewer than tensors
 
     def tensors(self, table: list[Entry]) -> dict[str, TensorRef]:
         """The tensors by name in key order; slice entries are found through the tensor that declares them."""
@@ -170,79 +197,79 @@ class _Parser:
             return key.decode()
         except UnicodeDecodeError:
             raise UnsupportedFormat(
-                f"{self._path} holds a tensor whose name is not UTF-8: {key[:200]!r}"
+                f"{self._path} holds a tensor whose name is not UTF-8: {key[:99]!r}"
             ) from None
 
     def _tensor(self, name: str, key: bytes, value: bytes, slices: dict[bytes, bytes]) -> TensorRef:
         entry = self._parse(value)
-        dtype = self._dtype(name, entry)
-        shape = self._shape(name, entry)
+        layout = self._layout(name, entry)
         if not entry.slices:
-            return TensorRef(name, dtype, shape, self._extent(name, dtype, shape, entry))
-        parts = tuple(self._slice(name, key, dtype, shape, part, slices) for part in entry.slices)
+            return TensorRef(name, layout.dtype, layout.shape, self._extent(name, layout, entry))
+        parts = tuple(self._slice(name, key, layout, part, slices) for part in entry.slices)
         clash = overlap([part.spec for part in parts])
         if clash:
             self._corrupt(name, f"its slices overlap: {clash}")
-        return TensorRef(name, dtype, shape, slices=parts)
+        return TensorRef(name, layout.dtype, layout.shape, slices=parts)
 
     def _slice(
-        self,
-        name: str,
-        key: bytes,
-        dtype: DType,
-        shape: tuple[int, ...],
-        part: protos.Proto,
-        slices: dict[bytes, bytes],
+        self, name: str, key: bytes, whole: _Layout, part: protos.Proto, slices: dict[bytes, bytes]
     ) -> SliceRef:
         boxes = [(box.start, box.length) if box.HasField("length") else WHOLE for box in part.extent]
-        if len(boxes) != len(shape):
-            self._corrupt(name, f"a slice of rank {len(boxes)} in a tensor of rank {len(shape)}")
-        starts = tuple(start for start, _ in boxes)
-        lengths = tuple(full if box == WHOLE else box[1] for box, full in zip(boxes, shape, strict=True))
-        for start, length, full in zip(starts, lengths, shape, strict=True):
-            if start < 0 or length < 0 or start + length > full:
-                self._corrupt(name, f"slice {start},{length} lies outside a dimension of {full}")
+        if len(boxes) != len(whole.shape):
+            self._corrupt(name, f"a slice of rank {len(boxes)} in a tensor of rank {len(whole.shape)}")
+        dimensions = list(zip(boxes, whole.shape, strict=True))
+        lengths = tuple(full if box == WHOLE else box[1] for box, full in dimensions)
+        if any(box != WHOLE and not 0 <= box[0] <= box[0] + box[1] <= full for box, full in dimensions):
+            self._corrupt(name, f"slice {boxes[:8]} lies outside of {_brief(whole.shape)}")
+        spec = SliceSpec(whole.shape, tuple(start for start, _ in boxes), lengths)
         value = slices.pop(slice_key(key, boxes), None)
-        spec = SliceSpec(shape, starts, lengths)
         if value is None:
             return SliceRef(spec, None)
         entry = self._parse(value)
-        if self._dtype(name, entry) is not dtype or self._shape(name, entry) != lengths:
-            self._corrupt(
-                name, f"slice {spec.restore_spec} has another dtype or shape than it is declared with"
-            )
-        return SliceRef(spec, self._extent(name, dtype, lengths, entry))
+        layout = self._layout(name, entry)
+        if layout.dtype is not whole.dtype or layout.shape != lengths:
+            self._corrupt(name, f"slice {boxes[:8]} holds {layout.dtype.label}{_brief(layout.shape)}")
+        return SliceRef(spec, self._extent(name, layout, entry))
 
-    def _dtype(self, name: str, entry: protos.Proto) -> DType:
+    def _layout(self, name: str, entry: protos.Proto) -> _Layout:
+        key = (entry.dtype, entry.shape.SerializeToString())
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = self._new_layout(name, entry)
+        return layout
+
+    def _new_layout(self, name: str, entry: protos.Proto) -> _Layout:
         try:
-            return DType(entry.dtype)
+            dtype = DType(entry.dtype)
         except ValueError:
-            raise UnsupportedFormat(f"{self._path}: {name} has the unknown data type {entry.dtype}") from None
-
-    def _shape(self, name: str, entry: protos.Proto) -> tuple[int, ...]:
-        shape = tuple([dim.size for dim in entry.shape.dim])
-        if len(shape) > _MAX_RANK or entry.shape.unknown_rank or (shape and min(shape) < 0):
-            self._corrupt(name, f"its shape is not one: {_brief(shape)}")
-        return shape
-
-    def _extent(self, name: str, dtype: DType, shape: tuple[int, ...], entry: protos.Proto) -> Extent:
-        extent = Extent(entry.shard_id, entry.offset, entry.size, entry.crc32c)
-        elements, itemsize = math.prod(shape), dtype.itemsize
+            raise UnsupportedFormat(
+                f"{self._path}: {name[:99]!r} has the unknown data type {entry.dtype}"
+            ) from None
+        shape = tuple(dim.size for dim in entry.shape.dim)
+        if len(shape) > _MAX_RANK or entry.shape.unknown_rank or min(shape, default=0) < 0:
+            self._corrupt(name, f"{_brief(shape)} is not a shape")
+        elements = math.prod(shape)
         if elements >= _MAX_ELEMENTS:
             self._corrupt(name, f"its shape {_brief(shape)} has 2^63 elements or more")
-        if not 0 <= extent.shard < self._num_shards:
-            self._corrupt(name, f"it lies in shard {extent.shard} of {self._num_shards}")
-        if extent.offset < 0 or extent.size < 0:
-            self._corrupt(name, f"it has {extent.size} bytes from byte {extent.offset}")
-        if itemsize is not None and extent.size != elements * itemsize:
-            expected = f"{dtype.label}{_brief(shape)} has {elements * itemsize}"
-            self._corrupt(name, f"it has {extent.size} bytes, {expected}")
-        if dtype is DType.STRING and extent.size < elements + _SMALLEST_STRINGS:
-            self._corrupt(name, f"it has {extent.size} bytes for {elements} strings")
-        return extent
+        if dtype is DType.STRING:
+            return _Layout(dtype, shape, elements + _LEAST_STRING_BYTES, _MAX_BYTES)
+        if dtype.itemsize is None:
+            return _Layout(dtype, shape, 0, _MAX_BYTES)
+        return _Layout(dtype, shape, elements * dtype.itemsize, elements * dtype.itemsize)
+
+    def _extent(self, name: str, layout: _Layout, entry: protos.Proto) -> Extent:
+        shard, offset, size = entry.shard_id, entry.offset, entry.size
+        if not 0 <= shard < self.num_shards:
+            self._corrupt(name, f"it lies in shard {shard} of {self.num_shards}")
+        if offset < 0 or not layout.least_bytes <= size <= layout.most_bytes:
+            what = f"{layout.dtype.label}{_brief(layout.shape)} has {layout.least_bytes}"
+            self._corrupt(name, f"it has {size} bytes from byte {offset}, {what}")
+        if offset + size > self.reach.get(shard, (-1,))[0]:
+            self.reach[shard] = (offset + size, name)
+        return Extent(shard, offset, size, entry.crc32c)
 
     def _corrupt(self, name: str, what: str) -> NoReturn:
-        raise CorruptFile(f"{self._path} is damaged at {name[:200]!r}: {what}")
+        raise CorruptFile(f"{self._path} is damaged at {name[:99]!r}: {what}")
 
 
 def _brief(shape: tuple[int, ...]) -> str:
@@ -250,34 +277,18 @@ def _brief(shape: tuple[int, ...]) -> str:
     return f"[{sizes}]" if len(shape) <= 8 else f"[{sizes}, ... ({len(shape)} dimensions)]"
 
 
-def _check_extents(
-    tensors: Mapping[str, TensorRef], shards: tuple[Path, ...], index: Path
-) -> tuple[int, ...]:
-    """Sizes of the shards, which hold every extent."""
-    sizes: dict[int, int] = {}
-    for ref in tensors.values():
-        for extent in ref.extents:
-            size = sizes.get(extent.shard)
-            if size is None:
-                size = sizes[extent.shard] = _shard_size(shards[extent.shard], ref.name, index)
-            if extent.offset + extent.size > size:
-                path = shards[extent.shard]
-                raise TruncatedFile(
-                    f"{path} has {size} bytes, {ref.name!r} lies at bytes "
-                    f"{extent.offset}-{extent.offset + extent.size}"
-                )
-    return tuple(sizes.get(shard, 0) for shard in range(len(shards)))
-
-
-def _shard_size(path: Path, name: str, index: Path) -> int:
+def _shard_size(path: Path, reach: tuple[int, str], index: Path) -> int:
+    end, name = reach
     try:
         found = path.stat()
     except FileNotFoundError:
-        raise MissingShard(f"there is no {path}", cause=f"{index} places {name!r} in it") from None
+        raise MissingShard(f"there is no {path}", cause=f"{index} places {name[:99]!r} in it") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
     if not stat.S_ISREG(found.st_mode):
         raise CorruptFile(f"{path} is not a regular file")
+    if found.st_size < end:
+        raise TruncatedFile(f"{path} has {found.st_size} bytes, {name[:99]!r} ends at byte {end}")
     return found.st_size
 
 
