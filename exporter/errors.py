@@ -12,7 +12,8 @@
     ├── GraphError                   1   the inference graph cannot be made
     │   ├── BuilderError                 the user's builder raised or returned something else
     │   ├── UnknownTensor            2   a signature names a tensor that the graph lacks
-    │   └── NotServable                  an output depends on something that cannot be served
+    │   ├── NotServable                  an output depends on something that cannot be served
+    │   └── MissingAsset                 a file that the graph's tables are filled from is not there
     ├── MappingError                 4   graph and checkpoint do not fit
     │   ├── MissingTensors               variables without a tensor
     │   ├── ShapeMismatch                shapes or dtypes differ
@@ -28,6 +29,8 @@
     │   ├── LinkRefused                  hard links asked for and impossible
     │   └── VersionExists            2   the version is taken or would go backwards
     └── ServerError                  7   a server refused, failed to load or was late
+        ├── ModelPathNotFound            the model base path to serve is not there
+        └── CallFailed                   a call to a model server failed; its status code tells how
 
 `message` says what was found and what was expected, `cause` why, `hint` the next command.
 """
@@ -143,6 +146,12 @@ class NotServable(GraphError):
     default_hint = "choose other outputs, or feed the named tensor with --input"
 
 
+class MissingAsset(GraphError):
+    """A file that the graph's tables are filled from is not there."""
+
+    default_hint = "put the file back where the graph looks for it, or beside the .meta if its path is relative"
+
+
 class MappingError(ExportError):
     """The graph's variables and the checkpoint's tensors do not fit."""
 
@@ -246,3 +255,25 @@ def os_error(exc: OSError, path: Path) -> ExportError:
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _NOT_WRITABLE |= {errno.ENOLCK, errno.EOPNOTSUPP}  # no file locks: two exporters could not be kept apart
+
+
+class ModelPathNotFound(ServerError):
+    """The model base path to serve is not a directory."""
+
+    default_hint = "name the directory that holds the versions, or publish one: export-model --out PATH"
+
+
+class CallFailed(ServerError):
+    """A call to a model server ended in a status other than OK."""
+
+    def __init__(self, code: str, message: str, *, cause: str = "", hint: str = "") -> None:
+        """Keep the canonical status beside the message.
+
+        Args:
+            code: its name, such as `NOT_FOUND` or `DEADLINE_EXCEEDED`.
+            message: what was asked of whom.
+            cause: the server's own words.
+            hint: the next command.
+        """
+        super().__init__(message, cause=cause, hint=hint)
+        self.code = code

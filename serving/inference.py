@@ -1,0 +1,303 @@
+"""What a signature's request means, as TF Serving defines it: messages in, messages filled, nothing else.
+
+The rules, error codes and messages follow tensorflow_serving/servables/tensorflow (predict_util.cc,
+classifier.cc, regressor.cc, multi_inference.cc), so that a client sees here what it would see there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exporter.protos import Proto
+from exporter.tensor_proto import dtype_of, fill, to_array
+from serving.status import Code, StatusError, invalid
+
+DEFAULT_SIGNATURE = "serving_default"
+PREDICT = "tensorflow/serving/predict"
+CLASSIFY = "tensorflow/serving/classify"
+REGRESS = "tensorflow/serving/regress"
+
+
+class Model(Protocol):
+    """A loaded version."""
+
+    @property
+    def signatures(self) -> Mapping[str, Proto]:
+        """`SignatureDef` by name."""
+
+    def run(
+        self, feeds: Mapping[str, NDArray[Any]], fetches: Sequence[str], timeout_ms: int | None = None
+    ) -> list[NDArray[Any]]:
+        """Compute tensors by name."""
+
+
+def predict(model: Model, request: Proto, response: Proto, timeout_ms: int | None = None) -> None:
+    """Fill a `PredictResponse`'s outputs.
+
+    Raises:
+        StatusError: FAILED_PRECONDITION for an unknown signature, INTERNAL for one with an unknown method,
+            INVALID_ARGUMENT for inputs or an output filter that do not fit it.
+    """
+    name = request.model_spec.signature_name or DEFAULT_SIGNATURE
+    if name not in model.signatures:
+        raise StatusError(Code.FAILED_PRECONDITION, f'Serving signature key "{name}" not found.')
+    signature = model.signatures[name]
+    if signature.method_name not in (PREDICT, CLASSIFY, REGRESS):
+        raise StatusError(
+            Code.INTERNAL,
+            f"Expected prediction signature method_name to be one of {{{PREDICT}, {CLASSIFY}, {REGRESS}}}. "
+            f"Was: {signature.method_name}",
+        )
+    feeds = _feeds(signature, request.inputs)
+    aliases = _output_aliases(signature, request.output_filter)
+    values = model.run(feeds, [signature.outputs[alias].name for alias in aliases], timeout_ms)
+    for alias, value in zip(aliases, values, strict=True):
+        fill(response.outputs[alias], np.asarray(value), as_fields=True)
+
+
+def classify(model: Model, request: Proto, response: Proto, timeout_ms: int | None = None) -> None:
+    """Fill a `ClassificationResponse`'s result.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT or FAILED_PRECONDITION, if signature or output cannot classify.
+    """
+    signature = _signature_of(model, request.model_spec, CLASSIFY, "classification")
+    input_, outputs = _classify_tensors(signature)
+    examples = _examples(request.input)
+    values = model.run({input_: examples}, outputs, timeout_ms)
+    _fill_classes(signature, len(examples), dict(zip(outputs, values, strict=True)), response.result)
+
+
+def regress(model: Model, request: Proto, response: Proto, timeout_ms: int | None = None) -> None:
+    """Fill a `RegressionResponse`'s result.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT or FAILED_PRECONDITION, if signature or output cannot regress.
+    """
+    signature = _signature_of(model, request.model_spec, REGRESS, "regression")
+    input_, output = _regress_tensors(signature)
+    examples = _examples(request.input)
+    (value,) = model.run({input_: examples}, [output], timeout_ms)
+    _fill_regressions(len(examples), value, response.result)
+
+
+def multi_inference(model: Model, request: Proto, response: Proto, timeout_ms: int | None = None) -> None:
+    """Fill a `MultiInferenceResponse`: several classify and regress signatures over one input, in one step.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT, UNIMPLEMENTED or FAILED_PRECONDITION, if tasks do not fit together.
+    """
+    if not request.tasks:
+        raise invalid("MultiInferenceRequest has no tasks.")
+    tasks = [(task, _task_signature(model, request.tasks, index)) for index, task in enumerate(request.tasks)]
+    inputs: set[str] = set()
+    fetches: set[str] = set()
+    for task, signature in tasks:
+        if task.method_name == CLASSIFY:
+            input_, outputs = _classify_tensors(signature)
+            fetches.update(outputs)
+        elif task.method_name == REGRESS:
+            input_, output = _regress_tensors(signature)
+            fetches.add(output)
+        else:
+            raise StatusError(Code.UNIMPLEMENTED, f"Unsupported signature method_name: {task.method_name}")
+        inputs.add(input_)
+    if len(inputs) > 1:
+        raise invalid("Input tensor must be the same for all Signatures.")
+    examples = _examples(request.input)
+    names = sorted(fetches)
+    values = dict(zip(names, model.run({inputs.pop(): examples}, names, timeout_ms), strict=True))
+    for task, signature in tasks:
+        result = response.results.add()
+        if task.method_name == CLASSIFY:
+            _fill_classes(signature, len(examples), values, result.classification_result)
+        else:
+            _fill_regressions(len(examples), values[_regress_tensors(signature)[1]], result.regression_result)
+
+
+def _feeds(signature: Proto, inputs: Mapping[str, Proto]) -> dict[str, NDArray[Any]]:
+    wanted, sent = set(signature.inputs), set(inputs)
+    if len(sent) > len(wanted) or (len(sent) < len(wanted) and not signature.defaults):
+        raise invalid(
+            f"input size does not match signature: {len(sent)}!={len(wanted)} len({_set(sent)}) != "
+            f"len({_set(wanted)}). Sent extra: {_set(sent - wanted)}. "
+            f"Missing but required: {_set(wanted - sent)}."
+        )
+    if unknown := sent - wanted:
+        raise invalid(
+            f"input tensor alias not found in signature: {min(unknown)}. "
+            f"Inputs expected to be in the set {_set(wanted)}."
+        )
+    if missing := wanted - sent - set(signature.defaults):
+        alias = min(missing)
+        raise invalid(
+            f"Signature input alias: {alias}(feed name: {signature.inputs[alias].name}) not found in request "
+            f"and no default value provided. Inputs expected to be in the request {_set(sent)}, "
+            f"or default input alias set: {_set(signature.defaults)}"
+        )
+    return {
+        info.name: _value(alias, inputs[alias] if alias in sent else signature.defaults[alias])
+        for alias, info in signature.inputs.items()
+    }
+
+
+def _value(alias: str, proto: Proto) -> NDArray[Any]:
+    try:
+        return to_array(proto)
+    except ValueError as error:
+        raise invalid(f"tensor parsing error: {alias}: {error}") from error
+
+
+def _output_aliases(signature: Proto, wanted: Iterable[str]) -> list[str]:
+    aliases: list[str] = []
+    for alias in wanted:
+        if alias not in signature.outputs:
+            raise invalid(
+                f"output tensor alias not found in signature: {alias} "
+                f"Outputs expected to be in the set {_set(signature.outputs)}."
+            )
+        if alias in aliases:
+            raise invalid(f"duplicate output tensor alias: {alias}")
+        aliases.append(alias)
+    return aliases or sorted(signature.outputs)
+
+
+def _signature_of(model: Model, spec: Proto, method: str, kind: str) -> Proto:
+    name = spec.signature_name or DEFAULT_SIGNATURE
+    if name not in model.signatures:
+        raise invalid(f"No signature was found with the name: {name}")
+    signature = model.signatures[name]
+    _expect_method(signature, method, kind)
+    return signature
+
+
+def _expect_method(signature: Proto, method: str, kind: str) -> None:
+    if signature.method_name != method:
+        raise invalid(f"Expected {kind} signature method_name to be {method}. Was: {signature.method_name}")
+
+
+def _task_signature(model: Model, tasks: Sequence[Proto], index: int) -> Proto:
+    spec = tasks[index].model_spec
+    if spec.name != tasks[0].model_spec.name:
+        raise invalid("All ModelSpecs in a MultiInferenceRequest must access the same model name.")
+    name = spec.signature_name or DEFAULT_SIGNATURE
+    if name in {task.model_spec.signature_name or DEFAULT_SIGNATURE for task in tasks[:index]}:
+        raise invalid(f"Duplicate evaluation of signature: {name}")
+    if name not in model.signatures:
+        raise invalid(f"Requested signature not found in model graph: {name}")
+    return model.signatures[name]
+
+
+def _classify_tensors(signature: Proto) -> tuple[str, list[str]]:
+    """The input's tensor name, and those of `classes` and `scores` as far as the signature has them."""
+    _expect_method(signature, CLASSIFY, "classification")
+    if len(signature.inputs) != 1:
+        raise invalid("Expected one input Tensor.")
+    if len(signature.outputs) not in (1, 2):
+        raise invalid(f"Expected one or two output Tensors, found {len(signature.outputs)}")
+    outputs = [signature.outputs[alias].name for alias in ("classes", "scores") if alias in signature.outputs]
+    if not outputs:
+        raise StatusError(
+            Code.FAILED_PRECONDITION,
+            'Expected classification signature outputs to contain at least one of "classes" or "scores". '
+            f"Signature was: {signature}",
+        )
+    return _input_tensor(signature, "classification"), outputs
+
+
+def _regress_tensors(signature: Proto) -> tuple[str, str]:
+    _expect_method(signature, REGRESS, "regression")
+    if len(signature.inputs) != 1:
+        raise invalid("Expected one input Tensor.")
+    if len(signature.outputs) != 1:
+        raise invalid("Expected one output Tensor.")
+    if "outputs" not in signature.outputs:
+        raise StatusError(
+            Code.FAILED_PRECONDITION, f"No regression outputs found in SignatureDef: {signature}"
+        )
+    return _input_tensor(signature, "regression"), signature.outputs["outputs"].name
+
+
+def _input_tensor(signature: Proto, kind: str) -> str:
+    if "inputs" not in signature.inputs:
+        raise StatusError(Code.FAILED_PRECONDITION, f"No {kind} inputs found in SignatureDef: {signature}")
+    return str(signature.inputs["inputs"].name)
+
+
+def _examples(input_: Proto) -> NDArray[Any]:
+    """Serialised `tf.Example`s, string [n]. A context goes before each: the example's features win."""
+    kind = input_.WhichOneof("kind")
+    messages = getattr(input_, kind).examples if kind else ()
+    if not messages:
+        raise invalid("Input is empty.")
+    context = (
+        input_.example_list_with_context.context.SerializeToString() if kind.endswith("context") else b""
+    )
+    array = np.empty(len(messages), object)
+    array[:] = [context + message.SerializeToString() for message in messages]
+    return array
+
+
+def _fill_classes(signature: Proto, count: int, values: Mapping[str, NDArray[Any]], result: Proto) -> None:
+    classes = _matrix(signature, "classes", "DT_STRING", count, values)
+    scores = _matrix(signature, "scores", "DT_FLOAT", count, values)
+    if classes is not None and scores is not None and classes.shape[1] != scores.shape[1]:
+        raise invalid(
+            "Tensors class and score should match in dim_size(1). "
+            f"Got {classes.shape[1]} vs. {scores.shape[1]}"
+        )
+    for row in range(count):
+        added = result.classifications.add().classes
+        labels = [] if classes is None else classes[row].tolist()
+        numbers = [] if scores is None else scores[row].tolist()
+        for column in range(max(len(labels), len(numbers))):
+            item = added.add()
+            if labels:
+                item.label = labels[column].decode("utf-8", "replace")
+            if numbers:
+                item.score = numbers[column]
+
+
+def _matrix(
+    signature: Proto, alias: str, dtype: str, count: int, values: Mapping[str, NDArray[Any]]
+) -> NDArray[Any] | None:
+    if alias not in signature.outputs:
+        return None
+    value = values[signature.outputs[alias].name]
+    if value.ndim != 2:
+        raise invalid(f"Expected Tensor shape: [batch_size num_classes] but got {_shape(value)}")
+    if _dtype_name(value) != dtype:
+        raise invalid(f"Expected {alias} Tensor of {dtype}. Got: {_dtype_name(value)}")
+    if len(value) != count:
+        raise invalid(f"Expected {alias} output batch size of {count}. Got: {len(value)}")
+    return value
+
+
+def _fill_regressions(count: int, value: NDArray[Any], result: Proto) -> None:
+    if not (value.ndim == 1 or (value.ndim == 2 and value.shape[1] == 1)):
+        raise invalid(
+            "Expected output Tensor shape to be either [batch_size] or [batch_size, 1] "
+            f"but got {_shape(value)}"
+        )
+    if len(value) != count:
+        raise invalid(f"Input batch size did not match output batch size: {count} vs. {len(value)}")
+    if _dtype_name(value) != "DT_FLOAT":
+        raise invalid(f"Expected output Tensor of DT_FLOAT.  Got: {_dtype_name(value)}")
+    for number in value.ravel().tolist():
+        result.regressions.add().value = number
+
+
+def _set(names: Iterable[str]) -> str:
+    return "{" + ",".join(sorted(names)) + "}"
+
+
+def _shape(value: NDArray[Any]) -> str:
+    return "[" + ",".join(map(str, value.shape)) + "]"
+
+
+def _dtype_name(value: NDArray[Any]) -> str:
+    return f"DT_{dtype_of(value).name}"

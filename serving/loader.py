@@ -1,0 +1,139 @@
+"""A SavedModel version loaded as TF Serving loads it: one graph, one session, tensors run by name."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from serving.status import Code, StatusError, invalid
+
+SAVED_MODEL_FILES = ("saved_model.pb", "saved_model.pbtxt")
+MANIFEST = "manifest.json"
+
+
+class LoadedModel:
+    """A version in memory. `run` may be called from any number of threads until `close`."""
+
+    def __init__(self, session: Any, signatures: Mapping[str, Any], lock: int | None) -> None:
+        self.signatures = signatures
+        self._session = session
+        self._lock = lock
+        self._outputs: dict[str, Any] = {}
+
+    def run(
+        self, feeds: Mapping[str, NDArray[Any]], fetches: Sequence[str], timeout_ms: int | None = None
+    ) -> list[NDArray[Any]]:
+        """The values of the tensors named `fetches` when those named in `feeds` have the given values.
+
+        Args:
+            feeds: tensor name to value; TensorFlow checks dtypes, and the operations check shapes.
+            fetches: tensor names.
+            timeout_ms: the session stops the step after so many milliseconds.
+
+        Raises:
+            tensorflow.errors.OpError: whatever the graph raises.
+            StatusError: INVALID_ARGUMENT, the graph has no tensor of a name.
+        """
+        # `Session.run` would cast dtypes and refuse shapes that TF Serving accepts, and takes 140 us longer.
+        # This call is what it ends in: the same C++ `Session::Run`, with the error messages TF Serving gives.
+        inputs = {self._output(name): value for name, value in feeds.items()}
+        outputs = [self._output(name) for name in fetches]
+        options = _run_options(timeout_ms)
+        try:
+            values = self._session._call_tf_sessionrun(options, inputs, outputs, [], None)
+        finally:
+            _delete_options(options)
+        return list(values)
+
+    def _output(self, name: str) -> Any:
+        try:
+            return self._outputs[name]
+        except KeyError:
+            pass
+        try:
+            output = self._session.graph.get_tensor_by_name(name)._as_tf_output()
+        except (KeyError, ValueError, TypeError):
+            raise invalid(
+                f"Tensor {name}, specified in either feed_devices or fetch_devices was not found in the Graph"
+            ) from None
+        self._outputs[name] = output
+        return output
+
+    def close(self) -> None:
+        """Free the session's memory and the lock; steps under way are cancelled."""
+        session, self._session = self._session, None
+        session.close()
+        self._outputs.clear()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def has_saved_model(directory: Path) -> bool:
+    """Does the directory hold a SavedModel yet? Whoever copies one may not have come to it."""
+    return any((directory / name).is_file() for name in SAVED_MODEL_FILES)
+
+
+def load(directory: Path) -> LoadedModel:
+    """Load the SavedModel in `directory` with tag `serve`, holding its manifest's lock until it is closed.
+
+    Raises:
+        StatusError: NOT_FOUND, there is no SavedModel or it has no such tag; UNAVAILABLE, the directory is
+            being removed.
+        tensorflow.errors.OpError: TensorFlow cannot restore it.
+    """
+    import tensorflow as tf
+
+    if not has_saved_model(directory):
+        names = " or ".join(SAVED_MODEL_FILES)
+        raise StatusError(Code.NOT_FOUND, f"Could not find {names} in {directory}")
+    lock = _lock(directory / MANIFEST)
+    session = tf.compat.v1.Session(graph=tf.Graph())
+    try:
+        with session.graph.as_default():
+            meta_graph = tf.compat.v1.saved_model.load(session, ["serve"], str(directory))
+        session._extend_graph()
+    except BaseException as error:
+        session.close()
+        if lock is not None:
+            os.close(lock)
+        if isinstance(error, RuntimeError):  # how the Python loader reports tags
+            raise StatusError(Code.NOT_FOUND, str(error)) from error
+        raise
+    return LoadedModel(session, dict(meta_graph.signature_def), lock)
+
+
+def _lock(manifest: Path) -> int | None:
+    """A shared lock by which whoever removes versions sees that this one is in use."""
+    try:
+        descriptor = os.open(manifest, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise StatusError(Code.UNAVAILABLE, f"{manifest.parent} is being removed") from None
+    return descriptor
+
+
+def _run_options(timeout_ms: int | None) -> Any:
+    if timeout_ms is None:
+        return None
+    from tensorflow.core.protobuf import config_pb2
+    from tensorflow.python.client import pywrap_tf_session
+
+    options = config_pb2.RunOptions(timeout_in_ms=max(1, timeout_ms))
+    return pywrap_tf_session.TF_NewBufferFromString(options.SerializeToString())
+
+
+def _delete_options(options: Any) -> None:
+    if options is not None:
+        from tensorflow.python.client import pywrap_tf_session
+
+        pywrap_tf_session.TF_DeleteBuffer(options)

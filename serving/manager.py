@@ -1,0 +1,232 @@
+"""The versions of one model in memory: a thread follows the base path, requests borrow what is loaded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from exporter.errors import ServerError
+from serving.loader import LoadedModel, has_saved_model, load
+from serving.status import Code, State, StatusError, VersionStatus, status_of
+from serving.versions import Latest, Load, Policy, next_action, versions_among
+from serving.warmup import warm_up
+
+Listener = Callable[[VersionStatus], None]
+
+
+@dataclass(slots=True)
+class _Served:
+    """A loaded version and the number of requests that are using it."""
+
+    model: LoadedModel
+    borrowers: int = 0
+
+
+class VersionManager:
+    """Loads and unloads the versions of one model as their directories come and go.
+
+    A version that fails to load is not tried again until its directory changes: that is what a copy in
+    progress needs, and a broken model does not.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        base_path: Path,
+        *,
+        policy: Policy | None = None,
+        poll_seconds: float = 1.0,
+        listener: Listener | None = None,
+    ) -> None:
+        self.name = name
+        self.base_path = base_path
+        self._policy: Policy = policy or Latest()
+        self._poll_seconds = poll_seconds
+        self._listener = listener
+        self._changed = threading.Condition()
+        self._wanted: frozenset[int] = frozenset()
+        self._statuses: dict[int, VersionStatus] = {}
+        self._served: dict[int, _Served] = {}
+        self._failures: dict[int, object] = {}
+        self._stopping = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name=f"versions of {name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to follow the base path."""
+        self._thread.start()
+
+    def stop(self, grace_seconds: float) -> None:
+        """Unload everything; requests and loads under way get `grace_seconds` before they are cut off."""
+        deadline = time.monotonic() + grace_seconds
+        with self._changed:
+            self._stopping = True
+            self._failures = {}
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(grace_seconds)
+        for version in self._states():
+            self._announce(VersionStatus(version, State.UNLOADING))
+            self._unload(version, max(0.0, deadline - time.monotonic()))
+
+    def follow(self, policy: Policy) -> None:
+        """Choose versions by another policy from now on."""
+        self._policy = policy
+        self._wake.set()
+
+    @contextmanager
+    def borrow(self, version: int | None) -> Iterator[tuple[int, LoadedModel]]:
+        """The named version, or the newest available one; it stays loaded inside the `with` block.
+
+        Raises:
+            StatusError: NOT_FOUND, it is not available.
+        """
+        with self._changed:
+            number = version if version is not None else max(self._available(), default=-1)
+            if number not in self._available():
+                wanted = f"Latest({self.name})" if version is None else f"Specific({self.name}, {version})"
+                raise StatusError(Code.NOT_FOUND, f"Servable not found for request: {wanted}")
+            served = self._served[number]
+            served.borrowers += 1
+        try:
+            yield number, served.model
+        finally:
+            with self._changed:
+                served.borrowers -= 1
+                if not served.borrowers:
+                    self._changed.notify_all()
+
+    def statuses(self) -> list[VersionStatus]:
+        """Every version that was ever seen, the newest first."""
+        with self._changed:
+            return sorted(self._statuses.values(), key=lambda status: -status.version)
+
+    def wait_available(self, timeout_seconds: float) -> int:
+        """The newest available version, as soon as there is one.
+
+        Raises:
+            ServerError: none is available in time, or the version that ought to be served cannot be loaded.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            while not (available := self._available()):
+                late = time.monotonic() >= deadline
+                if late or self._hopeless():
+                    raise self._not_available(timeout_seconds if late else None)
+                self._changed.wait(deadline - time.monotonic())
+            return max(available)
+
+    def _available(self) -> list[int]:
+        return [v for v in self._served if self._statuses[v].state is State.AVAILABLE]
+
+    def _hopeless(self) -> bool:
+        wanted = [self._statuses.get(version) for version in self._wanted]
+        return bool(wanted) and all(s is not None and s.state is State.END and s.code for s in wanted)
+
+    def _not_available(self, waited_seconds: float | None) -> ServerError:
+        failures = [status for status in self._statuses.values() if status.code]
+        if not failures:
+            return ServerError(
+                f"no version of {self.name} became available in {waited_seconds:g} s",
+                cause=f"{self.base_path} has no directory that is named by a number"
+                if not self._wanted
+                else f"version {max(self._wanted)} is still loading",
+                hint="publish a version with export-model, or give it more time with --wait SECONDS",
+            )
+        failed = max(failures, key=lambda status: status.version)
+        return ServerError(
+            f"version {failed.version} of {self.name} cannot be served",
+            cause=f"{failed.code.name}: {failed.message}",
+            hint=f"publish a version that loads, or remove {self.base_path / str(failed.version)}",
+        )
+
+    def _follow(self) -> None:
+        while not self._stopping:
+            with suppress(OSError):  # a base path that is gone for a moment changes nothing
+                self._settle(versions_among(path.name for path in self.base_path.iterdir()))
+            self._wake.wait(self._poll_seconds)
+            self._wake.clear()
+
+    def _settle(self, directories: dict[int, str]) -> None:
+        """Load and unload until what is served is what ought to be."""
+        wanted = self._policy.choose(directories)
+        with self._changed:
+            if self._stopping:
+                return
+            self._wanted = wanted
+        self._failures = {
+            version: fingerprint
+            for version, fingerprint in self._failures.items()
+            if version in wanted and fingerprint == _fingerprint(self.base_path / directories[version])
+        }
+        for version in sorted(wanted - self._statuses.keys()):
+            self._announce(VersionStatus(version, State.START))
+        while not self._stopping and (action := next_action(wanted, self._states())):
+            if isinstance(action, Load):
+                self._load(action.version, self.base_path / directories[action.version])
+            else:
+                self._retire(action.version)
+
+    def _states(self) -> dict[int, State]:
+        with self._changed:
+            served = {version: self._statuses[version].state for version in self._served}
+            return served | dict.fromkeys(self._failures, State.END)
+
+    def _load(self, version: int, directory: Path) -> None:
+        self._announce(VersionStatus(version, State.LOADING))
+        fingerprint = _fingerprint(directory)
+        try:
+            model = load(directory)
+            try:
+                warm_up(model, directory)
+            except BaseException:
+                model.close()
+                raise
+        except Exception as error:  # noqa: BLE001 - whatever a stranger's model raises is that version's status
+            status = status_of(error)
+            unfinished = status.code is Code.UNAVAILABLE or not has_saved_model(directory)
+            self._failures[version] = None if status.code is Code.UNAVAILABLE else fingerprint
+            state = State.LOADING if unfinished else State.END
+            self._announce(VersionStatus(version, state, status.code, status.message))
+            return
+        self._announce(VersionStatus(version, State.AVAILABLE), _Served(model))
+
+    def _retire(self, version: int) -> None:
+        """Unload in a thread of its own: a request that never ends must not keep new versions waiting."""
+        self._announce(VersionStatus(version, State.UNLOADING))
+        threading.Thread(target=self._unload, args=(version,), name=f"unload {version}", daemon=True).start()
+
+    def _unload(self, version: int, timeout_seconds: float | None = None) -> None:
+        with self._changed:
+            served = self._served[version]
+            self._changed.wait_for(lambda: not served.borrowers, timeout_seconds)
+            if self._served.pop(version, None) is None:
+                return  # stopping was faster
+        served.model.close()
+        self._announce(VersionStatus(version, State.END))
+
+    def _announce(self, status: VersionStatus, served: _Served | None = None) -> None:
+        with self._changed:
+            if self._statuses.get(status.version) == status:
+                return
+            self._statuses[status.version] = status
+            if served:
+                self._served[status.version] = served
+            self._changed.notify_all()
+        if self._listener:
+            with suppress(OSError, ValueError):  # the listener's stream may be closed; serving goes on
+                self._listener(status)
+
+
+def _fingerprint(directory: Path) -> object:
+    """What tells a changed directory from an unchanged one: names, sizes and times of its files."""
+    found = []
+    for path in directory.rglob("*"):
+        with suppress(OSError):
+            stat = path.stat()
+            found.append((str(path), stat.st_size, stat.st_mtime_ns))
+    return sorted(found)

@@ -1,0 +1,80 @@
+"""The values that a model server and its clients speak of: canonical status codes and version states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+MAX_MESSAGE_CHARACTERS = 1024
+"""TF Serving cuts the message of a failed call here."""
+
+
+class Code(IntEnum):
+    """Canonical status codes; gRPC, TensorFlow and TF Serving share the numbers."""
+
+    OK = 0
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
+
+class State(IntEnum):
+    """Where a version is in its life (source: tensorflow_serving/apis/get_model_status.proto)."""
+
+    UNKNOWN = 0
+    START = 10
+    LOADING = 20
+    AVAILABLE = 30
+    UNLOADING = 40
+    END = 50
+
+
+@dataclass(frozen=True, slots=True)
+class VersionStatus:
+    """One version of a model as `GetModelStatus` tells it; `code` and `message` say why it failed to load."""
+
+    version: int
+    state: State
+    code: Code = Code.OK
+    message: str = ""
+
+
+class StatusError(Exception):
+    """A request or a load that ends in a canonical status other than OK."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+def invalid(message: str) -> StatusError:
+    """The error of a request that does not fit the model."""
+    return StatusError(Code.INVALID_ARGUMENT, message)
+
+
+def status_of(error: Exception) -> StatusError:
+    """The canonical status of any exception, TensorFlow's own among them."""
+    if isinstance(error, StatusError):
+        return error
+    code = getattr(error, "error_code", None)  # tf.errors.OpError, named so as not to import TensorFlow
+    if isinstance(code, int) and code in set(Code):
+        return StatusError(Code(code), str(getattr(error, "message", error)))
+    if isinstance(error, FileNotFoundError):
+        return StatusError(Code.NOT_FOUND, str(error))
+    if isinstance(error, PermissionError):
+        return StatusError(Code.PERMISSION_DENIED, str(error))
+    return StatusError(Code.UNKNOWN, f"{type(error).__name__}: {error}")

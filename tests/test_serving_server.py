@@ -1,0 +1,418 @@
+"""The model server through the stock client stubs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from exporter.errors import Exit, ModelPathNotFound, ServerError, UsageError
+from serving.server import ModelServer
+from tests.serving_models import CLASSIFY, REGRESS, write_saved_model
+
+WAIT_SECONDS = 60
+
+
+class Stock:
+    """The stock client: TF Serving's own stubs and messages."""
+
+    def __init__(self, address: str) -> None:
+        from tensorflow_serving.apis import model_service_pb2_grpc, prediction_service_pb2_grpc
+
+        self.channel = grpc.insecure_channel(address)
+        self.prediction = prediction_service_pb2_grpc.PredictionServiceStub(self.channel)
+        self.model = model_service_pb2_grpc.ModelServiceStub(self.channel)
+
+    def predict(self, inputs: dict[str, Any], *, filter_: tuple[str, ...] = (), **spec: Any) -> Any:
+        import tensorflow as tf
+        from tensorflow_serving.apis import predict_pb2
+
+        request = predict_pb2.PredictRequest(output_filter=filter_)
+        fill_spec(request.model_spec, **spec)
+        for name, value in inputs.items():
+            request.inputs[name].CopyFrom(tf.make_tensor_proto(value))
+        return self.prediction.Predict(request, timeout=WAIT_SECONDS)
+
+    def examples(
+        self, method: str, rows: list[dict[str, Any]], context: dict[str, Any] | None = None, **spec: Any
+    ) -> Any:
+        from tensorflow_serving.apis import classification_pb2, regression_pb2
+
+        request = {
+            "Classify": classification_pb2.ClassificationRequest,
+            "Regress": regression_pb2.RegressionRequest,
+        }[method]()
+        fill_spec(request.model_spec, **spec)
+        if context is None:
+            request.input.example_list.examples.extend(map(example, rows))
+        else:
+            request.input.example_list_with_context.context.CopyFrom(example(context))
+            request.input.example_list_with_context.examples.extend(map(example, rows))
+        return getattr(self.prediction, method)(request, timeout=WAIT_SECONDS)
+
+    def metadata(self, *fields: str, **spec: Any) -> Any:
+        from tensorflow_serving.apis import get_model_metadata_pb2
+
+        request = get_model_metadata_pb2.GetModelMetadataRequest(metadata_field=fields)
+        fill_spec(request.model_spec, **spec)
+        return self.prediction.GetModelMetadata(request, timeout=WAIT_SECONDS)
+
+    def status(self, **spec: Any) -> Any:
+        from tensorflow_serving.apis import get_model_status_pb2
+
+        request = get_model_status_pb2.GetModelStatusRequest()
+        fill_spec(request.model_spec, **spec)
+        return self.model.GetModelStatus(request, timeout=WAIT_SECONDS)
+
+
+def fill_spec(
+    spec: Any, name: str = "ranker", version: int | None = None, label: str = "", signature: str = ""
+) -> None:
+    spec.name, spec.signature_name = name, signature
+    if version is not None:
+        spec.version.value = version
+    if label:
+        spec.version_label = label
+
+
+def example(features: dict[str, Any]) -> Any:
+    import tensorflow as tf
+
+    made = tf.train.Example()
+    for name, value in features.items():
+        if isinstance(value, str):
+            made.features.feature[name].bytes_list.value.append(value.encode())
+        else:
+            made.features.feature[name].float_list.value.extend(value)
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("models") / "ranker"
+    write_saved_model(base / "1", scale=1.0)
+    write_saved_model(base / "2", scale=2.0)
+    return base
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[ModelServer]:
+    with ModelServer(model, poll_seconds=0.05) as server:
+        server.wait_available(WAIT_SECONDS)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def stock(server: ModelServer) -> Iterator[Stock]:
+    client = Stock(server.address)
+    yield client
+    client.channel.close()
+
+
+X = [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_predict(stock: Stock) -> None:
+    import tensorflow as tf
+
+    response = stock.predict({"x": X})
+    np.testing.assert_array_equal(tf.make_ndarray(response.outputs["y"]), np.float32(X) * 2)
+    assert response.model_spec.name == "ranker"
+    assert response.model_spec.version.value == 2
+    assert response.model_spec.signature_name == "serving_default"
+
+
+def test_responses_use_the_fields_that_stock_servers_use(stock: Stock) -> None:
+    assert list(stock.predict({"x": [[1.0, 2.0]]}).outputs["y"].float_val) == [2.0, 4.0]
+
+
+def test_strings_are_any_bytes(stock: Stock) -> None:
+    import tensorflow as tf
+
+    response = stock.predict({"text": np.array([b"a", b"\x00\xff"], object)}, signature="text")
+    assert tf.make_ndarray(response.outputs["loud"]).tolist() == [b"a!", b"\x00\xff!"]
+    assert response.model_spec.signature_name == "text"
+
+
+def test_output_filter(stock: Stock) -> None:
+    inputs = {"x": X, "text": ["a", "b"]}
+    assert set(stock.predict(inputs, signature="two").outputs) == {"y", "loud"}
+    assert set(stock.predict(inputs, signature="two", filter_=("loud",)).outputs) == {"loud"}
+
+
+def test_predict_runs_classify_signatures_too(stock: Stock) -> None:
+    serialized = [example({"x": [1.0, 2.0]}).SerializeToString()]
+    assert set(stock.predict({"inputs": serialized}, signature="scores").outputs) == {"scores"}
+
+
+def test_several_values_of_wire_width(stock: Stock) -> None:
+    """One value for a whole tensor, as `TensorProto` allows it."""
+    from tensorflow_serving.apis import predict_pb2
+
+    request = predict_pb2.PredictRequest()
+    fill_spec(request.model_spec)
+    request.inputs["x"].dtype = 1
+    for size in (3, 2):
+        request.inputs["x"].tensor_shape.dim.add(size=size)
+    request.inputs["x"].float_val.append(1.5)
+    assert list(stock.prediction.Predict(request).outputs["y"].float_val) == [3.0] * 6
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "code", "text"),
+    [
+        ({"x": X}, {"name": "nobody"}, "NOT_FOUND", "Servable not found for request: Latest(nobody)"),
+        ({"x": X}, {"version": 9}, "NOT_FOUND", "Servable not found for request: Specific(ranker, 9)"),
+        ({"x": X}, {"version": 1}, "NOT_FOUND", "Servable not found for request: Specific(ranker, 1)"),
+        ({"x": X}, {"label": "canary"}, "INVALID_ARGUMENT", "Unrecognized servable version label: canary"),
+        ({"x": X}, {"name": ""}, "INVALID_ARGUMENT", "ModelSpec has no name specified."),
+        ({"x": X}, {"signature": "none"}, "FAILED_PRECONDITION", 'Serving signature key "none" not found.'),
+        ({"x": X}, {"signature": "odd"}, "INTERNAL", "Was: tensorflow/serving/odd"),
+        ({}, {}, "INVALID_ARGUMENT", "input size does not match signature: 0!=1 len({}) != len({x}). "
+         "Sent extra: {}. Missing but required: {x}."),
+        ({"x": X, "z": X}, {}, "INVALID_ARGUMENT", "2!=1 len({x,z}) != len({x}). Sent extra: {z}."),
+        ({"z": X}, {}, "INVALID_ARGUMENT", "input tensor alias not found in signature: z. "
+         "Inputs expected to be in the set {x}."),
+        ({"x": X}, {"filter_": ("q",)}, "INVALID_ARGUMENT", "output tensor alias not found in signature: q "
+         "Outputs expected to be in the set {y}."),
+        ({"x": X}, {"filter_": ("y", "y")}, "INVALID_ARGUMENT", "duplicate output tensor alias: y"),
+        ({"x": np.float64(X)}, {}, "INVALID_ARGUMENT", "Expects arg[0] to be float but double is provided"),
+        ({"x": ["a"]}, {}, "INVALID_ARGUMENT", "Expects arg[0] to be float but string is provided"),
+        ({"inputs": ["junk"]}, {"signature": "regress"}, "INVALID_ARGUMENT", "Feature: x (data type: float) is required"),
+        ({"x": [[-1.0, 1.0]]}, {"signature": "check"}, "INVALID_ARGUMENT", "x must be positive"),
+    ],
+)  # fmt: skip
+def test_refused_predictions(
+    stock: Stock, inputs: dict[str, Any], options: Any, code: str, text: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stock.predict(inputs, **options)
+    assert caught.value.code().name == code
+    assert text in caught.value.details()
+
+
+def test_a_tensor_that_does_not_fill_its_shape_is_refused(stock: Stock) -> None:
+    from tensorflow_serving.apis import predict_pb2
+
+    request = predict_pb2.PredictRequest()
+    fill_spec(request.model_spec)
+    request.inputs["x"].dtype = 1
+    request.inputs["x"].tensor_shape.dim.add(size=3)
+    request.inputs["x"].tensor_content = b"1234"
+    with pytest.raises(grpc.RpcError, match="tensor parsing error: x"):
+        stock.prediction.Predict(request)
+
+
+def test_long_messages_are_cut(stock: Stock) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stock.predict({"x": X}, signature="s" * 3000)
+    assert len(caught.value.details()) == 1024 + len("...TRUNCATED")
+
+
+def test_a_callers_deadline_ends_the_step(stock: Stock, server: ModelServer) -> None:
+    """Otherwise a call that nobody waits for would keep its thread: eight of them would end the service."""
+    from tensorflow_serving.apis import predict_pb2
+
+    request = predict_pb2.PredictRequest()
+    fill_spec(request.model_spec, signature="slow")
+    request.inputs["turns"].dtype = 9
+    request.inputs["turns"].tensor_shape.dim.add(size=1)
+    request.inputs["turns"].int64_val.append(1 << 60)
+    for _ in range(10):
+        with pytest.raises(grpc.RpcError) as caught:
+            stock.prediction.Predict(request, timeout=0.1)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    stock.predict({"x": X})
+
+
+def test_classify(stock: Stock) -> None:
+    response = stock.examples(
+        "Classify", [{"x": [1.0, 2.0], "label": "a"}, {"x": [3.0, 4.0]}], signature="classify"
+    )
+    rows = [[(c.label, c.score) for c in row.classes] for row in response.result.classifications]
+    assert rows == [[("a", 2.0), ("a", 4.0)], [("-", 6.0), ("-", 8.0)]]
+    assert response.model_spec.version.value == 2
+    assert response.model_spec.signature_name == "classify"
+
+
+def test_classify_with_scores_alone(stock: Stock) -> None:
+    response = stock.examples("Classify", [{"x": [1.0, 2.0]}], signature="scores")
+    assert [(c.label, c.score) for c in response.result.classifications[0].classes] == [("", 2.0), ("", 4.0)]
+
+
+def test_a_context_is_part_of_each_example(stock: Stock) -> None:
+    rows = [{"x": [1.0, 2.0]}, {"x": [3.0, 4.0], "label": "own"}]
+    response = stock.examples("Classify", rows, {"label": "shared"}, signature="classify")
+    assert [row.classes[0].label for row in response.result.classifications] == ["shared", "own"]
+
+
+def test_regress(stock: Stock) -> None:
+    response = stock.examples("Regress", [{"x": [1.0, 2.0]}, {"x": [3.0, 4.0]}], signature="regress")
+    assert [row.value for row in response.result.regressions] == [6.0, 14.0]
+    assert response.model_spec.signature_name == "regress"
+
+
+@pytest.mark.parametrize(
+    ("method", "rows", "signature", "text"),
+    [
+        ("Classify", [], "classify", "Input is empty."),
+        ("Regress", [], "regress", "Input is empty."),
+        ("Classify", [{"x": [1.0, 2.0]}], "none", "No signature was found with the name: none"),
+        (
+            "Classify",
+            [{"x": [1.0, 2.0]}],
+            "",
+            f"Expected classification signature method_name to be {CLASSIFY}.",
+        ),
+        (
+            "Regress",
+            [{"x": [1.0, 2.0]}],
+            "classify",
+            f"Expected regression signature method_name to be {REGRESS}.",
+        ),
+        ("Classify", [{"label": "a"}], "classify", "Feature: x (data type: float) is required"),
+        (
+            "Classify",
+            [{"x": [1.0, 2.0]}],
+            "flat",
+            "Expected Tensor shape: [batch_size num_classes] but got [1]",
+        ),
+        ("Regress", [{"x": [1.0, 2.0]}], "wide", "[batch_size] or [batch_size, 1] but got [1,2]"),
+    ],
+)
+def test_refused_examples(stock: Stock, method: str, rows: Any, signature: str, text: str) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stock.examples(method, rows, signature=signature)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert text in caught.value.details()
+
+
+def inference_request(*tasks: tuple[str, str]) -> Any:
+    from tensorflow_serving.apis import inference_pb2
+
+    request = inference_pb2.MultiInferenceRequest()
+    request.input.example_list.examples.append(example({"x": [1.0, 2.0], "label": "a"}))
+    for signature, method in tasks:
+        task = request.tasks.add(method_name=method)
+        fill_spec(task.model_spec, signature=signature)
+    return request
+
+
+def test_multi_inference(stock: Stock) -> None:
+    request = inference_request(("regress", REGRESS), ("classify", CLASSIFY))
+    response = stock.prediction.MultiInference(request)
+    regression, classification = response.results
+    assert [row.value for row in regression.regression_result.regressions] == [6.0]
+    assert classification.classification_result.classifications[0].classes[1].score == 4.0
+    assert (regression.model_spec.signature_name, regression.model_spec.version.value) == ("regress", 2)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "code", "text"),
+    [
+        ((), "INVALID_ARGUMENT", "no tasks"),
+        (
+            (("regress", REGRESS), ("regress", REGRESS)),
+            "INVALID_ARGUMENT",
+            "Duplicate evaluation of signature",
+        ),
+        ((("none", REGRESS),), "INVALID_ARGUMENT", "Requested signature not found in model graph: none"),
+        ((("two", "tensorflow/serving/predict"),), "UNIMPLEMENTED", "Unsupported signature method_name"),
+    ],
+)
+def test_refused_multi_inference(stock: Stock, tasks: Any, code: str, text: str) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stock.prediction.MultiInference(inference_request(*tasks))
+    assert caught.value.code().name == code
+    assert text in caught.value.details()
+
+
+def test_metadata(stock: Stock) -> None:
+    from tensorflow_serving.apis import get_model_metadata_pb2
+
+    response = stock.metadata("signature_def")
+    signatures = get_model_metadata_pb2.SignatureDefMap()
+    assert response.metadata["signature_def"].Unpack(signatures)
+    assert signatures.signature_def["serving_default"].inputs["x"].name == "x:0"
+    assert signatures.signature_def["regress"].method_name == REGRESS
+    assert (response.model_spec.name, response.model_spec.version.value) == ("ranker", 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec", "code", "text"),
+    [
+        ((), {}, "INVALID_ARGUMENT", "at least one metadata_field"),
+        (("weights",), {}, "INVALID_ARGUMENT", "Metadata field weights is not supported"),
+        (("signature_def",), {"name": "nobody"}, "NOT_FOUND", "Servable not found"),
+    ],
+)
+def test_refused_metadata(stock: Stock, fields: Any, spec: Any, code: str, text: str) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stock.metadata(*fields, **spec)
+    assert caught.value.code().name == code
+    assert text in caught.value.details()
+
+
+def test_status(stock: Stock) -> None:
+    (status,) = stock.status().model_version_status
+    assert (status.version, status.state, status.status.error_code) == (2, 30, 0)
+    assert stock.status(version=2).model_version_status[0].version == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ({"name": "nobody"}, "Could not find any versions of model nobody"),
+        ({"version": 9}, "Could not find version 9 of model ranker"),
+    ],
+)
+def test_refused_status(stock: Stock, spec: Any, text: str) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stock.status(**spec)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert caught.value.details() == text
+
+
+def test_a_request_without_a_model_is_refused(stock: Stock) -> None:
+    from tensorflow_serving.apis import get_model_status_pb2, predict_pb2
+
+    with pytest.raises(grpc.RpcError, match="Missing ModelSpec"):
+        stock.prediction.Predict(predict_pb2.PredictRequest())
+    with pytest.raises(grpc.RpcError, match="Missing ModelSpec"):
+        stock.model.GetModelStatus(get_model_status_pb2.GetModelStatusRequest())
+
+
+def test_messages_of_any_size(stock: Stock, server: ModelServer) -> None:
+    """Clients default to 4 MiB; the server itself sets no limit."""
+    import tensorflow as tf
+    from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
+
+    rows = 1 << 20
+    request = predict_pb2.PredictRequest()
+    fill_spec(request.model_spec)
+    request.inputs["x"].CopyFrom(tf.make_tensor_proto(np.ones((rows, 2), np.float32)))
+    options = [("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(server.address, options) as channel:
+        response = prediction_service_pb2_grpc.PredictionServiceStub(channel).Predict(request)
+    assert len(response.outputs["y"].float_val) == 2 * rows
+
+
+def test_a_missing_base_path(tmp_path: Path) -> None:
+    with pytest.raises(ModelPathNotFound) as caught:
+        ModelServer(tmp_path / "nobody")
+    assert caught.value.exit_code is Exit.SERVER
+
+
+def test_a_taken_port(server: ModelServer, model: Path) -> None:
+    with pytest.raises(ServerError, match="cannot listen on"):
+        ModelServer(model, port=server.port)
+
+
+@pytest.mark.parametrize("options", [{"port": -1}, {"port": 65536}, {"threads": 0}, {"poll_seconds": 0}])
+def test_numbers_out_of_range(model: Path, options: Any) -> None:
+    with pytest.raises(UsageError):
+        ModelServer(model, **options)
