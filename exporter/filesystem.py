@@ -28,8 +28,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        name = exc.filename if isinstance(exc.filename, str | bytes) else None
-        raise os_error(exc, Path(os.fsdecode(name)) if name else path) from exc
+        name = exc.filename2 or exc.filename  # of two, the second is where something goes to
+        raise os_error(exc, Path(os.fsdecode(name)) if isinstance(name, str | bytes) else path) from exc
 
 
 def make_directories(path: Path) -> None:
@@ -49,21 +49,26 @@ def write_durably(path: Path, content: bytes) -> None:
     """Write a new file and wait until its bytes are on disk; its directory entry is not.
 
     Raises:
-        FileExistsError: `path` exists.
+        DiskFull, PublishError: as `writing`, also if `path` exists.
     """
-    with path.open("xb") as file:
+    with writing(path), path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a directory's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Wait until a file's bytes, or a directory's entries, are on disk.
+
+    Raises:
+        DiskFull, PublishError: as `writing`.
+    """
+    with writing(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def remove_tree(path: Path) -> None:
