@@ -15,8 +15,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from exporter import tensor_proto
-from exporter.bundle import rest_json
+from exporter import rest_json, tensor_proto
 from exporter.checkpoint.crc import masked_crc
 from exporter.errors import UsageError, os_error
 from exporter.protos import Proto, message_class
