@@ -82,12 +82,12 @@ def verify_files(
 
 def verify_bytes(
     catalog: Catalog,
-    refs: Iterable[TensorRef],
+    refs: Iterable[TensorRef] | None = None,
     *,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> BytesReport:
-    """Read every stored byte of `refs` once, in parallel, and compare it with the index's checksums.
+    """Read every stored byte of `refs` (by default all) once, in parallel, and compare the index's checksums.
 
     Large tensors are divided among the threads too. `progress` advances by bytes, from several threads;
     `workers` is by default the number of processors at hand.
@@ -95,7 +95,7 @@ def verify_bytes(
     Raises:
         VerificationError: the first tensor, in the files' order, whose bytes differ or are not there.
     """
-    runs = _runs(refs)
+    runs = _runs(catalog.tensors.values() if refs is None else refs)
     numeric = [run for run in runs if run.ref.dtype.itemsize is not None]
     strings = [run for run in runs if run.ref.dtype is DType.STRING]
     progress = progress or NoProgress()

@@ -63,7 +63,7 @@ def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
 
 @cache
 def _power_of_x(exponent: int) -> int:
-    """x to the power of `exponent`, modulo the polynomial."""
+    """The power of x with this exponent, modulo the polynomial."""
     result, square = _ONE, _ONE >> 1
     while exponent:
         if exponent & 1:

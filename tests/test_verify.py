@@ -1,0 +1,263 @@
+"""Verification finds every way a bundle can differ from what it should be, and names it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from exporter import verify
+from exporter.catalog import Catalog, SliceSpec
+from exporter.checkpoint.crc import combine, extend
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
+from exporter.errors import Exit, ManifestError, VerificationError
+from exporter.manifest import ManifestDraft, Origin, TensorEntry, tensor_entries
+from exporter.publish import Staging, publish_version
+from exporter.verify import verify_bytes, verify_files, verify_published
+
+PREFIX = Path("variables", "variables")
+SHARD = "variables/variables.data-00000-of-00001"
+INDEX = "variables/variables.index"
+
+
+def write_bundle(directory: Path) -> Catalog:
+    """Every kind of run: large, small, empty, scalar, in slices, strings."""
+    random = np.random.default_rng(7)
+    prefix = directory / PREFIX
+    prefix.parent.mkdir(parents=True)
+    with BundleWriter(prefix) as writer:
+        writer.add("a/large", random.random((40, 25), np.float32))
+        writer.add("b/empty", np.zeros((0, 3), np.float32))
+        writer.add("c/scalar", np.array(7, np.int64))
+        for start in (0, 3):
+            part = SliceSpec((6, 4), (start, 0), (3, 4))
+            writer.add("d/sliced", random.random((3, 4)).astype(np.float16), part)
+        writer.add("e/words", np.array([b"", b"one", b"x" * 300], object))
+    (directory / "saved_model.pb").write_bytes(b"a graph")
+    return read_catalog(prefix)
+
+
+def publish_bundle(model: Path) -> Path:
+    with Staging(model) as staging:
+        tensors = tensor_entries(write_bundle(staging.path))
+        draft = ManifestDraft(
+            tensors=tensors, source=Origin("run7", "model.ckpt-5"), exporter="0.1.0", step=5
+        )
+        return publish_version(staging, draft).path
+
+
+def flip(path: Path, position: int, mask: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= mask
+    path.write_bytes(content)
+
+
+# --- files -------------------------------------------------------------------------------------------------
+
+
+def test_a_published_version_is_what_its_manifest_says(tmp_path: Path) -> None:
+    version = publish_bundle(tmp_path)
+    report = verify_published(version)
+    assert (report.files, report.tensors, report.unlisted) == (4, 5, ())
+    assert report.bytes_ == sum(path.stat().st_size for path in version.rglob("*") if path.is_file())
+
+
+def test_a_staged_bundle_is_what_its_catalog_says(tmp_path: Path) -> None:
+    catalog = write_bundle(tmp_path)
+    report = verify_files(tmp_path, tensor_entries(catalog))
+    assert (report.files, report.tensors, report.unlisted) == (3, 5, ())
+
+
+def test_a_model_without_variables(tmp_path: Path) -> None:
+    (tmp_path / "saved_model.pb").touch()
+    assert verify_files(tmp_path, ()).tensors == 0
+
+
+def test_files_that_nobody_listed_are_reported(tmp_path: Path) -> None:
+    version = publish_bundle(tmp_path)
+    (version / "assets").mkdir()
+    (version / "assets" / "vocabulary.txt").touch()
+    assert verify_published(version).unlisted == ("assets/vocabulary.txt",)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def to_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def to_link(path: Path) -> None:
+    path.rename(path.with_suffix(".moved"))
+    path.symlink_to(path.with_suffix(".moved"))
+
+
+@pytest.mark.parametrize("name", ["saved_model.pb", INDEX, SHARD])
+@pytest.mark.parametrize("damage", [Path.unlink, cut, grow, to_directory, to_link])
+def test_a_file_that_is_not_the_listed_one(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
+    version = publish_bundle(tmp_path)
+    damage(version / name)
+    with pytest.raises(VerificationError, match=Path(name).name) as caught:
+        verify_published(version)
+    assert caught.value.exit_code is Exit.VERIFICATION
+
+
+@pytest.mark.parametrize("name", ["saved_model.pb", INDEX])
+def test_a_flipped_bit_in_a_small_file(tmp_path: Path, name: str) -> None:
+    version = publish_bundle(tmp_path)
+    flip(version / name, 5)
+    with pytest.raises(VerificationError, match="has checksum"):
+        verify_published(version)
+
+
+def test_a_version_without_manifest(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError):
+        verify_published(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["saved_model.pb", INDEX, SHARD])
+def test_a_staged_bundle_that_lacks_a_file(tmp_path: Path, name: str) -> None:
+    expected = tensor_entries(write_bundle(tmp_path))
+    (tmp_path / name).unlink()
+    with pytest.raises(VerificationError, match=Path(name).name):
+        verify_files(tmp_path, expected)
+
+
+def test_a_staged_index_that_is_damaged(tmp_path: Path) -> None:
+    expected = tensor_entries(write_bundle(tmp_path))
+    flip(tmp_path / INDEX, 20)
+    with pytest.raises(VerificationError, match="damaged"):
+        verify_files(tmp_path, expected)
+
+
+def test_a_staged_shard_that_is_too_short(tmp_path: Path) -> None:
+    expected = tensor_entries(write_bundle(tmp_path))
+    cut(tmp_path / SHARD)
+    with pytest.raises(VerificationError, match=r"has .* bytes"):
+        verify_files(tmp_path, expected)
+
+
+def with_tensor(entries: tuple[TensorEntry, ...], changed: str, **changes: object) -> list[TensorEntry]:
+
+    return [replace(entry, **changes) if entry.name == changed else entry for entry in entries]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changes", [{"shape": (25, 40)}, {"crc32c": (1,)}, {"bytes_": 3}])
+def test_a_tensor_that_is_described_otherwise(tmp_path: Path, changes: dict[str, object]) -> None:
+    expected = with_tensor(tensor_entries(write_bundle(tmp_path)), "a/large", **changes)
+    with pytest.raises(VerificationError, match="another tensor 'a/large'") as caught:
+        verify_files(tmp_path, expected)
+    assert "float32[40, 25], 4000 bytes" in caught.value.cause
+
+
+def test_a_tensor_that_is_missing_or_unexpected(tmp_path: Path) -> None:
+    entries = tensor_entries(write_bundle(tmp_path))
+    with pytest.raises(VerificationError, match="lacks tensor 'f'"):
+        verify_files(tmp_path, with_tensor(entries, "a/large", name="f"))
+    with pytest.raises(VerificationError, match="1 unexpected tensors, the first is 'a/large'"):
+        verify_files(tmp_path, entries[1:])
+
+
+# --- bytes -------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.lock, self.total = threading.Lock(), 0
+
+    def advance(self, amount: int) -> None:
+        with self.lock:
+            self.total += amount
+
+
+@pytest.fixture(params=[37, 1 << 20], ids=["many pieces", "one batch"])
+def batch_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(verify, "_BATCH_BYTES", request.param)
+    return int(request.param)
+
+
+@pytest.mark.parametrize("workers", [None, 1, 4])
+def test_intact_bytes(tmp_path: Path, batch_bytes: int, workers: int | None) -> None:
+    catalog, progress = write_bundle(tmp_path), Counter()
+    report = verify_bytes(catalog, workers=workers, progress=progress)
+    assert (report.tensors, report.bytes_, report.unchecked) == (5, catalog.bytes_, ())
+    assert progress.total == catalog.bytes_
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
+    return write_bundle(tmp_path_factory.mktemp("bundle"))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_flipped_bit_is_found_and_its_tensor_named(
+    intact: Catalog, batch_bytes: int, data: st.DataObject
+) -> None:
+    shard = intact.shards[0]
+    position = data.draw(st.integers(0, shard.stat().st_size - 1))
+    mask = 1 << data.draw(st.integers(0, 7))
+    name, extent = next(
+        (ref.name, extent)
+        for ref in intact.tensors.values()
+        for extent in ref.extents
+        if extent.offset <= position < extent.offset + extent.size
+    )
+    flip(shard, position, mask)
+    try:
+        with pytest.raises(VerificationError) as caught:
+            verify_bytes(intact)
+    finally:
+        flip(shard, position, mask)
+    assert repr(name) in caught.value.message
+    assert f"{shard}, bytes {extent.offset}-{extent.offset + extent.size}" in caught.value.message
+    assert verify_bytes(intact).tensors == 5
+
+
+def test_the_first_damage_in_the_file_is_the_one_named(tmp_path: Path, batch_bytes: int) -> None:
+    catalog = write_bundle(tmp_path)
+    for name in ("c/scalar", "a/large"):
+        flip(catalog.shards[0], catalog.tensors[name].extents[0].offset)
+    with pytest.raises(VerificationError, match="a/large"):
+        verify_bytes(catalog)
+
+
+def test_only_kept_ranges_are_read(tmp_path: Path) -> None:
+    catalog = write_bundle(tmp_path)
+    flip(catalog.shards[0], 0)
+    kept = [ref for ref in catalog.tensors.values() if ref.name != "a/large"]
+    assert verify_bytes(catalog, kept).bytes_ == catalog.bytes_ - 4000
+
+
+def test_a_run_that_two_names_share_is_read_once(tmp_path: Path) -> None:
+    catalog, progress = write_bundle(tmp_path), Counter()
+    verify_bytes(catalog, [catalog.tensors["a/large"]] * 2, progress=progress)
+    assert progress.total == 4000
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
+def test_bytes_that_are_not_there(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    catalog = write_bundle(tmp_path)
+    damage(catalog.shards[0])
+    with pytest.raises(VerificationError, match="data-00000-of-00001"):
+        verify_bytes(catalog)
+
+
+@given(st.lists(st.binary(max_size=200), max_size=5))
+def test_checksums_of_parts_make_the_checksum_of_the_whole(parts: list[bytes]) -> None:
+    crc = 0
+    for part in parts:
+        crc = combine(crc, extend(0, part), len(part))
+    assert crc == extend(0, b"".join(parts))
