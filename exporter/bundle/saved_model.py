@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from google.protobuf.message import EncodeError
+
 from exporter.bundle.assets import place_assets
 from exporter.bundle.cast import cast_variables
 from exporter.bundle.restore_graph import add_restore, served_variables
@@ -40,12 +42,17 @@ def write_saved_model(graph: InferenceGraph, mapping: Mapping, directory: Path) 
         NotServable: an asset cannot be read, or the graph's constants exceed protobuf's limit of 2 GiB.
         PublishError: the directory cannot be written.
     """
-    meta_graph = serving_meta_graph(graph, mapping)
-    place_assets(graph.assets, meta_graph, directory)
     saved_model = message_class("SavedModel")(saved_model_schema_version=_SCHEMA_VERSION)
-    saved_model.meta_graphs.add().CopyFrom(meta_graph)
-    target = directory / SAVED_MODEL_FILE
+    meta_graph = saved_model.meta_graphs.add()
+    meta_graph.CopyFrom(graph.meta_graph)
+    _add_variables(meta_graph, mapping)
+    if graph.init_op:
+        meta_graph.collection_def[_MAIN_OP_COLLECTION].node_list.value.append(graph.init_op)
+    if graph.assets:
+        place_assets(graph.assets, meta_graph, directory)
+    _describe(meta_graph.meta_info_def)
     data = _serialise(saved_model, meta_graph.graph_def)
+    target = directory / SAVED_MODEL_FILE
     try:
         directory.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
@@ -53,39 +60,32 @@ def write_saved_model(graph: InferenceGraph, mapping: Mapping, directory: Path) 
         raise os_error(exc, target) from exc
 
 
-def serving_meta_graph(graph: InferenceGraph, mapping: Mapping) -> Proto:
-    """The MetaGraphDef to serve: casts, restore nodes, init op and tags; assets are not in it yet.
-
-    Raises:
-        MappingError: a variable that is to be cast is used in a way that forbids it.
-    """
-    meta_graph = message_class("MetaGraphDef")()
-    meta_graph.CopyFrom(graph.meta_graph)
+def _add_variables(meta_graph: Proto, mapping: Mapping) -> None:
     served = served_variables(mapping.sources)
     stored = {entry.variable.node: entry.dtype for entry in served if entry.dtype != entry.variable.dtype}
     cast_variables(meta_graph.graph_def, stored)
     add_restore(meta_graph, served)
-    if graph.init_op:
-        meta_graph.collection_def[_MAIN_OP_COLLECTION].node_list.value.append(graph.init_op)
-    info = meta_graph.meta_info_def
+
+
+def _describe(info: Proto) -> None:
     del info.tags[:]
     info.tags.append(SERVE_TAG)
     info.tensorflow_version = info.tensorflow_version or _tensorflow_version()
-    return meta_graph
 
 
 def _serialise(saved_model: Proto, graph_def: Proto) -> bytes:
-    size = sum(node.ByteSize() for node in graph_def.node)
-    if size <= PROTOBUF_LIMIT_BYTES:
-        # Summed first: the runtime's own answer to a message above the limit is an error without a name.
+    try:
         data = bytes(saved_model.SerializeToString(deterministic=True))
-        if (size := len(data)) <= PROTOBUF_LIMIT_BYTES:
+        if len(data) <= PROTOBUF_LIMIT_BYTES:
             return data
-    largest = sorted(graph_def.node, key=lambda node: node.ByteSize(), reverse=True)[:_LARGEST_NAMED]
-    names = ", ".join(f"{node.name} ({node.op}, {human_bytes(node.ByteSize())})" for node in largest)
+    except EncodeError:
+        pass  # the runtime's own way to say that a message is too large
+    sizes = sorted(((node.ByteSize(), node.name, node.op) for node in graph_def.node), reverse=True)
+    largest = ", ".join(f"{name} ({op}, {human_bytes(size)})" for size, name, op in sizes[:_LARGEST_NAMED])
+    total = human_bytes(sum(size for size, _, _ in sizes))
     raise NotServable(
-        f"the graph takes {human_bytes(size)}; a SavedModel holds at most 2 GiB",
-        cause=f"the largest nodes are {names}",
+        f"the graph's nodes take {total}; a SavedModel holds at most 2 GiB",
+        cause=f"the largest nodes are {largest}",
         hint="make large constants variables, or read them from an asset file",
     )
 
