@@ -15,6 +15,7 @@ import typer
 
 from exporter.errors import Exit, ExportError, UsageError
 from exporter.output import Mode, Output
+from exporter.quiet_import import quiet_tensorflow
 
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="One JSON document on stdout, errors as JSON on stderr.")
@@ -67,6 +68,7 @@ def command(json_: bool, quiet: bool, debug: bool) -> Iterator[Output]:
     """
     mode = Mode.JSON if json_ else Mode.QUIET if quiet else Mode.HUMAN
     sink = Output(mode)
+    quiet_tensorflow()
     signal.signal(signal.SIGTERM, _terminated)
     try:
         yield sink

@@ -30,6 +30,11 @@ class Verify(StrEnum):
     BYTES = "bytes"
     OUTPUTS = "outputs"
 
+    def includes(self, level: Verify) -> bool:
+        """True if this level does all that `level` does."""
+        order = list(Verify)
+        return order.index(self) >= order.index(level)
+
 
 @dataclass(frozen=True)
 class ExportRequest:

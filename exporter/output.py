@@ -76,19 +76,19 @@ class Output:
         for heading, justify in columns.items():
             table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
         for row in rows:
-            table.add_row(*map(_escape, row))
+            table.add_row(*map(escape, row))
         console = self._console(self.stdout)
         console.print(table, width=None if console.is_terminal else _PIPE_WIDTH)
 
     def note(self, text: str) -> None:
         """Talk, on stderr, for people."""
         if self.mode is Mode.HUMAN:
-            self._console(self.stderr).print(_escape(text), soft_wrap=True)
+            self._console(self.stderr).print(escape(text), soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Talk that a person should not miss, on stderr, unless --quiet."""
         if self.mode is not Mode.QUIET:
-            self._console(self.stderr).print(f"[yellow]warning:[/] {_escape(text)}", soft_wrap=True)
+            self._console(self.stderr).print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
 
     def error(self, error: ExportError) -> None:
         """What went wrong, why, and the next command; with --json one object as stderr's last line."""
@@ -103,10 +103,10 @@ class Output:
             self.stderr.write(json.dumps(document) + "\n")
         else:
             console = self._console(self.stderr)
-            console.print(f"[bold red]error:[/] {_escape(error.message)}", soft_wrap=True)
+            console.print(f"[bold red]error:[/] {escape(error.message)}", soft_wrap=True)
             if error.cause:
-                console.print(f"[bold]cause:[/] {_escape(error.cause)}", soft_wrap=True)
-            console.print(f"[bold]hint:[/]  {_escape(error.hint)}", soft_wrap=True)
+                console.print(f"[bold]cause:[/] {escape(error.cause)}", soft_wrap=True)
+            console.print(f"[bold]hint:[/]  {escape(error.hint)}", soft_wrap=True)
         self.stderr.flush()
 
     @contextmanager
@@ -174,7 +174,8 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def _escape(value: Any) -> str:
+def escape(value: Any) -> str:
+    """Text that rich is to print as it is."""
     from rich.markup import escape
 
     return escape(str(value))

@@ -1,0 +1,230 @@
+"""Baseline against candidate: the staged bundle's answers beside those of the source graph, on equal inputs.
+
+The baseline is the graph as its author left it, nothing pruned, its variables restored by TensorFlow's own
+RestoreV2 (what a stock Saver runs); the candidate is the staged SavedModel in TensorFlow's own loader.
+Nothing of this project computes a number here: also the reordering of `mod` tables is redone in plain numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exporter.dtypes import DType
+from exporter.errors import VerificationError
+from exporter.graph.signatures import tensor_names
+from exporter.graph.source_graph import SourceGraph
+from exporter.mapping import Mapping as TensorMapping
+from exporter.mapping import Source
+from exporter.protos import Proto
+
+Feeds = Mapping[str, NDArray[Any]]
+
+_BATCH = 3
+_SEED = 20_240_501
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Inputs for one signature, by input name."""
+
+    signature: str
+    inputs: Feeds
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest difference found in one output: |a - b| / max(1, |a|); for other types 0 or infinity."""
+
+    signature: str
+    output: str
+    max_error: float
+
+
+def compare_outputs(
+    source: SourceGraph,
+    mapping: TensorMapping,
+    bundle: Path,
+    *,
+    requests: Iterable[Request] = (),
+    tolerance: float,
+) -> tuple[Difference, ...]:
+    """The difference of every output of every signature, the largest over the requests.
+
+    Signatures without a request get generated inputs (three rows of small numbers, empty strings).
+
+    Raises:
+        VerificationError: a difference above `tolerance`, an answer that is not a number, or a graph that
+            cannot be run.
+    """
+    requests = list(requests)
+    signatures = source.meta_graph.signature_def
+    asked = {request.signature for request in requests}
+    requests += [generated(name, signatures[name]) for name in sorted(signatures) if name not in asked]
+    with _reported(f"the source graph ({source.label})"):
+        expected = _run_source(source, mapping, requests)
+    with _reported("the staged bundle"):
+        found = _run_bundle(bundle, requests)
+    differences: dict[tuple[str, str], float] = {}
+    for request, left, right in zip(requests, expected, found, strict=True):
+        for output, value in left.items():
+            error = _difference(value, right[output], f"{request.signature}/{output}")
+            key = request.signature, output
+            differences[key] = max(error, differences.get(key, 0.0))
+    worst = max(differences, key=lambda key: differences[key], default=None)
+    if worst is not None and not differences[worst] <= tolerance:
+        raise VerificationError(
+            f"output {worst[1]!r} of signature {worst[0]!r} differs by {differences[worst]:.3g} from the "
+            f"source graph's, the tolerance is {tolerance:.3g}",
+            hint="--cast needs a larger --tolerance; otherwise look at the mapping: --dry-run --json",
+        )
+    return tuple(Difference(*key, error) for key, error in differences.items())
+
+
+def generated(name: str, signature: Proto) -> Request:
+    """Inputs that fit a signature: floats in [0, 1), integers 0 and 1, empty strings.
+
+    Raises:
+        VerificationError: an input is sparse or ragged, or its rank is unknown.
+    """
+    random = np.random.default_rng(_SEED)
+    inputs = {}
+    for alias, info in sorted(signature.inputs.items()):
+        if info.HasField("coo_sparse") or info.HasField("composite_tensor") or info.tensor_shape.unknown_rank:
+            raise VerificationError(
+                f"no values can be made up for input {alias!r} of {name!r}",
+                hint="give some requests with --verify-inputs FILE",
+            )
+        shape = [dim.size if dim.size >= 0 else _BATCH for dim in info.tensor_shape.dim]
+        dtype = DType(info.dtype)
+        if dtype is DType.STRING:
+            inputs[alias] = np.full(shape, b"", dtype=object)
+        elif dtype.numpy.kind in "iub":
+            inputs[alias] = random.integers(0, 2, shape).astype(dtype.numpy)
+        else:
+            inputs[alias] = random.random(shape).astype(dtype.numpy)
+    return Request(name, inputs)
+
+
+def _run_source(source: SourceGraph, mapping: TensorMapping, requests: list[Request]) -> list[Feeds]:
+    import tensorflow as tf
+
+    graph_def = tf.compat.v1.GraphDef.FromString(source.meta_graph.graph_def.SerializeToString())
+    for node in graph_def.node:
+        node.device = ""
+    with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
+        tf.import_graph_def(graph_def, name="")
+        _restore(session, mapping)
+        if source.init_op:
+            files = {f"{node}:0": str(path) for node, path in source.assets.items()}
+            session.run(graph.get_operation_by_name(source.init_op), files)
+        fixed = {f"{node}:0": value for node, value in source.feeds.items()}
+        return [_answer(session, source.meta_graph.signature_def, request, fixed) for request in requests]
+
+
+def _restore(session: Any, mapping: TensorMapping) -> None:
+    import tensorflow as tf
+
+    prefix = str(mapping.catalog.prefix)
+    graph = session.graph
+    for item in mapping.sources:
+        moved = _moved_rows(prefix, item) if item.gather_parts or item.scatter_parts else None
+        for variable in item.variables:
+            spec = variable.part
+            if moved is None:
+                value = tf.raw_ops.RestoreV2(
+                    prefix=prefix,
+                    tensor_names=[item.tensor.name],
+                    shape_and_slices=[spec.restore_spec if spec else ""],
+                    dtypes=[int(item.tensor.dtype)],
+                )[0]
+            elif spec:
+                box = zip(spec.starts, spec.lengths, strict=True)
+                value = moved[tuple(slice(start, start + length) for start, length in box)]
+            else:
+                value = moved
+            operation = graph.get_operation_by_name(variable.node)
+            if operation.type == "VarHandleOp":
+                assign = tf.raw_ops.AssignVariableOp(resource=operation.outputs[0], value=value)
+            else:
+                assign = tf.raw_ops.Assign(ref=operation.outputs[0], value=value).op
+            session.run(assign)
+
+
+def _moved_rows(prefix: str, item: Source) -> NDArray[Any]:
+    """The table as the graph looks it up, from the whole tensor as TensorFlow joins its slices."""
+    import tensorflow as tf
+
+    rows = tf.train.load_checkpoint(prefix).get_tensor(item.tensor.name)
+    if item.gather_parts:
+        ordered, start = np.empty_like(rows), 0
+        for part in range(item.gather_parts):
+            length = len(ordered[part :: item.gather_parts])
+            ordered[part :: item.gather_parts] = rows[start : start + length]
+            start += length
+        rows = ordered
+    if item.scatter_parts:
+        rows = np.concatenate([rows[part :: item.scatter_parts] for part in range(item.scatter_parts)])
+    return np.asarray(rows)
+
+
+def _run_bundle(bundle: Path, requests: list[Request]) -> list[Feeds]:
+    import tensorflow as tf
+
+    with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
+        loaded = tf.compat.v1.saved_model.load(session, ["serve"], str(bundle))
+        return [_answer(session, loaded.signature_def, request, {}) for request in requests]
+
+
+def _answer(session: Any, signatures: Any, request: Request, fixed: Feeds) -> Feeds:
+    if request.signature not in signatures:
+        raise VerificationError(
+            f"there is no signature {request.signature!r}; there are {sorted(signatures)}"
+        )
+    signature = signatures[request.signature]
+    feeds = {signature.inputs[alias].name: value for alias, value in request.inputs.items()}
+    fetches = {alias: tensor_names(info)[0] for alias, info in signature.outputs.items()}
+    answers: Feeds = session.run(fetches, {**feeds, **fixed})
+    return answers
+
+
+def _difference(expected: Any, found: Any, where: str) -> float:
+    expected, found = np.asarray(expected), np.asarray(found)
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        raise VerificationError(
+            f"{where}: the source graph gives {expected.dtype}{list(expected.shape)}, "
+            f"the bundle {found.dtype}{list(found.shape)}"
+        )
+    if expected.size == 0:
+        return 0.0
+    if expected.dtype.kind not in "fc" and expected.dtype.name != "bfloat16":
+        return 0.0 if np.array_equal(expected, found) else float("inf")
+    left, right = (value.astype(np.complex128) for value in (expected, found))
+    if np.isnan(right).any():
+        raise VerificationError(
+            f"{where} is not a number for some inputs",
+            cause="a graph with dropout gives this if its keep_prob is fed nothing",
+            hint="freeze such placeholders: --feed keep_prob=1.0; or give real inputs: --verify-inputs FILE",
+        )
+    return float(np.max(np.abs(left - right) / np.maximum(1.0, np.abs(left))))
+
+
+@contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """TensorFlow's own errors as a VerificationError that says which of the two graphs failed."""
+    import tensorflow as tf
+
+    try:
+        yield
+    except (tf.errors.OpError, ValueError, TypeError, KeyError) as error:
+        raise VerificationError(
+            f"{what} could not be run for --verify outputs",
+            cause=str(error).strip().splitlines()[0][:500],
+            hint="give inputs that it accepts with --verify-inputs FILE, or use --verify bytes",
+        ) from error

@@ -1,0 +1,189 @@
+"""The command `export-model`: parse options, call the pipeline, render; heavy imports wait for their turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exporter.command import EXIT_CODES, DebugFlag, JsonFlag, QuietFlag, command, new_app, pairs, run
+from exporter.errors import UsageError
+from exporter.options import DataMode, ExportRequest, Verify
+
+app = new_app("export-model")
+
+_HELP = f"""Export a distributed TensorFlow checkpoint as a SavedModel that TensorFlow Serving can serve.
+
+The inference graph comes from --model: a builder (pkg.mod:fn or file.py:fn), a .meta file, or a SavedModel
+directory; without it, from the .meta beside the checkpoint. Data is linked, not copied, where the file system
+allows it.
+
+\b
+Examples:
+  export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker
+  export-model --ckpt-dir train/model.ckpt-900 --input x=Placeholder:0 --output y=Softmax:0 --out models/cnn
+  export-model --ckpt-dir train/ --model models/cnn/900 --average ema --verify outputs --out models/cnn
+  export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --dry-run
+  export-model inspect train/
+
+{EXIT_CODES}"""
+
+
+@app.callback(invoke_without_command=True, help=_HELP)
+def export(
+    context: typer.Context,
+    ckpt_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR|PREFIX", help="Checkpoint directory, or one checkpoint's prefix."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="MODEL", help="Model base path; a version directory appears in it.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHAT", help="pkg.mod:fn, path/file.py:fn, a .meta file or a SavedModel directory."
+        ),
+    ] = None,
+    model_arg: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Argument for the builder. Repeat.")
+    ] = None,
+    input_: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="NAME=TENSOR", help="Signature input by tensor name. Repeat."),
+    ] = None,
+    output: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=TENSOR", help="Signature output by tensor name. Repeat."),
+    ] = None,
+    signatures: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON file with several signatures.")
+    ] = None,
+    feed: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PLACEHOLDER=VALUE", help="Freeze a placeholder, as keep_prob=1.0. Repeat."),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN=NAME", help="Variable name (regular expression) to tensor name. Repeat."
+        ),
+    ] = None,
+    average: Annotated[
+        str | None,
+        typer.Option(metavar="ema|NAME", help="Serve moving averages in place of raw weights."),
+    ] = None,
+    partition_strategy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=mod|div", help="How training looked a partitioned table up. Repeat."),
+    ] = None,
+    cast: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[PATTERN=]bfloat16|float16", help="Store matching variables smaller. Repeat."),
+    ] = None,
+    data: Annotated[DataMode, typer.Option(help="How variable bytes reach the bundle.")] = DataMode.AUTO,
+    warmup: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Warm-up requests, one in REST's JSON a line.")
+    ] = None,
+    version: Annotated[
+        str | None,
+        typer.Option(metavar="N|time", help="Version directory; otherwise the step while it grows."),
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Remove all but the newest N versions.")
+    ] = None,
+    verify: Annotated[Verify, typer.Option(help="What to check before publishing.")] = Verify.FILES,
+    verify_inputs: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Requests for --verify outputs, as for --warmup.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(metavar="X", help="Largest difference that --verify outputs accepts.")
+    ] = 1e-6,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Export (the root command)."""
+    if context.invoked_subcommand is not None:
+        with command(json_, quiet, debug):
+            _refuse_root_options(context)
+        return
+    with command(json_, quiet, debug) as sink:
+        if ckpt_dir is None or out is None:
+            missing = "--ckpt-dir" if ckpt_dir is None else "--out"
+            raise UsageError(
+                f"{missing} is missing", hint="export-model --ckpt-dir DIR --out MODEL; see --help"
+            )
+        request = ExportRequest(
+            ckpt_dir=ckpt_dir,
+            out=out,
+            model=model,
+            model_args=pairs("--model-arg", model_arg),
+            inputs=pairs("--input", input_),
+            outputs=pairs("--output", output),
+            signatures=signatures,
+            feeds=pairs("--feed", feed),
+            renames=tuple(rename or ()),
+            average=average,
+            casts=tuple(cast or ()),
+            partition_strategies=pairs("--partition-strategy", partition_strategy),
+            data=data,
+            warmup=warmup,
+            version=version,
+            keep=keep,
+            verify=verify,
+            verify_inputs=verify_inputs,
+            tolerance=tolerance,
+        )
+        from exporter import pipeline, report
+
+        if dry_run:
+            report.plan(pipeline.plan(request), sink)
+        else:
+            report.exported(pipeline.export(request, sink.progress), sink)
+
+
+def _refuse_root_options(context: typer.Context) -> None:
+    given = [
+        f"--{name.rstrip('_').replace('_', '-')}"
+        for name, value in context.params.items()
+        if value not in (None, False)
+        and str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"
+    ]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)} before {context.invoked_subcommand!r} has no effect",
+            hint=f"put options behind it: export-model {context.invoked_subcommand} ... {given[0]}",
+        )
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="Checkpoint, .meta, SavedModel or model base path.")
+    ],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Show what a checkpoint, a graph or a published model holds.
+
+    \b
+    Examples:
+      export-model inspect train/
+      export-model inspect train/model.ckpt-900 --tensors
+      export-model inspect train/model.ckpt-900.meta
+      export-model inspect models/ranker/900 --json
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter import inspection, report
+
+        report.inspected(inspection.inspect(path), sink, tensors=tensors)
+
+
+def main() -> None:
+    """The console script."""
+    run(app)

@@ -1,0 +1,174 @@
+"""What lies at a path: a checkpoint, a graph, a published version, or a model with its versions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from exporter.bundle.variables import VARIABLES_DIRECTORY, VARIABLES_NAME
+from exporter.catalog import Catalog
+from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint.tensor_bundle import index_path, read_catalog
+from exporter.dtypes import DType
+from exporter.errors import CheckpointNotFound
+from exporter.extras import Extra, classify_extras
+from exporter.graph.metagraph import read_metagraph
+from exporter.graph.saved_model import read_saved_model
+from exporter.manifest import FILE_NAME, Manifest
+from exporter.protos import Proto
+from exporter.published import children, read_manifest
+
+SAVED_MODEL_FILE = "saved_model.pb"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """An input or output of a signature; `shape` is None if its rank is unknown, -1 is an unknown size."""
+
+    alias: str
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        sizes = "?" if self.shape is None else ",".join("?" if size < 0 else str(size) for size in self.shape)
+        return f"{self.alias} {self.dtype}[{sizes}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A signature for people."""
+
+    name: str
+    method: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def __str__(self) -> str:
+        ends = (", ".join(map(str, specs)) for specs in (self.inputs, self.outputs))
+        return f"{self.name}({next(ends)}) -> {next(ends)}"
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """A checkpoint: all its tensors, with what each is probably for."""
+
+    catalog: Catalog
+    kinds: tuple[Extra, ...]
+
+
+@dataclass(frozen=True)
+class GraphView:
+    """A `.meta` file: what could be asked of it with `--input` and `--output`."""
+
+    path: Path
+    nodes: int
+    variables: int
+    placeholders: tuple[TensorSpec, ...]
+    signatures: tuple[Signature, ...]
+
+
+@dataclass(frozen=True)
+class BundleView:
+    """A SavedModel; `manifest` is None if another program wrote it, `catalog` if it has no variables."""
+
+    path: Path
+    signatures: tuple[Signature, ...]
+    catalog: Catalog | None
+    manifest: Manifest | None
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """A model base path with its versions, newest first."""
+
+    path: Path
+    versions: tuple[BundleView, ...]
+
+
+Inspection: TypeAlias = CheckpointView | GraphView | BundleView | ModelView
+
+
+def inspect(path: Path) -> Inspection:
+    """Look at whatever `path` is, without importing TensorFlow.
+
+    Raises:
+        CheckpointError: nothing is there, or it is damaged.
+        GraphError: a graph file is damaged.
+    """
+    if path.name == SAVED_MODEL_FILE:
+        path = path.parent
+    if (path / SAVED_MODEL_FILE).exists():
+        return _bundle(path)
+    if path.is_file() and path.suffix == ".meta":
+        return _graph(path)
+    versions = [child.path for child in children(path)] if path.is_dir() else []
+    bundles = tuple(_bundle(version) for version in versions if (version / SAVED_MODEL_FILE).exists())
+    if bundles:
+        return ModelView(path, bundles)
+    if not path.exists() and not index_path(path).exists() and not path.parent.exists():
+        raise CheckpointNotFound(f"there is nothing at {path}")
+    catalog = open_checkpoint(path)
+    return CheckpointView(catalog, tuple(classify_extras(catalog)))
+
+
+def signatures_of(meta_graph: Proto) -> tuple[Signature, ...]:
+    """The signatures of a MetaGraphDef by name, without a SavedModel's pseudo-signatures."""
+    return tuple(
+        Signature(
+            name,
+            signature.method_name.rpartition("/")[2],
+            tuple(_spec(alias, info) for alias, info in sorted(signature.inputs.items())),
+            tuple(_spec(alias, info) for alias, info in sorted(signature.outputs.items())),
+        )
+        for name, signature in sorted(meta_graph.signature_def.items())
+        if not name.startswith("__")
+    )
+
+
+def _bundle(path: Path) -> BundleView:
+    prefix = path / VARIABLES_DIRECTORY / VARIABLES_NAME
+    return BundleView(
+        path,
+        signatures_of(read_saved_model(path)),
+        read_catalog(prefix) if index_path(prefix).exists() else None,
+        read_manifest(path) if (path / FILE_NAME).exists() else None,
+    )
+
+
+def _graph(path: Path) -> GraphView:
+    meta_graph = read_metagraph(path)
+    nodes = meta_graph.graph_def.node
+    placeholders = [node for node in nodes if node.op in ("Placeholder", "PlaceholderWithDefault")]
+    variables = [node for node in nodes if node.op in ("Variable", "VariableV2", "VarHandleOp")]
+    return GraphView(
+        path,
+        len(nodes),
+        len(variables),
+        tuple(map(_placeholder, placeholders)),
+        signatures_of(meta_graph),
+    )
+
+
+def _spec(alias: str, info: Proto) -> TensorSpec:
+    kind = info.WhichOneof("encoding")
+    name = info.name if kind == "name" else str(kind)
+    return TensorSpec(alias, name, _label(info.dtype), _shape(info.tensor_shape))
+
+
+def _placeholder(node: Proto) -> TensorSpec:
+    return TensorSpec(
+        node.name, f"{node.name}:0", _label(node.attr["dtype"].type), _shape(node.attr["shape"].shape)
+    )
+
+
+def _shape(shape: Proto) -> tuple[int, ...] | None:
+    return None if shape.unknown_rank else tuple(int(dim.size) for dim in shape.dim)
+
+
+def _label(number: int) -> str:
+    try:
+        return DType(number).label
+    except ValueError:
+        return f"type {number}"

@@ -1,0 +1,184 @@
+"""The order of the stages: `plan()` reads and decides, `execute()` writes. Nothing else knows the order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeAlias
+
+from exporter.baseline import Difference, Request, compare_outputs
+from exporter.bundle.saved_model import write_saved_model
+from exporter.bundle.variables import VariablesReport, write_variables
+from exporter.bundle.warmup import WarmupRequest, read_requests, write_warmup
+from exporter.catalog import Catalog
+from exporter.checkpoint import candidates, open_checkpoint
+from exporter.errors import CheckpointChanged, UsageError
+from exporter.graph.inference_graph import InferenceGraph, PartitionStrategy
+from exporter.graph.load import GraphRequest, SourceGraph, clean, load_source
+from exporter.graph.metagraph import read_metagraph
+from exporter.graph.partition import trained_strategies
+from exporter.manifest import ManifestDraft, Origin, tensor_entries
+from exporter.mapping import CastRule, Mapping, MappingRules, RenameRule, build_mapping
+from exporter.options import ExportRequest, Verify
+from exporter.output import NoProgress, Progress
+from exporter.publish import Published, Staging, VersionRule, publish_version
+from exporter.verify import verify_bytes, verify_files
+
+_ATTEMPTS = 3
+"""Checkpoints that may vanish under our hands before we give up."""
+
+ProgressFactory: TypeAlias = Callable[[str, int], AbstractContextManager[Progress]]
+"""Makes the progress bar of one piece of long work from a label and its number of bytes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an export will do; nothing has been written yet."""
+
+    request: ExportRequest
+    catalog: Catalog
+    source: SourceGraph
+    graph: InferenceGraph
+    mapping: Mapping
+    version: VersionRule
+    warmup: tuple[WarmupRequest, ...] = ()
+    probes: tuple[WarmupRequest, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know about the choices made."""
+        return (*self.catalog.notes, *self.graph.notes, *self.mapping.notes)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export did; `differences` is empty unless outputs were compared."""
+
+    plan: Plan
+    published: Published
+    variables: VariablesReport
+    differences: tuple[Difference, ...]
+    seconds: float
+
+
+def no_progress(label: str, total: int) -> AbstractContextManager[Progress]:
+    """A progress bar that nobody sees."""
+    return nullcontext(NoProgress())
+
+
+def plan(request: ExportRequest) -> Plan:
+    """Read the checkpoint and the graph and decide where every variable comes from.
+
+    Raises:
+        UsageError, CheckpointError, GraphError, MappingError: see errors.py.
+    """
+    number = VersionRule.parse(request.version)
+    rules = _parse_rules(request)
+    catalog = open_checkpoint(request.ckpt_dir)
+    meta = catalog.prefix.with_name(f"{catalog.prefix.name}.meta")
+    source = load_source(_graph_request(request, meta))
+    graph = clean(source)
+    mapping = build_mapping(graph, catalog, _with_trained(rules, meta))
+    return Plan(
+        request,
+        catalog,
+        source,
+        graph,
+        mapping,
+        number,
+        read_requests(request.warmup, graph.meta_graph) if request.warmup else (),
+        read_requests(request.verify_inputs, graph.meta_graph) if request.verify_inputs else (),
+    )
+
+
+def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
+    """Stage, verify and publish what was planned.
+
+    Raises:
+        CheckpointChanged: the trainer removed or replaced files since the plan was made.
+        PublishError, VerificationError: see errors.py; nothing was published.
+    """
+    started, request = time.monotonic(), planned.request
+    with Staging(request.out) as staging:
+        with progress("variables", planned.mapping.bytes_) as bar:
+            variables = write_variables(planned.mapping, staging.path, data=request.data, progress=bar)
+        write_saved_model(planned.graph, planned.mapping, staging.path)
+        if planned.warmup:
+            write_warmup(planned.warmup, staging.path)
+        differences = _verify(planned, staging.path, variables, progress)
+        draft = ManifestDraft(
+            tensors=tensor_entries(variables.catalog),
+            source=Origin.of(planned.catalog.prefix),
+            exporter=version("export-model"),
+            step=planned.catalog.step,
+        )
+        published = publish_version(staging, draft, version=planned.version, keep=request.keep)
+    return Exported(planned, published, variables, differences, time.monotonic() - started)
+
+
+def export(request: ExportRequest, progress: ProgressFactory = no_progress) -> Exported:
+    """Plan and execute; when a trainer prunes the checkpoint meanwhile, take the next newest.
+
+    Raises:
+        ExportError: any of errors.py.
+    """
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return execute(plan(request), progress)
+        except CheckpointChanged:
+            if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [request.ckpt_dir]:
+                raise
+    raise AssertionError("the loop returns or raises")
+
+
+def _graph_request(request: ExportRequest, meta: Path) -> GraphRequest:
+    return GraphRequest(
+        model=str(meta) if request.model is None and meta.exists() else request.model,
+        inputs=request.inputs,
+        outputs=request.outputs,
+        signatures_file=request.signatures,
+        model_args=request.model_args,
+        feeds=request.feeds,
+    )
+
+
+def _parse_rules(request: ExportRequest) -> MappingRules:
+    strategies = {}
+    for name, text in request.partition_strategies.items():
+        if text not in (PartitionStrategy.MOD.value, PartitionStrategy.DIV.value):
+            raise UsageError(f"--partition-strategy {name}={text}: expected mod or div")
+        strategies[name] = PartitionStrategy(text)
+    return MappingRules(
+        renames=tuple(map(RenameRule.parse, request.renames)),
+        average=request.average,
+        casts=tuple(map(CastRule.parse, request.casts)),
+        strategies=strategies,
+    )
+
+
+def _with_trained(rules: MappingRules, meta: Path) -> MappingRules:
+    """The rules, with how the trainer's own graph (if it is beside the checkpoint) looks its tables up."""
+    if not meta.exists():
+        return rules
+    return replace(rules, trained=trained_strategies(read_metagraph(meta)))
+
+
+def _verify(
+    planned: Plan, bundle: Path, variables: VariablesReport, progress: ProgressFactory
+) -> tuple[Difference, ...]:
+    request = planned.request
+    if request.verify.includes(Verify.FILES):
+        verify_files(bundle, tensor_entries(variables.catalog))
+    if request.verify.includes(Verify.BYTES):
+        with progress("verify", variables.catalog.bytes_) as bar:
+            verify_bytes(variables.catalog, progress=bar)
+    if not request.verify.includes(Verify.OUTPUTS):
+        return ()
+    probes = [Request(probe.signature, probe.inputs) for probe in planned.probes or planned.warmup]
+    return compare_outputs(
+        planned.source, planned.mapping, bundle, requests=probes, tolerance=request.tolerance
+    )
