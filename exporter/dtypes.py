@@ -44,6 +44,7 @@ class DType(IntEnum):
     UINT4 = 30
     INT2 = 31
     UINT2 = 32
+    FLOAT4_E2M1FN = 33
 
     @property
     def label(self) -> str:

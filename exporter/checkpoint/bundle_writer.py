@@ -58,7 +58,7 @@ def encode_index(tensors: Iterable[TensorRef], num_shards: int) -> bytes:
 
 
 class _EntryEncoder:
-    """Tensors -> table entries; one message for each dtype and shape is filled again and again: twice as fast."""
+    """Tensors -> table entries; one message for each dtype and shape is filled again and again."""
 
     def __init__(self) -> None:
         self._messages: dict[tuple[DType, tuple[int, ...]], protos.Proto] = {}
@@ -109,7 +109,7 @@ class BundleWriter:
         self._prefix = prefix
         self._shard = shard_path(prefix, 0, 1)
         self._temporary = self._shard.with_name(f".{self._shard.name}.{os.getpid()}.tmp")
-        self._file = self._temporary.open("xb", buffering=0)
+        self._file = self._temporary.open("xb")
         self._offset = 0
         self._tensors: dict[str, TensorRef] = {}
 
@@ -131,13 +131,13 @@ class BundleWriter:
             KeyError: TensorFlow has no such data type.
         """
         array = np.asarray(array)
-        if part is not None and array.shape != part.lengths:
-            raise ValueError(f"{name!r}: an array of shape {array.shape} for a slice of {part.lengths}")
-        if array.dtype.kind in "OSU":
-            data, crc = encode_strings(map(_as_bytes, array.ravel().tolist()))
-            return self._record(name, DType.STRING, array.shape, part, self._write([data])[0], crc)
-        dtype = DType.of(array.dtype.name)
-        return self.add_chunks(name, dtype, array.shape, _blocks(array, dtype), part)
+        if array.dtype.kind not in "OSU":
+            dtype = DType.of(array.dtype.name)
+            return self.add_chunks(name, dtype, array.shape, _blocks(array, dtype), part)
+        ref = self._announce(name, DType.STRING, array.shape, part)
+        data, crc = encode_strings(map(_as_bytes, array.ravel().tolist()))
+        extent, _ = self._write([data])
+        return self._record(ref, replace(extent, crc32c=crc), part)
 
     def add_chunks(
         self,
@@ -154,10 +154,11 @@ class BundleWriter:
         """
         if dtype.itemsize is None:
             raise ValueError(f"{name!r}: {dtype.label} tensors cannot be added as bytes")
-        size, crc = self._write(chunks)
-        if size != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name!r}: {size} bytes for {dtype.label}{list(shape)}")
-        return self._record(name, dtype, shape, part, size, mask(crc))
+        ref = self._announce(name, dtype, shape, part)
+        extent, crc = self._write(chunks)
+        if extent.size != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name!r}: {extent.size} bytes for {dtype.label}{list(shape)}")
+        return self._record(ref, replace(extent, crc32c=mask(crc)), part)
 
     def finish(self) -> tuple[TensorRef, ...]:
         """Write the index, give both files their names, data first; what the bundle holds."""
@@ -170,7 +171,8 @@ class BundleWriter:
 
     def abandon(self) -> None:
         """Remove what was written."""
-        self._file.close()
+        with suppress(OSError):  # a full disk fails once more as the buffer is flushed
+            self._file.close()
         for path in (self._temporary, self._temporary.with_name(f"{self._temporary.name}.index")):
             with suppress(FileNotFoundError):
                 path.unlink()
@@ -187,39 +189,35 @@ class BundleWriter:
         finally:
             self.abandon()
 
-    def _write(self, chunks: Iterable[Buffer]) -> tuple[int, int]:
-        size = crc = 0
+    def _announce(self, name: str, dtype: DType, shape: tuple[int, ...], part: SliceSpec | None) -> TensorRef:
+        """The tensor as known before its values are written: a new one, or one that gets another slice."""
+        if part is not None and shape != part.lengths:
+            raise ValueError(f"{name!r}: shape {shape} for a slice of {part.lengths}")
+        known = self._tensors.get(name)
+        if known is None:
+            return TensorRef(name, dtype, shape if part is None else part.full_shape)
+        if part is None or not known.slices or known.dtype is not dtype or known.shape != part.full_shape:
+            raise ValueError(f"{name!r} was added before")
+        return known
+
+    def _record(self, ref: TensorRef, extent: Extent, part: SliceSpec | None) -> Extent:
+        if part is None or part.is_full:
+            self._tensors[ref.name] = replace(ref, extent=extent)
+        else:
+            self._tensors[ref.name] = replace(ref, slices=(*ref.slices, SliceRef(part, extent)))
+        return extent
+
+    def _write(self, chunks: Iterable[Buffer]) -> tuple[Extent, int]:
+        """Append bytes: where they lie, without a checksum, and their plain crc."""
+        start, crc = self._offset, 0
         for chunk in chunks:
             flat = _flat_bytes(chunk)
-            for start in range(0, flat.size, CHUNK):
-                piece = flat[start : start + CHUNK].tobytes()
+            for at in range(0, flat.size, CHUNK):
+                piece = flat[at : at + CHUNK].tobytes()
                 crc = extend(crc, piece)
-                self._write_all(piece)
-                size += len(piece)
-        return size, crc
-
-    def _write_all(self, piece: bytes) -> None:
-        written = self._file.write(piece) or 0
-        while written < len(piece):
-            written += self._file.write(piece[written:]) or 0
-
-    def _record(
-        self, name: str, dtype: DType, shape: tuple[int, ...], part: SliceSpec | None, size: int, crc: int
-    ) -> Extent:
-        extent = Extent(0, self._offset, size, crc)
-        self._offset += size
-        known = self._tensors.get(name)
-        if part is None or part.is_full:
-            if known is not None:
-                raise ValueError(f"{name!r} was added before")
-            self._tensors[name] = TensorRef(name, dtype, shape, extent)
-            return extent
-        if known is None:
-            known = TensorRef(name, dtype, part.full_shape)
-        elif known.extent or known.dtype is not dtype or known.shape != part.full_shape:
-            raise ValueError(f"{name!r} was added before as another tensor")
-        self._tensors[name] = replace(known, slices=(*known.slices, SliceRef(part, extent)))
-        return extent
+                self._file.write(piece)
+                self._offset += len(piece)
+        return Extent(0, start, self._offset - start, 0), crc
 
 
 def _as_bytes(value: bytes | str) -> bytes:

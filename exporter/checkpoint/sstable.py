@@ -29,6 +29,7 @@ _FOOTER_BYTES = 48
 _TRAILER_BYTES = 5
 _BLOCK_BYTES = 262_144
 _RESTART_INTERVAL = 16
+_LONGEST_VARINT = 10
 _COMPRESSION = {1: "snappy", 2: "zstd"}
 
 
@@ -120,15 +121,13 @@ def _read_handle(data: bytes, position: int, path: Path) -> tuple[tuple[int, int
 
 def _read_varint(data: bytes, position: int, path: Path) -> tuple[int, int]:
     value = 0
-    for shift in range(0, 70, 7):
-        if position >= len(data):
-            break
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
+    for shift, byte in enumerate(data[position : position + _LONGEST_VARINT]):
+        value |= (byte & 0x7F) << 7 * shift
         if byte < 0x80:
-            return value, position
-    raise CorruptFile(f"{path} is damaged: a length at byte {position} of a block does not end")
+            if shift and not byte:  # what a flipped bit makes of a footer's padding
+                break
+            return value, position + shift + 1
+    raise CorruptFile(f"{path} is damaged: the length at byte {position} of a block is not one")
 
 
 def _read_block(

@@ -6,7 +6,9 @@ packed). A string tensor is the strings' lengths (varint64 each), a masked crc32
     crc covers, of each length, 4 bytes little endian (8 if it needs them), and not the varints on disk;
     the entry's crc covers these, the checksum of the lengths, and the bytes.
 
-Source: WriteStringTensor and ReadStringTensor in tensorflow/core/util/tensor_bundle/tensor_bundle.cc.
+A variant tensor is, for each element, length (varint64), bytes, and a masked crc32c of all before; its crc
+covers lengths as 8 bytes. Source: WriteStringTensor, ReadStringTensor and WriteVariantTensor in
+tensorflow/core/util/tensor_bundle/tensor_bundle.cc.
 """
 
 from __future__ import annotations
@@ -87,6 +89,8 @@ def check_values(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None)
     with _open_shard(catalog, extent) as fd:
         if ref.dtype is DType.STRING:
             found = _string_crc(_map_bytes(fd, extent), math.prod(shape), place)
+        elif ref.dtype is DType.VARIANT:
+            found = _variant_crc(_map_bytes(fd, extent), math.prod(shape), place)
         else:
             found = mask(_crc(chunks_of(fd, extent.offset, extent.size)))
     _compare(found, extent, place)
@@ -188,6 +192,23 @@ def _string_crc(raw: Array, count: int, place: _Place) -> int:
     crc = extend(crc, checksum)
     for start in range(position, raw.size, CHUNK):
         crc = extend(crc, raw[start : start + CHUNK].tobytes())
+    return mask(crc)
+
+
+def _variant_crc(raw: Array, count: int, place: _Place) -> int:
+    """The masked crc of a variant tensor's bytes, whose structure is checked on the way."""
+    crc = position = 0
+    for _ in range(count):
+        lengths, start = _decode_lengths(raw[position:], 1, place)
+        start += position
+        position = start + int(lengths[0]) + _CHECKSUM_BYTES
+        if position > raw.size:
+            raise place.corrupt("a variant is longer than the tensor")
+        crc = extend(crc, lengths.astype("<u8").tobytes())
+        crc = extend(crc, raw[start : position - _CHECKSUM_BYTES].tobytes())
+        crc = extend(crc, raw[position - _CHECKSUM_BYTES : position].tobytes())
+    if position != raw.size:
+        raise place.corrupt(f"its variants have {position} bytes, {raw.size} are there")
     return mask(crc)
 
 
