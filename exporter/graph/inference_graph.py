@@ -46,15 +46,19 @@ class GraphVariable:
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file that the graph reads while its tables initialise: `node` is the constant that holds its path."""
+    """A file that the graph reads while its tables initialise: `node` is the constant that holds its path.
+
+    `name` is given where two files of a graph have the same name.
+    """
 
     node: str
     source: Path
+    name: str = ""
 
     @property
     def file_name(self) -> str:
         """Its name under `assets/`."""
-        return self.source.name
+        return self.name or self.source.name
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class InferenceGraph:
     `meta_graph` is a `protos.MetaGraphDef` with a `graph_def` that holds exactly what the signatures need,
     plus table initialisers; its `signature_def` is complete; it has no saver, devices or collections.
     `init_op` names the node (NoOp) that initialises tables, None if there are none. `lookups` gives, for
-    each partitioned variable of this graph that is looked up by id, its strategy. `mutable_tables` names
-    tables whose contents live in the checkpoint (`<name>-keys`, `<name>-values`).
+    each partitioned variable of this graph, by its key, the strategy; one that is missing there is looked up
+    in a way that nobody knows. `notes` are for the person who exports.
     """
 
     source: str

@@ -1,0 +1,229 @@
+"""Run a user's builder in a fresh graph and take the graph over as a MetaGraphDef.
+
+This is the only module of the graph stage that imports TensorFlow. What a builder may return:
+
+- `(inputs, outputs)`: two dicts of tensors by name, the signature `serving_default`;
+- `{signature name: (inputs, outputs)}`, with `predict`, `classify` or `regress` as an optional third element.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from exporter import protos
+from exporter.errors import BuilderError, UsageError
+from exporter.graph.metagraph import with_signatures
+from exporter.graph.signatures import DEFAULT_SIGNATURE, METHODS, check_method
+from exporter.graph.source_graph import GraphRequest, SourceGraph
+from exporter.protos import Proto
+
+Builder = Callable[..., Any]
+
+_TRAINING_FLAGS = ("training", "is_training")
+_EXPECTED = "expected (inputs, outputs), two dicts of tensors, or {signature: (inputs, outputs[, method])}"
+
+
+def load_builder(request: GraphRequest) -> SourceGraph:
+    """The graph that a builder makes, with the signatures that it returns.
+
+    Raises:
+        BuilderError: it cannot be imported, raised, or returned something else.
+        UsageError: its arguments do not fit, or tensors are named beside a builder.
+    """
+    if request.inputs or request.outputs or request.signatures_file:
+        raise UsageError(
+            "--input, --output and --signatures name tensors of a .meta file or a SavedModel",
+            cause="a builder returns its signatures itself",
+        )
+    with _importable():
+        builder, label = resolve(request.model)
+        kwargs = keyword_arguments(builder, request.model_args, label)
+        meta_graph = _run(builder, kwargs, label)
+    return with_signatures(meta_graph, request, label=label, directory=Path.cwd())
+
+
+def resolve(model: str | Builder | None) -> tuple[Builder, str]:
+    """The function behind `pkg.mod:fn` or `path/file.py:fn`, and what to call it in messages.
+
+    Raises:
+        BuilderError: there is no such module or function, or importing it failed.
+    """
+    if callable(model):
+        return model, f"{getattr(model, '__module__', '?')}:{getattr(model, '__qualname__', repr(model))}"
+    where, _, name = str(model).rpartition(":")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except (Exception, SystemExit) as error:
+        raise BuilderError(f"importing {where} failed", cause=_told(error)) from error
+    found = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        functions = sorted(n for n, value in vars(module).items() if inspect.isfunction(value))
+        raise BuilderError(
+            f"{where} has no function {name!r}", cause=f"its functions are: {', '.join(functions) or 'none'}"
+        )
+    return found, str(model)
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickles look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _importable() -> Iterator[None]:
+    """The working directory comes first on the path, as with `python -m`, while user code runs."""
+    before = [*sys.path]
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) -> dict[str, Any]:
+    """`--model-arg` texts as the types that the builder's annotations or defaults ask for.
+
+    A flag `training` or `is_training` is False unless given.
+
+    Raises:
+        UsageError: an argument that the builder does not take, lacks, or cannot convert.
+    """
+    try:
+        parameters = inspect.signature(builder, eval_str=True).parameters
+    except (ValueError, TypeError, NameError):
+        parameters = inspect.signature(builder).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    unknown = set(given) - set(named) if not takes_any else set()
+    if unknown:
+        raise UsageError(
+            f"{label} takes no argument {min(unknown)!r}",
+            cause=f"its arguments are: {', '.join(named) or 'none'}",
+        )
+    kwargs = {name: _converted(name, text, named.get(name)) for name, text in given.items()}
+    kwargs |= {flag: False for flag in _TRAINING_FLAGS if flag in named and flag not in given}
+    missing = [n for n, p in named.items() if p.default is p.empty and n not in kwargs]
+    if missing:
+        raise UsageError(
+            f"{label} needs the argument {missing[0]!r}", hint=f"give it: --model-arg {missing[0]}=VALUE"
+        )
+    return kwargs
+
+
+def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any:
+    wanted = parameter.annotation if parameter is not None else str
+    if wanted not in (bool, int, float, str):
+        wanted = type(parameter.default) if parameter is not None else str
+    words = {"true": True, "1": True, "false": False, "0": False}
+    try:
+        if wanted is bool:
+            return words[text.lower()]
+        return wanted(text) if wanted in (int, float) else text
+    except (ValueError, KeyError):
+        raise UsageError(f"--model-arg {name}={text}: expected a {wanted.__name__}") from None
+
+
+def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> Proto:
+    """The MetaGraphDef, in the private pool, of what the builder made in a fresh graph."""
+    import tensorflow as tf
+
+    graph = tf.Graph()
+    try:
+        with graph.as_default(), contextlib.redirect_stdout(sys.stderr):
+            result = builder(**kwargs)
+    except (Exception, SystemExit) as error:
+        raise BuilderError(f"builder {label} raised {type(error).__name__}", cause=_told(error)) from error
+    signatures = _signatures(result, graph, label)
+    try:
+        exported = tf.compat.v1.train.export_meta_graph(graph=graph)
+    except ValueError as error:  # constants above protobuf's 2 GiB
+        raise BuilderError(f"the graph of {label} cannot be written", cause=str(error)) from error
+    meta_graph = protos.MetaGraphDef.FromString(exported.SerializeToString())
+    for name, signature in signatures.items():
+        meta_graph.signature_def[name].CopyFrom(signature)
+        check_method(name, signature)
+    return meta_graph
+
+
+def _signatures(result: Any, graph: Any, label: str) -> dict[str, Proto]:
+    """SignatureDefs from what the builder returned. Other kinds of results get their branch here."""
+    named = {DEFAULT_SIGNATURE: result} if isinstance(result, tuple) else result
+    if not isinstance(named, Mapping) or not named:
+        raise BuilderError(f"builder {label} returned {_described(result)}", cause=_EXPECTED)
+    return {name: _signature(entry, graph, f"{label}, signature {name!r}") for name, entry in named.items()}
+
+
+def _signature(entry: Any, graph: Any, where: str) -> Proto:
+    if not isinstance(entry, tuple) or len(entry) not in (2, 3):
+        raise BuilderError(f"builder {where}: returned {_described(entry)}", cause=_EXPECTED)
+    inputs, outputs, method = (*entry, "predict")[:3]
+    if method not in METHODS:
+        raise BuilderError(f"builder {where}: method {method!r}", cause=f"known are {', '.join(METHODS)}")
+    if not isinstance(inputs, Mapping) or not isinstance(outputs, Mapping) or not outputs:
+        raise BuilderError(
+            f"builder {where}: returned ({_described(inputs)}, {_described(outputs)})", cause=_EXPECTED
+        )
+    signature = protos.SignatureDef(method_name=METHODS[method])
+    for tensors, infos in ((inputs, signature.inputs), (outputs, signature.outputs)):
+        for alias, tensor in tensors.items():
+            infos[alias].CopyFrom(_tensor_info(tensor, graph, f"{where}, {alias!r}"))
+    return signature
+
+
+def _tensor_info(tensor: Any, graph: Any, where: str) -> Proto:
+    """The TensorInfo of a dense, sparse or ragged tensor, or of a variable's value."""
+    import tensorflow as tf
+
+    composite = isinstance(tensor, tf.SparseTensor | tf.RaggedTensor)
+    try:
+        with graph.as_default():
+            symbolic = tensor if composite else tf.convert_to_tensor(tensor)
+            parts = tf.nest.flatten(symbolic, expand_composites=True)
+    except (TypeError, ValueError) as error:
+        raise BuilderError(f"builder {where}: {_described(tensor)} is no tensor", cause=str(error)) from error
+    is_own = isinstance(tensor, tf.Tensor | tf.Variable) or composite
+    if not is_own or any(getattr(part, "graph", None) is not graph for part in parts):
+        raise BuilderError(
+            f"builder {where}: {_described(tensor)} is no tensor of the graph that the builder was called in",
+            hint="build inside the function, and open no tf.Graph() of its own",
+        )
+    info = tf.compat.v1.saved_model.utils.build_tensor_info(symbolic)
+    return protos.TensorInfo.FromString(info.SerializeToString())
+
+
+def _described(value: Any) -> str:
+    """A value in a few words: its type, and its length if it has elements."""
+    kind = type(value).__name__
+    if value is None or isinstance(value, str | int | float | bool):
+        return repr(value)
+    return f"a {kind} of {len(value)}" if isinstance(value, tuple | list | dict) else f"a {kind}"
+
+
+def _told(error: BaseException) -> str:
+    """The exception with the last line of the user's own code that led to it."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
+    own = [
+        f for f in own if Path(f.filename).parent != Path(__file__).parent and "/lib/python" not in f.filename
+    ]
+    return f"{text} ({own[-1].filename}:{own[-1].lineno} in {own[-1].name})" if own else text

@@ -1,0 +1,213 @@
+"""From a graph as its author left it to the graph that is served.
+
+Kept: what the outputs of the signatures read, and what fills the tables among that. Nothing else: no training
+operations, queues, summaries, assertions, devices, colocation, containers or collections. Control edges go
+too, because they order side effects and an inference graph has none; those that bind a node to a branch or
+an iteration of TF1 control flow stay (see `control_flow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from exporter import protos
+from exporter.errors import UsageError
+from exporter.graph.feeds import cut_inputs, fix_constants, served_shape
+from exporter.graph.functions import mutating, served_library
+from exporter.graph.inference_graph import InferenceGraph
+from exporter.graph.nodes import Endpoint, GraphIndex, endpoint, shape_of
+from exporter.graph.partition import lookup_strategies
+from exporter.graph.reach import Reached, check_acyclic, reach
+from exporter.graph.resource_variables import free_name, gather_rows, graph_variables, use_resource_variables
+from exporter.graph.servable import caveats, check_reads, check_servable
+from exporter.graph.signatures import rename_tensors, signature_tensors, tensor_names
+from exporter.graph.source_graph import SourceGraph
+from exporter.graph.tables import (
+    check_tables,
+    find_assets,
+    init_node,
+    initialisers,
+    read_assets_directly,
+    use_file_names,
+)
+from exporter.protos import Proto
+
+_DROPPED_ATTRS = (
+    "_class",
+    "_output_shapes",
+    "_gradient_op_type",
+    "container",
+    "_has_manual_control_dependencies",
+)
+
+
+def clean(source: SourceGraph) -> InferenceGraph:
+    """The inference graph of a source; `source` itself stays as it is.
+
+    Raises:
+        NotServable: an output needs what a server cannot run, or a placeholder that gets no value.
+        MissingAsset: a vocabulary file is not there.
+        GraphError: the graph is damaged.
+    """
+    index = GraphIndex.of(source.meta_graph)
+    ends = _Ends.of(source)
+    nodes, replaced = _with_feeds(index, source, ends)
+    roots = [_moved(tensor, replaced).node for tensor in [*ends.outputs, *ends.inputs]]
+    needed, filling = _needed(index, nodes, replaced, roots, source.init_op)
+    fed = {_moved(tensor, replaced).node for tensor in ends.inputs}
+    _check(index, nodes, needed, fed, filling)
+
+    kept = _copies(nodes, needed)
+    reads = use_resource_variables(kept)
+    gather_rows(kept)
+    moved = reads | {tensor: _moved(target, reads) for tensor, target in replaced.items()}
+    kept = _still_needed(kept, [*(_moved(Endpoint(name, 0), reads).node for name in roots), *filling])
+    assets = find_assets(source, kept, filling)
+    use_file_names(kept, assets)
+    init_op = _add_init_op(kept, filling)
+    meta_graph = _meta_graph(source.meta_graph, index, kept, filling)
+    for name, signature in source.meta_graph.signature_def.items():
+        meta_graph.signature_def[name].CopyFrom(_served_signature(index, signature, moved))
+    variables = graph_variables(kept, source.keys)
+    return InferenceGraph(
+        source=source.label,
+        meta_graph=meta_graph,
+        variables=variables,
+        assets=assets,
+        init_op=init_op,
+        lookups=lookup_strategies(meta_graph.graph_def, variables),
+        notes=tuple(caveats({name: node for name, node in kept.items() if name not in fed})),
+    )
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """The tensors of all signatures; an input with the name it has there."""
+
+    inputs: dict[Endpoint, str]
+    outputs: list[Endpoint]
+
+    @classmethod
+    def of(cls, source: SourceGraph) -> _Ends:
+        inputs: dict[Endpoint, str] = {}
+        outputs: dict[Endpoint, None] = {}
+        for _, signature in sorted(source.meta_graph.signature_def.items()):
+            for role, alias, info in signature_tensors(signature):
+                for text in tensor_names(info):
+                    if role == "input":
+                        inputs.setdefault(endpoint(text), alias)
+                    else:
+                        outputs[endpoint(text)] = None
+        return cls(inputs, list(outputs))
+
+
+def _with_feeds(
+    index: GraphIndex, source: SourceGraph, ends: _Ends
+) -> tuple[dict[str, Proto], dict[Endpoint, Endpoint]]:
+    """The nodes with constants and placeholders where values come from outside; what reads elsewhere now."""
+    both = {endpoint(text) for text in source.feeds} & ends.inputs.keys()
+    if both:
+        raise UsageError(
+            f"{min(both)} is an input of a signature and fixed by --feed", hint="choose one of them"
+        )
+    nodes = dict(index.nodes)
+    read_assets_directly(nodes, source.assets)
+    replaced = fix_constants(index, nodes, source.feeds)
+    replaced |= cut_inputs(index, nodes, [(alias, str(tensor)) for tensor, alias in ends.inputs.items()])
+    return nodes, replaced
+
+
+def _needed(
+    index: GraphIndex,
+    nodes: Mapping[str, Proto],
+    replaced: Mapping[Endpoint, Endpoint],
+    roots: list[str],
+    init_op: str | None,
+) -> tuple[Reached, list[str]]:
+    """What outputs need, together with what fills the tables among it, which may need further tables."""
+    filling: list[str] = []
+    while True:
+        needed = reach(nodes, [*roots, *filling], replaced)
+        check_acyclic(nodes, needed)
+        check_tables(nodes, needed.inputs)
+        found = initialisers(index, set(needed.inputs), init_op)
+        if found == filling:
+            return needed, filling
+        filling = found
+
+
+def _check(
+    index: GraphIndex, nodes: Mapping[str, Proto], needed: Reached, fed: set[str], filling: list[str]
+) -> None:
+    check_servable(nodes, needed, fed, allowed={*filling})
+    check_reads(nodes, needed.inputs, mutating(index.functions), where="")
+
+
+def _moved(tensor: Endpoint, moves: Mapping[Endpoint, Endpoint]) -> Endpoint:
+    return moves.get(tensor, tensor)
+
+
+def _copies(nodes: Mapping[str, Proto], needed: Reached) -> dict[str, Proto]:
+    """Copies of the needed nodes in the graph's own order."""
+    kept = {}
+    for name, node in nodes.items():
+        if name in needed.inputs:
+            kept[name] = protos.NodeDef()
+            kept[name].CopyFrom(node)
+            kept[name].input[:] = needed.inputs[name]
+    return kept
+
+
+def _still_needed(kept: dict[str, Proto], roots: Iterable[str]) -> dict[str, Proto]:
+    """Without the reads of tables that are now gathered from."""
+    reached = reach(kept, dict.fromkeys(roots))
+    return {name: node for name, node in kept.items() if name in reached.inputs}
+
+
+def _add_init_op(kept: dict[str, Proto], filling: list[str]) -> str | None:
+    if not filling:
+        return None
+    name = free_name(kept, "init_tables")
+    kept[name] = init_node(name, filling)
+    return name
+
+
+def _meta_graph(source: Proto, index: GraphIndex, kept: Mapping[str, Proto], filling: list[str]) -> Proto:
+    """A MetaGraphDef with the kept nodes and functions, and what still applies of the description."""
+    meta_graph = protos.MetaGraphDef()
+    graph_def = meta_graph.graph_def
+    for node in kept.values():
+        node.device = ""
+        for name in _DROPPED_ATTRS:
+            node.attr.pop(name, None)
+        graph_def.node.append(node)
+    graph_def.versions.CopyFrom(source.graph_def.versions)
+    inference = [node for name, node in kept.items() if name not in filling]
+    graph_def.library.CopyFrom(served_library(index.functions, inference, [kept[name] for name in filling]))
+    used = {node.op for node in kept.values()}
+    used |= {node.op for function in graph_def.library.function for node in function.node_def}
+    info = meta_graph.meta_info_def
+    info.tensorflow_version = source.meta_info_def.tensorflow_version
+    info.stripped_default_attrs = source.meta_info_def.stripped_default_attrs
+    info.stripped_op_list.op.extend(op for op in source.meta_info_def.stripped_op_list.op if op.name in used)
+    return meta_graph
+
+
+def _served_signature(index: GraphIndex, signature: Proto, moved: Mapping[Endpoint, Endpoint]) -> Proto:
+    """The signature with tensors of the served graph; sizes of training batches become unknown."""
+    served = protos.SignatureDef()
+    served.CopyFrom(signature)
+    batch_sizes = set()
+    for role, _, info in signature_tensors(served):
+        for text in tensor_names(info):
+            tensor = endpoint(text)
+            shape = shape_of(info.tensor_shape)
+            batched = served_shape(index, tensor)
+            if role == "input" and shape and batched and batched[0] != shape[0]:
+                batch_sizes.add(shape[0])
+                info.tensor_shape.dim[0].size = -1
+            elif role == "output" and shape and shape[0] in batch_sizes:
+                info.tensor_shape.dim[0].size = -1
+            rename_tensors(info, {text: str(_moved(tensor, moved))})
+    return served

@@ -1,0 +1,155 @@
+"""What comes into a graph from outside: placeholders fixed to constants, tensors fed instead of computed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from exporter import protos
+from exporter.dtypes import DType
+from exporter.errors import UsageError
+from exporter.graph.nodes import Endpoint, GraphIndex, shape_proto
+from exporter.graph.resource_variables import free_name
+from exporter.protos import Proto
+
+PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2", "PlaceholderWithDefault"})
+_WORDS = {"true": True, "false": False, "yes": True, "no": False}
+_BATCHED = re.compile(r"\w*Dequeue(Many|UpTo)?\w*|\w*IteratorGetNext\w*|\w*Unstage\w*")
+
+
+def parse_feeds(index: GraphIndex, feeds: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Constants by tensor name from `--feed NAME=VALUE`, in the tensor's own type.
+
+    A value is a number, `true` or `false`, a string, or a JSON list of such. A single value for a tensor of
+    known shape fills it.
+
+    Raises:
+        UnknownTensor: no such tensor.
+        UsageError: the value does not fit its type or shape.
+    """
+    found = {}
+    for name, text in feeds.items():
+        tensor = index.resolve(name, "--feed")
+        dtype, shape = index.dtype(tensor), index.shape(tensor)
+        try:
+            value = _array(text, dtype)
+            if shape and not value.shape and min(shape) >= 0:
+                value = np.broadcast_to(value, shape).copy()
+        except (ValueError, TypeError, OverflowError) as error:
+            expected = f"{tensor} is a {dtype.label} of shape {_shown(shape)}"
+            raise UsageError(
+                f"--feed {name}={text}: not a value for it", cause=f"{expected}: {error}"
+            ) from error
+        if shape is not None and not _fits(value.shape, shape):
+            raise UsageError(
+                f"--feed {name}={text}: shape {_shown(value.shape)} does not fit",
+                cause=f"{tensor} has shape {_shown(shape)}",
+            )
+        found[str(tensor)] = value
+    return found
+
+
+def _array(text: str, dtype: DType) -> np.ndarray:
+    value = json.loads(text) if text.lstrip().startswith("[") else _scalar(text, dtype)
+    if dtype is DType.STRING:
+        texts = np.asarray(value, dtype=object)
+        return np.array([str(text).encode() for text in texts.ravel()], dtype=object).reshape(texts.shape)
+    exact = np.asarray(value)
+    if exact.dtype.kind == "f" and dtype.numpy.kind in "iu":
+        raise ValueError("a whole number is expected")
+    if (exact.dtype.kind == "b") != (dtype is DType.BOOL):
+        raise ValueError(
+            "true and false are for booleans" if exact.dtype.kind == "b" else "expected true or false"
+        )
+    if exact.dtype.kind in "iu" and dtype.numpy.kind in "iu":
+        limits = np.iinfo(dtype.numpy)
+        if exact.size and (exact.min() < limits.min or exact.max() > limits.max):
+            raise ValueError("the number is out of range")
+    return exact.astype(dtype.numpy)
+
+
+def _scalar(text: str, dtype: DType) -> Any:
+    if dtype is DType.STRING:
+        return text
+    if dtype is DType.BOOL:
+        return _WORDS.get(text.lower(), {"1": True, "0": False}.get(text, text))
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return int(text)
+    except ValueError:
+        return complex(text) if dtype in (DType.COMPLEX64, DType.COMPLEX128) else float(text)
+
+
+def _fits(shape: tuple[int, ...], declared: tuple[int, ...]) -> bool:
+    return len(shape) == len(declared) and all(
+        want in (-1, size) for size, want in zip(shape, declared, strict=True)
+    )
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "any" if shape is None else "[" + ", ".join("?" if size < 0 else str(size) for size in shape) + "]"
+
+
+def constant(name: str, value: np.ndarray, dtype: DType) -> Proto:
+    """A Const node."""
+    node = protos.NodeDef(name=name, op="Const")
+    node.attr["dtype"].type = int(dtype)
+    tensor = node.attr["value"].tensor
+    tensor.dtype = int(dtype)
+    tensor.tensor_shape.CopyFrom(shape_proto(value.shape))
+    if dtype is DType.STRING:
+        tensor.string_val.extend(value.ravel())
+    else:
+        tensor.tensor_content = np.ascontiguousarray(value).tobytes()
+    return node
+
+
+def fix_constants(
+    index: GraphIndex, nodes: dict[str, Proto], feeds: Mapping[str, np.ndarray]
+) -> dict[Endpoint, Endpoint]:
+    """Put constants where tensors are fixed, in place; returns which tensors to read from elsewhere."""
+    replaced = {}
+    for text, value in feeds.items():
+        tensor = index.resolve(text, "--feed")
+        name = tensor.node
+        if nodes[name].op not in PLACEHOLDERS:
+            name = free_name(nodes, f"{tensor.node}/fixed")
+            replaced[tensor] = Endpoint(name, 0)
+        nodes[name] = constant(name, value, index.dtype(tensor))
+    return replaced
+
+
+def cut_inputs(
+    index: GraphIndex, nodes: dict[str, Proto], inputs: Iterable[tuple[str, str]]
+) -> dict[Endpoint, Endpoint]:
+    """Put a placeholder before each (alias, tensor) that is made by the graph itself, in place.
+
+    The placeholder is called as the input is, if no node has that name. What a queue or an iterator gives in
+    batches of a fixed size may come in any other size when served.
+    """
+    replaced: dict[Endpoint, Endpoint] = {}
+    for alias, text in inputs:
+        tensor = index.resolve(text, f"input {alias!r}")
+        if nodes[tensor.node].op in PLACEHOLDERS or tensor in replaced:
+            continue
+        name = free_name(
+            nodes, re.sub(r"[^A-Za-z0-9_./-]", "_", alias).lstrip("_/-") or f"{tensor.node}/input"
+        )
+        nodes[name] = protos.NodeDef(name=name, op="Placeholder")
+        nodes[name].attr["dtype"].type = int(index.dtype(tensor))
+        nodes[name].attr["shape"].shape.CopyFrom(shape_proto(served_shape(index, tensor)))
+        replaced[tensor] = Endpoint(name, 0)
+    return replaced
+
+
+def served_shape(index: GraphIndex, tensor: Endpoint) -> tuple[int, ...] | None:
+    """A tensor's shape; a training batch's fixed size becomes -1."""
+    shape = index.shape(tensor)
+    if shape and _BATCHED.fullmatch(index.nodes[tensor.node].op):
+        return (-1, *shape[1:])
+    return shape

@@ -1,0 +1,164 @@
+"""The function library: keep what the graph still calls, and of each body what its results need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from exporter import protos
+from exporter.errors import GraphError
+from exporter.graph.control_flow import ENTERS, SWITCHES
+from exporter.graph.resource_variables import gather_rows
+from exporter.graph.servable import called_functions, changes_state, check_body, check_reads
+from exporter.protos import Proto
+
+_CALLS = frozenset(
+    {"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case"}
+)
+_CALLEES = ("f", "then_branch", "else_branch", "cond", "body")
+
+
+def reachable(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
+    """The functions that `nodes` call, directly or through others.
+
+    Raises:
+        GraphError: a call of a function that the library lacks.
+    """
+    found: set[str] = set()
+    pending = [*nodes]
+    while pending:
+        node = pending.pop()
+        if node.op in _CALLS:
+            _check_callees(node, library)
+        for name in called_functions(node):
+            if name in library and name not in found:
+                found.add(name)
+                pending += library[name].node_def
+    return found
+
+
+def _check_callees(node: Proto, library: Mapping[str, Proto]) -> None:
+    for key in _CALLEES:
+        name = node.attr[key].func.name if key in node.attr else ""
+        if name and name not in library:
+            raise GraphError(
+                f"{node.op} {node.name!r} calls function {name!r}, which the graph does not have",
+                cause="the graph is damaged, or was cut by hand",
+            )
+
+
+def mutating(library: Mapping[str, Proto]) -> set[str]:
+    """The functions that write a variable or a table, themselves or through others."""
+    callers: dict[str, set[str]] = {name: set() for name in library}
+    found: set[str] = set()
+    for name, function in library.items():
+        for node in function.node_def:
+            if changes_state(node.op):
+                found.add(name)
+            for callee in called_functions(node) & library.keys():
+                callers[callee].add(name)
+    pending = [*found]
+    while pending:
+        for caller in callers[pending.pop()] - found:
+            found.add(caller)
+            pending.append(caller)
+    return found
+
+
+def served_library(
+    library: Mapping[str, Proto], inference: Iterable[Proto], initialisers: Iterable[Proto]
+) -> Proto:
+    """The FunctionDefLibrary that the graph needs; bodies that only initialisers call stay as they are.
+
+    Raises:
+        NotServable: a body reads a variable after changing it.
+        GraphError: a function or a node of a body is missing.
+    """
+    for_init = reachable(initialisers, library)
+    served = protos.FunctionDefLibrary()
+    changing = mutating(library)
+    for_inference = _prune_reachable(inference, library, changing, for_init)
+    for name in library:
+        if name in for_inference:
+            served.function.append(for_inference[name])
+        elif name in for_init:
+            served.function.append(without_placement(library[name]))
+    return served
+
+
+def _prune_reachable(
+    nodes: Iterable[Proto], library: Mapping[str, Proto], changing: set[str], keep_whole: set[str]
+) -> dict[str, Proto]:
+    """Pruned bodies may call less than whole ones: walk and prune in one go."""
+    found: dict[str, Proto] = {}
+    pending = [*nodes]
+    while pending:
+        node = pending.pop()
+        if node.op in _CALLS:
+            _check_callees(node, library)
+        for name in called_functions(node):
+            if name in library and name not in found:
+                body = without_placement(library[name])
+                found[name] = body if name in keep_whole else pruned_body(body, changing)
+                pending += found[name].node_def
+    return found
+
+
+def without_placement(function: Proto) -> Proto:
+    """A copy of a function without devices and colocation."""
+    copy = protos.FunctionDef()
+    copy.CopyFrom(function)
+    for node in copy.node_def:
+        node.device = ""
+        node.attr.pop("_class", None)
+    return copy
+
+
+def pruned_body(function: Proto, changing: set[str]) -> Proto:
+    """A function reduced, in place, to what its results are computed from; returned for convenience.
+
+    Source of the naming: tensorflow/core/framework/function.proto: a body's input is `argument`,
+    `node:output name:index` or `^node`.
+    """
+    nodes = {node.name: node for node in function.node_def}
+    if any(node.op in SWITCHES or node.op in ENTERS for node in nodes.values()):
+        return function  # control edges bind nodes to branches here, see control_flow
+    gather_rows(nodes)
+    kept = _needed(nodes, function.ret.values())
+    name = function.signature.name
+    check_reads(nodes, [n for n in nodes if n in kept], changing, where=f" in function {name!r}")
+    check_body((nodes[n] for n in kept), name)
+    arguments = {argument.name for argument in function.signature.input_arg}
+    for node in (nodes[n] for n in kept):
+        inputs = [text for text in node.input if not text.startswith("^") or text[1:] in kept]
+        _check_inputs(node, inputs, kept, arguments, name)
+        node.input[:] = inputs
+    kept_nodes = [node for n, node in nodes.items() if n in kept]
+    del function.node_def[:]
+    function.node_def.extend(kept_nodes)
+    for output, node_name in [*function.control_ret.items()]:
+        if node_name not in kept:
+            del function.control_ret[output]
+    function.signature.control_output[:] = [
+        output for output in function.signature.control_output if output in function.control_ret
+    ]
+    return function
+
+
+def _needed(nodes: Mapping[str, Proto], results: Iterable[str]) -> set[str]:
+    pending = [text.partition(":")[0] for text in results]
+    kept: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name in nodes and name not in kept:
+            kept.add(name)
+            pending += [text.partition(":")[0] for text in nodes[name].input if not text.startswith("^")]
+    return kept
+
+
+def _check_inputs(node: Proto, inputs: list[str], kept: set[str], arguments: set[str], function: str) -> None:
+    for text in inputs:
+        source = text.removeprefix("^").partition(":")[0]
+        if source not in kept and source not in arguments:
+            raise GraphError(
+                f"{node.op} {node.name!r} of function {function!r} reads {text!r}, which is not there"
+            )

@@ -1,0 +1,138 @@
+"""Under which name a checkpoint holds each variable of a graph, and which box of it a part is.
+
+Three places tell, the nearest to the checkpoint first: the graph's own Saver (its restore nodes), the
+VariableDefs in the collections (partitions), the variable's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from google.protobuf.message import DecodeError
+
+from exporter import protos
+from exporter.catalog import SliceSpec
+from exporter.graph.nodes import (
+    Endpoint,
+    GraphIndex,
+    attr_text,
+    const_value,
+    control_inputs,
+    data_inputs,
+    endpoint,
+)
+from exporter.graph.source_graph import VariableKey
+from exporter.protos import Proto
+
+VARIABLE_OPS = frozenset({"Variable", "VariableV2", "VarHandleOp"})
+_COLLECTIONS = (
+    "variables",
+    "trainable_variables",
+    "model_variables",
+    "moving_average_variables",
+    "local_variables",
+    "metric_variables",
+)
+_PASS_THROUGH = frozenset({"Identity", "Reshape", "Cast"})
+
+
+def variable_keys(meta_graph: Proto, index: GraphIndex) -> dict[str, VariableKey]:
+    """The key of every variable, by its node's name.
+
+    In a graph made by sessions a checkpoint name is the node's name; in an object-based SavedModel node
+    names are arbitrary and the handle's `shared_name` is the variable's.
+    """
+    by_shared_name = meta_graph.HasField("object_graph_def")
+    keys = {}
+    for node in index.nodes.values():
+        if node.op in VARIABLE_OPS:
+            shared = attr_text(node, "shared_name") if by_shared_name else ""
+            keys[node.name] = VariableKey(shared or node.name)
+    keys |= {node: key for node, key in _from_collections(meta_graph) if node in keys}
+    keys |= {node: key for node, key in _from_saver(meta_graph, index) if node in keys}
+    return keys
+
+
+def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, VariableKey]]:
+    """Parts of partitioned variables (source: tensorflow/core/framework/variable.proto)."""
+    for name in _COLLECTIONS:
+        if name not in meta_graph.collection_def:
+            continue
+        for serialized in meta_graph.collection_def[name].bytes_list.value:
+            try:
+                variable = protos.VariableDef.FromString(serialized)
+            except DecodeError:  # a user's own collection of that name
+                continue
+            info = variable.save_slice_info_def
+            if info.full_name:
+                box = SliceSpec(tuple(info.full_shape), tuple(info.var_offset), tuple(info.var_shape))
+                yield endpoint(variable.variable_name).node, VariableKey(info.full_name, box)
+
+
+def _from_saver(meta_graph: Proto, index: GraphIndex) -> Iterator[tuple[str, VariableKey]]:
+    """What the Saver's restore nodes assign to each variable, under which name."""
+    restore = endpoint(meta_graph.saver_def.restore_op_name).node
+    for assign in _restore_assigns(index, restore):
+        inputs = data_inputs(assign)
+        source = _restored_from(index, inputs[1]) if len(inputs) > 1 else None
+        if source is None:
+            continue
+        names, boxes = (_strings(index, source.node, position) for position in (1, 2))
+        if source.output < min(len(names), len(boxes)):
+            yield inputs[0].node, VariableKey(names[source.output], parse_slice_spec(boxes[source.output]))
+
+
+def _restore_assigns(index: GraphIndex, restore: str) -> Iterator[Proto]:
+    pending, seen = [restore], {restore}
+    while pending:
+        node = index.nodes.get(pending.pop())
+        if node is None:
+            continue
+        if node.op in ("Assign", "AssignVariableOp"):
+            yield node
+            continue
+        for name in control_inputs(node):
+            if name not in seen:
+                seen.add(name)
+                pending.append(name)
+
+
+def _restored_from(index: GraphIndex, tensor: Endpoint) -> Endpoint | None:
+    for _ in range(8):
+        node = index.nodes.get(tensor.node)
+        if node is None:
+            return None
+        if node.op == "RestoreV2":
+            return tensor
+        inputs = data_inputs(node)
+        if node.op not in _PASS_THROUGH or not inputs:
+            return None
+        tensor = inputs[0]
+    return None
+
+
+def _strings(index: GraphIndex, node: str, position: int) -> list[str]:
+    inputs = data_inputs(index.nodes[node])
+    source = index.nodes.get(inputs[position].node) if position < len(inputs) else None
+    value = const_value(source) if source is not None else None
+    return [] if value is None else [bytes(item).decode("utf-8", "surrogateescape") for item in value.ravel()]
+
+
+def parse_slice_spec(text: str) -> SliceSpec | None:
+    """RestoreV2's `"6 4 0,3:-"` as a box, None for a whole tensor or for anything else.
+
+    Source: tensorflow/core/framework/tensor_slice.h.
+    """
+    *full, boxes = text.split(" ") if text else [""]
+    if not full:
+        return None
+    try:
+        shape = tuple(int(size) for size in full)
+        spans = [
+            (0, size) if span == "-" else tuple(int(number) for number in span.split(","))
+            for size, span in zip(shape, boxes.split(":"), strict=True)
+        ]
+        starts, lengths = zip(*spans, strict=True)
+    except ValueError:
+        return None
+    return SliceSpec(shape, starts, lengths)

@@ -1,0 +1,71 @@
+"""The graph stage's entry: from what `--model` names to the graph that is served.
+
+    source = load_source(GraphRequest("train/model.meta", inputs={"image": "x:0"}, outputs={"scores": "y:0"}))
+    graph = clean(source)
+
+Only a builder needs TensorFlow; a `.meta` file and a SavedModel are read as protocol buffers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from exporter.errors import UsageError
+from exporter.graph.clean import clean
+from exporter.graph.inference_graph import InferenceGraph
+from exporter.graph.metagraph import load_metagraph
+from exporter.graph.saved_model import is_saved_model, load_saved_model
+from exporter.graph.source_graph import GraphRequest, SourceGraph
+
+__all__ = ["GraphRequest", "InferenceGraph", "SourceGraph", "clean", "load_graph", "load_source"]
+
+_GRAPH_FILES = {".meta", ".pbtxt"}
+
+
+def load_graph(request: GraphRequest) -> InferenceGraph:
+    """The inference graph that a request describes.
+
+    Raises:
+        GraphError: a subclass of it says why the graph cannot be served.
+        CheckpointError: a file is damaged.
+        UsageError: the request does not fit what it names.
+    """
+    return clean(load_source(request))
+
+
+def load_source(request: GraphRequest) -> SourceGraph:
+    """The graph as its author left it, with complete signatures; it may be restored and run for comparison.
+
+    Raises:
+        GraphError: a builder failed, or a signature names an unknown tensor.
+        CheckpointError: a file is damaged.
+        UsageError: the request does not fit what it names.
+    """
+    if request.model is None:
+        raise UsageError(
+            "nothing says what to serve: no --model, and no .meta beside the checkpoint",
+            hint="name a builder, a .meta file or a SavedModel: --model pkg.mod:fn",
+        )
+    path = Path(request.model) if isinstance(request.model, str) else None
+    if path is not None and (path.is_dir() or path.suffix in _GRAPH_FILES):
+        if request.model_args:
+            raise UsageError("--model-arg is for builders", cause=f"{path} is a finished graph")
+        return _load_path(path, request)
+    if path is not None and ":" not in str(path):
+        raise UsageError(
+            f"--model {path}: expected pkg.mod:fn, file.py:fn, a .meta file or a SavedModel directory",
+            cause="there is no such file" if not path.exists() else "it is none of these",
+        )
+    from exporter.graph.builder import load_builder
+
+    return load_builder(request)
+
+
+def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
+    if not path.is_dir():
+        return load_metagraph(path, request)
+    if not is_saved_model(path):
+        raise UsageError(
+            f"--model {path}: the directory holds no saved_model.pb", hint="name a version directory"
+        )
+    return load_saved_model(path, request)

@@ -1,0 +1,115 @@
+"""A `.meta` file, which a Saver writes beside a checkpoint: a MetaGraphDef, binary or (`.pbtxt`) as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from google.protobuf import text_format
+from google.protobuf.message import DecodeError
+
+from exporter import protos
+from exporter.errors import CorruptFile, UsageError
+from exporter.graph.feeds import parse_feeds
+from exporter.graph.keys import variable_keys
+from exporter.graph.nodes import GraphIndex
+from exporter.graph.signatures import (
+    SignatureSpec,
+    check_signatures,
+    collection_spec,
+    drop_internal,
+    requested_specs,
+    set_signatures,
+)
+from exporter.graph.source_graph import GraphRequest, SourceGraph
+from exporter.protos import Proto
+
+_SHOWN = 6
+
+
+def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
+    """The graph of a `.meta` file with the signatures asked for, else those in it.
+
+    Raises:
+        CorruptFile: the file holds no MetaGraphDef.
+        UsageError: there is no such file, or nothing says what to serve.
+        UnknownTensor: a signature names a tensor that is not there.
+    """
+    return with_signatures(read_metagraph(path), request, label=str(path), directory=path.parent)
+
+
+def read_metagraph(path: Path) -> Proto:
+    """The `protos.MetaGraphDef` in a file.
+
+    Raises:
+        CorruptFile: it is truncated, or something else.
+        UsageError: it cannot be opened.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"the graph {path} cannot be read", cause=error.strerror or str(error)) from error
+    return parse_message("MetaGraphDef", data, path, is_text=path.suffix == ".pbtxt", nonempty="graph_def")
+
+
+def parse_message(kind: str, data: bytes, path: Path, *, is_text: bool, nonempty: str) -> Proto:
+    """A protocol buffer of the private pool from a file's bytes; the field `nonempty` must be there.
+
+    Raises:
+        CorruptFile: the bytes are not such a message.
+    """
+    message = protos.message_class(kind)()
+    try:
+        if is_text:
+            text_format.Parse(data, message)
+        else:
+            message.ParseFromString(data)
+    except (DecodeError, text_format.ParseError, UnicodeDecodeError) as error:
+        raise CorruptFile(f"{path} holds no {kind}", cause=str(error)) from error
+    if not message.ByteSize() or not _has(message, nonempty):
+        raise CorruptFile(f"{path} holds no {kind}", cause=f"it has no {nonempty}, or is cut off")
+    return message
+
+
+def _has(message: Proto, field: str) -> bool:
+    return any(descriptor.name == field for descriptor, _ in message.ListFields())
+
+
+def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, directory: Path) -> SourceGraph:
+    """A source graph whose signatures are, in this order: the request's, the collections', its own.
+
+    Raises:
+        UsageError: there are none of these.
+        UnknownTensor: one names a tensor that is not there.
+    """
+    index = GraphIndex.of(meta_graph)
+    drop_internal(meta_graph)
+    specs = requested_specs(request) or _own_specs(meta_graph)
+    if specs:
+        set_signatures(meta_graph, index, specs)
+    elif meta_graph.signature_def:
+        check_signatures(meta_graph, index)
+    else:
+        raise _nothing_to_serve(index, label)
+    keys = variable_keys(meta_graph, index)
+    feeds = parse_feeds(index, request.feeds)
+    return SourceGraph(label=label, meta_graph=meta_graph, keys=keys, feeds=feeds, directory=directory)
+
+
+def _own_specs(meta_graph: Proto) -> list[SignatureSpec]:
+    spec = collection_spec(meta_graph)
+    return [spec] if spec is not None else []
+
+
+def _nothing_to_serve(index: GraphIndex, label: str) -> UsageError:
+    """Name what looks like an input and what looks like an output: nothing, or only a loss, reads it."""
+    placeholders = [node.name for node in index.nodes.values() if node.op.startswith("Placeholder")]
+    scores = [node.name for node in index.nodes.values() if node.op in ("Softmax", "Sigmoid")]
+    return UsageError(
+        f"nothing says what to serve: {label} has no signatures",
+        cause=f"its placeholders are {_listed(placeholders)}; likely outputs are {_listed(scores)}",
+        hint=f"--input NAME=TENSOR --output NAME=TENSOR; all names: export-model inspect {label} --tensors",
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "") if names else "none"

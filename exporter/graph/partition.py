@@ -1,0 +1,93 @@
+"""In which order a partitioned table's rows lie: read from how the graph looks them up.
+
+`embedding_lookup` over n parts first assigns ids to parts, then sends them there by DynamicPartition and
+gathers in each part. By `mod` the part is `id % n` (FloorMod); by `div` it is the larger of two divisions
+(Maximum), see tensorflow/python/ops/embedding_ops.py. The file looks the same in both cases: only the graph
+tells. A part that is read but never gathered from has been concatenated: its order is the rows' order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from exporter.graph.control_flow import ENTERS, SWITCHES
+from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
+from exporter.graph.keys import variable_keys
+from exporter.graph.nodes import Endpoint, GraphIndex, data_inputs
+from exporter.protos import Proto
+
+_ASSIGNED_BY = {
+    "FloorMod": PartitionStrategy.MOD,
+    "Mod": PartitionStrategy.MOD,
+    "TruncateMod": PartitionStrategy.MOD,
+    "Maximum": PartitionStrategy.DIV,
+}
+_GATHERS = frozenset({"Gather", "GatherV2", "ResourceGather"})
+_SAME_VALUE = frozenset({"Identity", "ReadVariableOp", "RefIdentity"}) | SWITCHES | ENTERS
+_SAME_IDS = frozenset({"Identity", "Cast", "Reshape"}) | SWITCHES | ENTERS
+_MAX_STEPS = 64
+
+
+def lookup_strategies(graph_def: Proto, variables: Iterable[GraphVariable]) -> dict[str, PartitionStrategy]:
+    """The strategy of each partitioned variable by its key; one that nobody can tell is left out.
+
+    `graph_def` may be an inference graph or a whole training graph, with reference or resource variables.
+    """
+    parts: dict[str, list[str]] = {}
+    for variable in variables:
+        if variable.part is not None:
+            parts.setdefault(variable.key, []).append(variable.node)
+    return _strategies(GraphIndex(graph_def), parts) if parts else {}
+
+
+def trained_strategies(meta_graph: Proto) -> dict[str, PartitionStrategy]:
+    """The same for every partitioned variable of a MetaGraphDef as the trainer's Saver wrote it."""
+    index = GraphIndex.of(meta_graph)
+    parts: dict[str, list[str]] = {}
+    for node, key in variable_keys(meta_graph, index).items():
+        if key.part is not None:
+            parts.setdefault(key.key, []).append(node)
+    return _strategies(index, parts)
+
+
+def _strategies(index: GraphIndex, parts: dict[str, list[str]]) -> dict[str, PartitionStrategy]:
+    found = {}
+    for key, nodes in parts.items():
+        seen = {_assignment(index, ids) for node in nodes for ids in _gathered_ids(index, node)}
+        if not seen:
+            found[key] = PartitionStrategy.NONE
+        elif len(seen) == 1 and (strategy := seen.pop()) is not None:
+            found[key] = strategy
+    return found
+
+
+def _gathered_ids(index: GraphIndex, variable: str) -> list[Endpoint]:
+    """The ids by which rows of a part are gathered, one tensor for each gather."""
+    found, pending, seen = [], [variable], {variable}
+    while pending:
+        for reader, position in index.consumers.get(pending.pop(), ()):
+            node = index.nodes[reader]
+            if node.op in _GATHERS and position == 0 and len(data_inputs(node)) > 1:
+                found.append(data_inputs(node)[1])
+            elif node.op in _SAME_VALUE and position == 0 and reader not in seen:
+                seen.add(reader)
+                pending.append(reader)
+    return found
+
+
+def _assignment(index: GraphIndex, ids: Endpoint) -> PartitionStrategy | None:
+    """How the ids were assigned to the part, None if not by one of the two known ways."""
+    partition = _origin(index, ids)
+    if partition is None or partition.op != "DynamicPartition" or len(data_inputs(partition)) < 2:
+        return None
+    assigned = _origin(index, data_inputs(partition)[1])
+    return _ASSIGNED_BY.get(assigned.op) if assigned is not None else None
+
+
+def _origin(index: GraphIndex, tensor: Endpoint) -> Proto | None:
+    for _ in range(_MAX_STEPS):
+        node = index.nodes.get(tensor.node)
+        if node is None or node.op not in _SAME_IDS or not data_inputs(node):
+            return node
+        tensor = data_inputs(node)[0]
+    return None

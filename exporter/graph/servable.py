@@ -1,0 +1,170 @@
+"""Which operations a served graph may not depend on, and what to say when one does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from exporter.errors import NotServable
+from exporter.graph.nodes import attr_dtype, control_inputs
+from exporter.graph.reach import Reached
+from exporter.protos import Proto
+
+_CHANGES_STATE = re.compile(
+    r"""Assign | Assign(Add|Sub)(VariableOp)? | AssignVariable(XlaConcatND|Op) | CountUpTo | ResourceCountUpTo
+    | (Resource)?(Sparse)?Apply\w+ | ResourceScatter\w+ | (Resource)?StridedSliceAssign
+    | Scatter(Add|Sub|Mul|Div|Min|Max|Update) | ScatterNd(Add|Sub|Min|Max|Update)
+    | TemporaryVariable | DestroyTemporaryVariable | RefSelect
+    | LookupTable(Insert|Remove|Import)(V2)?""",
+    re.VERBOSE,
+)
+_FEEDS_TRAINING = re.compile(
+    r"""\w*Dequeue\w* | \w*Enqueue\w* | \w*Queue(V2)? | Queue(Size|IsClosed|Close)\w*
+    | (One|Multi)\w*Iterator\w* | Iterator\w*
+    | \w*Reader(V2)? | Reader(Read|Num|Serialize|Restore)\w* | (Map|OrderedMap)?(Stage|Unstage)\w*
+    | Barrier\w* | \w*Accumulator\w* | RecordInput | InfeedDequeue\w*""",
+    re.VERBOSE,
+)
+_PYTHON = re.compile(r"(Eager)?PyFunc(Stateless)?")
+_DEEPREC = re.compile(r"Kv\w+")
+_RANDOM = re.compile(
+    r"(Random|TruncatedNormal|ParameterizedTruncatedNormal|Multinomial|Stateful(Uniform|StandardNormal|Random))\w*"
+)
+
+
+def changes_state(op: str) -> bool:
+    """True for operations that write variables or tables."""
+    return _CHANGES_STATE.fullmatch(op) is not None
+
+
+def check_servable(nodes: Mapping[str, Proto], reached: Reached, fed: set[str], allowed: set[str]) -> None:
+    """Refuse the nearest operation that a server cannot or must not run.
+
+    `fed` are the placeholders that a request fills; `allowed` are operations that run once, at load.
+
+    Raises:
+        NotServable: names the operation, the way to it from an output, and what to do.
+    """
+    unfed = [name for name in reached.inputs if nodes[name].op in _PLACEHOLDERS and name not in fed]
+    if unfed:
+        raise _unfed(nodes, reached, unfed)
+    for name in reached.inputs:
+        reason, hint = _refusal(nodes[name])
+        if reason and name not in allowed:
+            raise NotServable(
+                f"an output needs {nodes[name].op} {name!r}, which {reason}",
+                cause=reached.path(name),
+                hint=hint,
+            )
+
+
+_PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})
+
+
+def _unfed(nodes: Mapping[str, Proto], reached: Reached, names: list[str]) -> NotServable:
+    first = names[0]
+    dtype = attr_dtype(nodes[first], "dtype")
+    others = f"; so do {', '.join(map(repr, names[1:]))}" if len(names) > 1 else ""
+    return NotServable(
+        f"placeholder {first!r} ({dtype.label if dtype else 'unknown type'}) gets no value{others}",
+        cause=reached.path(first),
+        hint=f"make it an input: --input NAME={first}, or fix it: --feed {first}=VALUE",
+    )
+
+
+def _refusal(node: Proto) -> tuple[str, str]:
+    feed = f"feed a tensor behind it instead: --input NAME={node.name}:0"
+    if changes_state(node.op):
+        return "changes a variable", "choose an output before the change, or " + feed
+    if _FEEDS_TRAINING.fullmatch(node.op):
+        return "feeds training", feed
+    if _PYTHON.fullmatch(node.op):
+        return (
+            "calls Python, which a server does not have",
+            "write that step with TensorFlow operations, or " + feed,
+        )
+    if _DEEPREC.fullmatch(node.op):
+        return "only DeepRec's own server knows", "export a graph that looks keys up with stock operations"
+    return "", ""
+
+
+def check_body(nodes: Iterable[Proto], function: str) -> None:
+    """The same for a function's body, where datasets and iterators may come and go within one call.
+
+    Raises:
+        NotServable: names the operation and the function.
+    """
+    for node in nodes:
+        reason, _ = _refusal(node)
+        if reason and not _FEEDS_TRAINING.fullmatch(node.op):
+            raise NotServable(f"function {function!r} needs {node.op} {node.name!r}, which {reason}")
+
+
+def check_reads(
+    nodes: Mapping[str, Proto], names: Iterable[str], mutating_functions: set[str], where: str
+) -> None:
+    """Refuse a read that is to see a change made in the same call (as when `v.assign_add(1)` is an output).
+
+    Control edges are dropped from inference graphs, so such a read would silently see the value before.
+
+    Raises:
+        NotServable: names the read and the change.
+    """
+    for name in names:
+        node = nodes[name]
+        sources = [text for text in node.input if not text.startswith("^")]
+        if not sources or len(sources) == len(node.input):
+            continue
+        for cause in _waited_for(nodes, node):
+            changing = nodes[cause]
+            mutates = changes_state(changing.op) or called_functions(changing) & mutating_functions
+            if mutates and sources[0] in changing.input:
+                raise NotServable(
+                    f"{node.op} {name!r} reads what {changing.op} {cause!r} has just changed{where}",
+                    cause="a served model does not change its own variables",
+                    hint="choose an output that does not depend on the change",
+                )
+
+
+def _waited_for(nodes: Mapping[str, Proto], node: Proto) -> list[str]:
+    """The nodes that `node` waits for, NoOps (groups) looked through."""
+    pending, found, seen = control_inputs(node), list[str](), set[str]()
+    while pending:
+        name = pending.pop()
+        if name in seen or name not in nodes:
+            continue
+        seen.add(name)
+        if nodes[name].op == "NoOp":
+            pending += control_inputs(nodes[name])
+        else:
+            found.append(name)
+    return found
+
+
+def called_functions(node: Proto) -> set[str]:
+    """The library functions that a node's attributes or its operation name."""
+    found = {node.op}
+    for value in node.attr.values():
+        kind = value.WhichOneof("value")
+        if kind == "func":
+            found.add(value.func.name)
+        elif kind == "list":
+            found |= {func.name for func in value.list.func}
+    return found
+
+
+def caveats(nodes: Mapping[str, Proto]) -> list[str]:
+    """What in an inference graph looks as if training were still on; each line is for a person."""
+    notes = []
+    for name, node in nodes.items():
+        if _RANDOM.fullmatch(node.op):
+            notes.append(f"{node.op} {name!r} draws random numbers at each request: is it dropout?")
+        elif (
+            node.op.startswith("FusedBatchNorm") and "is_training" in node.attr and node.attr["is_training"].b
+        ):
+            notes.append(f"{node.op} {name!r} normalises by the request's own batch, as in training")
+        elif node.op == "PlaceholderWithDefault":
+            notes.append(
+                f"placeholder {name!r} keeps its default value; fix another with --feed {name}=VALUE"
+            )
+    return notes

@@ -1,0 +1,240 @@
+"""Signatures: from what a person or a graph says to complete SignatureDefs.
+
+A signatures file (`--signatures FILE`) is one JSON object. Each key is a signature's name, each value says
+which tensors it takes and gives, and, if it is not `predict`, TensorFlow Serving's method:
+
+    {"serving_default": {"inputs": {"image": "Placeholder:0"}, "outputs": {"scores": "cnn/Softmax:0"}},
+     "classify": {"inputs": {"inputs": "examples:0"}, "outputs": {"scores": "cnn/Softmax"},
+                  "method": "classify"}}
+
+A tensor's name without `:index` means output 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exporter import protos
+from exporter.dtypes import DType
+from exporter.errors import GraphError, UsageError
+from exporter.graph.nodes import Endpoint, GraphIndex, base_dtype, shape_proto
+from exporter.graph.source_graph import GraphRequest
+from exporter.protos import Proto
+
+DEFAULT_SIGNATURE = "serving_default"
+METHODS = {name: f"tensorflow/serving/{name}" for name in ("predict", "classify", "regress")}
+INTERNAL = ("__saved_model_init_op", "__saved_model_train_op")
+"""Entries of a SavedModel's signature_def that are no signatures."""
+
+_OUTPUTS_OF = {"classify": {"classes", "scores"}, "regress": {"outputs"}}
+
+
+@dataclass(frozen=True)
+class SignatureSpec:
+    """A signature by tensor names, before the graph is asked for types and shapes."""
+
+    name: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    method: str = "predict"
+
+
+def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
+    """The signatures that the user named tensor by tensor; none if there are none.
+
+    Raises:
+        UsageError: outputs are missing, both ways are used at once, or the file is not what it should be.
+    """
+    by_hand = bool(request.inputs or request.outputs)
+    if request.signatures_file is not None:
+        if by_hand:
+            raise UsageError("--signatures and --input/--output exclude each other")
+        return read_signatures_file(request.signatures_file)
+    if not by_hand:
+        return []
+    if not request.outputs:
+        raise UsageError("--input is given without --output", hint="add --output NAME=TENSOR")
+    return [SignatureSpec(DEFAULT_SIGNATURE, request.inputs, request.outputs)]
+
+
+def read_signatures_file(path: Path) -> list[SignatureSpec]:
+    """The signatures of a JSON file as the module's docstring describes it.
+
+    Raises:
+        UsageError: unreadable, no JSON, or of another form.
+    """
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--signatures {path} cannot be read", cause=str(error)) from error
+    if not isinstance(document, dict) or not document:
+        raise UsageError(f"--signatures {path}: expected one object that maps names to signatures")
+    return [_spec(str(path), name, entry) for name, entry in document.items()]
+
+
+def _spec(where: str, name: str, entry: Any) -> SignatureSpec:
+    wanted = 'expected {"inputs": {NAME: TENSOR}, "outputs": {NAME: TENSOR}, "method": "predict"}'
+    if not isinstance(entry, dict) or set(entry) - {"inputs", "outputs", "method"}:
+        raise UsageError(f"{where}: signature {name!r} is not a signature", cause=wanted)
+    inputs, outputs = entry.get("inputs", {}), entry.get("outputs", {})
+    if not _is_names(inputs) or not _is_names(outputs) or not outputs:
+        raise UsageError(f"{where}: signature {name!r} lacks tensor names", cause=wanted)
+    method = entry.get("method", "predict")
+    if method not in METHODS:
+        raise UsageError(
+            f"{where}: signature {name!r} has method {method!r}", cause=f"known are {', '.join(METHODS)}"
+        )
+    return SignatureSpec(name, inputs, outputs, method)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value.values())
+
+
+def collection_spec(meta_graph: Proto) -> SignatureSpec | None:
+    """The signature in the collections `inputs` and `outputs`, each of which holds one JSON object.
+
+    Cloud ML's convention: `tf.add_to_collection("inputs", json.dumps({"image": x.name}))`.
+
+    Raises:
+        GraphError: a collection of these names holds something else.
+    """
+    if not {"inputs", "outputs"} <= set(meta_graph.collection_def):
+        return None
+    found = {}
+    for name in ("inputs", "outputs"):
+        values = meta_graph.collection_def[name].bytes_list.value
+        try:
+            found[name] = json.loads(values[0])
+        except (IndexError, ValueError):
+            found[name] = None
+        if len(values) != 1 or not _is_names(found[name]):
+            raise GraphError(
+                f"the graph's collection {name!r} does not hold one JSON object of tensor names",
+                hint="name the tensors yourself: --input NAME=TENSOR --output NAME=TENSOR",
+            )
+    return SignatureSpec(DEFAULT_SIGNATURE, found["inputs"], found["outputs"])
+
+
+def set_signatures(meta_graph: Proto, index: GraphIndex, specs: Iterable[SignatureSpec]) -> None:
+    """Put complete SignatureDefs in place of those that `meta_graph` has.
+
+    Raises:
+        UnknownTensor: a name that the graph does not have.
+        UsageError: a classify or regress signature that TensorFlow Serving would refuse.
+    """
+    meta_graph.signature_def.clear()
+    for spec in specs:
+        signature = meta_graph.signature_def[spec.name]
+        signature.method_name = METHODS[spec.method]
+        for role, names, infos in (
+            ("input", spec.inputs, signature.inputs),
+            ("output", spec.outputs, signature.outputs),
+        ):
+            for alias, text in names.items():
+                infos[alias].CopyFrom(_tensor_info(index, text, f"{role} {alias!r} of {spec.name!r}"))
+        check_method(spec.name, signature)
+
+
+def _tensor_info(index: GraphIndex, text: str, role: str) -> Proto:
+    tensor = index.resolve(text, role)
+    if index.dtype(tensor) in (DType.RESOURCE, DType.VARIANT):
+        raise _no_values(index, tensor, role)
+    shape = shape_proto(index.shape(tensor))
+    return protos.TensorInfo(name=str(tensor), dtype=int(index.dtype(tensor)), tensor_shape=shape)
+
+
+def _no_values(index: GraphIndex, tensor: Endpoint, role: str) -> UsageError:
+    readers = (name for name, _ in index.consumers[tensor.node] if index.nodes[name].op == "ReadVariableOp")
+    reader = next(readers, None)
+    return UsageError(
+        f"{role} names {str(tensor)!r}, a {index.dtype(tensor).label}",
+        cause="a request and a response hold values, not handles",
+        hint=f"its value is the tensor {reader}:0" if reader else "name a tensor with values",
+    )
+
+
+def check_method(name: str, signature: Proto) -> None:
+    """What TensorFlow Serving demands of classify and regress signatures.
+
+    Source: tensorflow_serving/servables/tensorflow/{classifier,regressor}.cc: one input `inputs` of
+    serialised tf.Examples; outputs `classes` and/or `scores`, or `outputs`.
+
+    Raises:
+        UsageError: names or types that would fail there at the first request.
+    """
+    method = signature.method_name.rpartition("/")[2]
+    if method not in _OUTPUTS_OF:
+        return
+    allowed = _OUTPUTS_OF[method]
+    if set(signature.inputs) != {"inputs"} or not signature.outputs or set(signature.outputs) - allowed:
+        raise UsageError(
+            f"signature {name!r} has method {method} with inputs {sorted(signature.inputs)} "
+            f"and outputs {sorted(signature.outputs)}",
+            cause=f"TensorFlow Serving asks for the input 'inputs' and for outputs named {sorted(allowed)}",
+            hint="rename them, or use the method predict",
+        )
+    if base_dtype(signature.inputs["inputs"].dtype) is not DType.STRING:
+        raise UsageError(
+            f"signature {name!r} has method {method}, but its input is no string",
+            cause="TensorFlow Serving feeds it serialised tf.Examples",
+            hint="parse them in the graph with tf.io.parse_example, or use the method predict",
+        )
+
+
+def tensor_names(info: Proto) -> list[str]:
+    """The tensors of a TensorInfo: one, a sparse tensor's three, or the components of a composite."""
+    if info.HasField("coo_sparse"):
+        sparse = info.coo_sparse
+        return [sparse.values_tensor_name, sparse.indices_tensor_name, sparse.dense_shape_tensor_name]
+    if info.HasField("composite_tensor"):
+        return [name for part in info.composite_tensor.components for name in tensor_names(part)]
+    return [info.name] if info.name else []
+
+
+def rename_tensors(info: Proto, renamed: Mapping[str, str]) -> None:
+    """Replace tensor names in a TensorInfo, in place."""
+    if info.HasField("coo_sparse"):
+        sparse = info.coo_sparse
+        for field in ("values_tensor_name", "indices_tensor_name", "dense_shape_tensor_name"):
+            name = getattr(sparse, field)
+            setattr(sparse, field, renamed.get(name, name))
+    elif info.HasField("composite_tensor"):
+        for part in info.composite_tensor.components:
+            rename_tensors(part, renamed)
+    elif info.name:
+        info.name = renamed.get(info.name, info.name)
+
+
+def drop_internal(meta_graph: Proto) -> None:
+    """Remove a SavedModel's pseudo-signatures, in place."""
+    for name in INTERNAL:
+        meta_graph.signature_def.pop(name, None)
+
+
+def check_signatures(meta_graph: Proto, index: GraphIndex) -> None:
+    """Every tensor that a given signature_def names exists; names are written out as `node:index`.
+
+    Raises:
+        UnknownTensor: one does not.
+        GraphError: a signature has no outputs.
+    """
+    for name, signature in meta_graph.signature_def.items():
+        if not signature.outputs:
+            raise GraphError(f"signature {name!r} has no outputs")
+        for role, alias, info in signature_tensors(signature):
+            for text in tensor_names(info):
+                tensor = index.resolve(text, f"{role} {alias!r} of {name!r}")
+                rename_tensors(info, {text: str(tensor)})
+
+
+def signature_tensors(signature: Proto) -> Iterator[tuple[str, str, Proto]]:
+    """Each input and output as (role, alias, TensorInfo)."""
+    for alias, info in sorted(signature.inputs.items()):
+        yield "input", alias, info
+    for alias, info in sorted(signature.outputs.items()):
+        yield "output", alias, info

@@ -1,0 +1,59 @@
+"""The values at the graph stage's entry: what was asked for, and the graph as its author left it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.catalog import SliceSpec
+from exporter.protos import Proto
+
+
+@dataclass(frozen=True)
+class GraphRequest:
+    """What the user asks to serve.
+
+    `model` is `pkg.mod:fn`, `path/file.py:fn`, a `.meta` file, a SavedModel directory, or a builder itself.
+    `inputs` and `outputs` map signature names to tensor names and make the signature `serving_default`;
+    `signatures_file` is JSON with several (see `exporter.graph.signatures`). `feeds` fixes placeholders to
+    constants, `model_args` are a builder's keyword arguments; both hold text as typed.
+    """
+
+    model: str | Callable[..., Any] | None
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    signatures_file: Path | None = None
+    model_args: Mapping[str, str] = field(default_factory=dict)
+    feeds: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class VariableKey:
+    """The name a variable is stored under, and the box of the whole that it holds if it is a part."""
+
+    key: str
+    part: SliceSpec | None = None
+
+
+@dataclass(frozen=True)
+class SourceGraph:
+    """A graph before anything is removed from it; to restore and run it is to run what was trained.
+
+    `meta_graph` is a `protos.MetaGraphDef` whose `signature_def` is complete and names the graph's own
+    tensors (also ones that are no placeholders: a session can feed any). `feeds` must be fed beside every
+    signature. `keys` tells for each variable's node what it is stored under. `assets` maps a node that holds
+    a file's path to that file; `init_op` is the graph's own initialiser of tables. Relative paths in the
+    graph mean `directory` if they do not exist where the process runs.
+    """
+
+    label: str
+    meta_graph: Proto
+    keys: Mapping[str, VariableKey]
+    feeds: Mapping[str, np.ndarray] = field(default_factory=dict)
+    assets: Mapping[str, Path] = field(default_factory=dict)
+    init_op: str | None = None
+    directory: Path = Path()

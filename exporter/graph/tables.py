@@ -1,0 +1,209 @@
+"""Lookup tables: which operations fill them, and which files those operations read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from exporter import protos
+from exporter.dtypes import DType
+from exporter.errors import MissingAsset, NotServable
+from exporter.graph.inference_graph import Asset
+from exporter.graph.nodes import (
+    GraphIndex,
+    attr_dtype,
+    const_value,
+    control_inputs,
+    data_inputs,
+    endpoint,
+    through_identities,
+)
+from exporter.graph.source_graph import SourceGraph
+from exporter.protos import Proto
+
+TABLES = frozenset({"HashTable", "HashTableV2"})
+_MUTABLE = re.compile(r"(Anonymous)?Mutable(Dense)?HashTable\w*")
+_FROM_FILE = re.compile(r"InitializeTableFromTextFile(V2)?")
+_FILLS = re.compile(r"InitializeTable(FromTextFile|FromDataset)?(V2)?|LookupTableImport(V2)?")
+_ASSET_COLLECTION = "asset_filepaths"
+
+
+def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
+    """Refuse tables whose contents are in no file that is exported.
+
+    Raises:
+        NotServable: a mutable table; served from this graph alone it would be empty.
+    """
+    for name in needed:
+        if _MUTABLE.fullmatch(nodes[name].op):
+            raise NotServable(
+                f"table {name!r} is a {nodes[name].op}, which would be empty when served",
+                cause="its contents change while training and are not part of the graph",
+                hint="fill a static table (tf.lookup.StaticHashTable) from the same keys for inference",
+            )
+
+
+def initialisers(index: GraphIndex, needed: set[str], init_op: str | None) -> list[str]:
+    """The nodes that fill the needed tables, in the graph's order.
+
+    Besides the operations that fill a table by name these are, in a SavedModel, the function calls under its
+    init op that take a needed table or no resource at all. Assignments of variables under an init op are left
+    out: variables get their values from the checkpoint.
+
+    Raises:
+        NotServable: nothing fills a table.
+    """
+    needed_tables = {name for name in needed if name in index.nodes and index.nodes[name].op in TABLES}
+    found, filled = [], set[str]()
+    for node in index.nodes.values():
+        if _FILLS.fullmatch(node.op):
+            table = _table_of(index, node)
+            if table in needed_tables:
+                filled.add(table)
+                found.append(node.name)
+    for name in _leaves(index, init_op):
+        node = index.nodes[name]
+        if not _is_call(index, node):
+            continue
+        resources = {s.node for s in data_inputs(node) if _is_resource(index, s.node)}
+        if not resources or resources & needed_tables:
+            filled |= resources
+            found.append(name)
+    empty = sorted(needed_tables - filled)
+    if empty:
+        raise NotServable(
+            f"nothing in the graph fills table {empty[0]!r}",
+            cause="it would be empty when served",
+            hint="build the graph with the table's initializer, or choose other outputs",
+        )
+    return found
+
+
+def _table_of(index: GraphIndex, node: Proto) -> str:
+    inputs = data_inputs(node)
+    return through_identities(index.nodes, inputs[0].node) if inputs else ""
+
+
+def _leaves(index: GraphIndex, init_op: str | None) -> list[str]:
+    """What a tree of NoOp groups waits for in the end."""
+    pending, found, seen = [init_op] if init_op else [], list[str](), set[str]()
+    while pending:
+        name = pending.pop()
+        if name in seen or name not in index.nodes:
+            continue
+        seen.add(name)
+        if index.nodes[name].op == "NoOp":
+            pending += control_inputs(index.nodes[name])
+        else:
+            found.append(name)
+    return found
+
+
+def _is_call(index: GraphIndex, node: Proto) -> bool:
+    return node.op.endswith("PartitionedCall") or node.op in index.functions
+
+
+def _is_resource(index: GraphIndex, name: str) -> bool:
+    node = index.nodes.get(name)
+    dtypes = index.output_dtypes(node) if node is not None else None
+    return bool(dtypes) and dtypes is not None and dtypes[0] is DType.RESOURCE
+
+
+def init_node(name: str, filling: Iterable[str]) -> Proto:
+    """The NoOp that waits for every initialiser."""
+    return protos.NodeDef(name=name, op="NoOp", input=[f"^{node}" for node in filling])
+
+
+def read_assets_directly(nodes: dict[str, Proto], assets: Mapping[str, Path]) -> None:
+    """Undo, in place, the detour of an asset's path through a variable in an object-based SavedModel.
+
+    There, a placeholder for the path is assigned to a variable, which the initialiser reads: the placeholder
+    becomes a constant, and the read an Identity on it.
+    """
+    for name in assets:
+        if name in nodes and nodes[name].op != "Const":
+            nodes[name] = path_constant(name, assets[name].name)
+    sources = {}
+    for node in nodes.values():
+        inputs = data_inputs(node)
+        if node.op == "AssignVariableOp" and len(inputs) > 1 and inputs[1].node in assets:
+            sources[inputs[0].node] = inputs[1].node
+    for name, node in [*nodes.items()]:
+        if node.op == "ReadVariableOp" and endpoint(node.input[0]).node in sources:
+            nodes[name] = protos.NodeDef(
+                name=name, op="Identity", input=[sources[endpoint(node.input[0]).node]]
+            )
+            nodes[name].attr["T"].type = int(DType.STRING)
+
+
+def path_constant(name: str, file_name: str) -> Proto:
+    """A Const that holds a file's name; the loader feeds the path where the file is then."""
+    node = protos.NodeDef(name=name, op="Const")
+    node.attr["dtype"].type = int(DType.STRING)
+    node.attr["value"].tensor.dtype = int(DType.STRING)
+    node.attr["value"].tensor.string_val.append(file_name.encode())
+    return node
+
+
+def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterable[str]) -> tuple[Asset, ...]:
+    """The files that the kept nodes read: a SavedModel's own, text initialisers', the asset collection's.
+
+    Raises:
+        MissingAsset: a file is not there.
+        NotServable: a file's name is computed by the graph.
+    """
+    candidates = [name for name in source.assets if name in nodes]
+    candidates += [
+        _file_name_node(nodes, nodes[name]) for name in filling if _FROM_FILE.fullmatch(nodes[name].op)
+    ]
+    if _ASSET_COLLECTION in source.meta_graph.collection_def:
+        listed = source.meta_graph.collection_def[_ASSET_COLLECTION].node_list.value
+        candidates += [endpoint(text).node for text in listed]
+    found: dict[str, Asset] = {}
+    taken: dict[str, Path] = {}
+    for name in dict.fromkeys(candidates):
+        if name in nodes and nodes[name].op == "Const":
+            path = _existing(source, name, nodes[name])
+            found[name] = Asset(name, path, _free_file_name(path, taken))
+    return tuple(found.values())
+
+
+def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
+    name = through_identities(nodes, endpoint(node.input[1]).node)
+    if nodes[name].op != "Const":
+        raise NotServable(
+            f"the file of table initialiser {node.name!r} is computed by {nodes[name].op} {name!r}",
+            cause="only a file that is named in the graph can be exported with it",
+            hint="give the initializer a constant path",
+        )
+    return name
+
+
+def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
+    if name in source.assets:
+        path = source.assets[name]
+    else:
+        value = const_value(node)
+        text = value.ravel()[0] if value is not None and value.size == 1 else b""
+        path = Path(bytes(text).decode("utf-8", "surrogateescape") if isinstance(text, bytes) else "")
+    for candidate in (path, source.directory / path):
+        if candidate.is_file():
+            return candidate
+    raise MissingAsset(f"the graph reads the file {str(path)!r} (in {name!r}), which is not there")
+
+
+def _free_file_name(path: Path, taken: dict[str, Path]) -> str:
+    """Files of one name from two directories get different names under `assets/`."""
+    name, number = path.name, 0
+    while taken.setdefault(name, path) != path:
+        number += 1
+        name = f"{path.stem}_{number}{path.suffix}"
+    return name
+
+
+def use_file_names(nodes: Mapping[str, Proto], assets: Iterable[Asset]) -> None:
+    """Leave no path of the training machine in the graph, in place."""
+    for asset in assets:
+        if attr_dtype(nodes[asset.node], "dtype") is DType.STRING:
+            nodes[asset.node].CopyFrom(path_constant(asset.node, asset.file_name))
