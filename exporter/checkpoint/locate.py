@@ -35,7 +35,9 @@ _SUFFIX = re.compile(r"\.(index|meta|data-[0-9]{5,}-of-[0-9]{5,})$")
 _STATE_PATH = re.compile(
     r"""(?<!\w)model_checkpoint_path\s*:\s*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)')"""
 )
+_V1_SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 _MAX_STATE_BYTES = 1 << 24
+_MAX_NAME = 250  # of a file, with `.index` behind it
 _SETTLE_SECONDS = 0.1  # what looks the same after this long is not being written
 _LOOKS = 3  # listings of a directory whose checkpoints all vanish while they are read
 
@@ -113,7 +115,7 @@ def _in_directory(directory: Path) -> list[Path]:
         if not _exists(index_path(first)) and (files := _v1_files(first)):
             raise _is_v1(files)
         prefixes = [first, *(prefix for prefix in prefixes if prefix != first)]
-    if not any(_exists(index_path(prefix)) for prefix in prefixes):
+    if not found and not any(_exists(index_path(prefix)) for prefix in prefixes):
         raise _nothing_in(directory, names, named)
     return prefixes
 
@@ -135,14 +137,14 @@ def _named_by_state(directory: Path) -> Path | None:
     except (OSError, ValueError):
         return None
     path = Path(name)
-    return path if path.name and "\0" not in name else None
+    return path if 0 < len(path.name) < _MAX_NAME and "\0" not in name else None
 
 
 def _beside(named: Path, directory: Path) -> Path:
     """The prefix that a state file in `directory` means, wherever the directory was moved or copied to."""
     neighbour = directory / named.name
     places = [neighbour, named] if named.is_absolute() else [directory / named, neighbour]
-    return next((place for place in places if _exists(index_path(place))), places[0])
+    return next((place for place in places if _exists(index_path(place))), neighbour)
 
 
 def _read_settled(prefix: Path) -> Catalog:
@@ -153,7 +155,7 @@ def _read_settled(prefix: Path) -> Catalog:
     """
     try:
         return read_catalog(prefix)
-    except UnsupportedFormat:
+    except (CheckpointNotFound, UnsupportedFormat):
         raise
     except CheckpointError:
         before = _look(prefix)
@@ -195,7 +197,7 @@ def _v1_files(prefix: Path) -> list[Path]:
         return sorted(
             path
             for path in prefix.parent.iterdir()
-            if re.fullmatch(rf"{pattern}(-[0-9]{{5}}-of-[0-9]{{5}})?", path.name) and path.is_file()
+            if re.fullmatch(rf"{pattern}({_V1_SHARD.pattern})?", path.name) and path.is_file()
         )
     return []
 
@@ -229,7 +231,7 @@ def _no_index(prefix: Path) -> CheckpointError:
 
 def _nothing_in(directory: Path, names: list[str], named: Path | None) -> CheckpointError:
     """Why no checkpoint was found, from what is there instead."""
-    v1 = [name for name in names if f"{name}.meta" in names]
+    v1 = [name for name in names if f"{_V1_SHARD.sub('', name)}.meta" in names]
     if v1:
         return _is_v1([directory / name for name in v1])
     state = f"its state file names {named}, which is not there" if named else ""
