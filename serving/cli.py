@@ -1,0 +1,297 @@
+"""The command `serve-model`: parse options, serve or ask a server, render; heavy imports come late."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from exporter.command import EXIT_CODES, DebugFlag, JsonFlag, QuietFlag, command, new_app, run
+from exporter.errors import Exit, ServerError, UsageError
+from exporter.output import Output
+from serving.status import State, VersionStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from serving.client import Metadata, ModelClient
+
+app = new_app("serve-model")
+
+Address = Annotated[str, typer.Argument(metavar="HOST:PORT", help="gRPC address of a model server.")]
+Deadline = Annotated[
+    float, typer.Option(metavar="SECONDS", min=0.001, help="Fail when a call takes longer than this.")
+]
+
+_HELP = f"""Serve models that export-model published, and ask model servers.
+
+\b
+Examples:
+  serve-model run models/ranker --port 8500
+  serve-model status 127.0.0.1:8500 --model ranker
+  echo '{{"instances": [[1.0, 2.0]]}}' | serve-model predict 127.0.0.1:8500 --model ranker --json-input -
+
+{EXIT_CODES}"""
+
+_RUN_HELP = """Serve the newest version under MODEL_BASE_PATH with TF Serving's gRPC services.
+
+New versions are picked up as TF Serving picks them up: loaded first, then the old one is unloaded; a version
+that cannot be loaded never takes the good one away. When a version is available, one line (with --json one
+document) says which, and where. SIGTERM and SIGINT end the server after its calls. It computes on CPUs unless
+CUDA_VISIBLE_DEVICES says otherwise.
+
+\b
+Examples:
+  serve-model run models/ranker
+  serve-model run models/ranker --port 8500 --host 0.0.0.0 --model-name prod --poll-seconds 5"""
+
+_STATUS_HELP = """Say which versions of a model a server has, and the state of each.
+
+The exit code is 7 unless a version is AVAILABLE.
+
+\b
+Examples:
+  serve-model status 127.0.0.1:8500 --model ranker
+  serve-model status 127.0.0.1:8500 --model ranker --json"""
+
+_PREDICT_HELP = """Send one request in the JSON of TF Serving's REST interface, and print the answer in it.
+
+{"instances": [...]} asks by rows, {"inputs": ...} by columns, {"examples": [...]} classify and regress
+signatures; {"b64": "..."} is a binary string.
+
+\b
+Examples:
+  serve-model predict 127.0.0.1:8500 --model ranker --json-input request.json
+  echo '{"inputs": {"x": [[1.0, 2.0]]}}' | serve-model predict 127.0.0.1:8500 --model ranker --json-input -"""
+
+
+@app.callback(help=_HELP)
+def serve_model() -> None:
+    """The commands share no options."""
+
+
+@app.command("run", help=_RUN_HELP, short_help="Serve a model base path over gRPC.")
+def run_server(
+    model_base_path: Annotated[Path, typer.Argument(metavar="MODEL_BASE_PATH", help="Holds the versions.")],
+    model_name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name in requests. [default: MODEL_BASE_PATH's last part]"),
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 takes a free one.")] = 8500,
+    poll_seconds: Annotated[float, typer.Option(min=0.01, help="How often to look for new versions.")] = 1.0,
+    threads: Annotated[int, typer.Option(min=1, help="How many calls to work on at a time.")] = 8,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Give up when no version is available by then.")
+    ] = 60.0,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Serve until a signal comes."""
+    with command(json_, quiet, debug) as sink:
+        signal.signal(signal.SIGTERM, _stop)
+        from serving.server import ModelServer
+
+        news = _News(sink)
+        try:
+            with ModelServer(
+                model_base_path,
+                name=model_name,
+                host=host,
+                port=port,
+                poll_seconds=poll_seconds,
+                threads=threads,
+                listener=news,
+            ) as server:
+                version = server.wait_available(wait)
+                document = {"model": server.name, "version": version, "host": host, "port": server.port}
+                _print(sink, document, f"serving {server.name} version {version} on {server.address}")
+                news.begin()
+                while True:
+                    signal.pause()
+        except KeyboardInterrupt:
+            raise typer.Exit(Exit.INTERRUPTED) from None
+
+
+@app.command("status", help=_STATUS_HELP, short_help="Versions of a model on a server.")
+def status(
+    address: Address,
+    model: Annotated[str, typer.Option(metavar="NAME", help="The model's name there.")] = "default",
+    deadline: Deadline = 10.0,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Ask for the versions and their states."""
+    with command(json_, quiet, debug) as sink:
+        from serving.client import ModelClient
+
+        with ModelClient(address, model, deadline_s=deadline) as client:
+            statuses = client.status()
+        versions = [
+            {"version": s.version, "state": s.state.name, "code": s.code.name, "message": s.message}
+            for s in statuses
+        ]
+        sink.result({"address": address, "model": model, "versions": versions})
+        sink.table(
+            f"{model} on {address}",
+            {"version": "right", "state": "left", "error": "left"},
+            [(s.version, s.state.name, _error(s)) for s in statuses],
+        )
+        if not any(s.state is State.AVAILABLE for s in statuses):
+            raise ServerError(
+                f"no version of {model} is available on {address}",
+                cause=_error(statuses[0])
+                or f"version {statuses[0].version} is in state {statuses[0].state.name}",
+                hint="publish a version that loads, or wait for the one that is loading",
+            )
+
+
+@app.command("predict", help=_PREDICT_HELP, short_help="Send one request to a server.")
+def predict(
+    address: Address,
+    model: Annotated[str, typer.Option(metavar="NAME", help="The model's name there.")],
+    json_input: Annotated[
+        str, typer.Option(metavar="FILE|-", help="The request as JSON; - reads standard input.")
+    ],
+    signature: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="[default: the request's signature_name, or serving_default]"),
+    ] = None,
+    version: Annotated[
+        int | None, typer.Option(min=0, help="The version to ask. [default: the newest that is available]")
+    ] = None,
+    deadline: Deadline = 10.0,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Send one request."""
+    with command(json_, quiet, debug) as sink:
+        import json
+
+        from serving.client import ModelClient
+
+        request = _request(json_input)
+        name = signature or request.get("signature_name") or "serving_default"
+        with ModelClient(address, model, deadline_s=deadline) as client:
+            metadata = client.metadata(version)
+            answer, served = _ask(client, metadata, name, version, request)
+        document = {"model": model, "version": served, "signature": name, **answer}
+        _print(sink, document, json.dumps(answer, ensure_ascii=False))
+
+
+def main() -> NoReturn:
+    """The entry point."""
+    run(app)
+
+
+class _News:
+    """Tells a person what happens to versions after the first one is served."""
+
+    def __init__(self, sink: Output) -> None:
+        self._sink = sink
+        self._began = False
+
+    def begin(self) -> None:
+        """Talk of good news too from now on: the command has said which version came first."""
+        self._began = True
+
+    def __call__(self, status: VersionStatus) -> None:
+        if status.code:
+            self._sink.warn(f"version {status.version}: {status.state.name}, {_error(status)}")
+        elif self._began and status.state is State.AVAILABLE:
+            self._sink.note(f"version {status.version}: {status.state.name}")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Unwind the server on SIGTERM and end with exit code 0: that is how a container is stopped."""
+    raise SystemExit(int(Exit.DONE))
+
+
+def _print(sink: Output, document: dict[str, Any], line: str) -> None:
+    from rich.markup import escape
+
+    sink.result(document, [escape(line)])
+
+
+def _error(status: VersionStatus) -> str:
+    return f"{status.code.name}: {status.message}" if status.code else ""
+
+
+def _request(source: str) -> dict[str, Any]:
+    """The JSON object in a file, or on standard input."""
+    import json
+
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text()
+        document = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise _bad_request(source, error) from error
+    if not isinstance(document, dict):
+        raise _bad_request(source, f"expected an object, found a {type(document).__name__}")
+    return document
+
+
+def _ask(
+    client: ModelClient, metadata: Metadata, name: str, version: int | None, request: dict[str, Any]
+) -> tuple[dict[str, Any], int]:
+    """The answer in REST's form, and the version that gave it."""
+    from exporter.rest_json import examples_input, predict_inputs
+    from serving import rest_response
+
+    if name not in metadata.signatures:
+        raise UsageError(
+            f"version {metadata.version} of {client.model} has no signature {name!r}",
+            cause=f"it has {', '.join(sorted(metadata.signatures))}",
+            hint="name one of them with --signature",
+        )
+    definition = metadata.signatures[name]
+    method = definition.method_name.rpartition("/")[2]
+    try:
+        if "examples" in request and method in ("classify", "regress"):
+            examples = examples_input(request)
+        else:
+            examples, inputs = None, predict_inputs(request, definition)
+    except ValueError as error:
+        raise _bad_request("the input", error) from error
+    if examples is None:
+        predicted = client.predict(inputs, signature=name, version=version)
+        return _answer(predicted.outputs, by_row="instances" in request), predicted.version
+    if method == "classify":
+        classified = client.classify(examples, signature=name, version=version)
+        return rest_response.classifications(classified.examples), classified.version
+    regressed = client.regress(examples, signature=name, version=version)
+    return rest_response.regressions(regressed.values), regressed.version
+
+
+def _answer(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> dict[str, Any]:
+    from serving import rest_response
+
+    try:
+        return rest_response.rows(outputs) if by_row else rest_response.columns(outputs)
+    except ValueError as error:
+        raise ServerError(
+            "the answer has no form in REST's JSON",
+            cause=str(error),
+            hint="use a gRPC client for this signature",
+        ) from error
+
+
+def _bad_request(source: str, cause: object) -> UsageError:
+    return UsageError(
+        f"{'standard input' if source == '-' else source} is not a request that REST would take",
+        cause=str(cause),
+        hint='write {"instances": [...]} with one item a row, or {"inputs": {...}}',
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""The gRPC edge to a model server, ours or a stock one: a deadline on every call, status codes become errors.
+
+It speaks TF Serving's protocol with messages of the private descriptor pool, so that a command that asks a
+server something starts without TensorFlow.
+
+    with ModelClient("127.0.0.1:8500", "ranker") as client:
+        client.predict({"x": x}).outputs["scores"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from exporter.errors import CallFailed
+from exporter.protos import Proto, message_class
+from exporter.tensor_proto import fill, to_array
+from serving.status import Code, State, VersionStatus
+
+DEFAULT_DEADLINE_S = 10.0
+DEFAULT_SIGNATURE = "serving_default"
+_MAX_MESSAGE_BYTES = (1 << 31) - 1
+_HINTS = {
+    "UNAVAILABLE": "start a server: serve-model run MODEL_BASE_PATH",
+    "DEADLINE_EXCEEDED": "give it more time with --deadline SECONDS",
+    "INVALID_ARGUMENT": "compare the request with the signatures: export-model inspect MODEL_VERSION",
+    "UNIMPLEMENTED": "this port speaks another protocol: name the gRPC port, 8500 in TF Serving's image",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A signature's outputs by name, and the version that computed them."""
+
+    outputs: Mapping[str, NDArray[Any]]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """(label, score) pairs for each example, and the version that computed them."""
+
+    examples: Sequence[Sequence[tuple[str, float]]]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Regression:
+    """A value for each example, and the version that computed them."""
+
+    values: Sequence[float]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """The `SignatureDef`s of a version by name."""
+
+    signatures: Mapping[str, Proto]
+    version: int
+
+
+class ModelClient:
+    """Calls about one model of one server. Safe to share between threads."""
+
+    def __init__(self, address: str, model: str, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+        """Prepare a channel; nothing is sent before the first call.
+
+        Args:
+            address: `host:port` of the server's gRPC port.
+            model: the model's name there.
+            deadline_s: seconds after which a call that has no answer fails.
+        """
+        import grpc
+
+        self.address = address
+        self.model = model
+        self.deadline_s = deadline_s
+        limit = [
+            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ]
+        self._channel = grpc.insecure_channel(address, limit)
+        self._calls: dict[str, Callable[..., Proto]] = {}
+
+    def predict(
+        self,
+        inputs: Mapping[str, ArrayLike],
+        *,
+        signature: str = DEFAULT_SIGNATURE,
+        version: int | None = None,
+        outputs: Iterable[str] = (),
+    ) -> Prediction:
+        """Run a signature.
+
+        Args:
+            inputs: arrays by input name, of the signature's dtypes.
+            signature: its name.
+            version: the version to ask; the newest available one by default.
+            outputs: the outputs to fetch; all by default.
+
+        Raises:
+            CallFailed: the server did not answer, or refused.
+        """
+        request = self._request("serving.PredictRequest", version, signature)
+        for name, value in inputs.items():
+            fill(request.inputs[name], _array(value))
+        request.output_filter.extend(outputs)
+        response = self._call("PredictionService", "Predict", request, "serving.PredictResponse")
+        return Prediction(
+            {name: to_array(tensor) for name, tensor in sorted(response.outputs.items())},
+            response.model_spec.version.value,
+        )
+
+    def classify(
+        self, input_: Proto, *, signature: str = DEFAULT_SIGNATURE, version: int | None = None
+    ) -> Classification:
+        """Run a classify signature on a `serving.Input` of examples.
+
+        Raises:
+            CallFailed: the server did not answer, or refused.
+        """
+        request = self._request("serving.ClassificationRequest", version, signature)
+        request.input.CopyFrom(input_)
+        response = self._call("PredictionService", "Classify", request, "serving.ClassificationResponse")
+        return Classification(
+            [[(c.label, c.score) for c in row.classes] for row in response.result.classifications],
+            response.model_spec.version.value,
+        )
+
+    def regress(
+        self, input_: Proto, *, signature: str = DEFAULT_SIGNATURE, version: int | None = None
+    ) -> Regression:
+        """Run a regress signature on a `serving.Input` of examples.
+
+        Raises:
+            CallFailed: the server did not answer, or refused.
+        """
+        request = self._request("serving.RegressionRequest", version, signature)
+        request.input.CopyFrom(input_)
+        response = self._call("PredictionService", "Regress", request, "serving.RegressionResponse")
+        return Regression(
+            [row.value for row in response.result.regressions], response.model_spec.version.value
+        )
+
+    def metadata(self, version: int | None = None) -> Metadata:
+        """The signatures of a version.
+
+        Raises:
+            CallFailed: the server did not answer, or refused.
+        """
+        request = self._request("serving.GetModelMetadataRequest", version)
+        request.metadata_field.append("signature_def")
+        response = self._call(
+            "PredictionService", "GetModelMetadata", request, "serving.GetModelMetadataResponse"
+        )
+        packed = response.metadata["signature_def"].value
+        signatures = message_class("serving.SignatureDefMap").FromString(packed)
+        return Metadata(dict(signatures.signature_def), response.model_spec.version.value)
+
+    def status(self, version: int | None = None) -> list[VersionStatus]:
+        """Where each version is in its life, the newest first.
+
+        Raises:
+            CallFailed: the server did not answer, or knows no version of the model.
+        """
+        request = self._request("serving.GetModelStatusRequest", version)
+        response = self._call("ModelService", "GetModelStatus", request, "serving.GetModelStatusResponse")
+        statuses = [
+            VersionStatus(s.version, State(s.state), Code(s.status.error_code), s.status.error_message)
+            for s in response.model_version_status
+        ]
+        return sorted(statuses, key=lambda status: -status.version)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _request(self, message: str, version: int | None, signature: str = "") -> Proto:
+        request = message_class(message)()
+        request.model_spec.name = self.model
+        request.model_spec.signature_name = signature
+        if version is not None:
+            request.model_spec.version.value = version
+        return request
+
+    def _call(self, service: str, method: str, request: Proto, response: str) -> Proto:
+        import grpc
+
+        path = f"/tensorflow.serving.{service}/{method}"
+        if path not in self._calls:
+            self._calls[path] = self._channel.unary_unary(
+                path,
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=message_class(response).FromString,
+            )
+        try:
+            return self._calls[path](request, timeout=self.deadline_s)
+        except grpc.RpcError as error:
+            raise self._failed(method, error.code().name, error.details() or "") from error
+
+    def _failed(self, method: str, code: str, details: str) -> CallFailed:
+        cause = f"{code}: {details}"
+        hint = _HINTS.get(code, f"see what it serves: serve-model status {self.address} --model {self.model}")
+        if (code, method) == ("NOT_FOUND", "GetModelStatus"):
+            hint = "name a model that this server has with --model"
+        if code == "UNAVAILABLE":
+            return CallFailed(code, f"no model server answers at {self.address}", cause=cause, hint=hint)
+        if code == "DEADLINE_EXCEEDED":
+            message = f"{self.address} did not answer {method} in {self.deadline_s:g} s"
+            return CallFailed(code, message, cause=cause, hint=hint)
+        return CallFailed(code, f"{self.address} refused {method} for {self.model}", cause=cause, hint=hint)
+
+
+def _array(value: ArrayLike) -> NDArray[Any]:
+    array = np.asarray(value)
+    # Strings stay objects: numpy's own string types cut trailing zero bytes.
+    return np.asarray(value, object) if array.dtype.kind in "SU" else array

@@ -1,0 +1,100 @@
+"""A server's answers in the JSON of TF Serving's REST interface.
+
+Source: https://www.tensorflow.org/tfx/serving/api_rest and tensorflow_serving/util/json_tensor.cc.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from exporter.dtypes import DType
+from exporter.tensor_proto import dtype_of
+
+Json = Any
+"""What `json.dumps` takes."""
+
+_SHORT_FLOATS = {DType.FLOAT, DType.HALF, DType.BFLOAT16}
+
+
+def rows(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:
+    """Row format: `predictions` has an item for each row, named by output unless there is only one output.
+
+    Raises:
+        ValueError: an output is a scalar, or their first dimensions differ.
+    """
+    for name, array in outputs.items():
+        if not array.shape:
+            raise ValueError(
+                f"output {name!r} is a scalar and has no rows: ask with 'inputs', not 'instances'"
+            )
+    sizes = {name: len(array) for name, array in outputs.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"the outputs have different numbers of rows: {sizes}")
+    columns = {name: to_json(array, name) for name, array in outputs.items()}
+    if len(columns) == 1:
+        return {"predictions": next(iter(columns.values()))}
+    values = zip(*columns.values(), strict=True)
+    return {"predictions": [dict(zip(columns, row, strict=True)) for row in values]}
+
+
+def columns(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:
+    """Columnar format: `outputs` has each output by name, or the output itself if there is only one."""
+    values = {name: to_json(array, name) for name, array in outputs.items()}
+    return {"outputs": next(iter(values.values())) if len(values) == 1 else values}
+
+
+def classifications(examples: Sequence[Sequence[tuple[str, float]]]) -> dict[str, Json]:
+    """`results` has a list of [label, score] for each example."""
+    return {"results": [[[label, shortest(score)] for label, score in row] for row in examples]}
+
+
+def regressions(values: Sequence[float]) -> dict[str, Json]:
+    """`results` has a number for each example."""
+    return {"results": [shortest(value) for value in values]}
+
+
+def to_json(array: NDArray[Any], name: str) -> Json:
+    """A tensor as nested lists; strings are text, or `{"b64": ...}` where the name ends in `_bytes`.
+
+    Raises:
+        ValueError: JSON has no form for the type, or a string is not UTF-8.
+    """
+    dtype = dtype_of(array)
+    if dtype is DType.STRING:
+        binary = name.endswith("_bytes")
+        return _map(array.tolist(), lambda item: _base64(item) if binary else _text(item, name))
+    if dtype in {DType.COMPLEX64, DType.COMPLEX128}:
+        raise ValueError(f"output {name!r}: JSON has no form for {dtype.label}")
+    if dtype in _SHORT_FLOATS:
+        return _map(array.tolist(), lambda item: float(str(array.dtype.type(item))))
+    return array.tolist()
+
+
+def shortest(value: float) -> float:
+    """A float32 that became a Python float, as the shortest decimal that means the same float32: 0.1, not
+    0.10000000149011612.
+    """
+    import numpy as np
+
+    return float(str(np.float32(value)))
+
+
+def _map(value: Json, convert: Any) -> Json:
+    return [_map(item, convert) for item in value] if isinstance(value, list) else convert(value)
+
+
+def _base64(data: bytes) -> dict[str, str]:
+    return {"b64": base64.b64encode(data).decode()}
+
+
+def _text(data: bytes, name: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"output {name!r} holds bytes that are not UTF-8: name it with the suffix _bytes when exporting"
+        ) from None
