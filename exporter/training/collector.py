@@ -1,0 +1,235 @@
+"""What changed since the last durable increment, and how it is written into the next."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from exporter.catalog import Catalog
+from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_array
+from exporter.delta.format import Kind, ServedVariable
+from exporter.delta.increment import Changed, rows_of
+from exporter.training.access import CHUNK_BYTES, PartAccess, access
+from exporter.training.recording import Recording
+from exporter.training.survey import Mode, Part, Tracked
+
+Array = np.ndarray[Any, Any]
+Session = Any
+
+
+class Source(Protocol):
+    """Where values are read."""
+
+    def rows(self, tracked: Tracked, ids: Array) -> Iterator[Array]:
+        """Rows `ids` (ascending, of the whole variable) of a variable with parts of whole rows, in pieces."""
+
+    def all_rows(self, tracked: Tracked) -> Iterator[tuple[int, Array]]:
+        """All rows of such a variable in pieces, each with the number of its first row."""
+
+    def wholes(self, tracked: Iterable[Tracked]) -> Iterator[tuple[Tracked, Array]]:
+        """Variables as a whole, one after the other."""
+
+
+@dataclass(frozen=True)
+class SessionSource:
+    """The values of now."""
+
+    session: Session
+    accesses: Mapping[int, PartAccess]
+
+    def rows(self, tracked: Tracked, ids: Array) -> Iterator[Array]:
+        """See `Source`."""
+        for part in tracked.parts:
+            yield from self._access(part).read(self.session, _inside(part, ids) - part.offset)
+
+    def all_rows(self, tracked: Tracked) -> Iterator[tuple[int, Array]]:
+        """See `Source`."""
+        for part in tracked.parts:
+            for start, values in self._access(part).read_all(self.session):
+                yield part.offset + start, values
+
+    def wholes(self, tracked: Iterable[Tracked]) -> Iterator[tuple[Tracked, Array]]:
+        """See `Source`. Small ones are read in one call."""
+        entries = list(tracked)
+        small = [entry for entry in entries if entry.bytes_ * len(entries) <= CHUNK_BYTES]
+        tensors = {entry.name: [self._access(part).whole for part in entry.parts] for entry in small}
+        values = self.session.run(tensors)
+        for entry in entries:
+            found = values.get(entry.name)
+            yield entry, _join(entry, found if found is not None else map(self._whole, entry.parts))
+
+    def _whole(self, part: Part) -> Array:
+        pieces = [values for _, values in self._access(part).read_all(self.session)]
+        return np.concatenate(pieces) if part.shape and pieces else pieces[0]
+
+    def _access(self, part: Part) -> PartAccess:
+        return self.accesses[id(part)]
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """The values that a full checkpoint holds."""
+
+    catalog: Catalog
+
+    def rows(self, tracked: Tracked, ids: Array) -> Iterator[Array]:
+        """See `Source`."""
+        yield rows_of(self.catalog, self.catalog.tensors[tracked.name], ids)
+
+    def all_rows(self, tracked: Tracked) -> Iterator[tuple[int, Array]]:
+        """See `Source`."""
+        ref = self.catalog.tensors[tracked.name]
+        if ref.extent is not None:
+            yield 0, memory_map(self.catalog, ref)
+        for part in sorted(ref.slices, key=lambda part: part.spec.starts):
+            yield part.spec.starts[0], memory_map(self.catalog, ref, part)
+
+    def wholes(self, tracked: Iterable[Tracked]) -> Iterator[tuple[Tracked, Array]]:
+        """See `Source`."""
+        for entry in tracked:
+            yield entry, read_array(self.catalog, self.catalog.tensors[entry.name])
+
+
+class Collector:
+    """The changes since the last call of `commit` or `forget`.
+
+    Rows that were collected stay pending until `commit`; what is compared is compared with what was written
+    last, or counts as changed as a whole if that is not known.
+    """
+
+    def __init__(self, tracked: tuple[Tracked, ...], recording: Recording) -> None:
+        self.tracked = tracked
+        self._recording = recording
+        self.accesses = {id(part): access(part) for entry in tracked for part in entry.parts}
+        self._pending: dict[int, Array] = {}
+        self._written: dict[str, Array] = {}
+        self._digests: dict[str, bytes] = {}
+        self._new_digests: dict[str, bytes] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Changes are counted from another state now: all that is compared counts as changed."""
+        self._pending = dict.fromkeys(range(len(self._recording.groups)), np.empty(0, np.int64))
+        self._written.clear()
+        self._digests.clear()
+
+    def collect(self, session: Session) -> None:
+        """Take over the touched rows of every group; see the proof in `recording`."""
+        found = session.run([group.collect for group in self._recording.groups])
+        for index, rows in enumerate(found):
+            self._pending[index] = np.union1d(self._pending[index], rows)
+
+    @property
+    def knows_more(self) -> bool:
+        """False if no row was touched and nothing was written since `forget`: nothing to compare with."""
+        return bool(self._digests) or any(len(rows) for rows in self._pending.values())
+
+    def write(self, writer: BundleWriter, source: Source) -> tuple[Changed, ...]:
+        """Write what changed, by name; call `commit` when it is durable, `abandon` when it is not."""
+        changed = [
+            *(self._touched(writer, source, entry) for entry in self._by(Mode.TOUCHED)),
+            *(self._compared(writer, source, entry) for entry in self._by(Mode.COMPARED)),
+            *self._wholes(writer, source),
+        ]
+        return tuple(sorted(filter(None, changed), key=lambda entry: entry.variable.name))
+
+    def commit(self) -> None:
+        """What `write` wrote is durable."""
+        for index in self._pending:
+            self._pending[index] = np.empty(0, np.int64)
+        self._digests |= self._new_digests
+        self._new_digests.clear()
+
+    def abandon(self) -> None:
+        """What `write` wrote is lost: all of it is to be written again."""
+        self._written.clear()
+        self._new_digests.clear()
+
+    def source(self, session: Session) -> SessionSource:
+        """The variables as they are now."""
+        return SessionSource(session, self.accesses)
+
+    def _by(self, mode: Mode) -> list[Tracked]:
+        return [entry for entry in self.tracked if entry.mode is mode]
+
+    def _touched(self, writer: BundleWriter, source: Source, entry: Tracked) -> Changed | None:
+        ids = [rows + part.offset for part in entry.parts for rows in self._rows_of(part)]
+        return _write_rows(writer, entry, np.concatenate(ids), lambda rows: source.rows(entry, rows))
+
+    def _rows_of(self, part: Part) -> Iterator[Array]:
+        for index, group in enumerate(self._recording.groups):
+            if any(member is part for member in group.parts):
+                yield self._pending[index]
+
+    def _compared(self, writer: BundleWriter, source: Source, entry: Tracked) -> Changed | None:
+        known = self._written.get(entry.name)
+        if known is None:
+            known = self._written[entry.name] = np.empty(entry.shape, entry.dtype.numpy)
+            is_new = True
+        else:
+            is_new = False
+        ids = []
+        for start, values in source.all_rows(entry):
+            piece = known[start : start + len(values)]
+            moved = np.arange(len(values)) if is_new else np.flatnonzero(_differ(piece, values))
+            piece[moved] = values[moved]
+            ids.append(moved + start)
+        rows = np.concatenate(ids) if ids else np.empty(0, np.int64)
+        return _write_rows(writer, entry, rows.astype(np.int64), lambda wanted: _pieces(known, wanted))
+
+    def _wholes(self, writer: BundleWriter, source: Source) -> Iterator[Changed | None]:
+        for entry, value in source.wholes(self._by(Mode.WHOLE)):
+            value = np.ascontiguousarray(value, entry.dtype.numpy).reshape(entry.shape)
+            digest = hashlib.blake2b(value.reshape(-1).view(np.uint8).data, digest_size=16).digest()
+            if self._digests.get(entry.name) == digest:
+                continue
+            self._new_digests[entry.name] = digest
+            variable = ServedVariable(entry.name, entry.dtype, entry.shape, Kind.DENSE)
+            writer.add(variable.keys[0], value[np.newaxis, ...])
+            yield Changed(variable, 1)
+
+
+def _write_rows(writer: BundleWriter, entry: Tracked, ids: Array, values: Any) -> Changed | None:
+    if not len(ids):
+        return None
+    variable = ServedVariable(entry.name, entry.dtype, entry.shape, Kind.TABLE)
+    ids_key, values_key = variable.keys
+    writer.add(ids_key, ids)
+    writer.add_chunks(values_key, entry.dtype, (len(ids), *entry.shape[1:]), values(ids))
+    return Changed(variable, len(ids))
+
+
+def _inside(part: Part, ids: Array) -> Array:
+    start, stop = np.searchsorted(ids, [part.offset, part.offset + part.rows])
+    return ids[start:stop]
+
+
+def _pieces(values: Array, ids: Array) -> Iterator[Array]:
+    row = max(1, values[:1].nbytes)
+    step = max(1, CHUNK_BYTES // row)
+    for start in range(0, len(ids), step):
+        yield values[ids[start : start + step]]
+
+
+def _differ(known: Array, values: Array) -> Array:
+    """Rows that differ in their bytes, so that NaN equals itself and 0.0 differs from -0.0."""
+    rows = len(values)
+    if not rows:
+        return np.empty(0, bool)
+    left = np.ascontiguousarray(known).reshape(rows, -1).view(np.uint8)
+    right = np.ascontiguousarray(values).reshape(rows, -1).view(np.uint8)
+    return np.asarray((left != right).any(axis=1))
+
+
+def _join(entry: Tracked, values: Iterable[Array]) -> Array:
+    parts = list(values)
+    if len(parts) == 1:
+        return np.asarray(parts[0])
+    whole = np.empty(entry.shape, entry.dtype.numpy)
+    for part, value in zip(entry.parts, parts, strict=True):
+        whole[tuple(slice(s, s + n) for s, n in zip(part.starts, part.shape, strict=True))] = value
+    return whole

@@ -1,0 +1,225 @@
+"""`IncrementHook`: increments beside the full checkpoints of a monitored session.
+
+    hook = IncrementHook(ckpt_dir, save_increment_secs=10, is_chief=is_chief)
+    with tf.compat.v1.train.MonitoredTrainingSession(..., checkpoint_dir=ckpt_dir, hooks=[hook]) as session:
+
+Every worker has the hook: whoever writes rows records them. The chief's collects and publishes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exporter.errors import UsageError
+from exporter.output import human_bytes
+from exporter.training.collector import Collector
+from exporter.training.publisher import Publisher
+from exporter.training.recording import Recording, counts_every_step, record
+from exporter.training.store import Store
+from exporter.training.survey import Mode, Tracked, survey
+
+Session = Any
+
+log = logging.getLogger(__name__)
+
+READY_SECONDS = 600.0
+"""How long a worker waits for the chief to initialise the recording."""
+
+_POLL_SECONDS = 0.1
+_UNRECORDED_STEPS = 64
+"""Steps that may go unrecorded before it is an error: a worker that dies counts its last step in vain."""
+
+
+@dataclass(frozen=True)
+class _Chief:
+    """What only the chief has."""
+
+    publisher: Publisher
+    global_step: Any
+
+
+class IncrementHook:
+    """A `SessionRunHook` that writes increments into `<ckpt_dir>/increments`.
+
+    `save_increment_secs` or `save_increment_steps` says how often; DeepRec's
+    `save_incremental_checkpoint_secs` and `incremental_save_secs` mean the first. With
+    `incremental_save_restore` the chief's sessions go on where the last increment ended, instead of at the
+    last full checkpoint. Pass it to every worker, in `hooks=`.
+
+    Raises:
+        UsageError: the arguments contradict each other. Later, from the session: no global step, a variable
+            that increments cannot hold, no full checkpoints, a worker without the hook, a session that did
+            not restore what is to be continued.
+        PublishError: an increment could not be written three times in a row, or not at the end.
+    """
+
+    def __init__(
+        self,
+        ckpt_dir: Path | str,
+        save_increment_secs: float | None = None,
+        save_increment_steps: int | None = None,
+        *,
+        is_chief: bool = True,
+        incremental_save_restore: bool = False,
+        save_incremental_checkpoint_secs: float | None = None,
+        incremental_save_secs: float | None = None,
+    ) -> None:
+        given = (save_increment_secs, save_incremental_checkpoint_secs, incremental_save_secs)
+        self._secs, self._steps = schedule(*given, steps=save_increment_steps)
+        if not ckpt_dir:
+            raise UsageError(
+                "increments need the directory of the full checkpoints",
+                hint="IncrementHook(ckpt_dir, save_increment_secs=60)",
+            )
+        self._ckpt_dir = Path(ckpt_dir)
+        self._is_chief = is_chief
+        self._restores = incremental_save_restore
+        self._chief: _Chief | None = None
+        self._unrecorded = 0
+
+    def begin(self) -> None:
+        """Extend the graph, before it is finalized."""
+        import tensorflow as tf
+
+        v1 = tf.compat.v1
+        global_step = v1.train.get_global_step()
+        if global_step is None:
+            raise UsageError(
+                "increments need a global step", hint="call tf.compat.v1.train.get_or_create_global_step()"
+            )
+        tracked = survey(v1.global_variables())
+        self._recording: Recording = record(tracked, global_step)
+        self._checks_steps = counts_every_step(global_step)
+        if self._is_chief:
+            _report(tracked, v1.get_collection(v1.GraphKeys.SAVEABLE_OBJECTS))
+            collector = Collector(tracked, self._recording)
+            timer = v1.train.SecondOrStepTimer(every_secs=self._secs, every_steps=self._steps)
+            publisher = Publisher(Store(self._ckpt_dir), collector, timer, restores=self._restores)
+            self._chief = _Chief(publisher, global_step)
+
+    def after_create_session(self, session: Session, coord: Any) -> None:
+        """Chief: initialise the recording, find out where the session stands. Others: wait for that."""
+        if self._chief is None:
+            self._wait_until_ready(session, coord)
+            return
+        ready = session.run(self._recording.are_ready)
+        missing = zip(self._recording.variables, ready, strict=True)
+        session.run([variable.initializer for variable, is_ready in missing if not is_ready])
+        self._chief.publisher.begin_session(session, self._step(session))
+        self._unrecorded = self._count_unrecorded(session)
+
+    def before_run(self, run_context: Any) -> Any:
+        """Record what a write touches that is run by itself; the chief also asks for the step."""
+        import tensorflow as tf
+
+        marks = self._marks(run_context.original_args.fetches) if self._recording.marks else []
+        step = None if self._chief is None else self._chief.global_step
+        if step is None and not marks:
+            return None
+        return tf.compat.v1.train.SessionRunArgs({"marks": marks, "step": [] if step is None else [step]})
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Chief: publish when it is time."""
+        if self._chief is None:
+            return
+        publisher = self._chief.publisher
+        publisher.notice_full()
+        if publisher.is_due(int(run_values.results["step"][0]) + 1):
+            step = self._step(run_context.session)
+            if publisher.is_due(step):
+                self._check_recording(run_context.session)
+                publisher.save(run_context.session, step)
+
+    def end(self, session: Session) -> None:
+        """Chief: publish what is left."""
+        if self._chief is not None:
+            self._chief.publisher.notice_full()
+            self._chief.publisher.finish(session, self._step(session))
+
+    def _marks(self, fetches: Any) -> list[Any]:
+        import tensorflow as tf
+
+        names = {_operation_name(fetch) for fetch in tf.nest.flatten(fetches)}
+        return [mark for name, mark in self._recording.marks.items() if name in names]
+
+    def _step(self, session: Session) -> int:
+        if self._chief is None:
+            raise UsageError("the hook has not begun", hint="pass it to a MonitoredTrainingSession")
+        return int(session.run(self._chief.global_step))
+
+    def _wait_until_ready(self, session: Session, coord: Any) -> None:
+        """A write before the chief has zeroed the flags would be lost, or would fail."""
+        deadline = time.monotonic() + READY_SECONDS
+        while not session.run(self._recording.are_ready).all():
+            if coord is not None and coord.should_stop():
+                return
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"the chief has not prepared to record increments for {READY_SECONDS:g} s",
+                    hint="give the chief an IncrementHook, too, with is_chief=True",
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _count_unrecorded(self, session: Session) -> int:
+        """Global steps minus recorded ones; the step is read first, so that steps of now count for less."""
+        step = self._step(session)
+        return step - int(session.run(self._recording.recorded_steps))
+
+    def _check_recording(self, session: Session) -> None:
+        if not self._checks_steps:
+            return
+        missing = self._count_unrecorded(session) - self._unrecorded
+        if missing > _UNRECORDED_STEPS:
+            raise UsageError(
+                f"{missing} steps of this session were not recorded: their rows are in no increment",
+                cause="a worker trains without IncrementHook",
+                hint="pass an IncrementHook to every worker, in hooks= of its MonitoredTrainingSession",
+            )
+
+
+def schedule(*secs: float | None, steps: int | None) -> tuple[float | None, int | None]:
+    """How often, from arguments that mean the same: (seconds, None) or (None, steps).
+
+    Raises:
+        UsageError: nothing, or more than one of them was given, or it is not positive.
+    """
+    given = [value for value in (*secs, steps) if value is not None]
+    if len(given) != 1 or not given[0] > 0:
+        raise UsageError(
+            "one positive number says how often increments are written, in seconds or in steps; "
+            f"found {given or 'none'}",
+            hint="save_increment_secs=60, or save_increment_steps=1000",
+        )
+    return (None, steps) if steps is not None else (given[0], None)
+
+
+def _operation_name(fetch: Any) -> str:
+    if isinstance(fetch, str):
+        return fetch.partition(":")[0]
+    operation = getattr(fetch, "op", fetch)
+    return str(getattr(operation, "name", ""))
+
+
+def _report(tracked: tuple[Tracked, ...], saveables: list[Any]) -> None:
+    for mode in Mode:
+        entries = [entry for entry in tracked if entry.mode is mode]
+        log.info("increments: %d variables by %s (%s)", len(entries), mode.value, _size(entries))
+    compared = [entry for entry in tracked if entry.mode is Mode.COMPARED]
+    if compared:
+        log.warning(
+            "increments: %s may move any row of %s: %s are kept in memory and compared each time. An optimizer "
+            "that is lazy for sparse gradients moves only the rows that were looked up",
+            " and ".join(sorted({kind for entry in compared for kind in entry.whole_writes})),
+            ", ".join(entry.name for entry in compared),
+            _size(compared),
+        )
+    for saveable in saveables:
+        log.warning("increments: %s is in full checkpoints only", saveable.name)
+
+
+def _size(entries: list[Tracked]) -> str:
+    return human_bytes(sum(entry.bytes_ for entry in entries))

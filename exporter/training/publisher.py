@@ -1,0 +1,179 @@
+"""The chief's part: when an increment is due, what it continues, and what follows from a failure.
+
+*Steps.* An increment's `to` is the global step as read before anything is collected. A worker adds to the
+step after its writes are done and recorded, so every write of a step up to `to` is in. An increment never
+carries the step of a full checkpoint that was read before it and waits for the next step in that case: a
+reader that has the full checkpoint would skip the increment, though it may hold newer rows. At the end of a
+session no step follows: there the last increment takes its values from the full checkpoint and equals it
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from exporter.delta.history import Milestone
+from exporter.errors import PublishError, UsageError
+from exporter.training.collector import CheckpointSource, Collector, Source
+from exporter.training.restore import overlay
+from exporter.training.standing import Standing, continued, started
+from exporter.training.store import FullCheckpoint, Store
+
+Session = Any
+
+log = logging.getLogger(__name__)
+
+_FAILURES_IN_A_ROW = 3
+
+
+class Publisher:
+    """Increments of one training, over the chief's sessions.
+
+    `timer` is TensorFlow's SecondOrStepTimer. `restores` says that a session goes on where the last increment
+    ended. All methods may raise what `Store` and `Collector` raise.
+    """
+
+    def __init__(self, store: Store, collector: Collector, timer: Any, *, restores: bool) -> None:
+        self._store = store
+        self._collector = collector
+        self._timer = timer
+        self._restores = restores
+        self._standing: Standing | None = None
+        self._full = store.newest_full()
+        self._signature = store.state_signature()
+        self._failures = 0
+
+    def begin_session(self, session: Session, step: int) -> bool:
+        """Find out where a session stands that was restored, and is at `step`; True if increments were
+        restored.
+
+        What it has restored is the full checkpoint that was the newest before. Its own saver may have written
+        another one already: that holds the same values, and rows that other workers have recorded since.
+        """
+        restored, self._standing = self._full, None
+        self._look()
+        self._collector.forget()
+        self._standing = self._continue(session, restored, step)
+        is_restored = self._standing is not None
+        if self._standing is None and self._full is not None and self._full.id.step <= step:
+            self._begin_at(self._full)
+        self._timer.reset()
+        self._timer.update_last_triggered_step(self._standing.step if self._standing else step)
+        return is_restored
+
+    def is_due(self, step: int) -> bool:
+        """True if an increment should be written at `step`."""
+        return bool(self._timer.should_trigger_for_step(step))
+
+    def notice_full(self) -> None:
+        """Note where in the chain a full checkpoint stands, if a saver has finished one."""
+        if not self._look() or self._full is None:
+            return
+        if self._standing is None:
+            self._begin_at(self._full)
+        else:
+            self._note(self._full, self._standing, is_equal=False)
+
+    def save(self, session: Session, step: int) -> None:
+        """Publish an increment up to `step`, or leave it due.
+
+        Raises:
+            UsageError: there is no full checkpoint to build on.
+            PublishError: it failed for the third time in a row; before, the rows are kept for the next one.
+        """
+        standing = self._standing
+        if standing is not None and step < standing.step:  # somebody restored an older state by hand
+            log.warning("increments: the step went back from %d to %d", standing.step, step)
+            standing = self._standing = None
+            self._collector.forget()
+        if standing is None:
+            self._wait_for_full()
+            return
+        if step == standing.step or (self._full is not None and self._full.id.step >= step):
+            return
+        self._collector.collect(session)
+        try:
+            self._publish(standing, step, self._collector.source(session))
+            self._failures = 0
+        except PublishError as error:
+            self._failures += 1
+            if self._failures == _FAILURES_IN_A_ROW:
+                raise
+            log.error("increments: %s; the rows are kept for the next increment", error.message)
+        self._timer.update_last_triggered_step(step)
+
+    def finish(self, session: Session, step: int) -> None:
+        """The last increment: what a full checkpoint of this step holds, else what the session holds."""
+        standing = self._standing
+        if standing is None:
+            self._wait_for_full()
+            return
+        self._collector.collect(session)
+        if step == standing.step and not self._collector.knows_more:
+            return
+        full = self._full if self._full is not None and self._full.id.step == step else None
+        source: Source = CheckpointSource(full.catalog()) if full else self._collector.source(session)
+        self._publish(standing, step, source)
+        if full is not None and self._standing is not None:
+            self._note(full, self._standing, is_equal=True)
+
+    def _publish(self, standing: Standing, step: int, source: Source) -> None:
+        begun = time.monotonic()
+        draft = standing.draft(step)
+        try:
+            stored = self._store.publish(draft, lambda writer: self._collector.write(writer, source))
+        except BaseException:
+            self._collector.abandon()
+            raise
+        self._collector.commit()
+        if stored is None:
+            return
+        self._standing = standing.after(stored.increment)
+        took = time.monotonic() - begun
+        log.info("increments: %s, %d rows in %.3f s", stored.path.name, stored.increment.rows, took)
+        self._store.prune()
+
+    def _continue(self, session: Session, restored: FullCheckpoint | None, step: int) -> Standing | None:
+        chain = self._store.history().after(restored.id) if self._restores and restored else ()
+        if not chain or restored is None:
+            return None
+        if step < restored.id.step:
+            raise UsageError(
+                f"increments cannot be restored: the session begins at step {step}, it has not restored "
+                f"{restored.prefix}",
+                hint="give MonitoredTrainingSession the checkpoint_dir, or drop incremental_save_restore",
+            )
+        overlay(session, chain, self._collector.tracked, self._collector.accesses)
+        log.info("increments: restored %s and %d increments", restored.prefix, len(chain))
+        return continued(chain[-1])
+
+    def _begin_at(self, full: FullCheckpoint) -> None:
+        self._standing = started(self._store.history(), full.id)
+        if self._standing.last_increment is None:
+            self._note(full, self._standing, is_equal=False)
+
+    def _note(self, full: FullCheckpoint, standing: Standing, *, is_equal: bool) -> None:
+        self._store.note(Milestone(full.id, standing.run, standing.last_increment, is_equal))
+
+    def _look(self) -> bool:
+        """True if there is another newest full checkpoint than at the last look."""
+        signature = self._store.state_signature()
+        if signature == self._signature:
+            return False
+        full = self._store.newest_full()
+        if full is None:  # not complete yet: look again
+            return False
+        is_new = self._full is None or full.id != self._full.id
+        self._full, self._signature = full, signature
+        return is_new
+
+    def _wait_for_full(self) -> None:
+        if self._full is None:
+            raise UsageError(
+                "there is no full checkpoint that increments could build on",
+                cause=f"{self._store.path.parent} holds none",
+                hint="give MonitoredTrainingSession save_checkpoint_secs or save_checkpoint_steps, too",
+            )
+        log.warning("increments: waiting for a full checkpoint of the session's own history")

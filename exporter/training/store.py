@@ -1,0 +1,111 @@
+"""The increments directory of a trainer: publish, note, prune. Whole or not at all, and durable."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from exporter.catalog import Catalog
+from exporter.checkpoint.locate import STATE_FILE, candidates
+from exporter.checkpoint.tensor_bundle import BundleWriter, index_path, read_catalog, step_in_name
+from exporter.delta.format import FILE_PREFIX
+from exporter.delta.history import DIRECTORY, History, Milestone, identify, read_history
+from exporter.delta.increment import MANIFEST, Changed, CheckpointId, Increment, StoredIncrement, to_json
+from exporter.errors import CheckpointError
+from exporter.filesystem import make_directories, remove_tree, sync, write_durably, writing
+from exporter.staging import TRASH_PREFIX, Staging
+
+Fill = Callable[[BundleWriter], tuple[Changed, ...]]
+
+
+@dataclass(frozen=True)
+class FullCheckpoint:
+    """A full checkpoint of the trainer."""
+
+    prefix: Path
+    id: CheckpointId
+
+    def catalog(self) -> Catalog:
+        """Its tensors."""
+        return read_catalog(self.prefix)
+
+
+class Store:
+    """The increments of the checkpoint directory `ckpt_dir`."""
+
+    def __init__(self, ckpt_dir: Path) -> None:
+        self._ckpt_dir = ckpt_dir
+        self.path = ckpt_dir / DIRECTORY
+
+    def history(self) -> History:
+        """What is there; see `read_history`."""
+        return read_history(self._ckpt_dir)
+
+    def publish(self, draft: Increment, fill: Fill) -> StoredIncrement | None:
+        """Publish the increment that `fill` writes; None if nothing changed.
+
+        Raises:
+            TargetNotWritable, DiskFull, PublishError: nothing was published.
+        """
+        with Staging(self.path) as staging, writing(self.path):
+            with BundleWriter(staging.path / FILE_PREFIX) as writer:
+                changed = fill(writer)
+            if not changed:
+                return None
+            increment = replace(draft, variables=changed)
+            for file in writer.files:
+                sync(file)
+            write_durably(staging.path / MANIFEST, to_json(increment).encode("ascii"))
+            sync(staging.path)
+            target = self.path / increment.directory_name
+            if target.exists():  # a run that was set back comes by the same steps again
+                target = target.with_name(f"{target.name}-{increment.run[:8]}")
+            staging.path.rename(target)
+            sync(self.path)
+        return StoredIncrement(target, increment)
+
+    def note(self, milestone: Milestone) -> None:
+        """Write a milestone, over an older one of the same name.
+
+        Raises:
+            TargetNotWritable, DiskFull, PublishError: it was not written.
+        """
+        with writing(self.path):
+            make_directories(self.path)
+            temporary = self.path / f".{milestone.file_name}.{secrets.token_hex(4)}"
+            write_durably(temporary, milestone.to_json().encode("ascii"))
+            temporary.rename(self.path / milestone.file_name)
+            sync(self.path)
+
+    def prune(self) -> None:
+        """Remove the increments that no full checkpoint needs, and milestones of those that are gone."""
+        steps = [
+            step for path in self._ckpt_dir.glob("*.index") if (step := step_in_name(path.stem)) is not None
+        ]
+        history = self.history()
+        for stored in history.expired(min(steps, default=0)):
+            trash = self.path / f"{TRASH_PREFIX}{secrets.token_hex(4)}"
+            stored.path.rename(trash)  # out of sight in one call, then removed piece by piece
+            remove_tree(trash)
+        for milestone in history.milestones:
+            if not index_path(self._ckpt_dir / milestone.checkpoint.name).exists():
+                (self.path / milestone.file_name).unlink(missing_ok=True)
+
+    def newest_full(self) -> FullCheckpoint | None:
+        """The full checkpoint that a trainer would restore now; None if there is none, or it has no step."""
+        try:
+            prefix = candidates(self._ckpt_dir)[0]
+            step = read_catalog(prefix).step
+            return None if step is None else FullCheckpoint(prefix, identify(prefix, step))
+        except CheckpointError:
+            return None
+
+    def state_signature(self) -> tuple[int, ...]:
+        """Changes whenever a saver has finished a full checkpoint; costs one call of the system."""
+        try:
+            found = (self._ckpt_dir / STATE_FILE).stat()
+        except OSError:
+            return ()
+        return found.st_ino, found.st_mtime_ns, found.st_size
