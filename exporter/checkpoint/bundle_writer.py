@@ -109,7 +109,7 @@ class BundleWriter:
         self._prefix = prefix
         self._shard = shard_path(prefix, 0, 1)
         self._temporary = self._shard.with_name(f".{self._shard.name}.{os.getpid()}.tmp")
-        self._file = self._temporary.open("xb")
+        self._file = self._temporary.open("wb")  # over what a killed run may have left
         self._offset = 0
         self._tensors: dict[str, TensorRef] = {}
 
@@ -127,7 +127,7 @@ class BundleWriter:
         """Write an array, or slice `part` of a partitioned tensor; strings are `bytes` in an object array.
 
         Raises:
-            ValueError: the name is taken, or the shape is not the part's.
+            ValueError: the name is taken, the shape is not the part's, or an object is not a string.
             KeyError: TensorFlow has no such data type.
         """
         array = np.asarray(array)
@@ -220,8 +220,12 @@ class BundleWriter:
         return Extent(0, start, self._offset - start, 0), crc
 
 
-def _as_bytes(value: bytes | str) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+def _as_bytes(value: object) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if not isinstance(value, bytes):  # bytes(3) would be three zeros
+        raise ValueError(f"{value!r:.99} is not a string")
+    return value
 
 
 def _flat_bytes(chunk: Buffer) -> Array:
