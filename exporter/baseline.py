@@ -116,8 +116,9 @@ def _run_source(source: SourceGraph, mapping: TensorMapping, requests: list[Requ
     import tensorflow as tf
 
     graph_def = tf.compat.v1.GraphDef.FromString(source.meta_graph.graph_def.SerializeToString())
-    for node in graph_def.node:
-        node.device = ""
+    for body in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
+        for node in body:
+            node.device = ""
     with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
         tf.import_graph_def(graph_def, name="")
         _restore(session, mapping)
@@ -225,6 +226,6 @@ def _reported(what: str) -> Iterator[None]:
     except (tf.errors.OpError, ValueError, TypeError, KeyError) as error:
         raise VerificationError(
             f"{what} could not be run for --verify outputs",
-            cause=str(error).strip().splitlines()[0][:500],
+            cause=str(getattr(error, "message", error)).strip().removeprefix("Graph execution error:")[:500],
             hint="give inputs that it accepts with --verify-inputs FILE, or use --verify bytes",
         ) from error

@@ -4,16 +4,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.once import once_a_run
 
 ROOT = Path(__file__).parent.parent
 
+# A slow machine is no failure: no test of ours is about time.
+hypothesis.settings.register_profile("export-model", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("export-model")
+
 
 @pytest.fixture(scope="session")
 def ranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint directory that examples/ranker/train.py leaves. Shared by all tests: copy before changing."""
+    """The checkpoint directory that examples/ranker/train.py leaves, shared by all tests: never change it."""
 
     def train(directory: Path) -> None:
         command = [sys.executable, ROOT / "examples/ranker/train.py", "--out", directory, "--steps", "20"]

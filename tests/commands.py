@@ -1,0 +1,48 @@
+"""Run a command line in this process and see what a user would see."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from exporter import cli
+from exporter.command import run
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left on its streams, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        """The JSON document on stdout."""
+        return json.loads(self.out)
+
+    @property
+    def error(self) -> Any:
+        """The JSON object in the last line of stderr."""
+        return json.loads(self.err.strip().splitlines()[-1])
+
+
+def run_app(app: typer.Typer, *arguments: object) -> Ran:
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            run(app, [str(argument) for argument in arguments])
+        except SystemExit as left:
+            code = left.code
+    assert isinstance(code, int)
+    return Ran(code, out.getvalue(), err.getvalue())
+
+
+def export_model(*arguments: object) -> Ran:
+    return run_app(cli.app, *arguments)
