@@ -40,12 +40,11 @@ class SliceSpec:
     def restore_spec(self) -> str:
         """The box as RestoreV2's `shape_and_slices` wants it: `"6 4 0,3:0,4"`.
 
-        Source: tensorflow/core/framework/tensor_slice.h; a dimension taken whole is written `-`.
+        Source: tensorflow/core/framework/tensor_slice.h. A dimension taken whole could be written `-`, but
+        Savers store numbers, and only a spec equal to the stored one is read without joining and cutting
+        (which float16, the larger unsigned types and float8 do not have).
         """
-        boxes = (
-            "-" if start == 0 and length == full else f"{start},{length}"
-            for full, start, length in zip(self.full_shape, self.starts, self.lengths, strict=True)
-        )
+        boxes = (f"{start},{length}" for start, length in zip(self.starts, self.lengths, strict=True))
         return " ".join([*map(str, self.full_shape), ":".join(boxes)])
 
 

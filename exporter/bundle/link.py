@@ -8,7 +8,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from exporter.bundle.source_shard import check_size, vanished
+from exporter.bundle.source_shard import check_size, shard_status, vanished
 from exporter.errors import CheckpointChanged
 
 _IMPOSSIBLE = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -58,18 +58,16 @@ def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> s
 
     Raises:
         CheckpointChanged: the shard vanished, or is not the one that the catalog describes.
+        CheckpointError: it cannot be reached.
         OSError: the target cannot be written.
     """
-    real = Path(os.path.realpath(source))  # os.link does not follow links on Linux, whatever it is told
-    try:
-        before = real.stat()
-    except FileNotFoundError as exc:
-        raise vanished(source) from exc
+    before = shard_status(source)
     check_size(source, before.st_size, size)
     lost = new_file.readers_lost_by(before)
     if lost:
         mode = stat.S_IMODE(before.st_mode)
         return f"mode {mode:04o} of {source.name} would keep {lost} from reading what a new file allows"
+    real = Path(os.path.realpath(source))  # os.link does not follow links on Linux, whatever it is told
     try:
         os.link(real, target)
     except FileNotFoundError as exc:

@@ -1,4 +1,4 @@
-"""Tensors whose bytes change on the way: casts, and rows that move between whole tables and `mod` parts.
+"""Tensors whose bytes change on the way: casts, and rows that move between one layout of parts and another.
 
 Values stream in blocks of bounded size. Every source byte passes by, so its checksum is verified: a flipped
 bit never gets a new checksum that calls it right.
@@ -19,9 +19,9 @@ import numpy as np
 from exporter.bundle.source_shard import open_shard
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint import crc
+from exporter.dtypes import DType
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError
 from exporter.mapping import Source
-from exporter.row_order import mod_lengths
 
 Array = np.ndarray[Any, Any]
 
@@ -29,30 +29,51 @@ BLOCK_BYTES = 4 << 20
 """Source bytes in memory at a time for each tensor in work."""
 
 
+# RestoreV2 joins and cuts slices of these types alone; of others it reads a slice only as it is stored
+# (HANDLE_COPY in BundleReader::GetSliceValue, tensorflow/core/util/tensor_bundle/tensor_bundle.cc).
+_JOINABLE = {
+    DType.FLOAT,
+    DType.DOUBLE,
+    DType.BFLOAT16,
+    DType.INT8,
+    DType.INT16,
+    DType.INT32,
+    DType.INT64,
+    DType.UINT8,
+    DType.BOOL,
+    DType.COMPLEX64,
+    DType.COMPLEX128,
+    DType.QINT8,
+    DType.QUINT8,
+    DType.QINT32,
+    DType.INT4,
+    DType.UINT4,
+}
+
+
+def is_needed(source: Source) -> bool:
+    """True if the source's bytes cannot be served as they are stored."""
+    return not source.is_verbatim or (source.dtype not in _JOINABLE and not _is_stored_as_served(source))
+
+
 def layout(source: Source, *, shard: int, offset: int) -> TensorRef:
     """The tensor as it will be stored from `offset` of `shard`; its checksums are not known yet.
 
-    A cast keeps the slices that are stored; moved rows make a whole tensor, or one slice for each part.
+    Moved rows are stored in the boxes that the graph restores; a cast alone keeps what is stored.
 
     Raises:
-        MappingError: rows are to be moved out of slices that are not ranges of whole rows, or not all stored.
+        MappingError: values would have to move out of, or into, parts that are not ranges of whole rows.
     """
-    tensor = source.tensor
-    if source.gather_parts or source.scatter_parts:
-        _require_whole_rows(tensor)
-        specs = _part_specs(tensor.shape, source.scatter_parts)
-    else:
-        specs = [part.spec for part in tensor.slices if part.extent is not None]
+    boxes = _boxes_served(source) if _moves_rows(source) else _boxes_stored(source.tensor)
     itemsize = source.dtype.numpy.itemsize
-    if not specs:
-        extent = Extent(shard, offset, tensor.elements * itemsize, 0)
-        return TensorRef(source.key, source.dtype, tensor.shape, extent)
     slices = []
-    for spec in specs:
-        size = math.prod(spec.lengths) * itemsize
-        slices.append(SliceRef(spec, Extent(shard, offset, size, 0)))
+    for box in boxes:
+        size = math.prod(box.lengths) * itemsize
+        slices.append(SliceRef(box, Extent(shard, offset, size, 0)))
         offset += size
-    return TensorRef(source.key, source.dtype, tensor.shape, slices=tuple(slices))
+    if boxes[0].is_full:
+        return TensorRef(source.key, source.dtype, source.tensor.shape, slices[0].extent)
+    return TensorRef(source.key, source.dtype, source.tensor.shape, slices=tuple(slices))
 
 
 def rewrite(source: Source, catalog: Catalog, planned: TensorRef, target: int) -> TensorRef:
@@ -65,7 +86,7 @@ def rewrite(source: Source, catalog: Catalog, planned: TensorRef, target: int) -
         OSError: the target cannot be written.
     """
     outputs = [_Output(target, extent.offset) for extent in planned.extents]
-    if source.gather_parts or source.scatter_parts:
+    if _moves_rows(source):
         _move_rows(source, catalog, outputs)
     else:
         for extent, output in zip(source.tensor.extents, outputs, strict=True):
@@ -82,11 +103,56 @@ def rewrite(source: Source, catalog: Catalog, planned: TensorRef, target: int) -
     return replace(planned, slices=tuple(stamped))
 
 
+def _moves_rows(source: Source) -> bool:
+    """False if every stored box is served as it is, or may be left for RestoreV2 to join and cut."""
+    if not source.gather_parts and not source.scatter_parts:
+        if _is_stored_as_served(source):
+            return False
+        if not _has_whole_rows(source) and source.dtype in _JOINABLE:
+            return False
+    if not _has_whole_rows(source):
+        raise MappingError(
+            f"the values of {source.tensor.name!r} would have to be laid out anew, and its parts in the "
+            "checkpoint or in the graph are not ranges of whole rows",
+            hint="export with the trainer's own partitioner, so that the table keeps its partitions",
+        )
+    return True
+
+
+def _is_stored_as_served(source: Source) -> bool:
+    return set(_boxes_served(source)) <= set(_boxes_stored(source.tensor))
+
+
+def _has_whole_rows(source: Source) -> bool:
+    """True if numbers lie in boxes that are ranges of whole rows, in the checkpoint and in the graph."""
+    boxes = [*_boxes_stored(source.tensor), *_boxes_served(source)]
+    whole = all(box.lengths[1:] == box.full_shape[1:] for box in boxes)
+    return whole and source.tensor.is_complete and source.tensor.dtype.itemsize is not None
+
+
+def _boxes_stored(tensor: TensorRef) -> list[SliceSpec]:
+    return [part.spec for part in tensor.slices if part.extent is not None] or [_whole(tensor.shape)]
+
+
+def _boxes_served(source: Source) -> list[SliceSpec]:
+    boxes = (variable.part or _whole(variable.shape) for variable in source.variables)
+    return sorted(boxes, key=lambda box: box.starts)
+
+
+def _whole(shape: tuple[int, ...]) -> SliceSpec:
+    return SliceSpec(shape, (0,) * len(shape), shape)
+
+
 def _move_rows(source: Source, catalog: Catalog, outputs: list[_Output]) -> None:
-    parts, first = len(outputs), 0
+    first, boxes = 0, _boxes_served(source)
     for block in _rows_in_order(source, catalog):
-        for part, output in enumerate(outputs):
-            output.write(_cast(block[(part - first) % parts :: parts], source))
+        for part, (box, output) in enumerate(zip(boxes, outputs, strict=True)):
+            if source.scatter_parts:
+                rows = block[(part - first) % len(boxes) :: len(boxes)]
+            else:
+                start = box.starts[0] - first
+                rows = block[max(0, start) : max(0, start + box.lengths[0])]
+            output.write(_cast(rows, source))
         first += len(block)
 
 
@@ -196,20 +262,3 @@ class _Output:
     def stamp(self, extent: Extent) -> Extent:
         """The extent with the checksum of what was written."""
         return replace(extent, crc32c=crc.mask(self._crc))
-
-
-def _part_specs(shape: tuple[int, ...], parts: int) -> list[SliceSpec]:
-    specs, start = [], 0
-    for rows in mod_lengths(shape[0], parts) if parts else []:
-        specs.append(SliceSpec(shape, (start, *([0] * (len(shape) - 1))), (rows, *shape[1:])))
-        start += rows
-    return specs
-
-
-def _require_whole_rows(tensor: TensorRef) -> None:
-    if not tensor.is_complete or any(part.spec.lengths[1:] != tensor.shape[1:] for part in tensor.slices):
-        raise MappingError(
-            f"the rows of {tensor.name!r} would have to be put in another order, and its slices in the "
-            "checkpoint are not ranges of whole rows",
-            hint="export with the trainer's own partitioner, so that the table keeps its partitions",
-        )

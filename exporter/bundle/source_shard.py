@@ -18,16 +18,33 @@ def open_shard(path: Path) -> Iterator[int]:
         CheckpointChanged: it is no longer there.
         CheckpointError: it cannot be opened.
     """
-    try:
+    with _reading(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError as exc:
-        raise vanished(path) from exc
-    except OSError as exc:
-        raise CheckpointError(f"cannot read {path}", cause=exc.strerror or str(exc)) from exc
     try:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def shard_status(path: Path) -> os.stat_result:
+    """What the file system says of the shard, symbolic links followed.
+
+    Raises:
+        CheckpointChanged: it is no longer there.
+        CheckpointError: it cannot be reached.
+    """
+    with _reading(path):
+        return path.stat()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as exc:
+        raise vanished(path) from exc
+    except OSError as exc:
+        raise CheckpointError(f"cannot read {path}", cause=exc.strerror or str(exc)) from exc
 
 
 def check_size(path: Path, found: int, expected: int) -> None:

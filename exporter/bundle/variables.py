@@ -75,7 +75,7 @@ class VariablesReport:
 
     @property
     def bytes_rewritten(self) -> int:
-        """Bytes that were cast, or put in another order."""
+        """Bytes that were cast, or laid out anew."""
         return self.bytes_of(How.REWRITTEN)
 
 
@@ -126,8 +126,8 @@ class _Job:
         self, mapping: Mapping, prefix: Path, data: DataMode, pool: Executor, progress: Progress
     ) -> None:
         self._catalog = mapping.catalog
-        self._verbatim = [source for source in mapping.sources if source.is_verbatim]
-        self._rewritten = [source for source in mapping.sources if not source.is_verbatim]
+        self._verbatim = [source for source in mapping.sources if not rewrite.is_needed(source)]
+        self._rewritten = [source for source in mapping.sources if rewrite.is_needed(source)]
         self._prefix = prefix
         self._data = data
         self._pool = pool
@@ -196,7 +196,7 @@ class _Job:
                     self._progress.advance(tensors[-1].bytes_)
             finally:
                 kernel_copy.drain(tasks)
-        return tensors, ShardReport(target, None, How.REWRITTEN, "cast, or rows in another order", offset)
+        return tensors, ShardReport(target, None, How.REWRITTEN, "cast, or rows in another layout", offset)
 
 
 def _extents_by_shard(sources: Iterable[Source]) -> dict[int, list[Extent]]:
