@@ -154,7 +154,8 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> Proto:
         raise BuilderError(f"builder {label} raised {type(error).__name__}", cause=_told(error)) from error
     signatures = _signatures(result, graph, label)
     try:
-        exported = tf.compat.v1.train.export_meta_graph(graph=graph)
+        with graph.as_default():
+            exported = tf.compat.v1.train.export_meta_graph(graph=graph)
     except ValueError as error:  # constants above protobuf's 2 GiB
         raise BuilderError(f"the graph of {label} cannot be written", cause=str(error)) from error
     meta_graph = protos.MetaGraphDef.FromString(exported.SerializeToString())
@@ -206,7 +207,8 @@ def _tensor_info(tensor: Any, graph: Any, where: str) -> Proto:
             f"builder {where}: {_described(tensor)} is no tensor of the graph that the builder was called in",
             hint="build inside the function, and open no tf.Graph() of its own",
         )
-    info = tf.compat.v1.saved_model.utils.build_tensor_info(symbolic)
+    with graph.as_default():
+        info = tf.compat.v1.saved_model.utils.build_tensor_info(symbolic)
     return protos.TensorInfo.FromString(info.SerializeToString())
 
 

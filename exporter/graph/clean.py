@@ -51,12 +51,18 @@ def clean(source: SourceGraph) -> InferenceGraph:
         GraphError: the graph is damaged.
     """
     index = GraphIndex.of(source.meta_graph)
-    ends = _Ends.of(source)
-    nodes, replaced = _with_feeds(index, source, ends)
-    roots = [_moved(tensor, replaced).node for tensor in [*ends.outputs, *ends.inputs]]
+    signatures = {name: _Ends.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
+    nodes = _with_constants(index, source, signatures.values())
+    computed = _computed(nodes, signatures.values())
+    given = {tensor: alias for ends in signatures.values() for tensor, alias in ends.inputs.items()}
+    replaced = cut_inputs(
+        index, nodes, {tensor: alias for tensor, alias in given.items() if tensor.node not in computed}
+    )
+    tensors = [*given, *(tensor for ends in signatures.values() for tensor in ends.outputs)]
+    roots = [*dict.fromkeys(_moved(tensor, replaced).node for tensor in tensors)]
     needed, filling = _needed(index, nodes, replaced, roots, source.init_op)
-    fed = {_moved(tensor, replaced).node for tensor in ends.inputs}
-    _check(index, nodes, needed, fed, filling)
+    check_servable(nodes, reach(nodes, filling), fed=set(), allowed={*filling})
+    check_reads(nodes, needed.inputs, mutating(index.functions), where="")
 
     kept = _copies(nodes, needed)
     reads = use_resource_variables(kept)
@@ -70,6 +76,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
     for name, signature in source.meta_graph.signature_def.items():
         meta_graph.signature_def[name].CopyFrom(_served_signature(index, signature, moved))
     variables = graph_variables(kept, source.keys)
+    fed = {_moved(tensor, moved).node for tensor in given}
     return InferenceGraph(
         source=source.label,
         meta_graph=meta_graph,
@@ -83,39 +90,50 @@ def clean(source: SourceGraph) -> InferenceGraph:
 
 @dataclass(frozen=True)
 class _Ends:
-    """The tensors of all signatures; an input with the name it has there."""
+    """The tensors of a signature; an input with the name it has there."""
 
     inputs: dict[Endpoint, str]
     outputs: list[Endpoint]
 
     @classmethod
-    def of(cls, source: SourceGraph) -> _Ends:
+    def of(cls, signature: Proto) -> _Ends:
         inputs: dict[Endpoint, str] = {}
-        outputs: dict[Endpoint, None] = {}
-        for _, signature in sorted(source.meta_graph.signature_def.items()):
-            for role, alias, info in signature_tensors(signature):
-                for text in tensor_names(info):
-                    if role == "input":
-                        inputs.setdefault(endpoint(text), alias)
-                    else:
-                        outputs[endpoint(text)] = None
-        return cls(inputs, list(outputs))
+        outputs: list[Endpoint] = []
+        for role, alias, info in signature_tensors(signature):
+            for text in tensor_names(info):
+                if role == "input":
+                    inputs[endpoint(text)] = alias
+                else:
+                    outputs.append(endpoint(text))
+        return cls(inputs, outputs)
 
 
-def _with_feeds(
-    index: GraphIndex, source: SourceGraph, ends: _Ends
-) -> tuple[dict[str, Proto], dict[Endpoint, Endpoint]]:
-    """The nodes with constants and placeholders where values come from outside; what reads elsewhere now."""
-    both = {endpoint(text) for text in source.feeds} & ends.inputs.keys()
+def _with_constants(index: GraphIndex, source: SourceGraph, signatures: Iterable[_Ends]) -> dict[str, Proto]:
+    """The nodes, with constants for what `--feed` fixes and for the paths of assets."""
+    both = source.feeds.keys() & {tensor.node for ends in signatures for tensor in ends.inputs}
     if both:
         raise UsageError(
-            f"{min(both)} is an input of a signature and fixed by --feed", hint="choose one of them"
+            f"{min(both)!r} is an input of a signature and fixed by --feed", hint="choose one of them"
         )
     nodes = dict(index.nodes)
     read_assets_directly(nodes, source.assets)
-    replaced = fix_constants(index, nodes, source.feeds)
-    replaced |= cut_inputs(index, nodes, [(alias, str(tensor)) for tensor, alias in ends.inputs.items()])
-    return nodes, replaced
+    fix_constants(index, nodes, source.feeds)
+    return nodes
+
+
+def _computed(nodes: Mapping[str, Proto], signatures: Iterable[_Ends]) -> set[str]:
+    """The nodes that a request to any signature runs, all of them fit for a server.
+
+    A server can be fed any tensor. So one that a signature takes and another one computes stays as it is;
+    one that nothing computes any more gets a placeholder.
+    """
+    computed: set[str] = set()
+    for ends in signatures:
+        roots = dict.fromkeys(tensor.node for tensor in ends.outputs if tensor not in ends.inputs)
+        reached = reach(nodes, roots, given=ends.inputs.keys())
+        check_servable(nodes, reached, fed={tensor.node for tensor in ends.inputs})
+        computed |= reached.inputs.keys()
+    return computed
 
 
 def _needed(
@@ -135,13 +153,6 @@ def _needed(
         if found == filling:
             return needed, filling
         filling = found
-
-
-def _check(
-    index: GraphIndex, nodes: Mapping[str, Proto], needed: Reached, fed: set[str], filling: list[str]
-) -> None:
-    check_servable(nodes, needed, fed, allowed={*filling})
-    check_reads(nodes, needed.inputs, mutating(index.functions), where="")
 
 
 def _moved(tensor: Endpoint, moves: Mapping[Endpoint, Endpoint]) -> Endpoint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,35 +22,40 @@ _BATCHED = re.compile(r"\w*Dequeue(Many|UpTo)?\w*|\w*IteratorGetNext\w*|\w*Unsta
 
 
 def parse_feeds(index: GraphIndex, feeds: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Constants by tensor name from `--feed NAME=VALUE`, in the tensor's own type.
+    """Constants by placeholder from `--feed NAME=VALUE`, in the placeholder's own type.
 
     A value is a number, `true` or `false`, a string, or a JSON list of such. A single value for a tensor of
     known shape fills it.
 
     Raises:
         UnknownTensor: no such tensor.
-        UsageError: the value does not fit its type or shape.
+        UsageError: it is no placeholder, or the value does not fit its type or shape.
     """
-    found = {}
-    for name, text in feeds.items():
-        tensor = index.resolve(name, "--feed")
-        dtype, shape = index.dtype(tensor), index.shape(tensor)
-        try:
-            value = _array(text, dtype)
-            if shape and not value.shape and min(shape) >= 0:
-                value = np.broadcast_to(value, shape).copy()
-        except (ValueError, TypeError, OverflowError) as error:
-            expected = f"{tensor} is a {dtype.label} of shape {_shown(shape)}"
-            raise UsageError(
-                f"--feed {name}={text}: not a value for it", cause=f"{expected}: {error}"
-            ) from error
-        if shape is not None and not _fits(value.shape, shape):
-            raise UsageError(
-                f"--feed {name}={text}: shape {_shown(value.shape)} does not fit",
-                cause=f"{tensor} has shape {_shown(shape)}",
-            )
-        found[str(tensor)] = value
-    return found
+    return dict(_feed(index, name, text) for name, text in feeds.items())
+
+
+def _feed(index: GraphIndex, name: str, text: str) -> tuple[str, np.ndarray]:
+    tensor = index.resolve(name, "--feed")
+    op = index.nodes[tensor.node].op
+    if op not in PLACEHOLDERS:
+        raise UsageError(
+            f"--feed {name}: {tensor.node!r} is a {op}, not a placeholder",
+            hint=f"make it an input instead: --input NAME={tensor}",
+        )
+    dtype, shape = index.dtype(tensor), index.shape(tensor)
+    try:
+        value = _array(text, dtype)
+        if shape and not value.shape and min(shape) >= 0:
+            value = np.broadcast_to(value, shape).copy()
+    except (ValueError, TypeError, OverflowError) as error:
+        expected = f"{tensor} is a {dtype.label} of shape {_shown(shape)}"
+        raise UsageError(f"--feed {name}={text}: not a value for it", cause=f"{expected}: {error}") from error
+    if shape is not None and not _fits(value.shape, shape):
+        raise UsageError(
+            f"--feed {name}={text}: shape {_shown(value.shape)} does not fit",
+            cause=f"{tensor} has shape {_shown(shape)}",
+        )
+    return tensor.node, value
 
 
 def _array(text: str, dtype: DType) -> np.ndarray:
@@ -109,33 +114,23 @@ def constant(name: str, value: np.ndarray, dtype: DType) -> Proto:
     return node
 
 
-def fix_constants(
-    index: GraphIndex, nodes: dict[str, Proto], feeds: Mapping[str, np.ndarray]
-) -> dict[Endpoint, Endpoint]:
-    """Put constants where tensors are fixed, in place; returns which tensors to read from elsewhere."""
-    replaced = {}
-    for text, value in feeds.items():
-        tensor = index.resolve(text, "--feed")
-        name = tensor.node
-        if nodes[name].op not in PLACEHOLDERS:
-            name = free_name(nodes, f"{tensor.node}/fixed")
-            replaced[tensor] = Endpoint(name, 0)
-        nodes[name] = constant(name, value, index.dtype(tensor))
-    return replaced
+def fix_constants(index: GraphIndex, nodes: dict[str, Proto], feeds: Mapping[str, np.ndarray]) -> None:
+    """Put constants in the place of placeholders, in place."""
+    for name, value in feeds.items():
+        nodes[name] = constant(name, value, index.dtype(Endpoint(name, 0)))
 
 
 def cut_inputs(
-    index: GraphIndex, nodes: dict[str, Proto], inputs: Iterable[tuple[str, str]]
+    index: GraphIndex, nodes: dict[str, Proto], inputs: Mapping[Endpoint, str]
 ) -> dict[Endpoint, Endpoint]:
-    """Put a placeholder before each (alias, tensor) that is made by the graph itself, in place.
+    """Put a placeholder before each input (with its alias) that the graph itself computes, in place.
 
     The placeholder is called as the input is, if no node has that name. What a queue or an iterator gives in
     batches of a fixed size may come in any other size when served.
     """
     replaced: dict[Endpoint, Endpoint] = {}
-    for alias, text in inputs:
-        tensor = index.resolve(text, f"input {alias!r}")
-        if nodes[tensor.node].op in PLACEHOLDERS or tensor in replaced:
+    for tensor, alias in inputs.items():
+        if nodes[tensor.node].op in PLACEHOLDERS:
             continue
         name = free_name(
             nodes, re.sub(r"[^A-Za-z0-9_./-]", "_", alias).lstrip("_/-") or f"{tensor.node}/input"

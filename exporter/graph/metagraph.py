@@ -21,6 +21,7 @@ from exporter.graph.signatures import (
     set_signatures,
 )
 from exporter.graph.source_graph import GraphRequest, SourceGraph
+from exporter.graph.tables import add_init_op
 from exporter.protos import Proto
 
 _SHOWN = 6
@@ -90,9 +91,14 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
         check_signatures(meta_graph, index)
     else:
         raise _nothing_to_serve(index, label)
-    keys = variable_keys(meta_graph, index)
-    feeds = parse_feeds(index, request.feeds)
-    return SourceGraph(label=label, meta_graph=meta_graph, keys=keys, feeds=feeds, directory=directory)
+    return SourceGraph(
+        label=label,
+        meta_graph=meta_graph,
+        keys=variable_keys(meta_graph, index),
+        feeds=parse_feeds(index, request.feeds),
+        init_op=add_init_op(meta_graph, index),
+        directory=directory,
+    )
 
 
 def _own_specs(meta_graph: Proto) -> list[SignatureSpec]:

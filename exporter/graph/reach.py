@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from exporter.errors import GraphError
@@ -38,9 +38,14 @@ class Reached:
 
 
 def reach(
-    nodes: Mapping[str, Proto], roots: Iterable[str], replaced: Mapping[Endpoint, Endpoint] | None = None
+    nodes: Mapping[str, Proto],
+    roots: Iterable[str],
+    replaced: Mapping[Endpoint, Endpoint] | None = None,
+    given: Collection[Endpoint] = (),
 ) -> Reached:
-    """Everything that the nodes `roots` need; a tensor in `replaced` is read from elsewhere.
+    """Everything that the nodes `roots` need; tensors in `replaced` are read from elsewhere.
+
+    What makes the tensors `given` is not looked for.
 
     Raises:
         GraphError: a node reads from one that the graph lacks.
@@ -57,7 +62,10 @@ def reach(
             needed = [_redirected(text, replaced) for text in needed]
         inputs[name] = tuple(needed)
         for text in needed:
-            source = endpoint(text).node
+            tensor = endpoint(text)
+            source = tensor.node
+            if tensor in given:
+                continue
             if source not in nodes:
                 raise GraphError(
                     f"{nodes[name].op} {name!r} reads {text!r}, which the graph does not have",

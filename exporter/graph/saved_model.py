@@ -47,7 +47,7 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
             )
     source = with_signatures(meta_graph, request, label=str(path), directory=path)
     meta_graph.ClearField("object_graph_def")
-    return dataclasses.replace(source, assets=assets, init_op=init_op)
+    return dataclasses.replace(source, assets=assets, init_op=init_op or source.init_op)
 
 
 def read_saved_model(path: Path) -> Proto:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from exporter.errors import NotServable
 from exporter.graph.nodes import attr_dtype, control_inputs
@@ -37,7 +37,9 @@ def changes_state(op: str) -> bool:
     return _CHANGES_STATE.fullmatch(op) is not None
 
 
-def check_servable(nodes: Mapping[str, Proto], reached: Reached, fed: set[str], allowed: set[str]) -> None:
+def check_servable(
+    nodes: Mapping[str, Proto], reached: Reached, fed: set[str], allowed: Collection[str] = ()
+) -> None:
     """Refuse the nearest operation that a server cannot or must not run.
 
     `fed` are the placeholders that a request fills; `allowed` are operations that run once, at load.

@@ -44,10 +44,10 @@ class SourceGraph:
     """A graph before anything is removed from it; to restore and run it is to run what was trained.
 
     `meta_graph` is a `protos.MetaGraphDef` whose `signature_def` is complete and names the graph's own
-    tensors (also ones that are no placeholders: a session can feed any). `feeds` must be fed beside every
-    signature. `keys` tells for each variable's node what it is stored under. `assets` maps a node that holds
-    a file's path to that file; `init_op` is the graph's own initialiser of tables. Relative paths in the
-    graph mean `directory` if they do not exist where the process runs.
+    tensors (also ones that are no placeholders: a session can feed any). `feeds` holds values by placeholder
+    node, to be fed beside every signature. `keys` tells for each variable's node what it is stored under.
+    `assets` maps a node that holds a file's path to that file; `init_op` is the node that initialises tables.
+    Relative paths in the graph mean `directory` if they do not exist where the process runs.
     """
 
     label: str

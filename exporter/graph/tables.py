@@ -19,6 +19,7 @@ from exporter.graph.nodes import (
     endpoint,
     through_identities,
 )
+from exporter.graph.resource_variables import free_name
 from exporter.graph.source_graph import SourceGraph
 from exporter.protos import Proto
 
@@ -27,6 +28,7 @@ _MUTABLE = re.compile(r"(Anonymous)?Mutable(Dense)?HashTable\w*")
 _FROM_FILE = re.compile(r"InitializeTableFromTextFile(V2)?")
 _FILLS = re.compile(r"InitializeTable(FromTextFile|FromDataset)?(V2)?|LookupTableImport(V2)?")
 _ASSET_COLLECTION = "asset_filepaths"
+_INIT_COLLECTION = "table_initializer"
 
 
 def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
@@ -78,6 +80,22 @@ def initialisers(index: GraphIndex, needed: set[str], init_op: str | None) -> li
             hint="build the graph with the table's initializer, or choose other outputs",
         )
     return found
+
+
+def add_init_op(meta_graph: Proto, index: GraphIndex) -> str | None:
+    """One node that fills every table of a graph that lists its initialisers in a collection, as sessions do.
+
+    The NoOp is added to `meta_graph`; iterators, which some put into the collection too, are not under it.
+    """
+    if _INIT_COLLECTION not in meta_graph.collection_def:
+        return None
+    listed = [endpoint(name).node for name in meta_graph.collection_def[_INIT_COLLECTION].node_list.value]
+    filling = [name for name in listed if name in index.nodes and _FILLS.fullmatch(index.nodes[name].op)]
+    if not filling:
+        return None
+    name = free_name(index.nodes, "fill_tables")
+    meta_graph.graph_def.node.append(init_node(name, filling))
+    return name
 
 
 def _table_of(index: GraphIndex, node: Proto) -> str:
