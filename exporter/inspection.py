@@ -71,7 +71,10 @@ class GraphView:
 
 @dataclass(frozen=True)
 class BundleView:
-    """A SavedModel; `manifest` is None if another program wrote it, `catalog` if it has no variables."""
+    """A SavedModel with the signatures of all its graphs, mostly one.
+
+    `manifest` is None if another program wrote it, `catalog` if it has no variables.
+    """
 
     path: Path
     signatures: tuple[Signature, ...]
@@ -129,9 +132,10 @@ def signatures_of(meta_graph: Proto) -> tuple[Signature, ...]:
 
 def _bundle(path: Path) -> BundleView:
     prefix = path / VARIABLES_DIRECTORY / VARIABLES_NAME
+    saved_model = read_saved_model(path)
     return BundleView(
         path,
-        signatures_of(read_saved_model(path)),
+        tuple(signature for graph in saved_model.meta_graphs for signature in signatures_of(graph)),
         read_catalog(prefix) if index_path(prefix).exists() else None,
         read_manifest(path) if (path / FILE_NAME).exists() else None,
     )

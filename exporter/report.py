@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from exporter.bundle.variables import How
@@ -117,7 +118,7 @@ def _bundle_document(found: BundleView) -> Document:
     manifest = found.manifest
     document: Document = {"kind": "saved_model", "path": str(found.path)}
     if manifest is not None:
-        document |= {"position": manifest.position, "step": manifest.step, "source": vars(manifest.source)}
+        document |= {"position": manifest.position, "step": manifest.step, "source": asdict(manifest.source)}
     if found.catalog is not None:
         document |= {"variables": _catalog_document(found.catalog)}
     return document | {"signatures": _signatures_document(found.signatures)}
