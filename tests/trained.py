@@ -36,9 +36,15 @@ class Trained:
 
 
 def train(
-    build: Builder, feeds: Mapping[str, Any], prefix: Path, *, sharded: bool = False, seed: int = 1
+    build: Builder,
+    feeds: Mapping[str, Any],
+    prefix: Path,
+    *,
+    sharded: bool = False,
+    round_to: Any = None,
+    seed: int = 1,
 ) -> Trained:
-    """Build, give every variable random values, save, answer `feeds`."""
+    """Build, give every variable random values (as `round_to` holds them), save, answer `feeds`."""
     with tf.Graph().as_default() as graph, tf1.Session(graph=graph) as session:
         inputs, outputs = build()
         tf1.get_variable("opt/slot", [1000], use_resource=True)
@@ -47,6 +53,8 @@ def train(
         for variable in tf1.global_variables():
             if variable.dtype.is_floating:
                 values = rng.normal(size=variable.shape.as_list())
+                if round_to is not None:
+                    values = values.astype(variable.dtype.as_numpy_dtype).astype(round_to)
                 variable.load(values.astype(variable.dtype.as_numpy_dtype), session)
         prefix.parent.mkdir(parents=True, exist_ok=True)
         if sharded:
