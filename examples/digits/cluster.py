@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 _POLL_S = 0.1
+_GRACE_S = 3
 _TAIL_LINES = 25
 _PORTS = range(15_000, 32_000)
 """Below the range from which Linux gives ports to clients, so that none is taken before a node binds it."""
@@ -148,7 +149,7 @@ def _end(nodes: Sequence[Node]) -> None:
             node.process.terminate()
     for node in nodes:
         try:
-            node.process.wait(timeout=5)
+            node.process.wait(timeout=_GRACE_S)
         except subprocess.TimeoutExpired:
             node.process.kill()
             node.process.wait()

@@ -26,6 +26,7 @@ _BATCH = 64
 _LEARNING_RATE = 1e-3
 _AVERAGE_DECAY = 0.98
 _LEAVE_TIMEOUT_MS = 60_000
+_REPORT_EVERY = 300
 
 
 @dataclass(frozen=True)
@@ -198,9 +199,9 @@ class Report(v1.train.SessionRunHook):
         return v1.train.SessionRunArgs((self._step, self._loss))
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Print a line for every hundred steps of the cluster."""
+        """Print a line now and then."""
         step, loss = run_values.results
-        if step // 100 > self._printed // 100:
+        if step // _REPORT_EVERY > self._printed // _REPORT_EVERY:
             self._printed = step
             print(f"step {step:4d}  loss {loss:.3f}", flush=True)
 
