@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from exporter.catalog import Catalog
+from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_array
 from exporter.delta.format import Kind, ServedVariable
 from exporter.delta.increment import Changed, rows_of
@@ -78,11 +78,11 @@ class CheckpointSource:
 
     def rows(self, tracked: Tracked, ids: Array) -> Iterator[Array]:
         """See `Source`."""
-        yield rows_of(self.catalog, self.catalog.tensors[tracked.name], ids)
+        yield rows_of(self.catalog, self._stored(tracked), ids)
 
     def all_rows(self, tracked: Tracked) -> Iterator[tuple[int, Array]]:
         """See `Source`."""
-        ref = self.catalog.tensors[tracked.name]
+        ref = self._stored(tracked)
         if ref.extent is not None:
             yield 0, memory_map(self.catalog, ref)
         for part in sorted(ref.slices, key=lambda part: part.spec.starts):
@@ -91,7 +91,15 @@ class CheckpointSource:
     def wholes(self, tracked: Iterable[Tracked]) -> Iterator[tuple[Tracked, Array]]:
         """See `Source`."""
         for entry in tracked:
-            yield entry, read_array(self.catalog, self.catalog.tensors[entry.name])
+            yield entry, read_array(self.catalog, self._stored(entry))
+
+    def _stored(self, entry: Tracked) -> TensorRef:
+        """The tensor; of one that is declared larger than it is (see `survey`), the part that is there."""
+        ref = self.catalog.tensors[entry.name]
+        if ref.shape == entry.shape:
+            return ref
+        part = next(part for part in ref.slices if part.spec.lengths == entry.shape)
+        return TensorRef(ref.name, ref.dtype, entry.shape, part.extent)
 
 
 class Collector:

@@ -106,6 +106,7 @@ class IncrementHook:
         if self._chief is None:
             self._wait_until_ready(session, coord)
             return
+        session.run(self._recording.plan.initializer)
         ready = session.run(self._recording.are_ready)
         missing = zip(self._recording.variables, ready, strict=True)
         session.run([variable.initializer for variable, is_ready in missing if not is_ready])
@@ -163,6 +164,11 @@ class IncrementHook:
                     hint="give the chief an IncrementHook, too, with is_chief=True",
                 )
             time.sleep(_POLL_SECONDS)
+        if int(session.run(self._recording.plan_of_chief)) != self._recording.plan_digest:
+            raise UsageError(
+                "this worker's graph writes to other variables, or in other ways, than the chief's",
+                hint="build the same graph in every worker (between-graph replication)",
+            )
 
     def _count_unrecorded(self, session: Session) -> int:
         """Global steps minus recorded ones; the step is read first, so that steps of now count for less."""
@@ -211,8 +217,8 @@ def _report(tracked: tuple[Tracked, ...], saveables: list[Any]) -> None:
     compared = [entry for entry in tracked if entry.mode is Mode.COMPARED]
     if compared:
         log.warning(
-            "increments: %s may move any row of %s: %s are kept in memory and compared each time. An optimizer "
-            "that is lazy for sparse gradients moves only the rows that were looked up",
+            "increments: %s may move any row of %s: %s are kept in memory and compared each time. "
+            "An optimizer that is lazy for sparse gradients moves only the rows that were looked up",
             " and ".join(sorted({kind for entry in compared for kind in entry.whole_writes})),
             ", ".join(entry.name for entry in compared),
             _size(compared),

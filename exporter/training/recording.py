@@ -35,7 +35,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exporter.training.survey import Mode, Part, Tracked
+from exporter.training.survey import Mode, Part, Tracked, plan_digest
 from exporter.training.writes import RowWrite, consumers_of, is_resource, variable_use
 
 Operation = Any
@@ -63,26 +63,30 @@ class Recording:
     marks: Mapping[str, Operation]
     steps: Variable
     recorded_steps: Tensor
+    plan: Variable
+    plan_of_chief: Tensor
+    plan_digest: int
     are_ready: Tensor
 
     @property
     def variables(self) -> tuple[Variable, ...]:
         """The variables of the recording, which no saver, initializer or report knows of."""
-        return (*(group.touched for group in self.groups), self.steps)
+        return (*(group.touched for group in self.groups), self.steps, self.plan)
 
 
-def record(tracked: Iterable[Tracked], global_step: Variable) -> Recording:
+def record(tracked: tuple[Tracked, ...], global_step: Variable) -> Recording:
     """Extend the current default graph, the same way in every worker."""
     import tensorflow as tf
 
     marks: dict[str, Operation] = {}
     groups = tuple(_group(parts, marks) for parts in _parts_by_operation(tracked))
     steps = _count_steps(global_step)
-    variables = [*(group.touched for group in groups), steps]
+    digest = plan_digest(tracked)
+    plan = _beside(global_step, f"{SCOPE}/plan", [], tf.int64, digest)
+    variables = [*(group.touched for group in groups), steps, plan]
     with tf.name_scope(f"{SCOPE}/"):
         are_ready = tf.stack([variable.is_initialized() for variable in variables], name="are_ready")
-        recorded_steps = steps.read_value()
-    return Recording(groups, marks, steps, recorded_steps, are_ready)
+        return Recording(groups, marks, steps, steps.read_value(), plan, plan.read_value(), digest, are_ready)
 
 
 def _parts_by_operation(tracked: Iterable[Tracked]) -> list[tuple[Part, ...]]:
@@ -180,8 +184,8 @@ def counts_every_step(global_step: Variable) -> bool:
     return set(variable_use(global_step).whole_writes) <= {"AssignAdd", "AssignAddVariableOp"}
 
 
-def _beside(variable: Variable, name: str, shape: list[int], dtype: Any) -> Variable:
-    """A variable of zeros on the same device as `variable`, in no collection."""
+def _beside(variable: Variable, name: str, shape: list[int], dtype: Any, initial: int = 0) -> Variable:
+    """A variable on the same device as `variable`, in no collection, full of `initial`."""
     import tensorflow as tf
 
     device = variable.handle.op if is_resource(variable) else variable.op
@@ -191,7 +195,7 @@ def _beside(variable: Variable, name: str, shape: list[int], dtype: Any) -> Vari
         device.graph.colocate_with(device, ignore_existing=True),
     ):
         return tf.compat.v1.Variable(
-            lambda: tf.zeros(shape, dtype),
+            lambda: tf.fill(shape, tf.constant(initial, dtype)),
             trainable=False,
             collections=[],
             name=name,

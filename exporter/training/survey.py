@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -19,14 +20,15 @@ Variable = Any
 class Mode(Enum):
     """How the changes of a variable are found.
 
-    `TOUCHED`: every write names its rows, which are recorded. `COMPARED`: rows are looked up, but some
-    write may move any of them, so that they are compared with those written last. `WHOLE`: it is written as
-    a whole if a digest of it changed.
+    `TOUCHED`: every write names its rows, which are recorded. `COMPARED`: rows are looked up, but some write
+    may move any of them, so that they are compared with those written last. `WHOLE`: it is written as a whole
+    if a digest of it changed. `FIXED`: nothing in the graph writes to it after its initializer.
     """
 
     TOUCHED = "touched rows"
     COMPARED = "compared rows"
-    WHOLE = "whole"
+    WHOLE = "digest"
+    FIXED = "nothing, as nobody writes them"
 
 
 @dataclass(frozen=True)
@@ -77,22 +79,32 @@ def survey(variables: Iterable[Variable]) -> tuple[Tracked, ...]:
         slice_info = variable._get_save_slice_info()
         groups[slice_info.full_name if slice_info else variable.op.name].append(variable_use(variable))
     shapes = {name: _full_shape(uses[0].variable) for name, uses in groups.items()}
-    tables = {
-        shapes[name] for name, uses in groups.items() if any(u.is_gathered or u.row_writes for u in uses)
-    }
+    used = [use for uses in groups.values() for use in uses]
+    tables = {_shape(use.variable) for use in used if use.is_gathered or use.row_writes}
     found = [_tracked(name, shapes[name], uses, tables) for name, uses in sorted(groups.items())]
     return tuple(found)
+
+
+def plan_digest(tracked: Iterable[Tracked]) -> int:
+    """An int64 that two graphs share if the changes of the same variables are found in the same way."""
+    plan = [(entry.name, entry.shape, entry.dtype.label, entry.mode.name) for entry in tracked]
+    return int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:8], "little", signed=True)
 
 
 def _tracked(
     name: str, shape: tuple[int, ...], uses: list[VariableUse], tables: set[tuple[int, ...]]
 ) -> Tracked:
     parts = tuple(sorted(map(_part, uses), key=lambda part: part.starts))
+    if len(parts) == 1 and parts[0].shape != shape:
+        # A slot of one part of a table: savers declare it in the table's shape, under a name of its own.
+        shape, parts = parts[0].shape, (replace(parts[0], starts=(0,) * len(shape)),)
     whole_writes = tuple(sorted({kind for use in uses for kind in use.whole_writes}))
     is_by_rows = bool(shape) and all(part.shape[1:] == shape[1:] for part in parts)
-    if is_by_rows and not whole_writes and any(use.row_writes for use in uses):
+    if not whole_writes and not any(use.row_writes for use in uses):
+        mode = Mode.FIXED
+    elif is_by_rows and not whole_writes:
         mode = Mode.TOUCHED
-    elif is_by_rows and whole_writes and shape in tables:  # a table, its slots, its moving average
+    elif is_by_rows and any(part.shape in tables for part in parts):  # also a slot, or a moving average
         mode = Mode.COMPARED
     else:
         mode = Mode.WHOLE

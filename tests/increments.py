@@ -1,0 +1,50 @@
+"""What tests of increments ask: do full checkpoints and increments give the trainer's own last state?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from exporter.catalog import TensorRef
+from exporter.checkpoint.tensor_bundle import read_array, read_catalog
+from exporter.delta.history import History, identify, read_history
+from exporter.delta.increment import CheckpointId, StoredIncrement, apply_increments
+
+
+def values_of(prefix: Path) -> dict[str, np.ndarray]:
+    catalog = read_catalog(prefix)
+    return {name: read_array(catalog, stored(ref)) for name, ref in catalog.tensors.items()}
+
+
+def stored(ref: TensorRef) -> TensorRef:
+    """The slot of one part of a table is declared in the table's shape, and one slice of it is there."""
+    if ref.is_complete:
+        return ref
+    (part,) = [part for part in ref.slices if part.extent]
+    return TensorRef(ref.name, ref.dtype, part.spec.lengths, part.extent)
+
+
+def full(directory: Path, step: int) -> CheckpointId:
+    return identify(directory / f"model.ckpt-{step}", step)
+
+
+def differing(
+    directory: Path, start: CheckpointId, final: Path, chain: tuple[StoredIncrement, ...] | None = None
+) -> list[str]:
+    """Variables whose bits differ between `final` and `start` with the increments that lead on from it."""
+    chain = read_history(directory).after(start) if chain is None else chain
+    values = values_of(directory / start.name)
+    apply_increments(values, chain)
+    expected = values_of(final)
+    assert values.keys() == expected.keys()
+    return [name for name, value in expected.items() if values[name].tobytes() != value.tobytes()]
+
+
+def starts(history: History, directory: Path) -> list[CheckpointId]:
+    """The full checkpoints that are still there and have a place in the chain."""
+    return [
+        milestone.checkpoint
+        for milestone in history.milestones
+        if full(directory, milestone.checkpoint.step) == milestone.checkpoint
+    ]

@@ -1,0 +1,114 @@
+"""What the nodes of `increment_cluster` run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from typing import Any
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import tensorflow as tf
+
+from exporter.training import IncrementHook
+from tests.integration.increment_cluster import Job
+
+v1 = tf.compat.v1
+
+OPTIMIZERS = {
+    "sgd": lambda: v1.train.GradientDescentOptimizer(0.1),
+    "adagrad": lambda: v1.train.AdagradOptimizer(0.1),
+    "ftrl": lambda: v1.train.FtrlOptimizer(0.1, l1_regularization_strength=0.01),
+    "rmsprop": lambda: v1.train.RMSPropOptimizer(0.01, momentum=0.9, centered=True),
+    "momentum": lambda: v1.train.MomentumOptimizer(0.05, 0.9),
+    "adam": lambda: v1.train.AdamOptimizer(0.01),
+}
+ROWS = 600
+
+
+def run(job: Job, name: str) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    config = json.loads(os.environ["TF_CONFIG"])
+    task = config["task"]
+    proto = v1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=2)
+    server = tf.distribute.Server(
+        tf.train.ClusterSpec(config["cluster"]),
+        job_name=task["type"],
+        task_index=task["index"],
+        config=proto,
+    )
+    if task["type"] == "ps":
+        server.join()
+    with tf.Graph().as_default():
+        train(job, name, server, config)
+    (job.directory / "done").mkdir(exist_ok=True)
+    (job.directory / "done" / name).touch()
+
+
+def train(job: Job, name: str, server: Any, config: dict[str, Any]) -> None:
+    role, is_chief = name.partition("-")[0], name == "chief-0"
+    setter = v1.train.replica_device_setter(
+        cluster=tf.train.ClusterSpec(config["cluster"]),
+        worker_device=f"/job:{role}/task:{config['task']['index']}",
+    )
+    with v1.device(setter):
+        step, train_op = model(job, seed=hash(name) & 0xFFFF)
+    hooks = []
+    if role in job.with_hook:
+        hooks.append(
+            IncrementHook(
+                job.checkpoints,
+                save_increment_steps=job.save_increment_steps,
+                is_chief=is_chief,
+                incremental_save_restore=job.restores,
+            )
+        )
+    with v1.train.MonitoredTrainingSession(
+        master=server.target,
+        is_chief=is_chief,
+        checkpoint_dir=str(job.checkpoints),
+        save_checkpoint_steps=job.save_checkpoint_steps,
+        save_checkpoint_secs=None,
+        save_summaries_steps=None,
+        save_summaries_secs=None,
+        log_step_count_steps=None,
+        hooks=hooks,
+        max_wait_secs=60,
+    ) as session:
+        while session.run(step) < job.steps:
+            session.run(train_op)
+        while is_chief and not all_done(job):
+            time.sleep(0.05)
+
+
+def all_done(job: Job) -> bool:
+    return all((job.directory / "done" / f"worker-{i}").exists() for i in range(job.workers))
+
+
+def model(job: Job, seed: int) -> tuple[Any, Any]:
+    """For each optimizer a partitioned table that two features share, a whole table, and a dense weight."""
+    step = v1.train.get_or_create_global_step()
+    updates = []
+    for index, optimizer in enumerate(job.optimizers):
+        with v1.variable_scope(optimizer, use_resource=bool(index % 2)):
+            loss, variables = tower(seed + index)
+            updates.append(OPTIMIZERS[optimizer]().minimize(loss, var_list=variables))
+    with tf.control_dependencies(updates):
+        train_op = v1.assign_add(step, 1)
+    return step, train_op
+
+
+def tower(seed: int) -> tuple[Any, list[Any]]:
+    with v1.variable_scope("parts", partitioner=v1.fixed_size_partitioner(3)):
+        shared = v1.get_variable("shared", [ROWS, 4])
+    table = v1.get_variable("table", [ROWS // 2, 3])
+    dense = v1.get_variable("dense", [7, 1], initializer=v1.ones_initializer())
+    ids = tf.cast(tf.random.uniform([3, 8], seed=seed) ** 3 * (ROWS // 2), tf.int64)
+    first = tf.nn.embedding_lookup(shared, ids[0])
+    second = tf.nn.embedding_lookup(shared, ids[1] * 2 + 1)
+    rows = tf.concat([first * second, tf.gather(table, ids[2])], axis=1)
+    loss = tf.reduce_mean((rows @ dense - 1.0) ** 2)
+    return loss, [*shared, table, dense]
