@@ -53,7 +53,9 @@ _JOINABLE = {
 
 def is_needed(source: Source) -> bool:
     """True if the source's bytes cannot be served as they are stored."""
-    return not source.is_verbatim or (source.dtype not in _JOINABLE and not _is_stored_as_served(source))
+    if source.is_verbatim:
+        return source.tensor.dtype not in _JOINABLE and not _is_stored_as_served(source)
+    return True
 
 
 def layout(source: Source, *, shard: int, offset: int) -> TensorRef:

@@ -10,7 +10,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -126,8 +126,10 @@ class _Job:
         self, mapping: Mapping, prefix: Path, data: DataMode, pool: Executor, progress: Progress
     ) -> None:
         self._catalog = mapping.catalog
-        self._verbatim = [source for source in mapping.sources if not rewrite.is_needed(source)]
-        self._rewritten = [source for source in mapping.sources if rewrite.is_needed(source)]
+        self._verbatim: list[Source] = []
+        self._rewritten: list[Source] = []
+        for source in mapping.sources:
+            (self._rewritten if rewrite.is_needed(source) else self._verbatim).append(source)
         self._prefix = prefix
         self._data = data
         self._pool = pool
@@ -212,12 +214,13 @@ def _moved(source: Source, placed: dict[int, _Placed]) -> TensorRef:
         return extent and placed[extent.shard].moved(extent)
 
     tensor = source.tensor
-    slices = tuple(SliceRef(part.spec, move(part.extent)) for part in tensor.slices)
-    return replace(tensor, name=source.key, extent=move(tensor.extent), slices=slices)
+    slices = tuple([SliceRef(part.spec, move(part.extent)) for part in tensor.slices])
+    return TensorRef(source.key, tensor.dtype, tensor.shape, move(tensor.extent), slices)
 
 
+# Extents are made by their constructor: dataclasses.replace takes ten times as long, and tensors are many.
 def _renumber(shard: int) -> Callable[[Extent], Extent]:
-    return lambda extent: replace(extent, shard=shard)
+    return lambda extent: Extent(shard, extent.offset, extent.size, extent.crc32c)
 
 
 def _relocate(shard: int, ranges: Sequence[ByteRange]) -> Callable[[Extent], Extent]:
@@ -225,6 +228,7 @@ def _relocate(shard: int, ranges: Sequence[ByteRange]) -> Callable[[Extent], Ext
 
     def move(extent: Extent) -> Extent:
         piece = ranges[bisect_right(starts, extent.offset) - 1]
-        return replace(extent, shard=shard, offset=piece.target + extent.offset - piece.source)
+        offset = piece.target + extent.offset - piece.source
+        return Extent(shard, offset, extent.size, extent.crc32c)
 
     return move
