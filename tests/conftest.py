@@ -7,6 +7,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.commands import export_model
 from tests.once import once_a_run
 
 ROOT = Path(__file__).parent.parent
@@ -25,3 +26,15 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run(command, check=True, capture_output=True, timeout=120)
 
     return once_a_run(tmp_path_factory, "ranker", train)
+
+
+@pytest.fixture(scope="session")
+def ranker_graph(ranker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published version of the ranker, whose graph can be exported again without a builder."""
+    model = f"{ROOT / 'examples/ranker/model.py'}:serving"
+
+    def publish(directory: Path) -> None:
+        ran = export_model("--ckpt-dir", ranker, "--model", model, "--out", directory)
+        assert ran.code == 0, ran.err
+
+    return once_a_run(tmp_path_factory, "ranker-graph", publish) / "20"

@@ -14,19 +14,6 @@ from exporter import errors
 from exporter.errors import ExportError
 from tests.commands import export_model
 
-MODEL = f"{Path(__file__).parent.parent / 'examples/ranker/model.py'}:serving"
-META = ["--input", "user=user:0"]
-
-
-@pytest.fixture
-def graph(ranker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SavedModel of the ranker, so that tests need no builder and so no TensorFlow."""
-    base = tmp_path_factory.getbasetemp() / "ranker-graph"
-    if not base.exists():
-        assert export_model("--ckpt-dir", ranker, "--model", MODEL, "--out", base).code == 0
-    (version,) = (path for path in base.iterdir() if path.name.isdigit())
-    return version
-
 
 def tree(path: Path) -> list[str]:
     return sorted(str(found.relative_to(path)) for found in path.rglob("*"))
@@ -40,8 +27,10 @@ def test_help_names_every_option_with_examples_and_exit_codes() -> None:
     assert "╭" not in ran.out
 
 
-def test_export_says_what_it_did_and_what_comes_next(ranker: Path, graph: Path, tmp_path: Path) -> None:
-    ran = export_model("--ckpt-dir", ranker, "--model", graph, "--out", tmp_path / "m")
+def test_export_says_what_it_did_and_what_comes_next(
+    ranker: Path, ranker_graph: Path, tmp_path: Path
+) -> None:
+    ran = export_model("--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path / "m")
     assert ran.code == 0
     assert ran.err == ""
     lines = dict(line.split(maxsplit=1) for line in ran.out.splitlines())
@@ -55,8 +44,10 @@ def test_export_says_what_it_did_and_what_comes_next(ranker: Path, graph: Path, 
     assert lines["next"] == f"serve-model run {tmp_path / 'm'}"
 
 
-def test_json_is_one_document_with_its_version_first(ranker: Path, graph: Path, tmp_path: Path) -> None:
-    ran = export_model("--ckpt-dir", ranker, "--model", graph, "--out", tmp_path, "--json")
+def test_json_is_one_document_with_its_version_first(
+    ranker: Path, ranker_graph: Path, tmp_path: Path
+) -> None:
+    ran = export_model("--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path, "--json")
     assert (ran.code, ran.err) == (0, "")
     assert next(iter(ran.document)) == "format_version"
     assert ran.document["version"] == ran.document["position"] == 20
@@ -65,14 +56,16 @@ def test_json_is_one_document_with_its_version_first(ranker: Path, graph: Path, 
     assert ran.document["ignored"]["moving average"]["tensors"] == 6
 
 
-def test_quiet_says_nothing(ranker: Path, graph: Path, tmp_path: Path) -> None:
-    ran = export_model("--ckpt-dir", ranker, "--model", graph, "--out", tmp_path, "-q")
+def test_quiet_says_nothing(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
+    ran = export_model("--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path, "-q")
     assert (ran.code, ran.out, ran.err) == (0, "", "")
     assert (tmp_path / "20").is_dir()
 
 
-def test_dry_run_writes_nothing_and_agrees_with_the_run(ranker: Path, graph: Path, tmp_path: Path) -> None:
-    options = ["--ckpt-dir", ranker, "--model", graph, "--out", tmp_path, "--json"]
+def test_dry_run_writes_nothing_and_agrees_with_the_run(
+    ranker: Path, ranker_graph: Path, tmp_path: Path
+) -> None:
+    options = ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path, "--json"]
     dry = export_model(*options, "--dry-run").document
     assert tree(tmp_path) == []
     real = export_model(*options).document
@@ -80,16 +73,18 @@ def test_dry_run_writes_nothing_and_agrees_with_the_run(ranker: Path, graph: Pat
     assert dry == {key: real[key] for key in dry}
 
 
-def test_version_goes_up_when_the_step_does_not(ranker: Path, graph: Path, tmp_path: Path) -> None:
-    options = ["--ckpt-dir", ranker, "--model", graph, "--out", tmp_path, "--json"]
+def test_version_goes_up_when_the_step_does_not(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
+    options = ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path, "--json"]
     assert [export_model(*options).document["version"] for _ in range(3)] == [20, 21, 22]
 
 
-def test_inspect_tells_a_checkpoint_a_graph_a_version_and_a_model_apart(ranker: Path, graph: Path) -> None:
+def test_inspect_tells_a_checkpoint_a_graph_a_version_and_a_model_apart(
+    ranker: Path, ranker_graph: Path
+) -> None:
     assert export_model("inspect", ranker, "--json").document["kind"] == "checkpoint"
     assert export_model("inspect", ranker / "model.ckpt-20.meta", "--json").document["kind"] == "graph"
-    assert export_model("inspect", graph, "--json").document["kind"] == "saved_model"
-    assert export_model("inspect", graph.parent, "--json").document["kind"] == "model"
+    assert export_model("inspect", ranker_graph, "--json").document["kind"] == "saved_model"
+    assert export_model("inspect", ranker_graph.parent, "--json").document["kind"] == "model"
 
 
 def test_inspect_lists_tensors(ranker: Path) -> None:
@@ -178,13 +173,13 @@ def test_a_closed_pipe_is_no_crash(ranker: Path) -> None:
 
 
 def test_commands_without_a_builder_never_import_tensorflow(
-    ranker: Path, graph: Path, tmp_path: Path
+    ranker: Path, ranker_graph: Path, tmp_path: Path
 ) -> None:
     runs = [
         ["inspect", ranker],
-        ["inspect", graph.parent],
-        ["--ckpt-dir", ranker, "--model", graph, "--out", tmp_path, "--dry-run"],
-        ["--ckpt-dir", ranker, "--model", graph, "--out", tmp_path, "--verify", "bytes"],
+        ["inspect", ranker_graph.parent],
+        ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path, "--dry-run"],
+        ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path, "--verify", "bytes"],
     ]
     code = f"""
 import sys
