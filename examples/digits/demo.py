@@ -174,3 +174,5 @@ if __name__ == "__main__":
         sys.exit(main())
     except ClusterError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
