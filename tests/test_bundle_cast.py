@@ -12,10 +12,12 @@ import pytest
 import tensorflow as tf
 
 from exporter import protos
-from exporter.bundle.cast import cast_variables
+from exporter.bundle.cast import cast_graph, cast_variables
+from exporter.bundle.saved_model import write_saved_model
+from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.dtypes import DType
 from exporter.errors import MappingError
-from exporter.mapping import CastRule, MappingRules
+from exporter.mapping import CastRule, MappingRules, build_mapping
 from tests.trained import answers_eagerly, answers_in_session, assert_same, export, inference_graph, train
 
 tf1 = tf.compat.v1
@@ -150,6 +152,18 @@ def test_signatures_may_name_a_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         found, trained.answers["table"].astype(ml_dtypes.bfloat16).astype(np.float32)
     )
+
+
+def test_a_graph_that_was_cast_before_is_written_as_it_is(tmp_path: Path) -> None:
+    trained = train(model(gathered), FEEDS, tmp_path / "model.ckpt")
+    graph = inference_graph(model(gathered))
+    export(graph, trained.prefix, tmp_path / "1", rules=BFLOAT16)
+    mapping = build_mapping(graph, read_catalog(trained.prefix), BFLOAT16)
+    cast = cast_graph(graph, mapping.sources)
+    assert [variable.dtype for variable in cast.variables] == [DType.BFLOAT16]
+    write_saved_model(cast, mapping, tmp_path / "2")
+    once, before = ((tmp_path / name / "saved_model.pb").read_bytes() for name in ("1", "2"))
+    assert once == before
 
 
 class TestRefusals:

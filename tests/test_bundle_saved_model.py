@@ -247,7 +247,7 @@ def test_ten_thousand_variables_stay_one_restore(tmp_path: Path) -> None:
     meta, variables, tensors = protos.MetaGraphDef(), [], []
     for number in range(10_000):
         name = f"layer_{number}/kernel"
-        meta.graph_def.node.add(name=name, op="VarHandleOp")
+        meta.graph_def.node.add(name=name, op="VarHandleOp").attr["dtype"].type = int(DType.FLOAT)
         variables.append(GraphVariable(name, name, DType.FLOAT, (4, 4)))
         tensors.append(tensor(name, 4, 4))
     graph = InferenceGraph("test", meta, tuple(variables))

@@ -7,11 +7,13 @@ forwarding nodes and into functions, of which specialised copies are made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from exporter.dtypes import DType
 from exporter.errors import MappingError
+from exporter.graph.inference_graph import InferenceGraph
+from exporter.mapping import Source
 from exporter.protos import Proto, message_class
 
 _READS = {"ReadVariableOp": "value", "ResourceGather": "output", "ResourceGatherNd": "output"}
@@ -40,16 +42,32 @@ class _Cast:
     stored: DType
 
 
+def cast_graph(graph: InferenceGraph, sources: Iterable[Source]) -> InferenceGraph:
+    """The graph with every variable in the dtype that it is stored in, for nodes that write variables.
+
+    Raises:
+        MappingError: a handle reaches a node that cannot be served in another dtype, such as an assignment.
+    """
+    stored = {variable.node: source.dtype for source in sources for variable in source.variables}
+    meta_graph = message_class("MetaGraphDef")()
+    meta_graph.CopyFrom(graph.meta_graph)
+    cast_variables(meta_graph.graph_def, stored)
+    variables = tuple(replace(variable, dtype=stored[variable.node]) for variable in graph.variables)
+    return replace(graph, meta_graph=meta_graph, variables=variables)
+
+
 def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
     """Change `graph_def` so that the variables in `stored` (VarHandleOp name -> dtype) have that dtype.
+
+    Those that have it already are left alone.
 
     Raises:
         MappingError: a handle reaches a node that cannot be served in another dtype, such as an assignment.
     """
     handles = {}
     for node in graph_def.node:
-        if node.name in stored and node.op == "VarHandleOp":
-            wanted = DType(node.attr["dtype"].type)
+        wanted = DType(node.attr["dtype"].type) if node.op == "VarHandleOp" else None
+        if wanted is not None and wanted != stored.get(node.name, wanted):
             handles[f"{node.name}:0"] = _Cast(node.name, wanted, stored[node.name])
             node.attr["dtype"].type = int(stored[node.name])
     if handles:

@@ -62,8 +62,7 @@ def write_saved_model(graph: InferenceGraph, mapping: Mapping, directory: Path) 
 
 def _add_variables(meta_graph: Proto, mapping: Mapping) -> None:
     served = served_variables(mapping.sources)
-    stored = {entry.variable.node: entry.dtype for entry in served if entry.dtype != entry.variable.dtype}
-    cast_variables(meta_graph.graph_def, stored)
+    cast_variables(meta_graph.graph_def, {entry.variable.node: entry.dtype for entry in served})
     add_restore(meta_graph, served)
 
 
