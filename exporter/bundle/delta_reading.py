@@ -1,0 +1,240 @@
+"""Reading and checking a delta inside the graph: nothing here changes a variable.
+
+Files are read through `Dataset.from_tensors(...).map(...).ignore_errors()`, the one way in which a graph of
+stock ops survives an error: a damaged, missing or hostile file yields a fallback that no delta holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from exporter.bundle.update_state import Tensor
+from exporter.delta.format import (
+    FILE_PREFIX,
+    FORMAT_VERSION,
+    LINEAGE_KEY,
+    POSITION_KEY,
+    SCHEMA_KEY,
+    Flag,
+    Kind,
+    Schema,
+    ServedVariable,
+)
+from exporter.dtypes import DType
+
+Dataset = Any
+"""A `tf.data.Dataset`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a delta must be: of this lineage and schema, and if `finite` without NaN and infinity."""
+
+    lineage: str
+    schema: Schema
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDelta:
+    """A delta in memory. `refusal` is empty if it may be applied, else `<word>: <name> <why>`.
+
+    `tensors` are those of `Schema.keys`; `changed` tells for each variable if it is in the delta, bool [n];
+    `rows` counts the rows of all tables.
+    """
+
+    refusal: Tensor
+    step: Tensor
+    rows: Tensor
+    changed: Tensor
+    tensors: list[Tensor]
+
+
+def attempt(
+    argument: Tensor | tuple[Tensor, ...],
+    action: Callable[..., tuple[Tensor, ...]],
+    fallback: Sequence[Tensor],
+) -> Sequence[Tensor]:
+    """What `action` makes of `argument`, or `fallback` if anything in it fails."""
+    import tensorflow as tf
+
+    return first_success(tf.data.Dataset.from_tensors(argument), action, fallback)
+
+
+def first_success(
+    arguments: Dataset, action: Callable[..., tuple[Tensor, ...]], fallback: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """What `action` makes of the first of `arguments` that it does not fail on, else `fallback`."""
+    import tensorflow as tf
+
+    tried = arguments.map(action).ignore_errors()
+    either = tried.concatenate(tf.data.Dataset.from_tensors(tuple(fallback))).take(1)
+    found: Sequence[Tensor] = either.get_single_element()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A reason to refuse a delta, if `fails`: `word` and `text` go before and after its name."""
+
+    fails: Tensor
+    word: str
+    text: Tensor | str
+
+
+def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expected) -> ReadDelta:
+    """Read and check the delta `<directory>/<name>` for a state at `position`."""
+    import tensorflow as tf
+
+    prefix = tf.strings.join([directory, name, FILE_PREFIX], separator="/")
+    fields, lineage, digest = _read_header(prefix)
+    step, rows = fields[3], fields[5]
+    refusal = _first_of(name, _checks_of_header(name, position, fields, lineage, digest, expected))
+    # A delta that is refused already is not read any further: reading "" fails at once.
+    readable = tf.where(tf.equal(refusal, ""), prefix, "")
+    fault, changed, *tensors = _read_body(readable, name, rows, expected)
+    refusal = tf.where(tf.equal(refusal, ""), fault, refusal)
+    return ReadDelta(refusal, step, rows, changed, tensors)
+
+
+def _first_of(name: Tensor, checks: Sequence[Check]) -> Tensor:
+    """`<word>: <name> <text>` of the first check that fails, empty if none does."""
+    import tensorflow as tf
+
+    fails = tf.stack([check.fails for check in checks])
+    first = tf.argmax(tf.cast(fails, tf.int32))
+    word = tf.gather(tf.constant([check.word for check in checks]), first)
+    text = tf.gather(tf.stack([check.text for check in checks]), first)
+    return tf.where(tf.reduce_any(fails), tf.strings.join([word, ": ", name, " ", text]), "")
+
+
+def _read_header(prefix: Tensor) -> Sequence[Tensor]:
+    """Fields int64 [6], lineage and schema digest; zeros and empty strings if it cannot be read."""
+    import tensorflow as tf
+
+    def restore(path: Tensor) -> tuple[Tensor, ...]:
+        fields, lineage, digest = _restore(
+            path, (POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY), (DType.INT64, DType.STRING, DType.STRING)
+        )
+        return tf.ensure_shape(fields, [6]), tf.ensure_shape(lineage, []), tf.ensure_shape(digest, [])
+
+    return attempt(prefix, restore, (tf.zeros([6], tf.int64), tf.constant(""), tf.constant("")))
+
+
+def _read_body(prefix: Tensor, name: Tensor, rows: Tensor, expected: Expected) -> Sequence[Tensor]:
+    """Refusal, `changed` and the tensors of the schema's keys, each of its shape; empty ones if that fails.
+
+    The checks are done in here, in a function of their own: grappler's shape inference carries what a *later*
+    op demands of a shape back to where the shape is compared, and then takes the comparison for granted.
+    """
+    import tensorflow as tf
+
+    schema = expected.schema
+    shapes = [shape for variable in schema.variables for shape in _shapes(variable)]
+
+    def restore(path: Tensor, of: Tensor, count: Tensor) -> tuple[Tensor, ...]:
+        restored = _restore(path, schema.keys, schema.dtypes)
+        tensors = [tf.ensure_shape(t, shape) for t, shape in zip(restored, shapes, strict=True)]
+        checks = _checks_of_rows(count, tensors, schema)
+        if expected.finite:
+            checks += _checks_of_values(tensors, schema)
+        changed = tf.stack([_length(found[-1]) > 0 for _, found in by_variable(schema, tensors)])
+        return _first_of(of, checks), changed, *tensors
+
+    nothing = [
+        tf.zeros([0, *shape[1:]], tf.as_dtype(int(dtype)))
+        for shape, dtype in zip(shapes, schema.dtypes, strict=True)
+    ]
+    damaged = tf.strings.join(["damaged: ", name, " cannot be read"])
+    return attempt(
+        (prefix, name, rows), restore, (damaged, tf.zeros([len(schema.variables)], tf.bool), *nothing)
+    )
+
+
+def _shapes(variable: ServedVariable) -> list[list[int | None]]:
+    values: list[int | None] = [None, *variable.element_shape]
+    return [[None], values] if variable.kind is Kind.TABLE else [values]
+
+
+def _restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[Tensor]:
+    import tensorflow as tf
+
+    restored: list[Tensor] = tf.raw_ops.RestoreV2(
+        prefix=path,
+        tensor_names=list(keys),
+        shape_and_slices=[""] * len(keys),
+        dtypes=[tf.as_dtype(int(dtype)) for dtype in dtypes],
+    )
+    return restored
+
+
+def _checks_of_header(
+    name: Tensor, position: Tensor, fields: Tensor, lineage: Tensor, digest: Tensor, expected: Expected
+) -> list[Check]:
+    import tensorflow as tf
+
+    version, start, end, flags = fields[0], fields[1], fields[2], fields[4]
+    leads = tf.strings.join(
+        [tf.strings.as_string(p, width=20, fill="0") for p in (start, end)], separator="-"
+    )
+    only_from = tf.not_equal(tf.bitwise.bitwise_and(flags, int(Flag.ONLY_FROM)), 0)
+    unknown = tf.not_equal(tf.bitwise.bitwise_and(flags, ~sum(Flag)), 0)
+    form = tf.strings.join(
+        ["has format ", tf.strings.as_string(version), ", flags ", tf.strings.as_string(flags)]
+    )
+    return [
+        Check(tf.equal(version, 0), "damaged", "cannot be read"),
+        Check(tf.not_equal(version, FORMAT_VERSION) | unknown, "format", form),
+        Check(tf.not_equal(lineage, expected.lineage), "lineage", "belongs to another log"),
+        Check(tf.not_equal(digest, expected.schema.digest), "schema", "was made for other variables"),
+        Check(tf.not_equal(leads, name), "range", tf.strings.join(["says that it leads ", leads])),
+        Check(only_from & tf.not_equal(start, position), "only-from", "fits its first position alone"),
+    ]
+
+
+def _checks_of_rows(rows: Tensor, tensors: Sequence[Tensor], schema: Schema) -> list[Check]:
+    """Row numbers increase within the table, ids and values are as many, dense values are one or none."""
+    import tensorflow as tf
+
+    checks = []
+    counted = tf.zeros([], tf.int64)
+    for variable, found in by_variable(schema, tensors):
+        values = _length(found[-1])
+        if variable.kind is Kind.TABLE:
+            ids = found[0]
+            counted += values
+            increasing = tf.reduce_all(ids[1:] > ids[:-1])
+            inside = tf.reduce_all(ids[:1] >= 0) & tf.reduce_all(ids[-1:] < variable.shape[0])
+            right = increasing & inside & tf.equal(_length(ids), values)
+        else:
+            right = values <= 1
+        checks.append(Check(tf.logical_not(right), "rows", f"has wrong rows for {variable.name}"))
+    return [*checks, Check(tf.not_equal(rows, counted), "rows", "holds another number of rows than it says")]
+
+
+def _checks_of_values(tensors: Sequence[Tensor], schema: Schema) -> list[Check]:
+    import tensorflow as tf
+
+    return [
+        Check(
+            tf.logical_not(tf.reduce_all(tf.math.is_finite(found[-1]))),
+            "finite",
+            f"has NaN or infinity in {variable.name}",
+        )
+        for variable, found in by_variable(schema, tensors)
+        if found[-1].dtype.is_floating
+    ]
+
+
+def by_variable(schema: Schema, tensors: Sequence[Tensor]) -> list[tuple[ServedVariable, list[Tensor]]]:
+    """The tensors of each variable: ids and values, or the value."""
+    pending = iter(tensors)
+    return [(variable, [next(pending) for _ in variable.keys]) for variable in schema.variables]
+
+
+def _length(tensor: Tensor) -> Tensor:
+    import tensorflow as tf
+
+    return tf.shape(tensor, out_type=tf.int64)[0]

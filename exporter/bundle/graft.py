@@ -1,0 +1,211 @@
+"""Parts of a graph that are written in TensorFlow's Python, moved into a GraphDef as functions.
+
+A part is a Python function over tensors. It is traced in a graph of its own, so neither it nor what it is added
+to is ever executed or imported as a whole; the rest of the graph keeps its nodes and names as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from exporter.dtypes import DType
+from exporter.protos import Proto, message_class
+from exporter.tensor_proto import fill
+
+CPU = "/device:CPU:0"
+
+
+@dataclass
+class Graft:
+    """Adds nodes under a scope that the graph does not use, and functions, to a GraphDef."""
+
+    graph_def: Proto
+    scope: str
+
+    @classmethod
+    def onto(cls, graph_def: Proto, wanted: str) -> Graft:
+        """A graft under `wanted`, or under `wanted_<n>` if the graph has nodes or functions of that name."""
+        taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
+        functions = [function.signature.name.lower() for function in graph_def.library.function]
+        candidates = (f"{wanted}_{n}" if n else wanted for n in range(len(taken) + len(functions) + 1))
+        return cls(
+            graph_def,
+            next(
+                name
+                for name in candidates
+                if name not in taken and not any(f.startswith(name) for f in functions)
+            ),
+        )
+
+    def node(
+        self,
+        name: str,
+        op: str,
+        inputs: Sequence[str] = (),
+        *,
+        after: Iterable[str] = (),
+        device: str = "",
+        **attrs: Any,
+    ) -> str:
+        """Add a node and return its name, which is its first output; `after` are control inputs (node names)."""
+        node = self.graph_def.node.add(name=f"{self.scope}/{name}", op=op, device=device)
+        node.input.extend([*inputs, *(f"^{other}" for other in after)])
+        for key, value in attrs.items():
+            _set_attr(node.attr[key], value)
+        return str(node.name)
+
+    def constant(self, name: str, value: Any, dtype: DType) -> str:
+        """Add a constant."""
+        tensor = message_class("TensorProto")()
+        fill(tensor, np.asarray(value, object if dtype is DType.STRING else dtype.numpy))
+        return self.node(name, "Const", device=CPU, dtype=dtype, value=tensor)
+
+    def variable(self, name: str, dtype: DType, shape: tuple[int, ...] = ()) -> str:
+        """Add the handle of a new variable that lives on the CPU."""
+        full = f"{self.scope}/{name}"
+        shared = full.encode()
+        return self.node(
+            name, "VarHandleOp", device=CPU, dtype=dtype, shape=shape, shared_name=shared, container=b""
+        )
+
+    def placeholder(self, name: str, dtype: DType, shape: tuple[int | None, ...]) -> str:
+        """Add a placeholder."""
+        return self.node(name, "Placeholder", dtype=dtype, shape=shape)
+
+    def call(
+        self, name: str, function: Part, inputs: Sequence[str], *, device: str = "", stateful: bool = True
+    ) -> list[str]:
+        """Add a call and return the names of its outputs."""
+        op = "StatefulPartitionedCall" if stateful else "PartitionedCall"
+        node = self.node(
+            name,
+            op,
+            inputs,
+            device=device,
+            Tin=function.inputs,
+            Tout=function.outputs,
+            f=_Function(function.name),
+        )
+        return [f"{node}:{index}" if index else node for index in range(len(function.outputs))]
+
+    def function(
+        self,
+        name: str,
+        part: Callable[..., Any],
+        inputs: Mapping[str, tuple[DType, Any]],
+        *,
+        inline: bool = True,
+    ) -> Part:
+        """Trace `part`, called with one tensor for each of `inputs` (dtype, static shape), as a function.
+
+        It returns tensors. Functions of the graph may be called in it by the names that `borrowed` gives.
+        """
+        import tensorflow as tf
+
+        specs = [
+            tf.TensorSpec(shape, tf.as_dtype(int(dtype)), name=key) for key, (dtype, shape) in inputs.items()
+        ]
+        with tf.Graph().as_default():
+            traced = tf.compat.v1.wrap_function(part, specs)
+            definition = message_class("FunctionDef").FromString(traced.function_def.SerializeToString())
+            library = message_class("FunctionDefLibrary").FromString(
+                traced.graph.as_graph_def().library.SerializeToString()
+            )
+        own = [definition, *(f for f in library.function if not f.signature.name.startswith(_BORROWED))]
+        full = f"{self.scope}_{name}"
+        renames = {f.signature.name: f"{full}_{n}" if n else full for n, f in enumerate(own)}
+        for function in own:
+            rename_functions(function, renames)
+            self.graph_def.library.function.add().CopyFrom(function)
+        if not inline:
+            self.graph_def.library.function[-len(own)].attr["_noinline"].b = True
+        return Part(
+            full,
+            tuple(DType(argument.type) for argument in definition.signature.input_arg),
+            tuple(DType(argument.type) for argument in definition.signature.output_arg),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A function of the graph: its name, and the dtypes that it takes and gives."""
+
+    name: str
+    inputs: tuple[DType, ...]
+    outputs: tuple[DType, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    name: str
+
+
+_BORROWED = "borrowed__"
+
+
+def borrowed(library: Proto, nodes: Iterable[Proto]) -> Proto:
+    """A GraphDef of `nodes` and the library's functions under other names, to import while a part is traced.
+
+    TensorFlow numbers functions by a counter of the process, so that names of the graph and of the part
+    could be the same; `Graft.function` gives the borrowed ones their own names back.
+    """
+    graph_def = message_class("GraphDef")()
+    renames = {f.signature.name: _BORROWED + f.signature.name for f in library.function}
+    graph_def.library.CopyFrom(library)
+    for function in graph_def.library.function:
+        rename_functions(function, renames)
+    for gradient in graph_def.library.gradient:
+        gradient.function_name = renames.get(gradient.function_name, gradient.function_name)
+        gradient.gradient_func = renames.get(gradient.gradient_func, gradient.gradient_func)
+    for node in nodes:
+        copy = graph_def.node.add()
+        copy.CopyFrom(node)
+        if "_class" in copy.attr:  # to be placed with a node that may have stayed behind
+            del copy.attr["_class"]
+        _rename_called(copy, renames)
+    return graph_def
+
+
+def rename_functions(function: Proto, renames: Mapping[str, str]) -> None:
+    """Rename a function and the functions that it calls; a borrowed one gets its own name back."""
+    function.signature.name = _renamed(function.signature.name, renames)
+    for node in function.node_def:
+        _rename_called(node, renames)
+
+
+def _rename_called(node: Proto, renames: Mapping[str, str]) -> None:
+    for attr in node.attr.values():
+        if attr.WhichOneof("value") == "func":
+            attr.func.name = _renamed(attr.func.name, renames)
+        elif attr.WhichOneof("value") == "list":
+            for called in attr.list.func:
+                called.name = _renamed(called.name, renames)
+
+
+def _renamed(name: str, renames: Mapping[str, str]) -> str:
+    return renames.get(name) or name.removeprefix(_BORROWED)
+
+
+def _set_attr(attr: Proto, value: Any) -> None:
+    if isinstance(value, DType):
+        attr.type = int(value)
+    elif isinstance(value, bool):
+        attr.b = value
+    elif isinstance(value, int):
+        attr.i = value
+    elif isinstance(value, bytes):
+        attr.s = value
+    elif isinstance(value, _Function):
+        attr.func.name = value.name
+    elif isinstance(value, tuple) and all(isinstance(item, DType) for item in value) and value:
+        attr.list.type.extend(map(int, value))
+    elif isinstance(value, tuple):
+        attr.shape.SetInParent()
+        for size in value:
+            attr.shape.dim.add(size=-1 if size is None else size)
+    else:
+        attr.tensor.CopyFrom(value)

@@ -1,0 +1,101 @@
+"""The variables that hold where a served model stands, for the parts of the graph that read and move them.
+
+    sequence  int64 []    even: the model stands still; odd: an update is writing
+    position  int64 [3]   position, step, and the position that an unfinished update was on its way to, else -1
+    since     float64 []  when the sequence became odd, in seconds since 1970
+    base      string []   the model base path, from an asset's path while the model loads
+    mutex                 one update at a time
+
+One variable holds position and step, so that they are read together without any lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from exporter.bundle.graft import CPU, Graft
+from exporter.dtypes import DType
+
+Tensor = Any
+"""A symbolic tensor of TensorFlow, which has no type information to offer."""
+
+SETTLED = -1
+"""The third field of `position` while no update is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateNodes:
+    """Names of the nodes that make the handles, in the order in which functions take them."""
+
+    sequence: str
+    position: str
+    since: str
+    base: str
+    mutex: str
+
+    @classmethod
+    def add(cls, graft: Graft) -> StateNodes:
+        """Add the variables and the mutex to a graph."""
+        shared = f"{graft.scope}/mutex".encode()
+        return cls(
+            sequence=graft.variable("sequence", DType.INT64),
+            position=graft.variable("position", DType.INT64, (3,)),
+            since=graft.variable("since", DType.DOUBLE),
+            base=graft.variable("base", DType.STRING),
+            mutex=graft.node("mutex", "MutexV2", device=CPU, shared_name=shared, container=b""),
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return [self.sequence, self.position, self.since, self.base, self.mutex]
+
+
+STATE_INPUTS: dict[str, tuple[DType, tuple[int, ...]]] = {
+    name: (DType.RESOURCE, ()) for name in ("sequence", "position", "since", "base", "mutex")
+}
+"""The inputs of a function that takes the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The handles inside a function, and what is done with them. Order is the caller's, by control dependencies."""
+
+    sequence: Tensor
+    position: Tensor
+    since: Tensor
+    base: Tensor
+    mutex: Tensor
+
+    def read_sequence(self) -> Tensor:
+        """The sequence, int64 []."""
+        return read(self.sequence, DType.INT64, ())
+
+    def read_position(self) -> Tensor:
+        """Position, step and the unfinished target, int64 [3]."""
+        return read(self.position, DType.INT64, (3,))
+
+    def read_since(self) -> Tensor:
+        """When the sequence became odd, float64 []."""
+        return read(self.since, DType.DOUBLE, ())
+
+    def read_base(self) -> Tensor:
+        """The model base path, string []."""
+        return read(self.base, DType.STRING, ())
+
+
+def read(handle: Tensor, dtype: DType, shape: tuple[int, ...]) -> Tensor:
+    """The value of a variable, of known shape."""
+    import tensorflow as tf
+
+    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.as_dtype(int(dtype)))
+    value.set_shape(shape)
+    return value
+
+
+def assign(handle: Tensor, value: Tensor) -> Tensor:
+    """The operation that gives a variable a new value."""
+    import tensorflow as tf
+
+    return tf.raw_ops.AssignVariableOp(resource=handle, value=value)

@@ -1,0 +1,1 @@
+"""Deltas: what changed between two positions, as a small tensor bundle."""

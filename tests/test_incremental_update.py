@@ -1,0 +1,404 @@
+"""The update signature in a plain session: chains, targets, and every reason to refuse a delta."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from exporter.delta.format import Rows, Schema, ServedVariable
+from tests.updatable import Loaded, Model, assert_holds, loaded, random_changes, updatable_model
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return updatable_model(tmp_path_factory.mktemp("exported"), finite=True)
+
+
+@pytest.fixture(scope="module")
+def session(exported: Model) -> Iterator[Loaded]:
+    with loaded(exported) as server:
+        yield server
+
+
+@pytest.fixture
+def model(exported: Model, tmp_path: Path) -> Model:
+    base = tmp_path / "model"
+    shutil.copytree(exported.base, base)
+    return replace(exported, base=base, history={})
+
+
+@pytest.fixture
+def server(session: Loaded, model: Model) -> Loaded:
+    session.reset(model.base)
+    return session
+
+
+def refusal(server: Loaded, up_to: int) -> str:
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        server.update(up_to)
+    return str(caught.value)
+
+
+def test_nothing_published_is_no_error(server: Loaded, model: Model) -> None:
+    assert server.update() == {
+        "position": 100,
+        "step": 1000,
+        "rows": 0,
+        "deltas": 0,
+        "status": "current: at 100",
+    }
+    assert_holds(server, model, 100)
+
+
+def test_a_chain_is_followed_to_its_end(server: Loaded, model: Model) -> None:
+    for start in (100, 110, 120):
+        model.evolve(start, start + 10)
+    assert server.update() == {
+        "position": 130,
+        "step": 1300,
+        "rows": 30,
+        "deltas": 3,
+        "status": "current: at 130",
+    }
+    assert_holds(server, model, 130)
+
+
+def test_the_delta_that_leads_furthest_is_taken(server: Loaded, model: Model) -> None:
+    model.evolve(100, 110)
+    model.evolve(110, 120)
+    model.evolve(100, 120)
+    assert server.update()["deltas"] == 1
+    assert_holds(server, model, 120)
+
+
+def test_a_merged_delta_fits_a_state_inside_it(server: Loaded, model: Model) -> None:
+    model.evolve(100, 110)
+    assert server.update()["position"] == 110
+    model.evolve(90, 120)
+    model.history[120] = {k: v.copy() for k, v in model.history[110].items()} | {}
+    changes = random_changes(model.schema, seed=120)
+    for name, change in changes.items():
+        if isinstance(change, Rows):
+            model.history[120][name][change.ids] = change.values
+        else:
+            model.history[120][name] = change
+    assert server.update()["position"] == 120
+    assert_holds(server, model, 120)
+
+
+def test_an_explicit_target_is_not_passed(server: Loaded, model: Model) -> None:
+    for start in (100, 110, 120):
+        model.evolve(start, start + 10)
+    assert server.update(120)["status"] == "reached: 120"
+    assert_holds(server, model, 120)
+    assert server.update(120)["deltas"] == 0
+    assert server.update(130)["status"] == "reached: 130"
+
+
+def test_a_target_behind_does_nothing(server: Loaded, model: Model) -> None:
+    model.evolve(100, 110)
+    server.update()
+    assert server.update(105)["status"] == "passed: at 110, beyond 105"
+    assert_holds(server, model, 110)
+
+
+def test_merged_batches_mean_the_smallest_target(server: Loaded, model: Model) -> None:
+    for start in (100, 110, 120):
+        model.evolve(start, start + 10)
+    found = server.call("incremental_update", up_to=[-1, 120, 130])
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "position": [120] * 3,
+        "step": [1200] * 3,
+        "rows": [20] * 3,
+        "deltas": [2] * 3,
+        "status": [b"reached: 120"] * 3,
+    }
+
+
+def test_a_target_that_is_no_position_is_refused(server: Loaded) -> None:
+    assert "up_to is a position" in refusal(server, -2)
+
+
+def test_a_target_inside_a_delta(server: Loaded, model: Model) -> None:
+    model.evolve(100, 120)
+    assert "inside: 110 lies inside a delta; at 100" in refusal(server, 110)
+    assert_holds(server, model, 100)
+
+
+def test_a_target_beyond_what_is_published(server: Loaded, model: Model) -> None:
+    model.evolve(100, 110)
+    assert "unpublished: nothing leads to 200; at 110" in refusal(server, 200)
+    assert_holds(server, model, 110)
+
+
+def test_a_gap(server: Loaded, model: Model) -> None:
+    model.evolve(100, 110)
+    model.publish(120, 130, {})
+    assert server.update()["status"] == "gap: no delta leads on from 110"
+    assert "gap: no delta leads on from 110" in refusal(server, 130)
+    assert_holds(server, model, 110)
+
+
+def test_a_stale_delta_is_passed_over(server: Loaded, model: Model) -> None:
+    model.publish(80, 90, random_changes(model.schema, seed=1))
+    model.publish(90, 100, random_changes(model.schema, seed=2))
+    assert server.update()["status"] == "current: at 100"
+    assert_holds(server, model, 100)
+
+
+def test_a_held_log(server: Loaded, model: Model) -> None:
+    model.evolve(100, 110)
+    model.evolve(110, 120)
+    (model.log / "hold").write_text("110\n")
+    assert server.update()["status"] == "hold: not beyond 110; at 110"
+    assert_holds(server, model, 110)
+    assert server.update(120)["status"] == "reached: 120", "an explicit target goes beyond a hold"
+    (model.log / "hold").unlink()
+    assert server.update()["status"] == "current: at 120"
+
+
+@pytest.mark.parametrize("content", ["", "soon", "-5", "110 120", "1e3", "9" * 30])
+def test_a_hold_that_cannot_be_read_holds_everything(server: Loaded, model: Model, content: str) -> None:
+    model.evolve(100, 110)
+    (model.log / "hold").write_text(content)
+    assert server.update()["status"] == "hold: its file cannot be read; still at 100"
+    assert_holds(server, model, 100)
+
+
+def test_another_lineage(server: Loaded, model: Model) -> None:
+    model.publish(100, 110, random_changes(model.schema, seed=1), lineage="lineage-b")
+    text = "lineage: 00000000000000000100-00000000000000000110 belongs to another log"
+    assert server.update()["status"] == text
+    assert text in refusal(server, 110)
+    assert_holds(server, model, 100)
+
+
+def test_another_schema(server: Loaded, model: Model) -> None:
+    kept = [v for v in model.schema.variables if v.name != "items"]
+    items = next(v for v in model.schema.variables if v.name == "items")
+    wider = ServedVariable("items", items.dtype, (items.shape[0] + 1, *items.shape[1:]), items.kind)
+    other = replace(model, schema=Schema.of([*kept, wider]))
+    other.publish(100, 110, random_changes(other.schema, seed=1))
+    assert server.update()["status"].startswith("schema: ")
+    assert_holds(server, model, 100)
+
+
+def test_a_lying_directory_name(server: Loaded, model: Model) -> None:
+    written = model.publish(100, 110, random_changes(model.schema, seed=1))
+    written.rename(model.log / f"{100:020d}-{120:020d}")
+    assert server.update()["status"] == (
+        "range: 00000000000000000100-00000000000000000120 says that it leads "
+        "00000000000000000100-00000000000000000110"
+    )
+    assert_holds(server, model, 100)
+
+
+def test_a_delta_for_its_first_position_alone(server: Loaded, model: Model) -> None:
+    model.publish(90, 110, random_changes(model.schema, seed=1), only_from=True)
+    assert server.update()["status"].startswith("only-from: ")
+    assert_holds(server, model, 100)
+    changes = random_changes(model.schema, seed=2)
+    model.publish(100, 105, changes, only_from=True)
+    assert server.update()["position"] == 105
+
+
+def damage(delta: Path, how: str) -> None:
+    data, index = delta / "delta.data-00000-of-00001", delta / "delta.index"
+    if how == "flipped bit in the data":
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 4
+        data.write_bytes(content)
+    elif how == "flipped bit in the index":
+        content = bytearray(index.read_bytes())
+        content[len(content) // 2] ^= 4
+        index.write_bytes(content)
+    elif how == "truncated data":
+        data.write_bytes(data.read_bytes()[:-9])
+    elif how == "truncated index":
+        index.write_bytes(index.read_bytes()[:-9])
+    elif how == "no data":
+        data.unlink()
+    elif how == "no index":
+        index.unlink()
+    elif how == "a plain file":
+        shutil.rmtree(delta)
+        delta.write_text("not a directory")
+    else:
+        raise AssertionError(how)
+
+
+DAMAGES = [
+    "flipped bit in the data",
+    "flipped bit in the index",
+    "truncated data",
+    "truncated index",
+    "no data",
+    "no index",
+    "a plain file",
+]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damage(server: Loaded, model: Model, how: str) -> None:
+    damage(model.publish(100, 110, random_changes(model.schema, seed=1)), how)
+    text = "damaged: 00000000000000000100-00000000000000000110 cannot be read"
+    assert server.update()["status"] == text, "with -1 the call stops there and says so"
+    assert text in refusal(server, 110)
+    assert_holds(server, model, 100)
+
+
+def test_a_damaged_merged_delta_is_gone_around(server: Loaded, model: Model) -> None:
+    model.evolve(100, 110)
+    model.evolve(110, 120)
+    damage(model.publish(100, 120, random_changes(model.schema, seed=1)), "truncated data")
+    assert server.update()["status"] == "current: at 120"
+    assert_holds(server, model, 120)
+
+
+def test_a_chain_stops_before_its_damaged_end(server: Loaded, model: Model) -> None:
+    model.evolve(100, 110)
+    damage(model.publish(110, 120, random_changes(model.schema, seed=1)), "flipped bit in the data")
+    assert "damaged: " in refusal(server, 120)
+    assert_holds(server, model, 110)
+
+
+@pytest.mark.parametrize("ids", [[5, 30], [-1, 4], [4, 4], [4, 2]], ids=str)
+def test_row_numbers_outside_or_out_of_order(
+    server: Loaded, model: Model, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("exporter.delta.format._check_ids", lambda *_: None)
+    rows = Rows(np.array(ids, np.int64), np.ones((2, 4), np.float32))
+    model.publish(100, 110, random_changes(model.schema, seed=1) | {"items": rows})
+    assert server.update()["status"].endswith("has wrong rows for items")
+    assert_holds(server, model, 100)
+
+
+def test_fewer_values_than_ids(server: Loaded, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exporter.delta.format._check_ids", lambda *_: None)
+    rows = Rows(np.array([1, 2, 3], np.int64), np.ones((2, 4), np.float32))
+    model.publish(100, 110, {"items": rows})
+    assert server.update()["status"].endswith("has wrong rows for items")
+    assert_holds(server, model, 100)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["bias", "users"])
+def test_values_that_are_not_finite(server: Loaded, model: Model, name: str, value: float) -> None:
+    changes = random_changes(model.schema, seed=1)
+    change = changes[name]
+    (change.values if isinstance(change, Rows) else change)[-1] = value
+    model.publish(100, 110, changes)
+    assert server.update()["status"].endswith(f"has NaN or infinity in {name}")
+    assert_holds(server, model, 100)
+
+
+HOSTILE_NAMES = [
+    "hold2",
+    "..-..",
+    "100-110",
+    f"{100:020d}-{110:020d}.tmp",
+    f" {100:020d}-{110:020d}",
+    f"{100:020d}-{110:020d}\n",
+    f"{110:020d}-{100:020d}",
+    f"{100:020d}-{100:020d}",
+    "9" * 20 + "-" + "9" * 20,
+    f"{-100:020d}-{110:020d}",
+    f"{100:020d}_{110:020d}",
+    "*",
+    "[0-9]",
+    "\\",
+    "$(id)",
+    ".staging-x",
+    "é\U0001f600",
+    "a" * 200,
+]
+
+
+def test_hostile_names_are_ignored(server: Loaded, model: Model) -> None:
+    written = model.publish(100, 110, random_changes(model.schema, seed=1))
+    for name in HOSTILE_NAMES:
+        shutil.copytree(written, model.log / name)
+    (model.log / "dangling").symlink_to("nowhere")
+    (model.log / f"{200:020d}-{210:020d}").symlink_to(model.log)
+    shutil.rmtree(written)
+    assert server.update()["status"] == "gap: no delta leads on from 100"
+    model.evolve(100, 110)
+    assert server.update()["position"] == 110
+    assert_holds(server, model, 110)
+
+
+def test_other_logs_are_not_looked_at(server: Loaded, model: Model) -> None:
+    other = replace(model, options=replace(model.options, log=50))
+    other.publish(100, 110, random_changes(model.schema, seed=1))
+    assert server.update()["status"] == "current: at 100"
+
+
+def test_an_unchanged_variable_is_not_touched(server: Loaded, model: Model) -> None:
+    change = random_changes(model.schema, seed=1)["items"]
+    model.publish(100, 110, {"items": change})
+    model.history[110] = {name: value.copy() for name, value in model.values.items()}
+    assert isinstance(change, Rows)
+    model.history[110]["items"][change.ids] = change.values
+    assert server.update()["rows"] == len(change.ids)
+    assert_holds(server, model, 110)
+
+
+PLACES = ["moved", "deep/er", "st*rs and? (signs)", "sp\u00e4ce \U0001f600", "line\nbreak", "a-b/0-1"]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=range(len(PLACES)))
+def test_a_moved_model_finds_its_own_deltas(
+    session: Loaded, model: Model, tmp_path: Path, place: str
+) -> None:
+    moved = replace(model, base=tmp_path / place)
+    moved.evolve(100, 110)
+    session.reset(moved.base)
+    assert session.update()["position"] == 110
+    assert_holds(session, moved, 110)
+
+
+@pytest.mark.parametrize(
+    "version", ["model/100", "./model/100/", "model//100", "model/100/.", "model/x/../100"]
+)
+def test_a_model_loaded_by_a_relative_path(
+    model: Model, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    model.evolve(100, 110)
+    (model.base / "x").mkdir()
+    monkeypatch.chdir(model.base.parent)
+    with loaded(Path(version)) as server:
+        assert server.update()["position"] == 110
+
+
+@pytest.mark.parametrize("version", ["100", "."])
+def test_a_model_loaded_from_beside_or_inside(
+    model: Model, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    model.evolve(100, 110)
+    monkeypatch.chdir(model.base if version == "100" else model.version)
+    with loaded(Path(version)) as server:
+        assert server.update()["position"] == 110
+
+
+def test_a_restarted_model_catches_up_in_one_call(model: Model) -> None:
+    for start in range(100, 200, 10):
+        model.evolve(start, start + 10)
+    with loaded(model) as server:
+        assert server.update()["deltas"] == 10
+        assert_holds(server, model, 200)
+
+
+def test_many_rows_go_by_chunks_and_the_status_says_so(exported: Model, tmp_path: Path) -> None:
+    model = updatable_model(tmp_path, snapshot_max_rows=8)
+    model.evolve(100, 110, rows=4)
+    model.evolve(110, 120, rows=20)
+    with loaded(model) as server:
+        assert server.update(110)["status"] == "reached: 110"
+        assert server.update(120)["status"] == "reached: 120 (rows written in chunks)"
+        assert_holds(server, model, 120)

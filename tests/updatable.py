@@ -1,0 +1,198 @@
+"""Models that take deltas: exported, loaded as TF Serving does, updated, and what they should answer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from exporter.bundle.incremental import (
+    STATUS_SIGNATURE,
+    UPDATE_SIGNATURE,
+    IncrementalOptions,
+    make_updatable,
+    schema_of,
+)
+from exporter.delta.format import Change, DeltaHeader, Rows, Schema, log_name, write_delta
+from exporter.graph.inference_graph import InferenceGraph
+from tests.trained import export, inference_graph, train
+
+tf1 = tf.compat.v1
+
+OPTIONS = IncrementalOptions(lineage="lineage-a", log=100, position=100, step=1000, stamp=True)
+USERS, ITEMS, DIM = 40, 30, 4
+
+
+def two_tables_and_dense() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """scores = (users[user] . items[item]) + bias . weights, read in several places."""
+    user = tf1.placeholder(tf.int64, [None], name="user")
+    item = tf1.placeholder(tf.int64, [None], name="item")
+    users = tf1.get_variable("users", [USERS, DIM], use_resource=True)
+    items = tf1.get_variable("items", [ITEMS, DIM], use_resource=True)
+    bias = tf1.get_variable("bias", [DIM], use_resource=True)
+    user_rows, item_rows = tf.gather(users, user), tf.nn.embedding_lookup(items, item)
+    score = tf.reduce_sum(user_rows * item_rows + bias, axis=1)
+    return {"user": user, "item": item}, {"score": score, "user_rows": user_rows, "bias": tf.identity(bias)}
+
+
+@dataclass
+class Model:
+    """A published base that takes deltas, with a copy of what its variables should hold."""
+
+    base: Path
+    schema: Schema
+    options: IncrementalOptions
+    values: dict[str, np.ndarray]
+    history: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def version(self) -> Path:
+        return self.base / str(self.options.position)
+
+    @property
+    def log(self) -> Path:
+        return self.base / "deltas" / log_name(self.options.log)
+
+    def publish(
+        self, start: int, end: int, changes: Mapping[str, Change], *, step: int | None = None, **header: Any
+    ) -> Path:
+        """Write the delta start-end; `header` overrides what it says of itself."""
+        said = DeltaHeader(
+            self.options.lineage, self.schema.digest, start, end, 10 * end if step is None else step
+        )
+        directory = self.log / said.directory_name
+        directory.mkdir(parents=True)
+        write_delta(directory / "delta", self.schema, replace(said, **header), changes)
+        return directory
+
+    def evolve(self, start: int, end: int, rows: int = 5) -> dict[str, Change]:
+        """Publish a delta of random changes to everything, and remember the values at `end`."""
+        changes = random_changes(self.schema, seed=end, rows=rows)
+        self.publish(start, end, changes)
+        before = self.history.get(start, self.values)
+        self.history[end] = applied(before, changes)
+        return changes
+
+    def at(self, position: int) -> dict[str, np.ndarray]:
+        return self.history.get(position, self.values)
+
+
+def random_changes(schema: Schema, *, seed: int, rows: int = 5) -> dict[str, Change]:
+    rng = np.random.default_rng(seed)
+    changes: dict[str, Change] = {}
+    for variable in schema.variables:
+        dtype = variable.dtype.numpy
+        if len(variable.keys) == 1:
+            changes[variable.name] = rng.normal(size=variable.shape).astype(dtype)
+        else:
+            ids = np.sort(rng.choice(variable.shape[0], min(rows, variable.shape[0]), replace=False))
+            values = rng.normal(size=(len(ids), *variable.shape[1:])).astype(dtype)
+            changes[variable.name] = Rows(ids.astype(np.int64), values)
+    return changes
+
+
+def applied(values: Mapping[str, np.ndarray], changes: Mapping[str, Change]) -> dict[str, np.ndarray]:
+    result = {name: value.copy() for name, value in values.items()}
+    for name, change in changes.items():
+        if isinstance(change, Rows):
+            result[name][change.ids] = change.values
+        else:
+            result[name] = np.asarray(change)
+    return result
+
+
+def updatable_model(
+    directory: Path, build: Any = two_tables_and_dense, feeds: Mapping[str, Any] | None = None, **options: Any
+) -> Model:
+    """Train `build`, export it with `OPTIONS` changed by `options`."""
+    feeds = {"user": [0], "item": [0]} if feeds is None else feeds
+    trained = train(build, feeds, directory / "train" / "model.ckpt")
+    return updatable_base(directory, inference_graph(build), trained.prefix, **options)
+
+
+def updatable_base(directory: Path, graph: InferenceGraph, prefix: Path, **options: Any) -> Model:
+    chosen = replace(OPTIONS, **options)
+    scratch = directory / "scratch"
+    scratch.mkdir()
+    schema = schema_of(graph)
+    base = directory / "model"
+    export(make_updatable(graph, chosen, scratch), prefix, base / str(chosen.position))
+    shutil.rmtree(scratch)
+    reader = tf.train.load_checkpoint(str(prefix))
+    return Model(base, schema, chosen, {v.name: reader.get_tensor(v.name) for v in schema.variables})
+
+
+class Loaded:
+    """A version loaded by TF1's loader into a session: what TF Serving does."""
+
+    def __init__(self, session: Any, meta: Any, version: Path) -> None:
+        self.session = session
+        self.signatures = meta.signature_def
+        self._meta = meta
+        self._variables = version / "variables" / "variables"
+
+    def reset(self, base: Path) -> None:
+        """Do again what the loader did, as if the version lay under `base`: much quicker than to load it."""
+        saver = self._meta.saver_def
+        self.session.run(saver.restore_op_name, {saver.filename_tensor_name: str(self._variables)})
+        (init,) = self._meta.collection_def["saved_model_main_op"].node_list.value
+        (asset,) = self._meta.asset_file_def
+        path = base / self._variables.parent.parent.name / "assets" / asset.filename
+        self.session.run(init, {asset.tensor_info.name: str(path)})
+
+    def call(self, signature: str, *, timeout_ms: int = 0, **feeds: Any) -> dict[str, Any]:
+        definition = self.signatures[signature]
+        fed = {definition.inputs[name].name: value for name, value in feeds.items()}
+        fetched = {name: info.name for name, info in definition.outputs.items()}
+        options = tf1.RunOptions(timeout_in_ms=timeout_ms) if timeout_ms else None
+        return self.session.run(fetched, fed, options=options)
+
+    def predict(self, **feeds: Any) -> dict[str, Any]:
+        return self.call("serving_default", **feeds)
+
+    def update(self, *up_to: int, timeout_ms: int = 0) -> dict[str, Any]:
+        found = self.call(UPDATE_SIGNATURE, up_to=list(up_to or (-1,)), timeout_ms=timeout_ms)
+        return {
+            name: value[0].decode() if name == "status" else int(value[0]) for name, value in found.items()
+        }
+
+    def position(self) -> int:
+        return int(self.call(STATUS_SIGNATURE, probe=[0])["position"][0])
+
+    def values(self, schema: Schema) -> dict[str, np.ndarray]:
+        """What every variable holds, read by its handle."""
+        graph = self.session.graph
+        with graph.as_default():
+            return {v.name: self._read(v.name) for v in schema.variables}
+
+    def _read(self, name: str) -> np.ndarray:
+        graph = self.session.graph
+        reads = f"test_read/{name}:0"
+        try:
+            tensor = graph.get_tensor_by_name(reads)
+        except KeyError:
+            handle = graph.get_tensor_by_name(f"{name}:0")
+            dtype = tf.as_dtype(graph.get_operation_by_name(name).get_attr("dtype"))
+            tensor = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype, name=f"test_read/{name}")
+        return self.session.run(tensor)
+
+
+@contextmanager
+def loaded(model: Model | Path, config: Any = None) -> Iterator[Loaded]:
+    version = model if isinstance(model, Path) else model.version
+    with tf.Graph().as_default() as graph, tf1.Session(graph=graph, config=config) as session:
+        meta = tf1.saved_model.load(session, ["serve"], str(version))
+        yield Loaded(session, meta, version)
+
+
+def assert_holds(server: Loaded, model: Model, position: int) -> None:
+    found = server.values(model.schema)
+    for name, value in model.at(position).items():
+        np.testing.assert_array_equal(found[name], value, err_msg=f"{name} at {position}")
+    assert server.position() == position
