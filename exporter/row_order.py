@@ -33,7 +33,7 @@ def row_order(
 ) -> RowOrder:
     """The moves between a table as it was trained and as it will be looked up.
 
-    `trained` is None if nobody knows; `served` is None if the serving graph never looks the table up by id.
+    `trained` and `served` are None where nobody knows; a table that no id looks up is `NONE`.
 
     Raises:
         PartitionStrategyUnknown: rows would have to move and nobody knows how, or the parts cannot be mod's.
@@ -42,14 +42,22 @@ def row_order(
     served_boxes = [variable.part for variable in variables if variable.part is not None]
     stored_parts, served_parts = _parts_of_rows(stored_boxes), _parts_of_rows(served_boxes)
     same_boxes = set(stored_boxes) == set(served_boxes)
+    if same_boxes and (trained is None or served is None):
+        return RowOrder()
     if trained is None and stored_parts > 1:
-        if same_boxes or served in (None, PartitionStrategy.NONE):
+        if served is PartitionStrategy.NONE:
             return RowOrder()
         raise PartitionStrategyUnknown(
             f"table {key!r}: {stored_parts} partitions in the checkpoint, {served_parts} in the graph, "
             "and nothing tells whether training looked it up by mod or by div",
             cause="under mod, row i lies in partition i % n; under div, partitions are ranges of rows",
             hint=f"put the trainer's .meta beside the checkpoint, or say --partition-strategy {key}=mod|div",
+        )
+    if served is None and served_parts > 1:
+        raise PartitionStrategyUnknown(
+            f"table {key!r}: {stored_parts} partitions in the checkpoint, {served_parts} in the graph, which "
+            "looks its parts up neither by mod nor by div",
+            hint="export with the trainer's own partitioner, so that the table keeps its partitions",
         )
     was_mod = trained is PartitionStrategy.MOD and stored_parts > 1
     is_mod = served is PartitionStrategy.MOD and served_parts > 1

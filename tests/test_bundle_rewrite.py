@@ -161,7 +161,7 @@ def test_types_whose_slices_tensorflow_does_not_join_are_laid_out_as_served(
     feeds = {"ids": uneven_ids(11)}
     trained = train(embedding(11, trained_parts, dtype=tf.float16), feeds, tmp_path / "model.ckpt")
     report = export(
-        inference_graph(embedding(11, served_parts, dtype=tf.float16)),
+        inference_graph(embedding(11, served_parts, dtype=tf.float16), lookups={"table": DIV}),
         trained.prefix,
         tmp_path / "1",
         rules=MappingRules(trained={"table": DIV}),

@@ -121,7 +121,8 @@ def test_variables_are_resources_with_the_checkpoints_keys(trained: Trained) -> 
     part = by_node["dense/weights/part_1"].part
     assert part is not None
     assert (part.full_shape, part.starts, part.lengths) == ((256, 10), (86, 0), (85, 10))
-    assert graph.lookups == {"dense/weights": PartitionStrategy.NONE}
+    assert set(graph.lookups.values()) == {PartitionStrategy.NONE}
+    assert graph.lookups.keys() == {v.key for v in graph.variables}
     handles = [node for node in graph.meta_graph.graph_def.node if node.op == "VarHandleOp"]
     assert {node.name for node in handles} == set(by_node)
     assert all(node.attr["shared_name"].s.decode() == node.name for node in handles)

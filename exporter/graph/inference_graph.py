@@ -68,8 +68,8 @@ class InferenceGraph:
     `meta_graph` is a `protos.MetaGraphDef` with a `graph_def` that holds exactly what the signatures need,
     plus table initialisers; its `signature_def` is complete; it has no saver, devices or collections.
     `init_op` names the node (NoOp) that initialises tables, None if there are none. `lookups` gives, for
-    each partitioned variable of this graph, by its key, the strategy; one that is missing there is looked up
-    in a way that nobody knows. `notes` are for the person who exports.
+    each variable by its key, how ids find its rows (a whole one that rows are gathered from is `DIV` over one
+    part); one that is missing there is looked up in a way that nobody knows. `notes` are for the person who exports.
     """
 
     source: str

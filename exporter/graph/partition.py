@@ -14,6 +14,7 @@ from exporter.graph.control_flow import ENTERS, SWITCHES
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 from exporter.graph.keys import variable_keys
 from exporter.graph.nodes import Endpoint, GraphIndex, data_inputs
+from exporter.graph.servable import called_functions
 from exporter.protos import Proto
 
 _ASSIGNED_BY = {
@@ -29,15 +30,25 @@ _MAX_STEPS = 64
 
 
 def lookup_strategies(graph_def: Proto, variables: Iterable[GraphVariable]) -> dict[str, PartitionStrategy]:
-    """The strategy of each partitioned variable by its key; one that nobody can tell is left out.
+    """The strategy of each variable by its key; one that nobody can tell is left out.
 
-    `graph_def` may be an inference graph or a whole training graph, with reference or resource variables.
+    A whole variable that rows are gathered from counts as `DIV` over one part. `graph_def` may be an
+    inference graph or a whole training graph, with reference or resource variables.
     """
     parts: dict[str, list[str]] = {}
+    whole: list[GraphVariable] = []
     for variable in variables:
         if variable.part is not None:
             parts.setdefault(variable.key, []).append(variable.node)
-    return _strategies(GraphIndex(graph_def), parts) if parts else {}
+        else:
+            whole.append(variable)
+    index = GraphIndex(graph_def)
+    found = _strategies(index, parts)
+    for variable in whole:
+        if not _is_passed_on(index, variable.node):
+            gathered = _gathered_ids(index, variable.node)
+            found[variable.key] = PartitionStrategy.DIV if gathered else PartitionStrategy.NONE
+    return found
 
 
 def trained_strategies(meta_graph: Proto) -> dict[str, PartitionStrategy]:
@@ -73,6 +84,12 @@ def _gathered_ids(index: GraphIndex, variable: str) -> list[Endpoint]:
                 seen.add(reader)
                 pending.append(reader)
     return found
+
+
+def _is_passed_on(index: GraphIndex, variable: str) -> bool:
+    """True if the variable goes into a function, where nothing here sees what is done with it."""
+    readers = {reader for reader, _ in index.consumers.get(variable, ())}
+    return any(len(called_functions(index.nodes[reader])) > 1 for reader in readers)
 
 
 def _assignment(index: GraphIndex, ids: Endpoint) -> PartitionStrategy | None:
