@@ -193,7 +193,7 @@ def _verified(done: Exported) -> str:
 
 def _warn(planned: Plan, sink: Output) -> None:
     for note in planned.notes:
-        sink.warn(note)
+        sink.note(f"note: {note}")
 
 
 def _catalog_document(catalog: Catalog) -> Document:
