@@ -142,7 +142,7 @@ def foreign() -> Any:
     "result",
     [
         lambda: None,
-        lambda: {},
+        dict,
         lambda: 3,
         lambda: (tensor(), tensor()),
         lambda: ({"x": tensor()}, {}),

@@ -71,12 +71,16 @@ def test_training_and_inference_graphs_tell_the_same(
     assert graph.lookups.items() >= EXPECTED.items()
 
 
-def test_a_graph_without_partitions_has_no_strategies(tmp_path: Path) -> None:
+def test_a_whole_table_has_one_part(tmp_path: Path) -> None:
     def build(v1: Any) -> None:
         import tensorflow as tf
 
-        tf.nn.embedding_lookup(v1.get_variable("table", [5, 2]), [1], name="y")
+        ids = v1.placeholder(tf.int64, [None], name="ids")
+        rows = tf.nn.embedding_lookup(v1.get_variable("table", [5, 2]), ids)
+        tf.matmul(rows, v1.get_variable("dense", [2, 2]), name="y")
 
     trained = train(tmp_path, build)
 
     assert trained_strategies(read_metagraph(Path(trained.meta))) == {}
+    graph = load_graph(GraphRequest(trained.meta, {"ids": "ids"}, {"y": "y"}))
+    assert graph.lookups == {"table": DIV, "dense": NONE}

@@ -107,10 +107,7 @@ def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) ->
     Raises:
         UsageError: an argument that the builder does not take, lacks, or cannot convert.
     """
-    try:
-        parameters = inspect.signature(builder, eval_str=True).parameters
-    except (ValueError, TypeError, NameError):
-        parameters = inspect.signature(builder).parameters
+    parameters = _parameters(builder)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     unknown = set(given) - set(named) if not takes_any else set()
@@ -127,6 +124,16 @@ def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) ->
             f"{label} needs the argument {missing[0]!r}", hint=f"give it: --model-arg {missing[0]}=VALUE"
         )
     return kwargs
+
+
+def _parameters(builder: Builder) -> Mapping[str, inspect.Parameter]:
+    """The parameters with annotations as types where they can be resolved; builtins may not tell any."""
+    try:
+        return inspect.signature(builder, eval_str=True).parameters
+    except NameError:
+        return inspect.signature(builder).parameters
+    except (ValueError, TypeError):
+        return {}
 
 
 def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any:

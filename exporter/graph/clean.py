@@ -53,13 +53,8 @@ def clean(source: SourceGraph) -> InferenceGraph:
     index = GraphIndex.of(source.meta_graph)
     signatures = {name: _Ends.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
     nodes = _with_constants(index, source, signatures.values())
-    computed = _computed(nodes, signatures.values())
-    given = {tensor: alias for ends in signatures.values() for tensor, alias in ends.inputs.items()}
-    replaced = cut_inputs(
-        index, nodes, {tensor: alias for tensor, alias in given.items() if tensor.node not in computed}
-    )
-    tensors = [*given, *(tensor for ends in signatures.values() for tensor in ends.outputs)]
-    roots = [*dict.fromkeys(_moved(tensor, replaced).node for tensor in tensors)]
+    replaced = _cut(index, nodes, signatures.values())
+    roots = _roots(signatures.values(), replaced)
     needed, filling = _needed(index, nodes, replaced, roots, source.init_op)
     check_servable(nodes, reach(nodes, filling), fed=set(), allowed={*filling})
     check_reads(nodes, needed.inputs, mutating(index.functions), where="")
@@ -68,15 +63,16 @@ def clean(source: SourceGraph) -> InferenceGraph:
     reads = use_resource_variables(kept)
     gather_rows(kept)
     moved = reads | {tensor: _moved(target, reads) for tensor, target in replaced.items()}
-    kept = _still_needed(kept, [*(_moved(Endpoint(name, 0), reads).node for name in roots), *filling])
+    roots = _roots(signatures.values(), moved)
+    kept = _still_needed(kept, [*roots, *filling])
     assets = find_assets(source, kept, filling)
     use_file_names(kept, assets)
     init_op = _add_init_op(kept, filling)
+
     meta_graph = _meta_graph(source.meta_graph, index, kept, filling)
     for name, signature in source.meta_graph.signature_def.items():
         meta_graph.signature_def[name].CopyFrom(_served_signature(index, signature, moved))
     variables = graph_variables(kept, source.keys)
-    fed = {_moved(tensor, moved).node for tensor in given}
     return InferenceGraph(
         source=source.label,
         meta_graph=meta_graph,
@@ -84,7 +80,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
         assets=assets,
         init_op=init_op,
         lookups=lookup_strategies(meta_graph.graph_def, variables),
-        notes=tuple(caveats({name: node for name, node in kept.items() if name not in fed})),
+        notes=_notes(kept, signatures.values(), moved),
     )
 
 
@@ -121,19 +117,28 @@ def _with_constants(index: GraphIndex, source: SourceGraph, signatures: Iterable
     return nodes
 
 
-def _computed(nodes: Mapping[str, Proto], signatures: Iterable[_Ends]) -> set[str]:
-    """The nodes that a request to any signature runs, all of them fit for a server.
+def _cut(index: GraphIndex, nodes: dict[str, Proto], signatures: Iterable[_Ends]) -> dict[Endpoint, Endpoint]:
+    """Check what a request to each signature runs, and put placeholders where nothing computes an input.
 
-    A server can be fed any tensor. So one that a signature takes and another one computes stays as it is;
-    one that nothing computes any more gets a placeholder.
+    A server can be fed any tensor. So one that a signature takes and another one computes stays as it is.
+    Returns where the tensors are to be read from that got a placeholder.
     """
     computed: set[str] = set()
+    given: dict[Endpoint, str] = {}
     for ends in signatures:
-        roots = dict.fromkeys(tensor.node for tensor in ends.outputs if tensor not in ends.inputs)
-        reached = reach(nodes, roots, given=ends.inputs.keys())
+        given |= ends.inputs
+        wanted = dict.fromkeys(tensor.node for tensor in ends.outputs if tensor not in ends.inputs)
+        reached = reach(nodes, wanted, given=ends.inputs.keys())
         check_servable(nodes, reached, fed={tensor.node for tensor in ends.inputs})
         computed |= reached.inputs.keys()
-    return computed
+    return cut_inputs(index, nodes, {t: alias for t, alias in given.items() if t.node not in computed})
+
+
+def _roots(signatures: Iterable[_Ends], moved: Mapping[Endpoint, Endpoint]) -> list[str]:
+    """The nodes that make the signatures' tensors, outputs first."""
+    outputs = [tensor for ends in signatures for tensor in ends.outputs]
+    inputs = [tensor for ends in signatures for tensor in ends.inputs]
+    return [*dict.fromkeys(_moved(tensor, moved).node for tensor in [*outputs, *inputs])]
 
 
 def _needed(
@@ -174,6 +179,13 @@ def _still_needed(kept: dict[str, Proto], roots: Iterable[str]) -> dict[str, Pro
     """Without the reads of tables that are now gathered from."""
     reached = reach(kept, dict.fromkeys(roots))
     return {name: node for name, node in kept.items() if name in reached.inputs}
+
+
+def _notes(
+    kept: Mapping[str, Proto], signatures: Iterable[_Ends], moved: Mapping[Endpoint, Endpoint]
+) -> tuple[str, ...]:
+    fed = {_moved(tensor, moved).node for ends in signatures for tensor in ends.inputs}
+    return tuple(caveats({name: node for name, node in kept.items() if name not in fed}))
 
 
 def _add_init_op(kept: dict[str, Proto], filling: list[str]) -> str | None:

@@ -73,6 +73,8 @@ def served_library(
         NotServable: a body reads a variable after changing it.
         GraphError: a function or a node of a body is missing.
     """
+    if not library:
+        return protos.FunctionDefLibrary()
     for_init = reachable(initialisers, library)
     served = protos.FunctionDefLibrary()
     changing = mutating(library)

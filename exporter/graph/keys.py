@@ -21,6 +21,7 @@ from exporter.graph.nodes import (
     data_inputs,
     endpoint,
 )
+from exporter.graph.object_names import variable_names
 from exporter.graph.source_graph import VariableKey
 from exporter.protos import Proto
 
@@ -39,15 +40,16 @@ _PASS_THROUGH = frozenset({"Identity", "Reshape", "Cast"})
 def variable_keys(meta_graph: Proto, index: GraphIndex) -> dict[str, VariableKey]:
     """The key of every variable, by its node's name.
 
-    In a graph made by sessions a checkpoint name is the node's name; in an object-based SavedModel node
-    names are arbitrary and the handle's `shared_name` is the variable's.
+    In a graph made by sessions a checkpoint name is the node's name; in an object-based SavedModel the
+    object's, or the handle's `shared_name`.
     """
-    by_shared_name = meta_graph.HasField("object_graph_def")
+    has_objects = meta_graph.HasField("object_graph_def")
+    own_names = variable_names(meta_graph, index) if has_objects else {}
     keys = {}
     for node in index.nodes.values():
         if node.op in VARIABLE_OPS:
-            shared = attr_text(node, "shared_name") if by_shared_name else ""
-            keys[node.name] = VariableKey(shared or node.name)
+            shared = attr_text(node, "shared_name") if has_objects else ""
+            keys[node.name] = VariableKey(own_names.get(node.name) or shared or node.name)
     keys |= {node: key for node, key in _from_collections(meta_graph) if node in keys}
     keys |= {node: key for node, key in _from_saver(meta_graph, index) if node in keys}
     return keys

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,7 @@ class Endpoint(NamedTuple):
         return str(self) if self.output else self.node
 
 
+@lru_cache(maxsize=1 << 17)
 def endpoint(text: str) -> Endpoint:
     """`conv/Relu:1`, `conv/Relu` or a control input `^conv/Relu` as a value."""
     if text.startswith("^"):

@@ -6,7 +6,9 @@ copies the whole table at each request once a row was scattered into it (copy-on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from exporter import protos
 from exporter.dtypes import DType
@@ -104,6 +106,8 @@ def _make_handle(node: Proto, shared_name: str) -> None:
 def graph_variables(nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey]) -> tuple[GraphVariable, ...]:
     """The variables behind the VarHandleOps, one for each that differs.
 
+    Objects may share a name (`Variable`), which would give them one tensor: such go by their nodes' names.
+
     Raises:
         NotServable: one has no static shape, so nobody can tell whether a tensor fits.
     """
@@ -121,7 +125,8 @@ def graph_variables(nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey])
         key = keys.get(name, VariableKey(name))
         dtype = attr_dtype(node, "dtype") or DType.FLOAT
         found.append(GraphVariable(name, key.key, dtype, shape, key.part))
-    return tuple(found)
+    uses = Counter(variable.key for variable in found if variable.part is None)
+    return tuple(replace(v, key=v.node) if uses[v.key] > 1 else v for v in found)
 
 
 def gather_rows(nodes: dict[str, Proto]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 
 from exporter.errors import NotServable
 from exporter.graph.nodes import attr_dtype, control_inputs
@@ -27,11 +28,18 @@ _FEEDS_TRAINING = re.compile(
 )
 _PYTHON = re.compile(r"(Eager)?PyFunc(Stateless)?")
 _DEEPREC = re.compile(r"Kv\w+")
+_REASONS = (
+    (_CHANGES_STATE, "changes a variable or a table"),
+    (_FEEDS_TRAINING, "feeds training"),
+    (_PYTHON, "calls Python, which a server does not have"),
+    (_DEEPREC, "only DeepRec's own server knows"),
+)
 _RANDOM = re.compile(
     r"(Random|TruncatedNormal|ParameterizedTruncatedNormal|Multinomial|Stateful(Uniform|StandardNormal|Random))\w*"
 )
 
 
+@cache
 def changes_state(op: str) -> bool:
     """True for operations that write variables or tables."""
     return _CHANGES_STATE.fullmatch(op) is not None
@@ -51,12 +59,13 @@ def check_servable(
     if unfed:
         raise _unfed(nodes, reached, unfed)
     for name in reached.inputs:
-        reason, hint = _refusal(nodes[name])
+        node = nodes[name]
+        reason = _refusal(node.op)
         if reason and name not in allowed:
             raise NotServable(
-                f"an output needs {nodes[name].op} {name!r}, which {reason}",
+                f"an output needs {node.op} {name!r}, which {reason}",
                 cause=reached.path(name),
-                hint=hint,
+                hint=_way_out(node),
             )
 
 
@@ -74,20 +83,16 @@ def _unfed(nodes: Mapping[str, Proto], reached: Reached, names: list[str]) -> No
     )
 
 
-def _refusal(node: Proto) -> tuple[str, str]:
-    feed = f"feed a tensor behind it instead: --input NAME={node.name}:0"
-    if changes_state(node.op):
-        return "changes a variable", "choose an output before the change, or " + feed
-    if _FEEDS_TRAINING.fullmatch(node.op):
-        return "feeds training", feed
-    if _PYTHON.fullmatch(node.op):
-        return (
-            "calls Python, which a server does not have",
-            "write that step with TensorFlow operations, or " + feed,
-        )
+@cache
+def _refusal(op: str) -> str:
+    """Why a server cannot run an operation, "" if it can."""
+    return next((reason for pattern, reason in _REASONS if pattern.fullmatch(op)), "")
+
+
+def _way_out(node: Proto) -> str:
     if _DEEPREC.fullmatch(node.op):
-        return "only DeepRec's own server knows", "export a graph that looks keys up with stock operations"
-    return "", ""
+        return "export a graph that looks keys up with stock operations"
+    return f"choose other outputs, or feed a tensor behind it: --input NAME={node.name}:0"
 
 
 def check_body(nodes: Iterable[Proto], function: str) -> None:
@@ -97,7 +102,7 @@ def check_body(nodes: Iterable[Proto], function: str) -> None:
         NotServable: names the operation and the function.
     """
     for node in nodes:
-        reason, _ = _refusal(node)
+        reason = _refusal(node.op)
         if reason and not _FEEDS_TRAINING.fullmatch(node.op):
             raise NotServable(f"function {function!r} needs {node.op} {node.name!r}, which {reason}")
 

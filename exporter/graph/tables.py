@@ -8,7 +8,7 @@ from pathlib import Path
 
 from exporter import protos
 from exporter.dtypes import DType
-from exporter.errors import MissingAsset, NotServable
+from exporter.errors import GraphError, MissingAsset, NotServable
 from exporter.graph.inference_graph import Asset
 from exporter.graph.nodes import (
     GraphIndex,
@@ -148,10 +148,9 @@ def read_assets_directly(nodes: dict[str, Proto], assets: Mapping[str, Path]) ->
         if node.op == "AssignVariableOp" and len(inputs) > 1 and inputs[1].node in assets:
             sources[inputs[0].node] = inputs[1].node
     for name, node in [*nodes.items()]:
-        if node.op == "ReadVariableOp" and endpoint(node.input[0]).node in sources:
-            nodes[name] = protos.NodeDef(
-                name=name, op="Identity", input=[sources[endpoint(node.input[0]).node]]
-            )
+        inputs = data_inputs(node)
+        if node.op == "ReadVariableOp" and inputs and inputs[0].node in sources:
+            nodes[name] = protos.NodeDef(name=name, op="Identity", input=[sources[inputs[0].node]])
             nodes[name].attr["T"].type = int(DType.STRING)
 
 
@@ -170,6 +169,7 @@ def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterab
     Raises:
         MissingAsset: a file is not there.
         NotServable: a file's name is computed by the graph.
+        GraphError: an initialiser names none.
     """
     candidates = [name for name in source.assets if name in nodes]
     candidates += [
@@ -188,7 +188,10 @@ def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterab
 
 
 def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
-    name = through_identities(nodes, endpoint(node.input[1]).node)
+    inputs = data_inputs(node)
+    if len(inputs) < 2:
+        raise GraphError(f"table initialiser {node.name!r} names no file")
+    name = through_identities(nodes, inputs[1].node)
     if nodes[name].op != "Const":
         raise NotServable(
             f"the file of table initialiser {node.name!r} is computed by {nodes[name].op} {name!r}",

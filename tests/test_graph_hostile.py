@@ -1,0 +1,167 @@
+"""Graphs that no trainer would write end in a named error, quickly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exporter import protos
+from exporter.errors import ExportError, GraphError, NotServable
+from exporter.graph.load import GraphRequest, load_graph
+from exporter.graph.nodes import GraphIndex, const_value
+
+Node = tuple[str, str, list[str]]
+
+
+def meta(path: Path, nodes: list[Node], change: Callable[[Any], None] = lambda _: None) -> str:
+    """A `.meta` of float nodes given as (name, operation, inputs)."""
+    meta_graph = protos.MetaGraphDef()
+    for name, op, inputs in nodes:
+        node = meta_graph.graph_def.node.add(name=name, op=op, input=inputs)
+        node.attr["T"].type = 1
+        node.attr["dtype"].type = 1
+    change(meta_graph)
+    path.write_bytes(meta_graph.SerializeToString())
+    return str(path)
+
+
+X: Node = ("x", "Placeholder", [])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ([X, ("y", "Relu", ["gone"])], "reads 'gone'"),
+        ([X, ("y", "Relu", ["x"]), ("y", "Tanh", ["x"])], "two nodes named 'y'"),
+        ([X, ("y", "", ["x"])], "without a name or an operation"),
+        ([X, ("y", "Add", ["x", "z"]), ("z", "Relu", ["y"])], "cycle that is no loop"),
+        ([X, ("y", "Relu", ["y"])], "cycle that is no loop: y <- y"),
+        ([X, ("y", "Identity", ["y"])], "cycle that is no loop"),
+        ([X, ("y", "Merge", ["x", "z"]), ("z", "Relu", ["y"])], "cycle that is no loop"),
+        ([X, ("e", "Enter", ["x"]), ("y", "Merge", ["e", "y"])], "cycle that is no loop"),
+        ([X, ("y", "Relu", ["x:9999999999"])], None),
+        ([X, ("y", "Relu", [])], None),
+        ([X, ("y", "ReadVariableOp", [])], None),
+        ([X, ("v", "VarHandleOp", []), ("y", "ReadVariableOp", ["v"])], "no static shape"),
+        ([X, ("v", "KvVarHandleOp", []), ("y", "KvResourceGather", ["v", "x"])], "DeepRec"),
+        ([X, ("t", "HashTableV2", []), ("y", "LookupTableFindV2", ["t", "x", "x"])], "nothing.*fills table"),
+        ([X, ("t", "HashTableV2", []), ("i", "InitializeTableFromTextFileV2", ["t"]),
+          ("y", "LookupTableFindV2", ["t", "x", "x"])], None),
+        ([X, ("c", "Const", ["^a"]), ("a", "NoOp", ["^c"]), ("s", "Switch", ["x", "x"]),
+          ("y", "Add", ["c", "s"])], None),
+    ],
+)  # fmt: skip
+def test_broken_graphs(tmp_path: Path, nodes: list[Node], message: str | None) -> None:
+    path = meta(tmp_path / "model.meta", nodes)
+    request = GraphRequest(path, {"x": "x"}, {"y": "y"})
+
+    if message is None:  # nobody checks an operation's arity here, but nothing may crash
+        try:
+            load_graph(request)
+        except ExportError as error:
+            assert error.message
+    else:
+        with pytest.raises(GraphError, match=message):
+            load_graph(request)
+
+
+def test_fifty_thousand_nodes_deep(tmp_path: Path) -> None:
+    chain = [("n0", "Relu", ["x"]), *((f"n{i}", "Relu", [f"n{i - 1}"]) for i in range(1, 50_000))]
+    path = meta(tmp_path / "model.meta", [X, *chain, ("y", "Relu", ["n49999"])])
+
+    graph = load_graph(GraphRequest(path, {"x": "x"}, {"y": "y"}))
+
+    assert len(graph.meta_graph.graph_def.node) == 50_002
+
+
+def test_merges_nested_without_end(tmp_path: Path) -> None:
+    merges = [(f"m{i}", "Merge", [f"m{i + 1}"]) for i in range(5000)]
+    nodes = [X, ("s", "Switch", ["x", "x"]), *merges, ("m5000", "Relu", ["x"]), ("c", "Const", ["^m0"])]
+    path = meta(tmp_path / "model.meta", [*nodes, ("y", "Add", ["c", "s"])])
+
+    with pytest.raises(GraphError, match="nests conditionals"):
+        load_graph(GraphRequest(path, {"x": "x"}, {"y": "y"}))
+
+
+def test_identities_in_a_ring_around_a_table(tmp_path: Path) -> None:
+    nodes = [
+        X,
+        ("a", "Identity", ["b"]),
+        ("b", "Identity", ["a"]),
+        ("i", "InitializeTableV2", ["a", "x", "x"]),
+    ]
+    path = meta(tmp_path / "model.meta", [*nodes, ("y", "Relu", ["x"])])
+
+    assert load_graph(GraphRequest(path, {"x": "x"}, {"y": "y"})).init_op is None
+
+
+def test_functions_that_call_each_other_for_ever(tmp_path: Path) -> None:
+    def add(meta_graph: Any) -> None:
+        for name, other in (("f", "g"), ("g", "f")):
+            function = meta_graph.graph_def.library.function.add()
+            function.signature.name = name
+            function.signature.input_arg.add(name="a", type=1)
+            function.signature.output_arg.add(name="b", type=1)
+            function.node_def.add(name="call", op=other, input=["a"])
+            function.ret["b"] = "call:b:0"
+
+    path = meta(tmp_path / "model.meta", [X, ("y", "f", ["x"])], add)
+
+    graph = load_graph(GraphRequest(path, {"x": "x"}, {"y": "y"}))
+    assert len(graph.meta_graph.graph_def.library.function) == 2
+
+
+def test_a_functions_body_that_reads_nothing_known(tmp_path: Path) -> None:
+    def add(meta_graph: Any) -> None:
+        function = meta_graph.graph_def.library.function.add()
+        function.signature.name = "f"
+        function.signature.output_arg.add(name="b", type=1)
+        function.node_def.add(name="body", op="Relu", input=["gone:0"])
+        function.ret["b"] = "body:activations:0"
+
+    path = meta(tmp_path / "model.meta", [X, ("y", "f", ["x"])], add)
+
+    with pytest.raises(GraphError, match=r"function 'f' reads 'gone:0'"):
+        load_graph(GraphRequest(path, {"x": "x"}, {"y": "y"}))
+
+
+def test_python_inside_a_function_is_refused(tmp_path: Path) -> None:
+    def add(meta_graph: Any) -> None:
+        function = meta_graph.graph_def.library.function.add()
+        function.signature.name = "f"
+        function.signature.input_arg.add(name="a", type=1)
+        function.signature.output_arg.add(name="b", type=1)
+        function.node_def.add(name="body", op="PyFunc", input=["a"])
+        function.ret["b"] = "body:output:0"
+
+    path = meta(tmp_path / "model.meta", [X, ("y", "f", ["x"])], add)
+
+    with pytest.raises(NotServable, match="function 'f' needs PyFunc"):
+        load_graph(GraphRequest(path, {"x": "x"}, {"y": "y"}))
+
+
+@pytest.mark.parametrize("count", [-1, 1 << 62])
+def test_operations_that_claim_absurd_numbers_of_outputs(count: int) -> None:
+    meta_graph = protos.MetaGraphDef()
+    op = meta_graph.meta_info_def.stripped_op_list.op.add(name="Split")
+    op.output_arg.add(name="output", type_attr="T", number_attr="num_split")
+    node = meta_graph.graph_def.node.add(name="s", op="Split")
+    node.attr["T"].type = 1
+    node.attr["num_split"].i = count
+
+    with pytest.raises(GraphError, match="claims"):
+        GraphIndex.of(meta_graph).resolve("s:0", "output")
+
+
+def test_a_constant_that_claims_to_be_huge_stays_small() -> None:
+    node = protos.NodeDef(name="c", op="Const")
+    tensor = node.attr["value"].tensor
+    tensor.dtype = 3
+    tensor.int_val.append(1)
+    for _ in range(2):
+        tensor.tensor_shape.dim.add(size=1 << 40)
+
+    assert const_value(node) is None
