@@ -1,1 +1,48 @@
-"""From distributed TensorFlow checkpoints to TensorFlow Serving."""
+"""From distributed TensorFlow checkpoints to TensorFlow Serving.
+
+    from exporter import ExportRequest, export
+    done = export(ExportRequest(Path("train"), Path("models/ranker"), model="my_model.py:serving"))
+
+The names below are the public API; each is imported when first used, so that `import exporter` is cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from exporter.catalog import Catalog as Catalog
+    from exporter.checkpoint import open_checkpoint as open_checkpoint
+    from exporter.errors import ExportError as ExportError
+    from exporter.inspection import inspect as inspect
+    from exporter.options import DataMode as DataMode
+    from exporter.options import ExportRequest as ExportRequest
+    from exporter.options import Verify as Verify
+    from exporter.pipeline import Exported as Exported
+    from exporter.pipeline import Plan as Plan
+    from exporter.pipeline import execute as execute
+    from exporter.pipeline import export as export
+    from exporter.pipeline import plan as plan
+
+_HOMES = {
+    "Catalog": "exporter.catalog",
+    "DataMode": "exporter.options",
+    "ExportError": "exporter.errors",
+    "ExportRequest": "exporter.options",
+    "Exported": "exporter.pipeline",
+    "Plan": "exporter.pipeline",
+    "Verify": "exporter.options",
+    "execute": "exporter.pipeline",
+    "export": "exporter.pipeline",
+    "inspect": "exporter.inspection",
+    "open_checkpoint": "exporter.checkpoint",
+    "plan": "exporter.pipeline",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'exporter' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,111 @@
+"""The README's commands, run in its own order in one directory, as a reader would."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.removeprefix("$ ")
+    for block in re.findall(r"^```console\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    for line in block.splitlines()
+    if line.startswith("$ ")
+]
+PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("readme")
+    (directory / "examples").symlink_to(ROOT / "examples")
+    servers: list[subprocess.Popen[bytes]] = []
+    port = free_port()
+    for command in COMMANDS:
+        text = command.replace("8500", str(port))
+        if text.endswith("&"):
+            servers.append(subprocess.Popen(shlex.split(text.rstrip(" &")), cwd=directory, env=environment()))
+            await_port(port)
+        else:
+            done = subprocess.run(
+                text,
+                shell=True,
+                cwd=directory,
+                env=environment(),
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert done.returncode == 0, f"$ {text}\n{done.stdout}\n{done.stderr}"
+    yield directory
+    for server in servers:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=30) == 0
+
+
+def environment() -> dict[str, str]:
+    """The console scripts of this environment come first, as in an activated one."""
+    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def await_port(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.2)
+    raise AssertionError("the server never listened")
+
+
+def test_every_command_of_the_guide_works(workspace: Path) -> None:
+    published = {path.name for path in (workspace / "models").iterdir()}
+    assert published >= {"ranker", "from-meta", "averaged", "merged", "small", "checked"}
+    assert "renamed" not in published  # it was a dry run
+    assert len(COMMANDS) >= 14
+
+
+def test_the_python_of_the_guide_works(workspace: Path) -> None:
+    (script,) = (code for code in PYTHON if "from exporter import" in code)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=workspace,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] == "models/api/200"
+
+
+def test_options_and_exit_codes_that_the_readme_names_exist() -> None:
+    from exporter.errors import Exit
+    from serving.cli import app as serve_app
+    from tests.commands import export_model, run_app
+
+    helps = export_model("--help").out + "".join(
+        run_app(serve_app, command, "--help").out for command in ("run", "predict", "status")
+    )
+    helps += export_model("inspect", "--help").out
+    for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)):
+        assert option in helps, f"the README names {option}, which no command has"
+    rows = re.findall(r"^\| (\d+) \|.*\| (\d+) \|", README, re.MULTILINE)
+    assert {int(code) for row in rows for code in row} == {int(code) for code in Exit}
