@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -114,10 +115,9 @@ def run_server(
                 document = {"model": server.name, "version": version, "host": host, "port": server.port}
                 _print(sink, document, f"serving {server.name} version {version} on {server.address}")
                 news.begin()
-                while True:
-                    signal.pause()
+                _sleep_until_a_signal()
         except KeyboardInterrupt:
-            raise typer.Exit(Exit.INTERRUPTED) from None
+            raise SystemExit(int(Exit.INTERRUPTED)) from None
 
 
 @app.command("status", help=_STATUS_HELP, short_help="Versions of a model on a server.")
@@ -214,6 +214,16 @@ class _News:
 def _stop(number: int, frame: FrameType | None) -> None:
     """Unwind the server on SIGTERM and end with exit code 0: that is how a container is stopped."""
     raise SystemExit(int(Exit.DONE))
+
+
+def _sleep_until_a_signal() -> None:
+    """Let a signal's handler raise, also if it came just before or to another thread (`signal.pause` would
+    sleep on then).
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    os.read(reader, 1)
 
 
 def _print(sink: Output, document: dict[str, Any], line: str) -> None:

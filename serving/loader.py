@@ -88,6 +88,7 @@ def load(directory: Path) -> LoadedModel:
         tensorflow.errors.OpError: TensorFlow cannot restore it.
     """
     import tensorflow as tf
+    from tensorflow.python.saved_model.loader_impl import SavedModelLoader
 
     if not has_saved_model(directory):
         names = " or ".join(SAVED_MODEL_FILES)
@@ -96,7 +97,8 @@ def load(directory: Path) -> LoadedModel:
     session = tf.compat.v1.Session(graph=tf.Graph())
     try:
         with session.graph.as_default():
-            meta_graph = tf.compat.v1.saved_model.load(session, ["serve"], str(directory))
+            # What `tf.compat.v1.saved_model.load` calls, without its notice that TensorFlow 1 is deprecated.
+            meta_graph = SavedModelLoader(str(directory)).load(session, ["serve"])
         session._extend_graph()
     except BaseException as error:
         session.close()

@@ -117,7 +117,8 @@ class VersionManager:
                 late = time.monotonic() >= deadline
                 if late or self._hopeless():
                     raise self._not_available(timeout_seconds if late else None)
-                self._changed.wait(deadline - time.monotonic())
+                # In steps: the handler of a signal that another thread was given runs between them.
+                self._changed.wait(min(1.0, deadline - time.monotonic()))
             return max(available)
 
     def _available(self) -> list[int]:

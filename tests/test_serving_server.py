@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -399,6 +401,42 @@ def test_messages_of_any_size(stock: Stock, server: ModelServer) -> None:
     with grpc.insecure_channel(server.address, options) as channel:
         response = prediction_service_pb2_grpc.PredictionServiceStub(channel).Predict(request)
     assert len(response.outputs["y"].float_val) == 2 * rows
+
+
+def test_a_new_configuration_by_the_stock_client(model: Path) -> None:
+    from tensorflow_serving.apis import model_management_pb2
+
+    with ModelServer(model, poll_seconds=0.05) as server:
+        server.wait_available(WAIT_SECONDS)
+        stock = Stock(server.address)
+        request = model_management_pb2.ReloadConfigRequest()
+        added = request.config.model_config_list.config.add(name="other", model_platform="tensorflow")
+        added.base_path = str(model)
+        response = stock.model.HandleReloadConfigRequest(request, timeout=WAIT_SECONDS)
+        assert response.status.error_code == 0
+        assert stock.predict({"x": X}, name="other").model_spec.version.value == 2
+        with pytest.raises(grpc.RpcError, match="Servable not found"):
+            stock.predict({"x": X})
+        stock.channel.close()
+
+
+def test_stopping_cuts_off_calls_that_do_not_end(model: Path) -> None:
+    def never_ends() -> None:
+        with pytest.raises(grpc.RpcError):
+            stock.predict({"turns": np.array([1 << 60])}, signature="slow")
+
+    server = ModelServer(model)
+    server.wait_available(WAIT_SECONDS)
+    stock = Stock(server.address)
+    thread = threading.Thread(target=never_ends)
+    thread.start()
+    time.sleep(0.2)
+    server.stop(grace_seconds=0.2)
+    server.stop()
+    thread.join(WAIT_SECONDS)
+    stock.channel.close()
+    assert not thread.is_alive()
+    assert {status.state.name for status in server.statuses()} == {"END"}
 
 
 def test_a_missing_base_path(tmp_path: Path) -> None:
