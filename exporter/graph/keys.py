@@ -74,14 +74,22 @@ def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, VariableKey]]:
 def _from_saver(meta_graph: Proto, index: GraphIndex) -> Iterator[tuple[str, VariableKey]]:
     """What the Saver's restore nodes assign to each variable, under which name."""
     restore = endpoint(meta_graph.saver_def.restore_op_name).node
+    restored: dict[str, list[VariableKey]] = {}
     for assign in _restore_assigns(index, restore):
         inputs = data_inputs(assign)
         source = _restored_from(index, inputs[1]) if len(inputs) > 1 else None
         if source is None:
             continue
-        names, boxes = (_strings(index, source.node, position) for position in (1, 2))
-        if source.output < min(len(names), len(boxes)):
-            yield inputs[0].node, VariableKey(names[source.output], parse_slice_spec(boxes[source.output]))
+        if source.node not in restored:  # one node restores all that a server holds: read its lists once
+            restored[source.node] = _restored_by(index, source.node)
+        if source.output < len(restored[source.node]):
+            yield inputs[0].node, restored[source.node][source.output]
+
+
+def _restored_by(index: GraphIndex, node: str) -> list[VariableKey]:
+    """What a restore node reads, in the order of its outputs."""
+    names, boxes = (_strings(index, node, position) for position in (1, 2))
+    return [VariableKey(name, parse_slice_spec(box)) for name, box in zip(names, boxes, strict=False)]
 
 
 def _restore_assigns(index: GraphIndex, restore: str) -> Iterator[Proto]:
