@@ -20,6 +20,13 @@
     │   ├── AmbiguousRename              two variables claim one tensor, or a rule is unclear
     │   └── PartitionStrategyUnknown     a re-partitioned lookup table whose row order nobody knows
     ├── PositionError                5   a delta or base does not continue what is published
+    │   ├── NotUpdatable                 nothing is published that takes deltas
+    │   ├── DeltaGap                     no chain of deltas leads from one position to another
+    │   ├── StaleDelta                   a delta ends where its reader already is, or before
+    │   ├── ForeignLineage               a delta belongs to another log
+    │   ├── SchemaChanged                variables, dtypes, shapes or rules are not those of the log
+    │   ├── PositionUnknown              a position that nothing published stands at
+    │   └── PositionMoved                somebody else published meanwhile
     ├── VerificationError            6   the staged result is not what it should be
     │   └── ManifestError                a manifest.json is missing, damaged or of another format version
     ├── PublishError                 1   the target could not be written
@@ -149,7 +156,9 @@ class NotServable(GraphError):
 class MissingAsset(GraphError):
     """A file that the graph's tables are filled from is not there."""
 
-    default_hint = "put the file back where the graph looks for it, or beside the .meta if its path is relative"
+    default_hint = (
+        "put the file back where the graph looks for it, or beside the .meta if its path is relative"
+    )
 
 
 class MappingError(ExportError):
@@ -186,6 +195,48 @@ class PositionError(ExportError):
 
     exit_code = Exit.POSITION
     default_hint = "publish a full export: the same command without --incr"
+
+
+class NotUpdatable(PositionError):
+    """Nothing is published that takes deltas."""
+
+    default_hint = "publish a base: export-model --ckpt-dir DIR --out MODEL --model WHAT --incr"
+
+
+class DeltaGap(PositionError):
+    """No chain of deltas leads from one position to another."""
+
+    default_hint = "see what is published: export-model verify MODEL"
+
+
+class StaleDelta(PositionError):
+    """A delta ends where its reader already is, or before."""
+
+    default_hint = "take a newer delta; see what is published: export-model verify MODEL"
+
+
+class ForeignLineage(PositionError):
+    """A delta belongs to another log than its directory or its reader."""
+
+    default_hint = "remove that directory: it was published for another base"
+
+
+class SchemaChanged(PositionError):
+    """The variables, their dtypes, shapes or rules are not those that the log began with."""
+
+    default_hint = "begin a new log with a base of the new schema: --full-on-mismatch"
+
+
+class PositionUnknown(PositionError):
+    """Nothing published stands at the position that was named, or its values are gone."""
+
+    default_hint = "list the positions: export-model verify MODEL"
+
+
+class PositionMoved(PositionError):
+    """Somebody else published between planning and publishing."""
+
+    default_hint = "run the command again"
 
 
 class VerificationError(ExportError):
@@ -242,21 +293,6 @@ class ServerError(ExportError):
     default_hint = "look at the server: serve-model status"
 
 
-def os_error(exc: OSError, path: Path) -> ExportError:
-    """The named error for a failed write to `path`."""
-    cause = f"{exc.strerror or exc} ({errno.errorcode.get(exc.errno or 0, 'unknown')})"
-    if exc.errno in _FULL:
-        return DiskFull(f"no space left to write {os.fspath(path)}", cause=cause)
-    if exc.errno in _NOT_WRITABLE:
-        return TargetNotWritable(f"cannot write {os.fspath(path)}", cause=cause)
-    return PublishError(f"writing {os.fspath(path)} failed", cause=cause)
-
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
-_NOT_WRITABLE |= {errno.ENOLCK, errno.EOPNOTSUPP}  # no file locks: two exporters could not be kept apart
-
-
 class ModelPathNotFound(ServerError):
     """The model base path to serve is not a directory."""
 
@@ -277,3 +313,18 @@ class CallFailed(ServerError):
         """
         super().__init__(message, cause=cause, hint=hint)
         self.code = code
+
+
+def os_error(exc: OSError, path: Path) -> ExportError:
+    """The named error for a failed write to `path`."""
+    cause = f"{exc.strerror or exc} ({errno.errorcode.get(exc.errno or 0, 'unknown')})"
+    if exc.errno in _FULL:
+        return DiskFull(f"no space left to write {os.fspath(path)}", cause=cause)
+    if exc.errno in _NOT_WRITABLE:
+        return TargetNotWritable(f"cannot write {os.fspath(path)}", cause=cause)
+    return PublishError(f"writing {os.fspath(path)} failed", cause=cause)
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+_NOT_WRITABLE |= {errno.ENOLCK, errno.EOPNOTSUPP}  # no file locks: two exporters could not be kept apart

@@ -63,7 +63,7 @@ class ModelServer:
             UsageError: a number is out of range.
             ServerError: the address cannot be listened on.
         """
-        path = Path(base_path).resolve()
+        path = Path(base_path).absolute()
         if not path.is_dir():
             raise ModelPathNotFound(f"{base_path} is not a directory")
         if poll_seconds <= 0 or threads < 1 or not 0 <= port <= 65535:

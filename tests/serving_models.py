@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
+from exporter.bundle.warmup import encode_records
 
 PREDICT, CLASSIFY, REGRESS = (f"tensorflow/serving/{method}" for method in ("predict", "classify", "regress"))
 
@@ -85,16 +84,5 @@ def write_warmup(directory: Path, records: Iterable[bytes]) -> Path:
     """The warm-up file of a version, with these serialised PredictionLogs."""
     path = directory / "assets.extra" / "tf_serving_warmup_requests"
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(b"".join(map(tf_record, records)))
+    path.write_bytes(encode_records(records))
     return path
-
-
-def tf_record(data: bytes) -> bytes:
-    """A record of a TFRecord file."""
-    length = struct.pack("<Q", len(data))
-    return length + _masked_crc(length) + data + _masked_crc(data)
-
-
-def _masked_crc(data: bytes) -> bytes:
-    crc = google_crc32c.value(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

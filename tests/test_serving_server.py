@@ -403,6 +403,30 @@ def test_messages_of_any_size(stock: Stock, server: ModelServer) -> None:
     assert len(response.outputs["y"].float_val) == 2 * rows
 
 
+def test_an_object_based_saved_model(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    class Words(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            words = tf.lookup.KeyValueTensorInitializer(["a", "b"], tf.constant([0, 1], tf.int64))
+            self.rows = tf.lookup.StaticHashTable(words, 0)
+            self.vectors = tf.Variable([[1.0, 2.0], [3.0, 4.0]])
+
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.string, "words")])
+        def serve(self, words: Any) -> Any:
+            return {"vectors": tf.gather(self.vectors, self.rows.lookup(words))}
+
+    module = Words()
+    tf.saved_model.save(module, str(tmp_path / "words" / "1"), signatures={"serving_default": module.serve})
+    with ModelServer(tmp_path / "words") as server:
+        server.wait_available(WAIT_SECONDS)
+        stock = Stock(server.address)
+        response = stock.predict({"words": ["b", "a"]}, name="words")
+        stock.channel.close()
+    assert list(response.outputs["vectors"].float_val) == [3.0, 4.0, 1.0, 2.0]
+
+
 def test_a_new_configuration_by_the_stock_client(model: Path) -> None:
     from tensorflow_serving.apis import model_management_pb2
 
