@@ -83,8 +83,8 @@ def load(directory: Path) -> LoadedModel:
     """Load the SavedModel in `directory` with tag `serve`, holding its manifest's lock until it is closed.
 
     Raises:
-        StatusError: NOT_FOUND, there is no SavedModel or it has no such tag; UNAVAILABLE, the directory is
-            being removed.
+        StatusError: NOT_FOUND, there is no SavedModel or it has no such tag; DATA_LOSS, it does not parse;
+            UNAVAILABLE, the directory is being removed.
         tensorflow.errors.OpError: TensorFlow cannot restore it.
     """
     import tensorflow as tf
@@ -106,6 +106,8 @@ def load(directory: Path) -> LoadedModel:
             os.close(lock)
         if isinstance(error, RuntimeError):  # how the Python loader reports tags
             raise StatusError(Code.NOT_FOUND, str(error)) from error
+        if isinstance(error, OSError) and error.errno is None:  # how it reports a file that does not parse
+            raise StatusError(Code.DATA_LOSS, str(error)) from error
         raise
     return LoadedModel(session, dict(meta_graph.signature_def), lock)
 

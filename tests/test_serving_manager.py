@@ -173,7 +173,7 @@ def empty_graph(directory: Path) -> None:
     [
         (truncate_shard, Code.OUT_OF_RANGE),
         (remove_variables, Code.UNKNOWN),
-        (scramble_graph, Code.UNKNOWN),
+        (scramble_graph, Code.DATA_LOSS),
         (empty_graph, Code.NOT_FOUND),
     ],
 )
