@@ -15,7 +15,17 @@ ROOT = Path(__file__).parent.parent
 # A room may import the rooms above its own line, and rooms of its own line only if it is the same room.
 STAGES = [
     {"errors", "dtypes", "protos"},
-    {"catalog", "tensor_proto", "rest_json", "output", "json_fields", "filesystem"},
+    {
+        "catalog",
+        "tensor_proto",
+        "rest_json",
+        "output",
+        "json_fields",
+        "filesystem",
+        "options",
+        "quiet_import",
+    },
+    {"command"},
     {"checkpoint"},
     {"graph"},
     {"extras", "row_order"},
@@ -24,13 +34,17 @@ STAGES = [
     {"bundle"},
     {"manifest"},
     {"published"},
+    {"published_log"},
     {"staging"},
     {"retention"},
     {"publish"},
     {"verify", "baseline"},
     {"training"},
     {"inspection"},
+    {"updatable"},
     {"pipeline"},
+    {"incremental_pipeline"},
+    {"report"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(STAGES) for room in rooms}
