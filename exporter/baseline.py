@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from exporter.dtypes import DType
 from exporter.errors import VerificationError
+from exporter.graph.runnable import runnable_graph
 from exporter.graph.signatures import tensor_names
 from exporter.graph.source_graph import SourceGraph
 from exporter.mapping import Mapping as TensorMapping
@@ -115,7 +116,7 @@ def generated(name: str, signature: Proto) -> Request:
 def _run_source(source: SourceGraph, mapping: TensorMapping, requests: list[Request]) -> list[Feeds]:
     import tensorflow as tf
 
-    graph_def = tf.compat.v1.GraphDef.FromString(source.meta_graph.graph_def.SerializeToString())
+    graph_def = tf.compat.v1.GraphDef.FromString(runnable_graph(source).SerializeToString())
     for body in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
         for node in body:
             node.device = ""

@@ -69,7 +69,8 @@ class InferenceGraph:
     plus table initialisers; its `signature_def` is complete; it has no saver, devices or collections.
     `init_op` names the node (NoOp) that initialises tables, None if there are none. `lookups` gives, for
     each variable by its key, how ids find its rows (a whole one that rows are gathered from is `DIV` over one
-    part); one that is missing there is looked up in a way that nobody knows. `notes` are for the person who exports.
+    part); one that is missing there is looked up in a way that nobody knows. `notes` are for the person who
+    exports.
     """
 
     source: str

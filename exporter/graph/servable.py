@@ -45,6 +45,11 @@ def changes_state(op: str) -> bool:
     return _CHANGES_STATE.fullmatch(op) is not None
 
 
+def is_refused(op: str) -> bool:
+    """True for operations that a served output may not need."""
+    return bool(_refusal(op))
+
+
 def check_servable(
     nodes: Mapping[str, Proto], reached: Reached, fed: set[str], allowed: Collection[str] = ()
 ) -> None:
