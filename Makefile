@@ -29,7 +29,7 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 bench: $(STAMP)
-	$(BIN)/python -m tests.benchmarks
+	$(BIN)/python -m tests.benchmarks '$(ONLY)'
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

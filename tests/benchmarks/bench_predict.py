@@ -1,0 +1,31 @@
+"""What a client waits for: the model server's share of a prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.benchmarks import data
+from tests.benchmarks.harness import Benchmark, Lab, job
+from tests.benchmarks.rows import Row, cost
+
+
+def latency(lab: Lab) -> Iterator[Row]:
+    """One client, one call at a time: the median call, and the same bits."""
+    yield _latency(lab, 64)
+    if not lab.quick:
+        yield _latency(lab, 1)
+
+
+def _latency(lab: Lab, batch: int) -> Row:
+    checkpoint = data.ranker(lab, "100 MB")
+    arguments = (data.published(lab, checkpoint), checkpoint.rows, batch, 50 if lab.quick else 2000)
+    ours, bare = lab.side_by_side(
+        lambda: job("jobs_predict:through_grpc", *arguments),
+        lambda: job("jobs_predict:session_run", *arguments),
+        repeats=3,
+    )
+    assert {sample.result for sample in ours.samples} == {sample.result for sample in bare.samples}
+    return cost(f"predict over gRPC, batch {batch}, p50, against Session.run", ours.time, bare.time)
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (latency,)

@@ -1,0 +1,119 @@
+"""Measure two things side by side: each in a process of its own, in turns, compared by their medians.
+
+This process stays small and never imports TensorFlow: a child's peak memory is counted from that of the
+process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.rows import Quantity, Row, bytes_, seconds
+
+ROOT = Path(__file__).parent.parent.parent
+JOB_SECONDS = 600.0
+_BLOCK = 512  # the unit of ru_oublock
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one process did. `result` is what a job returned, for comparison with another's."""
+
+    seconds: float
+    peak_bytes: int
+    written_bytes: int
+    result: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Medians:
+    """Several samples of one thing; each figure is a median of its own."""
+
+    samples: tuple[Sample, ...]
+
+    @property
+    def time(self) -> Quantity:
+        return seconds(statistics.median(sample.seconds for sample in self.samples))
+
+    @property
+    def peak(self) -> Quantity:
+        return bytes_(statistics.median(sample.peak_bytes for sample in self.samples))
+
+    @property
+    def written(self) -> Quantity:
+        return bytes_(statistics.median(sample.written_bytes for sample in self.samples))
+
+
+Measured = Callable[[], Sample]
+"""Something to run and measure."""
+
+Benchmark = Callable[["Lab"], Iterator[Row]]
+"""Checks that two ways of doing a thing give the same, then measures both and yields rows."""
+
+
+class Lab:
+    """What a benchmark works with: a place for files, how often to repeat, and how to say what it does."""
+
+    def __init__(self, directory: Path, *, quick: bool, say: Callable[[str], None]) -> None:
+        self.directory = directory
+        self.quick = quick
+        self.say = say
+
+    def fresh(self, name: str) -> Path:
+        """A path where nothing is: what an earlier run left there is removed."""
+        path = self.directory / name
+        shutil.rmtree(path, ignore_errors=True)
+        return path
+
+    def once(self, name: str, make: Callable[[Path], object]) -> Path:
+        """A directory that several benchmarks share, made by the first."""
+        path = self.directory / name
+        if not path.exists():
+            self.say(f"making {name}")
+            path.mkdir()
+            make(path)
+        return path
+
+    def side_by_side(self, *contestants: Measured, repeats: int = 5) -> list[Medians]:
+        """Run the contestants in turns, after a round that only warms the page cache."""
+        if self.quick:
+            return [Medians((contestant(),)) for contestant in contestants]
+        rounds = [[_settled(contestant) for contestant in contestants] for _ in range(1 + repeats)]
+        return [Medians(samples) for samples in zip(*rounds[1:], strict=True)]
+
+
+def _settled(contestant: Measured) -> Sample:
+    os.sync()  # nobody pays for what another has left to write
+    return contestant()
+
+
+def job(name: str, *arguments: object) -> Sample:
+    """Run `module:function` of this package in a process of its own; see `tests.benchmarks.job`."""
+    command = [sys.executable, "-m", "tests.benchmarks.job", name, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=JOB_SECONDS, check=True)
+    return Sample(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def command(*arguments: object) -> Sample:
+    """Run a whole command and see it end: wall-clock time, peak memory, bytes written."""
+    with tempfile.TemporaryFile() as talk:
+        started = time.perf_counter()
+        process = subprocess.Popen([*map(str, arguments)], cwd=ROOT, stdout=talk, stderr=talk)
+        _, status, usage = os.wait4(process.pid, 0)
+        took = time.perf_counter() - started
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            talk.seek(0)
+            raise RuntimeError(f"{arguments}: exit code {process.returncode}\n{talk.read().decode()}")
+    return Sample(took, usage.ru_maxrss << 10, usage.ru_oublock * _BLOCK)

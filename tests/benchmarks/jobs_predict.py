@@ -1,0 +1,61 @@
+"""What runs in processes of their own for `bench_predict`: many calls in a row, each timed."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.job import Timer
+from tests.benchmarks.jobs_full_export import requests
+
+_WARM_UP = 50
+
+
+def session_run(timer: Timer, version: str, rows: str, batch: str, calls: str) -> Any:
+    """A bare `Session.run` of the signature, in this process."""
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    with tf.Graph().as_default() as graph, v1.Session(graph=graph) as session:
+        signature = v1.saved_model.load(session, ["serve"], version).signature_def["serving_default"]
+        score, ids = signature.outputs["score"].name, signature.inputs["ids"].name
+        return _time_calls(timer, lambda x: session.run(score, {ids: x}), rows, batch, calls)
+
+
+def through_grpc(timer: Timer, version: str, rows: str, batch: str, calls: str) -> Any:
+    """The same through `serve-model run` in another process, over loopback."""
+    from serving.client import ModelClient
+
+    command = [sys.executable, "-m", "serving.cli", "run", str(Path(version).parent), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().split(" on ")[1].strip()
+            with ModelClient(address, Path(version).parent.name) as client:
+
+                def ask(ids: Any) -> Any:
+                    return client.predict({"ids": ids}).outputs["score"]
+
+                return _time_calls(timer, ask, rows, batch, calls)
+        finally:
+            server.terminate()
+
+
+def _time_calls(timer: Timer, ask: Callable[[Any], Any], rows: str, batch: str, calls: str) -> Any:
+    """Seconds of the median call; the last call's answer is the result, as text that keeps every bit."""
+    ids = requests(int(rows), int(batch))
+    for _ in range(_WARM_UP):
+        ask(ids)
+    taken = []
+    with timer:
+        for _ in range(int(calls)):
+            started = time.perf_counter()
+            answer = ask(ids)
+            taken.append(time.perf_counter() - started)
+    timer.seconds = statistics.median(taken)
+    return answer.tobytes().hex()
