@@ -9,7 +9,7 @@ import typer
 
 from exporter.command import EXIT_CODES, DebugFlag, JsonFlag, QuietFlag, command, new_app, pairs, run
 from exporter.errors import UsageError
-from exporter.options import DataMode, ExportRequest, Verify
+from exporter.options import DataMode, ExportRequest, Isolation, Updates, Verify
 
 app = new_app("export-model")
 
@@ -25,6 +25,7 @@ Examples:
   export-model --ckpt-dir train/model.ckpt-900 --input x=Placeholder:0 --output y=Softmax:0 --out models/cnn
   export-model --ckpt-dir train/ --model models/cnn/900 --average ema --verify outputs --out models/cnn
   export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --dry-run
+  export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --incr
   export-model inspect train/
 
 {EXIT_CODES}"""
@@ -100,6 +101,24 @@ def export(
     tolerance: Annotated[
         float, typer.Option(metavar="X", help="Largest difference that --verify outputs accepts.")
     ] = 1e-6,
+    incr: Annotated[
+        bool, typer.Option("--incr", help="Publish what changed as a delta; the first time, the base.")
+    ] = False,
+    updatable: Annotated[
+        bool, typer.Option("--updatable", help="Publish a new base that takes deltas.")
+    ] = False,
+    isolation: Annotated[
+        Isolation, typer.Option(help="What a response may mix while a delta is applied.")
+    ] = Isolation.SNAPSHOT,
+    snapshot_max_rows: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Larger deltas are applied in visible pieces.")
+    ] = 4_000_000,
+    stamp: Annotated[
+        bool, typer.Option("--stamp", help="Predict answers with model_position and model_step.")
+    ] = False,
+    full_on_mismatch: Annotated[
+        bool, typer.Option("--full-on-mismatch", help="With --incr: publish a new base where no delta fits.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -136,7 +155,13 @@ def export(
             verify=verify,
             verify_inputs=verify_inputs,
             tolerance=tolerance,
+            updates=Updates(isolation, snapshot_max_rows, stamp) if updatable or incr else None,
         )
+        if incr and not updatable:
+            from exporter import incremental_command
+
+            incremental_command.run(request, sink, full_on_mismatch=full_on_mismatch, dry_run=dry_run)
+            return
         from exporter import pipeline, report
 
         if dry_run:

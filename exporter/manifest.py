@@ -6,8 +6,10 @@
      "tensors": [{"name": "w", "dtype": "float32", "shape": [3, 2], "bytes": 24, "crc32c": ["9a4f01c2"]}],
      "files": [{"path": "saved_model.pb", "bytes": 812, "crc32c": "00c0ffee"}]}
 
-A delta has `from_position` too. Every `crc32c` is TensorFlow's masked one, as in the bundle's index, in eight
-hex digits; a tensor has one for each of its slices; a data shard has none, because its tensors have theirs.
+A delta has `from_position` too; a base that takes deltas, and a delta, have `incremental`: what they are in
+their log (`exporter.delta.entry`). Every `crc32c` is TensorFlow's masked one, as in the bundle's index, in
+eight hex digits; a tensor has one for each of its slices; a data shard has none, because its tensors have
+theirs.
 Integers are integers below 2**63, digests and ids strings, times RFC 3339 in UTC. Readers ignore fields that
 they do not know and refuse a `format_version` that they do not know.
 """
@@ -26,6 +28,7 @@ from json.encoder import encode_basestring_ascii
 from pathlib import Path
 
 from exporter.catalog import Catalog, TensorRef
+from exporter.delta.entry import BaseEntry, DeltaEntry
 from exporter.dtypes import DType
 from exporter.errors import ManifestError
 from exporter.json_fields import FieldError, Fields, parse_object
@@ -90,6 +93,7 @@ class ManifestDraft:
     lineage: str | None = None
     kind: Kind = Kind.BASE
     from_position: int | None = None
+    incremental: BaseEntry | DeltaEntry | None = None
 
     def complete(self, *, position: int, created: datetime, files: tuple[FileEntry, ...]) -> Manifest:
         """The manifest to publish."""
@@ -142,6 +146,7 @@ def to_json(manifest: Manifest) -> str:
         "source": {"directory": manifest.source.directory, "checkpoint": manifest.source.checkpoint},
         "created": manifest.created.astimezone(UTC).isoformat(timespec="microseconds")[:-6] + "Z",
         "exporter": manifest.exporter,
+        **({} if manifest.incremental is None else {"incremental": manifest.incremental.to_json()}),
     }
     fields = [f"{_dump(key)}: {_dump(value)}" for key, value in head.items()]
     fields.append(f'"tensors": {_lines(map(_tensor_line, manifest.tensors))}')
@@ -202,9 +207,17 @@ def _manifest(fields: Fields) -> Manifest:
         exporter=fields.text("exporter"),
         tensors=tuple(map(_tensor_entry, fields.objects("tensors"))),
         files=tuple(map(_file_entry, fields.objects("files"))),
+        incremental=_incremental(fields, kind),
     )
     _check_consistency(manifest, fields)
     return manifest
+
+
+def _incremental(fields: Fields, kind: Kind) -> BaseEntry | DeltaEntry | None:
+    if "incremental" not in fields.document:
+        return None
+    entry = BaseEntry if kind is Kind.BASE else DeltaEntry
+    return entry.from_fields(fields.object("incremental"))
 
 
 def _check_consistency(manifest: Manifest, fields: Fields) -> None:

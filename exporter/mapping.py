@@ -164,7 +164,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         _check_fits(key, variables[0], tensor)
         trained = rules.strategies.get(key) or rules.trained.get(match.trained_name)
         order = row_order(key, variables, tensor, trained=trained, served=graph.lookups.get(key))
-        cast = _cast_for(key, tensor, rules.casts)
+        cast = cast_for(key, tensor, rules.casts)
         sources.append(
             Source(key, variables, tensor, match.via, cast, order.gather_parts, order.scatter_parts)
         )
@@ -240,7 +240,8 @@ def _check_fits(key: str, variable: GraphVariable, tensor: TensorRef) -> None:
         )
 
 
-def _cast_for(key: str, tensor: TensorRef, casts: Iterable[CastRule]) -> DType | None:
+def cast_for(key: str, tensor: TensorRef, casts: Iterable[CastRule]) -> DType | None:
+    """The dtype that the rules store a variable in, None for the tensor's own."""
     if tensor.dtype not in _CASTABLE:
         return None
     return next((rule.dtype for rule in casts if rule.pattern.fullmatch(key)), None)

@@ -36,6 +36,22 @@ class Verify(StrEnum):
         return order.index(self) >= order.index(level)
 
 
+class Isolation(StrEnum):
+    """What a response may mix while a delta is applied: nothing, or whole rows of two positions."""
+
+    SNAPSHOT = "snapshot"
+    ROW = "row"
+
+
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """How a base takes deltas; see `exporter.bundle.incremental`."""
+
+    isolation: Isolation = Isolation.SNAPSHOT
+    snapshot_max_rows: int = 4_000_000
+    stamp: bool = False
+
+
 @dataclass(frozen=True)
 class ExportRequest:
     """Everything a full export is told; the fields are the options of `export-model`.
@@ -43,7 +59,7 @@ class ExportRequest:
     `model` is a name as `--model` takes it, or a builder itself; without it the `.meta` beside the checkpoint
     is used. `renames` and `casts` are rules in the command line's form; `partition_strategies` says `mod` or
     `div` for tables; `version` is None (the position), a number, or `"time"`. `tolerance` is the largest
-    absolute difference that `Verify.OUTPUTS` accepts.
+    absolute difference that `Verify.OUTPUTS` accepts. With `updates` the version takes deltas.
     """
 
     ckpt_dir: Path
@@ -65,3 +81,4 @@ class ExportRequest:
     verify: Verify = Verify.FILES
     verify_inputs: Path | None = None
     tolerance: float = 1e-6
+    updates: Updates | None = None

@@ -16,6 +16,8 @@ from exporter.bundle.variables import VariablesReport, write_variables
 from exporter.bundle.warmup import WarmupRequest, read_requests, write_warmup
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
+from exporter.delta.history import identify
+from exporter.delta.recipe import Recipe
 from exporter.errors import CheckpointChanged, UsageError
 from exporter.graph.inference_graph import InferenceGraph, PartitionStrategy
 from exporter.graph.load import GraphRequest, SourceGraph, clean, load_source
@@ -25,7 +27,8 @@ from exporter.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.mapping import CastRule, Mapping, MappingRules, RenameRule, build_mapping
 from exporter.options import ExportRequest, Verify
 from exporter.output import NoProgress, Progress
-from exporter.publish import Published, Staging, VersionRule, publish_version
+from exporter.publish import Published, Staging, VersionRule, next_place, publish_version
+from exporter.updatable import UpdatableBase, make_base
 from exporter.verify import verify_bytes, verify_files
 
 _ATTEMPTS = 3
@@ -45,6 +48,7 @@ class Plan:
     graph: InferenceGraph
     mapping: Mapping
     version: VersionRule
+    rules: MappingRules
     warmup: tuple[WarmupRequest, ...] = ()
     probes: tuple[WarmupRequest, ...] = ()
 
@@ -77,12 +81,15 @@ def plan(request: ExportRequest) -> Plan:
         UsageError, CheckpointError, GraphError, MappingError: see errors.py.
     """
     number = VersionRule.parse(request.version)
-    rules = _parse_rules(request)
+    if request.updates and request.version:
+        raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
+    rules = parse_rules(request)
     catalog = open_checkpoint(request.ckpt_dir)
     meta = catalog.prefix.with_name(f"{catalog.prefix.name}.meta")
     source = load_source(_graph_request(request, meta))
     graph = clean(source)
-    mapping = build_mapping(graph, catalog, _with_trained(rules, meta))
+    rules = _with_trained(rules, meta)
+    mapping = build_mapping(graph, catalog, rules)
     return Plan(
         request,
         catalog,
@@ -90,6 +97,7 @@ def plan(request: ExportRequest) -> Plan:
         graph,
         mapping,
         number,
+        rules,
         read_requests(request.warmup, graph.meta_graph) if request.warmup else (),
         read_requests(request.verify_inputs, graph.meta_graph) if request.verify_inputs else (),
     )
@@ -106,17 +114,23 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
     with Staging(request.out) as staging:
         with progress("variables", planned.mapping.bytes_) as bar:
             variables = write_variables(planned.mapping, staging.path, data=request.data, progress=bar)
-        write_saved_model(planned.graph, planned.mapping, staging.path)
-        if planned.warmup:
-            write_warmup(planned.warmup, staging.path)
+        base = _updatable(planned, staging) if request.updates else None
+        graph, mapping = (base.graph, base.mapping) if base else (planned.graph, planned.mapping)
+        write_saved_model(graph, mapping, staging.path)
+        warmup = (*(base.warmup if base else ()), *planned.warmup)
+        if warmup:
+            write_warmup(warmup, staging.path)
         differences = _verify(planned, staging.path, variables, progress)
         draft = ManifestDraft(
             tensors=tensor_entries(variables.catalog),
             source=Origin.of(planned.catalog.prefix),
             exporter=version("export-model"),
             step=planned.catalog.step,
+            lineage=base.lineage if base else None,
+            incremental=base.entry if base else None,
         )
-        published = publish_version(staging, draft, version=planned.version, keep=request.keep)
+        place = base.place if base else None
+        published = publish_version(staging, draft, version=planned.version, place=place, keep=request.keep)
     return Exported(planned, published, variables, differences, time.monotonic() - started)
 
 
@@ -135,6 +149,23 @@ def export(request: ExportRequest, progress: ProgressFactory = no_progress) -> E
     raise AssertionError("the loop returns or raises")
 
 
+def _updatable(planned: Plan, staging: Staging) -> UpdatableBase:
+    """The planned graph as it takes deltas, at the position that it will be published at."""
+    step, updates = planned.catalog.step, planned.request.updates
+    assert updates is not None
+    scratch = staging.path.with_name("scratch")
+    scratch.mkdir()
+    return make_base(
+        planned.graph,
+        planned.mapping,
+        Recipe.of(planned.graph, planned.rules),
+        identify(planned.catalog.prefix, step or 0),
+        next_place(planned.request.out, step),
+        updates,
+        scratch,
+    )
+
+
 def _graph_request(request: ExportRequest, meta: Path) -> GraphRequest:
     return GraphRequest(
         model=str(meta) if request.model is None and meta.exists() else request.model,
@@ -146,7 +177,12 @@ def _graph_request(request: ExportRequest, meta: Path) -> GraphRequest:
     )
 
 
-def _parse_rules(request: ExportRequest) -> MappingRules:
+def parse_rules(request: ExportRequest) -> MappingRules:
+    """The rules about names and layouts in a request.
+
+    Raises:
+        UsageError, AmbiguousRename: a rule does not parse.
+    """
     strategies = {}
     for name, text in request.partition_strategies.items():
         if text not in (PartitionStrategy.MOD.value, PartitionStrategy.DIV.value):

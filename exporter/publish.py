@@ -1,4 +1,5 @@
-"""A filled staging directory becomes a version: durable, immutable, and visible whole or not at all.
+"""A filled staging directory becomes a version or a delta: durable, immutable, and visible whole or not at
+all.
 
 seal      modes, sizes, checksums; wait until our bytes are on disk     no lock: this may take long
 number    survey what is published, choose version and position        under <model>/.lock
@@ -21,14 +22,32 @@ from pathlib import Path
 from typing import Literal
 
 from exporter.checkpoint.crc import chunks_of, extend, mask
-from exporter.errors import TargetBusy, UsageError, VerificationError, VersionExists
-from exporter.filesystem import lock_within, open_lock, remove_tree, sync, write_durably, writing
+from exporter.errors import PositionMoved, TargetBusy, UsageError, VerificationError, VersionExists
+from exporter.filesystem import (
+    lock_within,
+    make_directories,
+    open_lock,
+    remove_tree,
+    sync,
+    write_durably,
+    writing,
+)
 from exporter.manifest import FILE_NAME, FileEntry, Manifest, ManifestDraft, to_json
 from exporter.published import children, last_position
 from exporter.retention import GRACE_SECONDS, Kept, Retired, retire
 from exporter.staging import Staging
 
-__all__ = ["Published", "Staging", "VersionRule", "next_position", "publish_version"]
+__all__ = [
+    "Place",
+    "Published",
+    "PublishedDelta",
+    "Staging",
+    "VersionRule",
+    "next_place",
+    "next_position",
+    "publish_delta",
+    "publish_version",
+]
 
 LOCK_NAME = ".lock"
 LOCK_SECONDS = 60.0
@@ -85,6 +104,17 @@ class VersionRule:
         return self.choice, position
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A position that is known before publishing, because it is baked into what is published.
+
+    `last` was the greatest position then: if another is found under the lock, the place is lost.
+    """
+
+    position: int
+    last: int | None
+
+
 @dataclass(frozen=True)
 class Published:
     """What `publish_version` did; `removed` and `kept` tell of versions beyond `keep`."""
@@ -99,6 +129,27 @@ class Published:
     def position(self) -> int:
         """Where a server stands that has loaded it."""
         return self.manifest.position
+
+
+@dataclass(frozen=True)
+class PublishedDelta:
+    """What `publish_delta` did."""
+
+    path: Path
+    manifest: Manifest
+
+
+def next_place(model: Path, step: int | None) -> Place:
+    """The place that what is published next would have now; its number is free as a version, too.
+
+    Raises:
+        ManifestError: the newest version's manifest is damaged.
+        VersionExists: see `next_position`.
+    """
+    versions = children(model)
+    last = last_position(model, versions)
+    numbers = [number for number in (last, versions[0].version if versions else None) if number is not None]
+    return Place(next_position(step, max(numbers, default=None)), last)
 
 
 def next_position(step: int | None, last: int | None) -> int:
@@ -119,6 +170,7 @@ def publish_version(
     draft: ManifestDraft,
     *,
     version: VersionRule = VersionRule(),
+    place: Place | None = None,
     keep: int | None = None,
     grace_seconds: float = GRACE_SECONDS,
     lock_seconds: float = LOCK_SECONDS,
@@ -126,11 +178,14 @@ def publish_version(
 ) -> Published:
     """Turn `staging.path` into `<model>/<version>` and, with `keep`, move older versions away.
 
+    With a `place` the version is its position; `version` is not asked.
+
     When this returns the version survives a power cut, as far as its bytes are ours: a file with a second
     link (the trainer's shards) is neither synced, which would cost O(bytes), nor changed in its mode.
 
     Raises:
-        VersionExists: see `VersionRule.choose`.
+        VersionExists: see `VersionRule.choose`, or a version of the place's position or above is there.
+        PositionMoved: something was published since the place was found.
         TargetBusy: another exporter held the lock for `lock_seconds`.
         ManifestError: the newest version's manifest is damaged, so that nobody knows the next position.
         VerificationError: the staged tree holds something that is neither a file nor a directory.
@@ -142,7 +197,8 @@ def publish_version(
     with writing(staging.model):
         files = _seal(staging.path)
         with _model_lock(staging.model, lock_seconds):
-            published = _commit(staging, draft, files, version, clock())
+            rule = version if place is None else place
+            published = _commit(staging, draft, files, rule, clock())
             if keep is not None:
                 versions = children(staging.model)
                 retired = retire(versions, keep=keep, now=clock(), grace_seconds=grace_seconds)
@@ -151,20 +207,80 @@ def publish_version(
     return Published(published.path, published.version, published.manifest, retired.removed, retired.kept)
 
 
+def publish_delta(
+    staging: Staging,
+    draft: ManifestDraft,
+    log: Path,
+    *,
+    position: int,
+    last: int | None,
+    lock_seconds: float = LOCK_SECONDS,
+    clock: Callable[[], float] = time.time,
+) -> PublishedDelta:
+    """Turn `staging.path` into the delta `<log>/<from>-<position>`; whole, durable and immutable.
+
+    `last` was the greatest position of the model when the delta was made; None where that does not matter,
+    as for a merger of deltas that are published already.
+
+    Raises:
+        PositionMoved: another position is the greatest now, or the delta is there already.
+        TargetBusy, VerificationError, TargetNotWritable, DiskFull, PublishError: as `publish_version`.
+    """
+    with writing(staging.model):
+        files = _seal(staging.path)
+        with _model_lock(staging.model, lock_seconds):
+            if last is not None:
+                _require_last(staging.model, last)
+            make_directories(log)
+            target = log / f"{draft.from_position or 0:020d}-{position:020d}"
+            if target.exists():
+                raise PositionMoved(f"{target} is published already")
+            manifest = _install(staging, draft, files, position, clock(), target)
+    return PublishedDelta(target, manifest)
+
+
 def _commit(
-    staging: Staging, draft: ManifestDraft, files: tuple[FileEntry, ...], rule: VersionRule, now: float
+    staging: Staging,
+    draft: ManifestDraft,
+    files: tuple[FileEntry, ...],
+    rule: VersionRule | Place,
+    now: float,
 ) -> Published:
     versions = children(staging.model)
     newest = versions[0].version if versions else None
-    last = last_position(staging.model, versions)
-    number, position = rule.choose(draft.step, newest=newest, last=last, now=now)
-    manifest = draft.complete(position=position, created=datetime.fromtimestamp(now, UTC), files=files)
+    if isinstance(rule, Place):
+        _require_last(staging.model, rule.last)
+        number = position = rule.position
+        if newest is not None and newest >= number:
+            raise VersionExists(f"version {newest} is published, {number} would not be the newest")
+    else:
+        last = last_position(staging.model, versions)
+        number, position = rule.choose(draft.step, newest=newest, last=last, now=now)
     target = staging.model / str(number)
+    return Published(target, number, _install(staging, draft, files, position, now, target))
+
+
+def _require_last(model: Path, expected: int | None) -> None:
+    found = last_position(model, children(model))
+    if found != expected:
+        raise PositionMoved(f"the greatest position under {model} is {found} now, it was {expected}")
+
+
+def _install(
+    staging: Staging,
+    draft: ManifestDraft,
+    files: tuple[FileEntry, ...],
+    position: int,
+    now: float,
+    target: Path,
+) -> Manifest:
+    """Write the manifest, rename the bundle to `target`, wait until both are on disk."""
+    manifest = draft.complete(position=position, created=datetime.fromtimestamp(now, UTC), files=files)
     write_durably(staging.path / FILE_NAME, to_json(manifest).encode("ascii"))
     sync(staging.path)
     os.rename(staging.path, target)  # noqa: PTH104  the commit: one call, in plain sight
-    sync(staging.model)
-    return Published(target, number, manifest)
+    sync(target.parent)
+    return manifest
 
 
 def _seal(bundle: Path) -> tuple[FileEntry, ...]:

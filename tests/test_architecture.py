@@ -38,13 +38,15 @@ STAGES = [
     {"staging"},
     {"retention"},
     {"publish"},
+    {"delta_publication"},
     {"verify", "baseline"},
     {"training"},
     {"inspection"},
-    {"updatable"},
+    {"updatable", "trainer_state"},
     {"pipeline"},
     {"incremental_pipeline"},
     {"report"},
+    {"incremental_command"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(STAGES) for room in rooms}

@@ -1,0 +1,133 @@
+"""What a manifest says of a log: where a base or a delta stands in it, and what the trainer was at then."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from exporter.delta.format import Schema
+from exporter.delta.increment import HEX, CheckpointId
+from exporter.delta.recipe import Recipe
+from exporter.json_fields import FieldError, Fields
+
+
+class Made(StrEnum):
+    """How a delta came to be."""
+
+    INCREMENTS = "increments"
+    COMPARISON = "comparison"
+    MERGE = "merge"
+    ROLLBACK = "rollback"
+    RESUME = "resume"
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The trainer's state that was published: a full checkpoint, and the last increment on top of it.
+
+    `increment` is an id of the trainer's, or what a reader of another kind of increments calls its own.
+    """
+
+    checkpoint: CheckpointId
+    increment: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The state as a JSON object."""
+        return {"checkpoint": self.checkpoint.to_json(), "increment": self.increment}
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Trained:
+        """The state that `to_json` gave.
+
+        Raises:
+            FieldError: it is something else.
+        """
+        increment = fields.or_null(lambda key: fields.text(key, _INCREMENT), "increment")
+        return cls(CheckpointId.from_fields(fields.object("checkpoint")), increment)
+
+
+@dataclass(frozen=True)
+class BaseEntry:
+    """A base that takes deltas: its log, what they look like, and how the next one is made."""
+
+    log: int
+    schema: Schema
+    recipe: Recipe
+    trained: Trained
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as a JSON object."""
+        return {
+            "log": self.log,
+            "trained": self.trained.to_json(),
+            "schema": self.schema.to_json(),
+            "recipe": self.recipe.to_json(),
+        }
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> BaseEntry:
+        """The entry that `to_json` gave.
+
+        Raises:
+            FieldError: it is something else.
+        """
+        try:
+            schema = Schema.from_json(fields.document.get("schema"))
+        except ValueError as error:
+            raise FieldError(f"{fields.where}.schema: {error}") from error
+        recipe = Recipe.from_fields(fields.object("recipe"))
+        return cls(fields.integer("log"), schema, recipe, Trained.from_fields(fields.object("trained")))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaEntry:
+    """A delta's place in its log. `schema` is the digest of the log's; `parts` counts merged publications.
+
+    `back_to` is the position whose values a rollback or resumption restored.
+    """
+
+    log: int
+    schema: str
+    made: Made
+    rows: int
+    trained: Trained
+    parts: int = 1
+    only_from: bool = False
+    back_to: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as a JSON object."""
+        return {
+            "log": self.log,
+            "schema": self.schema,
+            "made": self.made.value,
+            "rows": self.rows,
+            "parts": self.parts,
+            "only_from": self.only_from,
+            "back_to": self.back_to,
+            "trained": self.trained.to_json(),
+        }
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> DeltaEntry:
+        """The entry that `to_json` gave.
+
+        Raises:
+            FieldError: it is something else.
+        """
+        return cls(
+            fields.integer("log"),
+            fields.text("schema", HEX),
+            Made(fields.text("made", _MADE)),
+            fields.integer("rows"),
+            Trained.from_fields(fields.object("trained")),
+            fields.integer("parts"),
+            fields.document.get("only_from") is True,
+            fields.or_null(fields.integer, "back_to"),
+        )
+
+
+_MADE = re.compile("|".join(made.value for made in Made))
+_INCREMENT = re.compile(r"[0-9A-Za-z:._-]{1,200}")

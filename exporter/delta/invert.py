@@ -1,0 +1,47 @@
+"""The way back: changes that restore the values of an earlier position, to be published as the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.delta.diff import RowSpill
+from exporter.delta.format import Change, Kind, Rows, Schema, ServedVariable
+from exporter.delta.state import Changes, State
+
+Array = np.ndarray[Any, Any]
+
+_ROWS_AT_ONCE = 1 << 16
+
+
+def restoring(since: Sequence[Changes], then: State, schema: Schema, scratch: Path) -> dict[str, Change]:
+    """The values that everything touched by `since` had in the state `then`.
+
+    Raises:
+        CheckpointError: a value cannot be read any more.
+        DiskFull, PublishError: the scratch file cannot be written.
+    """
+    restored: dict[str, Change] = {}
+    for variable in schema.variables:
+        touched = [layer[variable.name] for layer in since if variable.name in layer]
+        if not touched:
+            continue
+        if variable.kind is Kind.DENSE:
+            restored[variable.name] = then.whole(variable.name)
+            continue
+        rows = _rows_then([change for change in touched if isinstance(change, Rows)], then, variable, scratch)
+        if rows is not None:
+            restored[variable.name] = rows
+    return restored
+
+
+def _rows_then(touched: Sequence[Rows], then: State, variable: ServedVariable, scratch: Path) -> Rows | None:
+    ids = np.unique(np.concatenate([change.ids for change in touched]))
+    with RowSpill(variable, scratch) as spill:
+        for start in range(0, len(ids), _ROWS_AT_ONCE):
+            some = ids[start : start + _ROWS_AT_ONCE]
+            spill.add(some, then.rows_at(variable.name, some))
+        return spill.rows()

@@ -1,0 +1,242 @@
+"""The algebra of a log: which deltas fit a state, in which order they lead on, what may be merged or dropped.
+
+A state of a log is a *position*. A delta is a *span* of positions, `start` to `end`: it fits every state `p`
+with `start <= p < end` and leads it to `end`; one that rounded or left out rows (`only_from`) fits `p =
+start` alone. Everything here is values; the rules are those by which the served graph itself plans (the
+delta that leads furthest goes first), so that what the exporter promises is what a server does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, TypeVar
+
+from exporter.delta.format import DeltaHeader
+from exporter.errors import (
+    DeltaGap,
+    ForeignLineage,
+    PositionError,
+    PositionUnknown,
+    SchemaChanged,
+    StaleDelta,
+)
+
+FANOUT = 8
+"""How many neighbouring deltas of one size are merged into one of the next."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """Where a state stands: `position` orders what is published, `step` is the training's own count."""
+
+    position: int
+    step: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.position}" if self.step is None else f"{self.position} (step {self.step})"
+
+
+class SpanLike(Protocol):
+    """What planning asks of a delta; see `Span`."""
+
+    @property
+    def start(self) -> int:
+        """The first position that it fits."""
+
+    @property
+    def end(self) -> int:
+        """Where it leads."""
+
+    @property
+    def only_from(self) -> bool:
+        """True if it fits `start` alone."""
+
+    @property
+    def parts(self) -> int:
+        """How many publications it holds."""
+
+    def accepts(self, position: int) -> bool:
+        """True if a state at `position` may take it."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """The positions between which a delta leads, and how many publications it holds.
+
+    Raises:
+        ValueError: `start` is not before `end`.
+    """
+
+    start: int
+    end: int
+    only_from: bool = False
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise ValueError(f"a delta cannot lead from {self.start} to {self.end}")
+
+    @classmethod
+    def of(cls, header: DeltaHeader) -> Span:
+        """The span that a delta tells of itself."""
+        return cls(header.from_position, header.to_position, header.only_from)
+
+    def accepts(self, position: int) -> bool:
+        """True if a state at `position` may take the delta."""
+        return position == self.start if self.only_from else self.start <= position < self.end
+
+    def __str__(self) -> str:
+        return f"{self.start}-{self.end}"
+
+
+SpanT = TypeVar("SpanT", bound=SpanLike)
+
+
+def check_fits(header: DeltaHeader, *, lineage: str, schema_digest: str, position: int) -> None:
+    """See whether a state at `position` of a log may take a delta; the first reason why not is raised.
+
+    Raises:
+        ForeignLineage: the delta is of another log.
+        SchemaChanged: it was made for other variables.
+        StaleDelta: it ends at `position` or before.
+        DeltaGap: it begins after `position`, or fits its first position alone.
+    """
+    span = Span.of(header)
+    if header.lineage != lineage:
+        raise ForeignLineage(f"delta {span} is of lineage {header.lineage!r}, expected {lineage!r}")
+    if header.schema_digest != schema_digest:
+        raise SchemaChanged(
+            f"delta {span} was made for other variables",
+            cause=f"its schema is {header.schema_digest[:12]}, expected {schema_digest[:12]}",
+        )
+    if span.accepts(position):
+        return
+    if span.end <= position:
+        raise StaleDelta(f"delta {span} leads to {span.end}; the state is at {position} already")
+    why = f"fits {span.start} alone" if span.start < position else f"begins at {span.start}"
+    raise DeltaGap(f"delta {span} does not fit a state at {position}: it {why}")
+
+
+def plan_chain(spans: Iterable[SpanT], start: int, target: int | None = None) -> tuple[SpanT, ...]:
+    """The deltas that lead a state at `start` to `target` (None: as far as they lead), in order.
+
+    At each position the one that leads furthest without passing `target` is next; of several the one that
+    begins last, which is the smallest.
+
+    Raises:
+        DeltaGap: no delta leads on, and `target` is not reached, or there are deltas beyond.
+        StaleDelta: `target` lies behind `start`.
+    """
+    if target is not None and target < start:
+        raise StaleDelta(f"the state is at {start}, {target} lies behind")
+    known = [span for span in spans if span.end > start and (target is None or span.end <= target)]
+    goal = max([start, *(span.end for span in known)]) if target is None else target
+    chain: list[SpanT] = []
+    position = start
+    while position < goal:
+        fitting = [span for span in known if span.accepts(position)]
+        if not fitting:
+            ahead = sorted(_text(span) for span in known if span.start > position)
+            found = f"the next delta is {ahead[0]}" if ahead else "no delta begins there or before"
+            raise DeltaGap(f"no delta leads on from {position} to {goal}", cause=found)
+        chain.append(max(fitting, key=lambda span: (span.end, span.start)))
+        position = chain[-1].end
+    return tuple(chain)
+
+
+def merged(spans: Sequence[SpanLike]) -> Span:
+    """The span of a delta that holds the rows of these, newest last.
+
+    Raises:
+        DeltaGap: one does not fit where the one before it leads.
+        ValueError: there are none.
+    """
+    if not spans:
+        raise ValueError("nothing to merge")
+    for before, after in pairwise(spans):
+        if not after.accepts(before.end):
+            raise DeltaGap(f"deltas {_text(before)} and {_text(after)} are no neighbours")
+    only_from = any(span.only_from for span in spans)
+    return Span(spans[0].start, spans[-1].end, only_from, sum(span.parts for span in spans))
+
+
+def merge_due(spans: Iterable[SpanT], *, fanout: int = FANOUT) -> tuple[SpanT, ...]:
+    """Neighbouring deltas that should become one now, oldest first; none if the log is in order.
+
+    As in a log-structured merge tree: `fanout` neighbours of one magnitude (of publications, to base
+    `fanout`) become one of the next. A reader is then at most `fanout - 1` deltas of each magnitude behind,
+    and each row is merged once a magnitude.
+    """
+    run: list[SpanT] = []
+    for span in reversed(_tiles(spans)):  # the newest first: they are small, and merging is due there first
+        if span.only_from or (run and _magnitude(run[-1], fanout) != _magnitude(span, fanout)):
+            run = []
+        if not span.only_from:
+            run.append(span)
+        if len(run) == fanout:
+            return tuple(reversed(run))
+    return ()
+
+
+def expendable(
+    spans: Iterable[SpanT], bases: Collection[int], *, needed: Collection[int] = ()
+) -> tuple[SpanT, ...]:
+    """The deltas that nobody needs: without them every base still reaches the newest position and each of
+    `needed` that it reached before, by the same chain.
+    """
+    spans = tuple(spans)
+    newest = max([*(span.end for span in spans), *bases], default=0)
+    used: list[SpanT] = []
+    for base in bases:
+        for goal in {newest, *needed}:
+            try:
+                used += plan_chain(spans, base, goal)
+            except PositionError:
+                continue
+    return tuple(span for span in spans if not any(span is kept for kept in used))
+
+
+def nearest_base(spans: Collection[SpanLike], bases: Iterable[int], target: int) -> int:
+    """The base from which the fewest deltas lead to `target`.
+
+    Raises:
+        PositionUnknown: no base leads there.
+    """
+    reached = []
+    for base in bases:
+        try:
+            reached.append((len(plan_chain(spans, base, target)), -base))
+        except PositionError:
+            continue
+    if not reached:
+        raise PositionUnknown(f"nothing published leads to position {target}")
+    return -min(reached)[1]
+
+
+def _tiles(spans: Iterable[SpanT]) -> list[SpanT]:
+    """The chain of the largest deltas that ends with the newest, from the oldest: what merging works on."""
+    by_end: dict[int, SpanT] = {}
+    for span in spans:
+        if span.end not in by_end or span.start < by_end[span.end].start:
+            by_end[span.end] = span
+    tiles: list[SpanT] = []
+    position = max(by_end, default=0)
+    while position in by_end:
+        tiles.append(by_end[position])
+        position = by_end[position].start
+    return tiles[::-1]
+
+
+def _magnitude(span: SpanLike, fanout: int) -> int:
+    """0 for a delta of fewer than `fanout` publications, 1 from `fanout` on, 2 from its square on."""
+    count, magnitude = span.parts, 0
+    while count >= fanout:
+        count //= fanout
+        magnitude += 1
+    return magnitude
+
+
+def _text(span: SpanLike) -> str:
+    return f"{span.start}-{span.end}"

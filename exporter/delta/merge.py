@@ -1,0 +1,93 @@
+"""Several changes of the same variables as one: the newest value of each row that any of them touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.delta.diff import RowSpill
+from exporter.delta.format import Change, Kind, Rows, Schema
+from exporter.delta.state import Changes, State
+
+Array = np.ndarray[Any, Any]
+
+_ROWS_AT_ONCE = 1 << 16
+
+
+def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> dict[str, Change]:
+    """What `layers`, oldest first, change together; memory is bounded, large results lie in `scratch`.
+
+    Of a variable that is served whole the newest whole value counts.
+
+    Raises:
+        ValueError: rows of such a variable are among the layers: see `fold_whole`.
+        DiskFull, PublishError: the scratch file cannot be written.
+    """
+    merged: dict[str, Change] = {}
+    for variable in schema.variables:
+        found = [layer[variable.name] for layer in layers if variable.name in layer]
+        if not found:
+            continue
+        if variable.kind is Kind.DENSE:
+            if isinstance(found[-1], Rows):
+                raise ValueError(f"rows of {variable.name!r}, which is served whole")
+            merged[variable.name] = found[-1]
+            continue
+        tables = [change for change in found if isinstance(change, Rows)]
+        if len(tables) == 1:
+            merged[variable.name] = tables[0]
+            continue
+        with RowSpill(variable, scratch) as spill:
+            for ids, values in _newest_rows(tables):
+                spill.add(ids, values)
+            if (rows := spill.rows()) is not None:
+                merged[variable.name] = rows
+    return merged
+
+
+def needs_folding(layers: Sequence[Changes], schema: Schema) -> bool:
+    """True if rows of a variable that is served whole are among the layers."""
+    whole = [variable.name for variable in schema.variables if variable.kind is Kind.DENSE]
+    return any(isinstance(layer.get(name), Rows) for layer in layers for name in whole)
+
+
+def fold_whole(layers: Sequence[Changes], schema: Schema, old: State) -> tuple[Changes, ...]:
+    """The layers with rows of variables that are served whole made whole, by what they were in `old`."""
+    folded = [dict(layer) for layer in layers]
+    for variable in schema.variables:
+        if variable.kind is Kind.TABLE:
+            continue
+        if any(isinstance(layer.get(variable.name), Rows) for layer in layers):
+            value = State(old.stored, (*old.layers, *layers)).whole(variable.name)
+            for layer in folded:
+                layer.pop(variable.name, None)
+            folded[-1][variable.name] = value
+    return tuple(folded)
+
+
+def _newest_rows(tables: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
+    """Ids and values in ascending order, in ranges of ids that hold a bounded number of rows."""
+    newest_first = [table for table in reversed(tables) if len(table.ids)]
+    starts = [0] * len(newest_first)
+    while any(start < len(table.ids) for start, table in zip(starts, newest_first, strict=True)):
+        limit = _range_end(newest_first, starts)
+        ends = [int(np.searchsorted(table.ids, limit)) for table in newest_first]
+        pieces = list(zip(newest_first, starts, ends, strict=True))
+        ids = np.concatenate([table.ids[start:end] for table, start, end in pieces])
+        values = np.concatenate([table.values[start:end] for table, start, end in pieces])
+        unique, first = np.unique(ids, return_index=True)  # the first of equals is the newest
+        yield unique, values[first]
+        starts = ends
+
+
+def _range_end(tables: Sequence[Rows], starts: Sequence[int]) -> int:
+    """An id up to which at most `_ROWS_AT_ONCE` rows of each table follow, and of one of them so many."""
+    ends = [
+        int(table.ids[start + _ROWS_AT_ONCE])
+        for table, start in zip(tables, starts, strict=True)
+        if start + _ROWS_AT_ONCE < len(table.ids)
+    ]
+    return min(ends, default=1 << 62)

@@ -1,0 +1,78 @@
+"""From what was published last to what the trainer has now: which increments lead there, or that none do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from exporter.delta.entry import Trained
+from exporter.delta.history import History
+from exporter.delta.increment import CheckpointId, StoredIncrement
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What to publish next. `target` is the trainer's state that is reached.
+
+    `increments` hold everything that changed if `is_known`. Otherwise the target is the full checkpoint with
+    `increments` laid over it, and it is to be compared with what is published; `why` says for what reason.
+    """
+
+    target: Trained
+    step: int
+    increments: tuple[StoredIncrement, ...] = ()
+    is_known: bool = True
+    why: str = ""
+
+    @property
+    def is_nothing(self) -> bool:
+        """True if what was published last is the target."""
+        return self.is_known and not self.increments
+
+
+def find_way(published: Trained, full: CheckpointId, history: History) -> Way:
+    """The way from the state that was published last to the newest full checkpoint and its increments."""
+    after = history.after(full)
+    milestone = history.milestone(full)
+    before = milestone.after if milestone else None
+    tip = after[-1].increment.id if after else before if milestone and milestone.is_equal else None
+    target = Trained(full, tip)
+    step = after[-1].increment.to_step if after else full.step
+    if published == target or (tip is not None and published.increment == tip):
+        return Way(target, step)
+    chain = _chain_to(tip, published, history) if tip is not None else None
+    if chain is not None:
+        return Way(target, step, chain)
+    return Way(target, step, after, is_known=False, why=_why(published, full, history))
+
+
+def _chain_to(tip: str, published: Trained, history: History) -> tuple[StoredIncrement, ...] | None:
+    """The increments from the published state to `tip`, None if they do not hang together."""
+    starts = _starts(published, history)
+    chain: list[StoredIncrement] = []
+    wanted: str | CheckpointId = tip
+    while wanted not in starts:
+        found = history.find(wanted) if isinstance(wanted, str) else None
+        if found is None or found in chain:
+            return None
+        chain.append(found)
+        wanted = found.increment.parent
+    return tuple(reversed(chain))
+
+
+def _starts(published: Trained, history: History) -> set[str | CheckpointId]:
+    """What the parent of the first increment may be: the published state, by all its names."""
+    if published.increment is not None:
+        return {published.increment}
+    milestone = history.milestone(published.checkpoint)
+    after = milestone.after if milestone else None
+    return {published.checkpoint} if after is None else {published.checkpoint, after}
+
+
+def _why(published: Trained, full: CheckpointId, history: History) -> str:
+    if not history.increments:
+        return "the trainer writes no increments"
+    if published.increment is None:
+        return f"no increments lead on from {published.checkpoint.name}, which was published last"
+    if history.find(published.increment) is None:
+        return "the increment that was published last is gone"
+    return f"the trainer went back: {full.name} does not continue what was published last"

@@ -1,0 +1,74 @@
+"""Changes become a published delta: written in staging, described by a manifest, renamed into the log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from exporter.checkpoint.tensor_bundle import read_catalog
+from exporter.delta.entry import DeltaEntry, Made, Trained
+from exporter.delta.format import FILE_PREFIX, Change, DeltaHeader, Rows, write_delta
+from exporter.delta.log import Span
+from exporter.filesystem import writing
+from exporter.manifest import Kind, ManifestDraft, Origin, tensor_entries
+from exporter.publish import PublishedDelta, Staging, publish_delta
+from exporter.published_log import PublishedLog
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What a delta says of itself: where it leads, to which of the trainer's states, how it was made."""
+
+    span: Span
+    step: int | None
+    made: Made
+    trained: Trained
+    back_to: int | None = None
+
+
+def publish_changes(
+    log: PublishedLog,
+    staging: Staging,
+    changes: Mapping[str, Change],
+    what: Publication,
+    *,
+    last: int | None,
+) -> PublishedDelta:
+    """Publish `changes` as the delta `what.span` of `log`; `last` as for `publish_delta`.
+
+    Raises:
+        PositionMoved, TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
+    """
+    span, trained = what.span, what.trained
+    header = DeltaHeader(
+        log.lineage, log.schema.digest, span.start, span.end, what.step or 0, only_from=span.only_from
+    )
+    prefix = staging.path / FILE_PREFIX
+    with writing(staging.path):
+        write_delta(prefix, log.schema, header, changes)
+    draft = ManifestDraft(
+        tensors=tensor_entries(read_catalog(prefix)),
+        source=Origin(log.base.manifest.source.directory, trained.checkpoint.name),
+        exporter=version("export-model"),
+        step=what.step,
+        lineage=log.lineage,
+        kind=Kind.DELTA,
+        from_position=span.start,
+        incremental=DeltaEntry(
+            log=log.base.entry.log,
+            schema=log.schema.digest,
+            made=what.made,
+            rows=count_rows(changes),
+            trained=trained,
+            parts=span.parts,
+            only_from=span.only_from,
+            back_to=what.back_to,
+        ),
+    )
+    return publish_delta(staging, draft, log.path, position=span.end, last=last)
+
+
+def count_rows(changes: Mapping[str, Change]) -> int:
+    """Rows of all tables together."""
+    return sum(len(change.ids) for change in changes.values() if isinstance(change, Rows))

@@ -1,0 +1,99 @@
+"""`export-model --incr`: run it, and say what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from exporter import incremental_pipeline as incremental
+from exporter.incremental_pipeline import ExportedDelta, IncrementalPlan
+from exporter.options import ExportRequest
+from exporter.output import Output, human_bytes
+
+Document = dict[str, Any]
+
+
+def run(request: ExportRequest, sink: Output, *, full_on_mismatch: bool, dry_run: bool) -> None:
+    """Publish the next delta, or the base; or print what would be published.
+
+    Raises:
+        ExportError: any of errors.py.
+    """
+    if dry_run:
+        _dry_run(request, sink)
+        return
+    done = incremental.export_incremental(request, sink.progress, full_on_mismatch=full_on_mismatch)
+    if isinstance(done, ExportedDelta):
+        exported(done, sink)
+        return
+    from exporter import report
+
+    report.exported(done, sink)
+
+
+def exported(done: ExportedDelta, sink: Output) -> None:
+    """What an incremental export prints when it is done."""
+    plan = done.plan
+    document = {
+        **_plan_document(plan),
+        "path": None if done.published is None else str(done.published.path),
+        "position": done.at.position,
+        "step": done.at.step,
+        "rows": done.rows,
+        "variables_changed": done.variables,
+        "bytes_compared": done.compared_bytes,
+        "seconds": round(done.seconds, 4),
+    }
+    lines = list(_plan_lines(plan))
+    if done.published is None:
+        lines.append(_line("nothing to do", f"position {done.at} is published already"))
+    else:
+        size = sum(file.bytes_ for file in done.published.manifest.files)
+        lines.append(_line("delta", f"{done.rows} rows in {done.variables} variables, {human_bytes(size)}"))
+        lines.append(_line("published", f"{done.published.path} in {done.seconds:.2f} s"))
+        lines.append(_line("next", f"serve-model update {plan.log.model}"))
+    sink.result(document, lines)
+
+
+def _dry_run(request: ExportRequest, sink: Output) -> None:
+    if not incremental.is_begun(request):
+        from exporter import pipeline, report
+
+        report.plan(pipeline.plan(incremental.as_base(request)), sink)
+        return
+    planned = incremental.plan_incremental(request)
+    what = "nothing" if planned.is_nothing else f"the delta {planned.span}"
+    sink.result(
+        {"dry_run": True, **_plan_document(planned)},
+        [*_plan_lines(planned), _line("would write", f"{what} under {planned.log.path}")],
+    )
+
+
+def _plan_document(planned: IncrementalPlan) -> Document:
+    way = planned.trainer.way
+    return {
+        "checkpoint": str(planned.trainer.catalog.prefix),
+        "log": planned.log.base.entry.log,
+        "lineage": planned.log.lineage,
+        "from_position": planned.log.at.position,
+        "to_position": planned.log.at.position if way.is_nothing else planned.position,
+        "to_step": way.step,
+        "increments": [stored.path.name for stored in way.increments],
+        "compares": not way.is_known,
+        "why": way.why,
+    }
+
+
+def _plan_lines(planned: IncrementalPlan) -> Iterator[str]:
+    way, log = planned.trainer.way, planned.log
+    yield _line("published", f"position {log.at}, log {log.base.entry.log}")
+    tail = f", {len(way.increments)} increments" if way.increments else ""
+    yield _line("checkpoint", f"{planned.trainer.catalog.prefix.name}, step {way.step}{tail}")
+    if not way.is_known:
+        yield _line("compared", f"all rows: {way.why}")
+
+
+def _line(label: str, text: str) -> str:
+    from exporter.output import escape
+
+    return f"[bold]{label:<14}[/]{escape(text)}"

@@ -1,0 +1,185 @@
+"""`--incr`: publish what changed since the newest position, as a delta; the first time, the base.
+
+`plan_incremental` reads what is published and what the trainer has, and decides; `execute_incremental`
+writes.
+TensorFlow is not imported unless a base has to be made.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from exporter.checkpoint import candidates
+from exporter.delta.diff import Comparison, diff
+from exporter.delta.entry import Made
+from exporter.delta.format import Change
+from exporter.delta.log import Position, Span
+from exporter.delta.merge import fold_whole, merge_changes, needs_folding
+from exporter.delta.row_hashes import BlockHasher, HashIndex, read_index, write_index
+from exporter.delta_publication import Publication, count_rows, publish_changes
+from exporter.errors import CheckpointChanged, PositionError, PositionMoved
+from exporter.filesystem import writing
+from exporter.options import ExportRequest, Updates
+from exporter.pipeline import Exported, ProgressFactory, export, no_progress, parse_rules
+from exporter.publish import PublishedDelta, Staging, next_position
+from exporter.published import children
+from exporter.published_log import HASHES, PublishedLog, read_log
+from exporter.trainer_state import TrainerState, read_trainer
+
+_ATTEMPTS = 3
+"""Times that a trainer may prune, or another exporter publish, under our hands."""
+
+
+@dataclass(frozen=True)
+class IncrementalPlan:
+    """What an incremental export will do; `position` is where the log will stand."""
+
+    request: ExportRequest
+    log: PublishedLog
+    trainer: TrainerState
+    position: int
+
+    @property
+    def is_nothing(self) -> bool:
+        """True if the newest of the trainer's states is published."""
+        return self.trainer.way.is_nothing
+
+    @property
+    def span(self) -> Span:
+        """The positions between which the next delta leads."""
+        return Span(self.log.at.position, self.position)
+
+
+@dataclass(frozen=True)
+class ExportedDelta:
+    """What an incremental export did. `published` is None if there was nothing to do.
+
+    `compared_bytes` counts the served bytes that were compared; 0 if increments told what changed.
+    """
+
+    plan: IncrementalPlan
+    published: PublishedDelta | None
+    rows: int
+    variables: int
+    compared_bytes: int
+    seconds: float
+
+    @property
+    def at(self) -> Position:
+        """The newest position now."""
+        if self.published is None:
+            return self.plan.log.at
+        return Position(self.published.manifest.position, self.published.manifest.step)
+
+
+Incremental: TypeAlias = Exported | ExportedDelta
+
+
+def plan_incremental(request: ExportRequest) -> IncrementalPlan:
+    """Find the newest position under the target and the way there from the trainer's files.
+
+    Raises:
+        NotUpdatable: nothing is published that takes deltas.
+        SchemaChanged: the checkpoint, or the rules of the request, do not fit what is published.
+        CheckpointError, ManifestError: see errors.py.
+    """
+    log = read_log(request.out)
+    entry = log.base.entry
+    entry.recipe.check_rules(parse_rules(request))
+    trainer = read_trainer(request.ckpt_dir, entry.recipe, log.schema, log.trained)
+    last = log.at.position
+    step = None if trainer.catalog.step is None else trainer.way.step
+    return IncrementalPlan(request, log, trainer, next_position(step, last))
+
+
+def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
+    """Publish the planned delta.
+
+    Raises:
+        PositionMoved: something else was published since the plan was made.
+        CheckpointError, MappingError, PublishError: see errors.py; nothing was published.
+    """
+    started = time.monotonic()
+    if planned.is_nothing:
+        return ExportedDelta(planned, None, 0, 0, 0, time.monotonic() - started)
+    log, way = planned.log, planned.trainer.way
+    with Staging(planned.request.out) as staging, writing(staging.path):
+        scratch = staging.path.with_name("scratch")
+        scratch.mkdir()
+        found = _changes(planned, scratch, progress)
+        if not found.changes and planned.position != way.step:
+            return ExportedDelta(planned, None, 0, 0, found.compared_bytes, time.monotonic() - started)
+        made = Made.INCREMENTS if way.is_known else Made.COMPARISON
+        what = Publication(planned.span, way.step, made, way.target)
+        published = publish_changes(log, staging, found.changes, what, last=log.at.position)
+        if found.hashes is not None:
+            write_index(log.path / HASHES, found.hashes)
+    rows, variables = count_rows(found.changes), len(found.changes)
+    return ExportedDelta(
+        planned, published, rows, variables, found.compared_bytes, time.monotonic() - started
+    )
+
+
+def export_incremental(
+    request: ExportRequest,
+    progress: ProgressFactory = no_progress,
+    *,
+    full_on_mismatch: bool = False,
+) -> Incremental:
+    """Publish the next delta; a base if nothing is published yet, or if the log does not go on and may break.
+
+    Raises:
+        ExportError: any of errors.py.
+    """
+    if not is_begun(request):
+        return export(as_base(request), progress)
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return execute_incremental(plan_incremental(request), progress)
+        except PositionMoved:
+            if attempt == _ATTEMPTS:
+                raise
+        except PositionError:
+            if not full_on_mismatch:
+                raise
+            return export(as_base(request), progress)
+        except CheckpointChanged:
+            if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [request.ckpt_dir]:
+                raise
+    raise AssertionError("the loop returns or raises")
+
+
+def is_begun(request: ExportRequest) -> bool:
+    """True if something is published under the target already."""
+    return any(child.is_ours for child in children(request.out))
+
+
+def as_base(request: ExportRequest) -> ExportRequest:
+    """The full export that begins a log."""
+    return request if request.updates else replace(request, updates=Updates())
+
+
+@dataclass(frozen=True)
+class _Found:
+    changes: dict[str, Change]
+    compared_bytes: int = 0
+    hashes: HashIndex | None = None
+
+
+def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory) -> _Found:
+    log, trainer = planned.log, planned.trainer
+    if trainer.way.is_known:
+        layers = trainer.layers()
+        if needs_folding(layers, log.schema):
+            layers = fold_whole(layers, log.schema, log.state())
+        return _Found(merge_changes(layers, log.schema, scratch))
+    known = read_index(log.path / HASHES, lineage=log.lineage, position=log.at.position)
+    with progress("compare", trainer.mapping.bytes_) as bar:
+        hasher = known.hasher if known else BlockHasher.fresh()
+        how = Comparison(scratch, known, hasher, progress=bar)
+        found = diff(log.state(), trainer.state(), log.schema, how)
+    hashes = HashIndex(log.lineage, planned.position, hasher, found.hashes)
+    return _Found(found.changes, found.bytes_, hashes)

@@ -1,0 +1,317 @@
+"""What is published of a log: its bases, its deltas, its hold, and the values at each of its positions.
+
+<model>/<position>/                       a base; its manifest names log, schema and recipe
+<model>/deltas/<log>/<from>-<to>/         deltas; names that are no delta's, files and links are ignored
+<model>/deltas/<log>/hold                 a position that `up_to = -1` does not pass
+<model>/deltas/<log>/.state/              caches of the exporter, see `exporter.delta.row_hashes`
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from exporter.checkpoint.tensor_bundle import check_values, read_catalog
+from exporter.delta.entry import BaseEntry, DeltaEntry, Trained
+from exporter.delta.format import FILE_PREFIX, POSITION_LIMIT, Delta, Schema, log_name, read_delta
+from exporter.delta.log import Position, check_fits, nearest_base, plan_chain
+from exporter.delta.state import State
+from exporter.delta.stored import StoredVariable, served_in
+from exporter.errors import (
+    CorruptFile,
+    ManifestError,
+    NotUpdatable,
+    PositionUnknown,
+)
+from exporter.filesystem import make_directories, sync, write_durably, writing
+from exporter.manifest import FILE_NAME, Manifest
+from exporter.published import children, read_manifest
+
+DELTAS_DIRECTORY = "deltas"
+HOLD_FILE = "hold"
+HASHES = Path(".state", "hashes")
+VARIABLES_PREFIX = Path("variables", "variables")
+
+_NAME = re.compile(r"([0-9]{20})-([0-9]{20})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class PublishedBase:
+    """A base that takes deltas."""
+
+    path: Path
+    manifest: Manifest
+    entry: BaseEntry
+
+    @classmethod
+    def read(cls, path: Path) -> PublishedBase:
+        """The base in a version's directory.
+
+        Raises:
+            ManifestError: its manifest cannot be read.
+            NotUpdatable: it takes no deltas.
+        """
+        manifest = read_manifest(path)
+        if not isinstance(manifest.incremental, BaseEntry):
+            raise NotUpdatable(f"{path} was not exported to take deltas")
+        return cls(path, manifest, manifest.incremental)
+
+    @property
+    def at(self) -> Position:
+        """Where a server stands that has loaded it."""
+        return Position(self.manifest.position, self.manifest.step)
+
+    def stored(self) -> dict[str, StoredVariable]:
+        """Its served variables by name."""
+        catalog = read_catalog(self.path / VARIABLES_PREFIX)
+        sources = self.entry.recipe.sources()
+        return {found.name: found for source in sources for found in served_in(catalog, source)}
+
+
+@dataclass(frozen=True)
+class PublishedDelta:
+    """A delta, known by its name until more is asked for."""
+
+    path: Path
+    start: int
+    end: int
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """Its manifest, which says what its name says.
+
+        Raises:
+            ManifestError: it cannot be read, or tells of other positions.
+        """
+        manifest = read_manifest(self.path)
+        if (manifest.from_position, manifest.position) != (self.start, self.end):
+            raise ManifestError(
+                f"{self.path / FILE_NAME} tells of {manifest.from_position}-{manifest.position}"
+            )
+        return manifest
+
+    @property
+    def entry(self) -> DeltaEntry:
+        """Its place in the log.
+
+        Raises:
+            ManifestError: the manifest cannot be read or does not say.
+        """
+        entry = self.manifest.incremental
+        if not isinstance(entry, DeltaEntry):
+            raise ManifestError(f"{self.path / FILE_NAME} does not say which log the delta is of")
+        return entry
+
+    @property
+    def at(self) -> Position:
+        """Where it leads."""
+        return Position(self.end, self.manifest.step)
+
+    @property
+    def only_from(self) -> bool:
+        """True if it fits its first position alone."""
+        return self.entry.only_from
+
+    @property
+    def parts(self) -> int:
+        """How many publications it holds."""
+        return self.entry.parts
+
+    def accepts(self, position: int) -> bool:
+        """True if a state at `position` may take it."""
+        if not self.start <= position < self.end:
+            return False
+        return position == self.start or not self.only_from
+
+
+@dataclass(frozen=True)
+class PublishedLog:
+    """A log as it was at one moment. `base` is the newest version; `deltas` are sorted by their positions."""
+
+    model: Path
+    base: PublishedBase
+    deltas: tuple[PublishedDelta, ...]
+
+    @property
+    def path(self) -> Path:
+        """The directory of its deltas, which need not exist."""
+        return log_path(self.model, self.base.entry.log)
+
+    @property
+    def lineage(self) -> str:
+        """The log's random id."""
+        return self.base.manifest.lineage or ""
+
+    @property
+    def schema(self) -> Schema:
+        """What its deltas hold."""
+        return self.base.entry.schema
+
+    @cached_property
+    def bases(self) -> tuple[PublishedBase, ...]:
+        """Every base of the log that is still there, newest first."""
+        found = []
+        for child in children(self.model):
+            if not child.is_ours:
+                continue
+            try:
+                base = self.base if child.path == self.base.path else PublishedBase.read(child.path)
+            except (ManifestError, NotUpdatable):
+                continue
+            if base.manifest.lineage == self.lineage:
+                found.append(base)
+        return tuple(found)
+
+    @property
+    def newest(self) -> PublishedBase | PublishedDelta:
+        """What leads to, or is, the newest position."""
+        last = max(self.deltas, key=lambda delta: (delta.end, delta.start), default=None)
+        return last if last is not None and last.end > self.base.at.position else self.base
+
+    @property
+    def at(self) -> Position:
+        """The newest position."""
+        return self.newest.at
+
+    @property
+    def trained(self) -> Trained:
+        """The trainer's state at the newest position."""
+        return self.newest.entry.trained
+
+    def chain(self, start: int, target: int | None = None) -> tuple[PublishedDelta, ...]:
+        """The deltas that lead from `start` to `target`, or to the newest position.
+
+        Raises:
+            DeltaGap, StaleDelta: see `plan_chain`.
+        """
+        return plan_chain(self.deltas, start, target)
+
+    def open(self, delta: PublishedDelta, *, verify: bool = True) -> Delta:
+        """The delta's changes as memory maps, every checksum compared if `verify`.
+
+        Raises:
+            CheckpointError: it is damaged, see errors.py.
+            ForeignLineage, SchemaChanged: it is of another log.
+        """
+        found = read_delta(delta.path / FILE_PREFIX, self.schema)
+        header = found.header
+        if (header.from_position, header.to_position) != (delta.start, delta.end):
+            raise CorruptFile(f"{delta.path} leads from {header.from_position} to {header.to_position}")
+        digest = self.schema.digest
+        check_fits(header, lineage=self.lineage, schema_digest=digest, position=delta.start)
+        if verify:
+            for ref in found.catalog.tensors.values():
+                check_values(found.catalog, ref)
+        return found
+
+    def state(self, position: int | None = None) -> State:
+        """The values at a position; by default at the newest.
+
+        Raises:
+            PositionUnknown: no base leads there any more.
+            CheckpointError: a base or delta on the way is damaged.
+        """
+        target = self.at.position if position is None else position
+        by_position = {base.at.position: base for base in self.bases}
+        base = by_position[nearest_base(self.deltas, by_position, target)]
+        chain = self.chain(base.at.position, target)
+        return State(base.stored(), tuple(self.open(delta).changes for delta in chain))
+
+    def trained_at(self, position: int) -> tuple[Trained, int | None]:
+        """The trainer's state at a position, and its step.
+
+        Raises:
+            PositionUnknown: nothing published stands there.
+        """
+        for base in self.bases:
+            if base.at.position == position:
+                return base.entry.trained, base.at.step
+        for delta in self.deltas:
+            if delta.end == position:
+                return delta.entry.trained, delta.at.step
+        known = sorted({base.at.position for base in self.bases} | {delta.end for delta in self.deltas})
+        raise PositionUnknown(
+            f"nothing published stands at position {position}",
+            cause=f"there are {', '.join(map(str, known[-20:]))}",
+        )
+
+    def hold(self) -> int | None:
+        """The position that readers do not pass by themselves.
+
+        Raises:
+            ManifestError: the file is there and does not say.
+        """
+        path = self.path / HOLD_FILE
+        try:
+            text = path.read_text("ascii").strip()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ManifestError(f"{path} cannot be read", cause=str(error)) from error
+        if not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII):
+            raise ManifestError(f"{path} holds {text[:40]!r}, expected a position")
+        return int(text)
+
+
+def read_log(model: Path) -> PublishedLog:
+    """The log of the newest version under a model base path.
+
+    Raises:
+        NotUpdatable: nothing is published, or the newest version takes no deltas.
+        ManifestError: its manifest cannot be read.
+    """
+    newest = next((child for child in children(model) if child.is_ours), None)
+    if newest is None:
+        raise NotUpdatable(f"nothing is published under {model}")
+    base = PublishedBase.read(newest.path)
+    return PublishedLog(model, base, list_deltas(log_path(model, base.entry.log)))
+
+
+def log_path(model: Path, log: int) -> Path:
+    """The directory of a log's deltas."""
+    return model / DELTAS_DIRECTORY / log_name(log)
+
+
+def list_deltas(log: Path) -> tuple[PublishedDelta, ...]:
+    """Every delta in a log's directory, by its name; whatever is not one is passed over."""
+    try:
+        with os.scandir(log) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    found = []
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match and int(match[1]) < int(match[2]) < POSITION_LIMIT:
+            found.append(PublishedDelta(log / name, int(match[1]), int(match[2])))
+    return tuple(sorted(found, key=lambda delta: (delta.start, delta.end)))
+
+
+def set_hold(log: PublishedLog, position: int | None) -> None:
+    """Write the hold, or with None remove it; readers see the one or the other.
+
+    Raises:
+        PublishError: it cannot be written.
+    """
+    path = log.path / HOLD_FILE
+    with writing(path):
+        if position is None:
+            path.unlink(missing_ok=True)
+        else:
+            make_directories(log.path)
+            temporary = path.with_name(f".{HOLD_FILE}.{secrets.token_hex(4)}")
+            write_durably(temporary, f"{position}\n".encode("ascii"))
+            temporary.replace(path)
+        if log.path.exists():
+            sync(log.path)
+
+
+def positions(log: PublishedLog) -> Mapping[int, Position]:
+    """Every position at which something published stands."""
+    found = {base.at.position: base.at for base in log.bases}
+    return found | {delta.end: delta.at for delta in log.deltas}

@@ -1,0 +1,76 @@
+"""What a trainer has now, in served terms: its newest full checkpoint, and its increments since."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from exporter.catalog import Catalog
+from exporter.checkpoint import open_checkpoint
+from exporter.delta.entry import Trained
+from exporter.delta.format import Schema
+from exporter.delta.history import identify, read_history
+from exporter.delta.increment import StoredIncrement
+from exporter.delta.recipe import Recipe
+from exporter.delta.state import Changes, State
+from exporter.delta.stored import stored_variables, translate
+from exporter.delta.way import Way, find_way
+from exporter.errors import SchemaChanged
+from exporter.mapping import Mapping, Source
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The trainer's files, how the served variables lie in them, and the way there from what is published."""
+
+    catalog: Catalog
+    mapping: Mapping
+    schema: Schema
+    way: Way
+
+    def layers(self) -> tuple[Changes, ...]:
+        """The way's increments in served terms, oldest first, every checksum verified.
+
+        Raises:
+            CorruptFile: an increment is damaged.
+            SchemaChanged: one holds a variable of another shape or dtype than the checkpoint.
+        """
+        by_tensor = {source.tensor.name: source for source in self.mapping.sources}
+        return tuple(self._translated(stored, by_tensor) for stored in self.way.increments)
+
+    def state(self) -> State:
+        """The values of all served variables."""
+        stored = (
+            found for source in self.mapping.sources for found in stored_variables(self.catalog, source)
+        )
+        layers = () if self.way.is_known else self.layers()
+        return State({variable.name: variable for variable in stored}, layers)
+
+    def _translated(self, stored: StoredIncrement, by_tensor: dict[str, Source]) -> Changes:
+        kinds = {variable.name: variable for variable in self.schema.variables}
+        layer: Changes = {}
+        for changed, change in stored.changes():
+            source = by_tensor.get(changed.variable.name)
+            if source is None:
+                continue
+            variable, tensor = changed.variable, source.tensor
+            if (variable.dtype, variable.shape) != (tensor.dtype, tensor.shape):
+                raise SchemaChanged(
+                    f"{stored.path} holds {variable.name!r} as {variable.dtype.label}{list(variable.shape)}, "
+                    f"the checkpoint as {tensor.dtype.label}{list(tensor.shape)}"
+                )
+            layer = {**layer, **translate(source, change, kinds)}
+        return layer
+
+
+def read_trainer(ckpt_dir: Path, recipe: Recipe, schema: Schema, published: Trained) -> TrainerState:
+    """What is in a checkpoint directory (or at a prefix), seen from the state that was published last.
+
+    Raises:
+        CheckpointError: it cannot be read, see errors.py.
+        SchemaChanged: its variables are not those that are published.
+    """
+    catalog = open_checkpoint(ckpt_dir)
+    full = identify(catalog.prefix, catalog.step or 0)
+    history = read_history(catalog.prefix.parent)
+    return TrainerState(catalog, recipe.mapping(catalog), schema, find_way(published, full, history))

@@ -1,0 +1,98 @@
+"""A base that takes deltas: a graph with the incremental subgraph, a lineage, the beginning of a log."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from exporter.bundle.cast import cast_variables
+from exporter.bundle.incremental import (
+    UPDATE_SIGNATURE,
+    IncrementalOptions,
+    IsolationMode,
+    make_updatable,
+    schema_of,
+)
+from exporter.bundle.warmup import WarmupRequest, parse_request
+from exporter.delta.entry import BaseEntry, Trained
+from exporter.delta.increment import CheckpointId
+from exporter.delta.recipe import Recipe
+from exporter.graph.inference_graph import GraphVariable, InferenceGraph
+from exporter.mapping import Mapping
+from exporter.options import Updates
+from exporter.protos import message_class
+from exporter.publish import Place
+
+_CATCH_UP = f'{{"signature_name": "{UPDATE_SIGNATURE}", "inputs": {{"up_to": [-1]}}}}'
+
+
+@dataclass(frozen=True)
+class UpdatableBase:
+    """What takes the place of the planned graph and mapping; `warmup` goes before the user's own requests."""
+
+    graph: InferenceGraph
+    mapping: Mapping
+    lineage: str
+    entry: BaseEntry
+    place: Place
+    warmup: tuple[WarmupRequest, ...]
+
+
+def make_base(
+    graph: InferenceGraph,
+    mapping: Mapping,
+    recipe: Recipe,
+    checkpoint: CheckpointId,
+    place: Place,
+    updates: Updates,
+    scratch: Path,
+) -> UpdatableBase:
+    """The base of a new log that begins at `place`.
+
+    Its warm-up catches up with the log before a server lets the version answer.
+
+    Raises:
+        NotServable: the graph cannot take deltas.
+        MappingError: a variable cannot be cast.
+    """
+    graph, mapping = _as_served(graph, mapping)
+    schema = schema_of(graph)
+    lineage = secrets.token_hex(16)
+    options = IncrementalOptions(
+        lineage=lineage,
+        log=place.position,
+        position=place.position,
+        step=checkpoint.step,
+        isolation=IsolationMode(updates.isolation.value),
+        snapshot_max_rows=updates.snapshot_max_rows,
+        stamp=updates.stamp,
+    )
+    updatable = make_updatable(graph, options, scratch)
+    entry = BaseEntry(place.position, schema, recipe, Trained(checkpoint))
+    catch_up = parse_request(_CATCH_UP, updatable.meta_graph.signature_def)
+    return UpdatableBase(updatable, mapping, lineage, entry, place, (catch_up,))
+
+
+def _as_served(graph: InferenceGraph, mapping: Mapping) -> tuple[InferenceGraph, Mapping]:
+    """The graph and mapping with the variables in the dtypes that they are stored in: casts come first."""
+    stored = {
+        variable.node: source.dtype
+        for source in mapping.sources
+        for variable in source.variables
+        if source.dtype != variable.dtype
+    }
+    if not stored:
+        return graph, mapping
+
+    def cast(variable: GraphVariable) -> GraphVariable:
+        return replace(variable, dtype=stored.get(variable.node, variable.dtype))
+
+    meta_graph = message_class("MetaGraphDef")()
+    meta_graph.CopyFrom(graph.meta_graph)
+    cast_variables(meta_graph.graph_def, stored)
+    sources = tuple(
+        replace(source, variables=tuple(map(cast, source.variables))) for source in mapping.sources
+    )
+    variables = tuple(map(cast, graph.variables))
+    return replace(graph, meta_graph=meta_graph, variables=variables), replace(mapping, sources=sources)
