@@ -25,8 +25,11 @@ def stored(ref: TensorRef) -> TensorRef:
     return TensorRef(ref.name, ref.dtype, part.spec.lengths, part.extent)
 
 
-def full(directory: Path, step: int) -> CheckpointId:
-    return identify(directory / f"model.ckpt-{step}", step)
+def full(directory: Path, name: str) -> CheckpointId:
+    """A name may be a step behind its contents: workers go on while a saver reads."""
+    step = read_catalog(directory / name).step
+    assert step is not None
+    return identify(directory / name, step)
 
 
 def differing(
@@ -43,8 +46,6 @@ def differing(
 
 def starts(history: History, directory: Path) -> list[CheckpointId]:
     """The full checkpoints that are still there and have a place in the chain."""
-    return [
-        milestone.checkpoint
-        for milestone in history.milestones
-        if full(directory, milestone.checkpoint.step) == milestone.checkpoint
-    ]
+    known = [milestone.checkpoint for milestone in history.milestones]
+    there = [checkpoint for checkpoint in known if (directory / f"{checkpoint.name}.index").exists()]
+    return [checkpoint for checkpoint in there if full(directory, checkpoint.name) == checkpoint]

@@ -150,8 +150,9 @@ class Publisher:
         return continued(chain[-1])
 
     def _begin_at(self, full: FullCheckpoint) -> None:
-        self._standing = started(self._store.history(), full.id)
-        if self._standing.last_increment is None:
+        history = self._store.history()
+        self._standing = started(history, full.id)
+        if history.milestone(full.id) is None:
             self._note(full, self._standing, is_equal=False)
 
     def _note(self, full: FullCheckpoint, standing: Standing, *, is_equal: bool) -> None:

@@ -19,7 +19,7 @@ Nothing here imports TensorFlow: operations are taken as they come.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ _READS = {
     "DestroyResourceOp",
 }
 _GATHERS = {"ResourceGather", "ResourceGatherNd", "Gather", "GatherV2", "GatherNd"}
-_SAME = {"Identity", "RefIdentity"}
+_SAME = {"Identity", "Switch", "Enter", "RefIdentity", "RefSwitch", "RefEnter"}
 _RESTORES = {"RestoreV2", "Restore", "RestoreSlice"}
 _UNCHANGING = {"Identity", "Reshape"}
 
@@ -115,24 +115,54 @@ def _consumers(variable: Variable) -> Iterator[tuple[Operation, bool]]:
     while frontier:
         tensor = frontier.pop()
         for op in tensor.consumers():
-            indices = [index for index, taken in enumerate(op.inputs) if taken is tensor]
-            is_reference = any(takes_reference(op, index) for index in indices)
-            if op.type == "Identity" and tensor.dtype.base_dtype.name == "resource":
-                is_reference = True
             if op in seen:
                 continue
             seen.add(op)
+            positions = [index for index, taken in enumerate(op.inputs) if taken is tensor]
+            is_reference = any(takes_reference(op, index) for index in positions)
             if is_reference:
                 frontier += [output for output in op.outputs if _passes_on(output, tensor)]
             if not (is_reference and op.type in _SAME):
-                yield op, is_reference
+                yield op, is_reference and not _only_read_by_functions(op, positions)
 
 
 def _passes_on(output: Tensor, reference: Tensor) -> bool:
     """True if `output` is the same variable again."""
     if reference.dtype.base_dtype.name == "resource":
-        return bool(output.op.type in _SAME)
+        return output.op.type in _SAME and bool(output.dtype.base_dtype.name == "resource")
     return bool(output.dtype._is_ref_dtype)
+
+
+def _only_read_by_functions(op: Operation, positions: list[int]) -> bool:
+    """True if `op` calls functions (it is a call, condition or loop) that only read these inputs."""
+    names = _called(op.node_def.attr.values())
+    return bool(names) and all(
+        _only_reads(op.graph, name, [position - len(op.inputs) for position in positions]) for name in names
+    )
+
+
+def _only_reads(graph: Any, name: str, positions: list[int]) -> bool:
+    """`positions` count from the end: a condition's first input is not its functions'."""
+    function = graph._get_function(name)
+    if function is None:
+        return False
+    definition = function.cached_definition
+    arguments = [argument.name for argument in definition.signature.input_arg]
+    taken = {arguments[position] for position in positions}
+    for node in definition.node_def:
+        inputs = [given for given in node.input if not given.startswith("^")]
+        found = [index - len(inputs) for index, given in enumerate(inputs) if given in taken]
+        names = _called(node.attr.values()) if found else []
+        if found and node.op not in _READS and not names:
+            return False
+        if not all(_only_reads(graph, called, found) for called in names):
+            return False
+    return True
+
+
+def _called(attributes: Iterable[Any]) -> list[str]:
+    called = [function for value in attributes for function in (value.func, *value.list.func)]
+    return [function.name for function in called if function.name]
 
 
 def consumers_of(op: Operation) -> list[Operation]:

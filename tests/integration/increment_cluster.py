@@ -33,6 +33,7 @@ class Job:
     save_increment_steps: int = 10
     save_checkpoint_steps: int = 100
     restores: bool = False
+    pause_s: float = 0.0
     with_hook: tuple[str, ...] = ("chief", "worker")
 
     @property

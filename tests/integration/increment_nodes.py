@@ -6,17 +6,21 @@ import json
 import logging
 import os
 import time
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import tensorflow as tf
+from tensorflow.python.training import monitored_session
 
 from exporter.training import IncrementHook
 from tests.integration.increment_cluster import Job
 
 v1 = tf.compat.v1
+# A worker looks every 30 seconds whether the chief is ready; the tests start and kill many.
+monitored_session.sm.SessionManager = partial(v1.train.SessionManager, recovery_wait_secs=0.5)
 
 OPTIMIZERS = {
     "sgd": lambda: v1.train.GradientDescentOptimizer(0.1),
@@ -80,6 +84,7 @@ def train(job: Job, name: str, server: Any, config: dict[str, Any]) -> None:
     ) as session:
         while session.run(step) < job.steps:
             session.run(train_op)
+            time.sleep(job.pause_s)
         while is_chief and not all_done(job):
             time.sleep(0.05)
 

@@ -2,39 +2,114 @@
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 
-import pytest
-
-from exporter.delta.history import read_history
-from tests.increments import differing, starts
-from tests.integration.increment_cluster import Cluster, Job
+from exporter.delta.history import History, read_history
+from tests.increments import differing, full, starts
+from tests.integration.increment_cluster import Cluster, Job, log
 
 
-def final_step(job: Job) -> int:
-    return max(int(path.stem.rpartition("-")[2]) for path in job.checkpoints.glob("model.ckpt-*.index"))
+def newest(directory: Path) -> Path:
+    return max(directory.glob("model.ckpt-*.index"), key=step_of).with_suffix("")
 
 
-def assert_exact(job: Job) -> None:
+def step_of(path: Path) -> int:
+    return int(path.name.partition("-")[2].partition(".")[0])
+
+
+def assert_exact(job: Job, since: int = 0) -> History:
+    """Every full checkpoint from step `since` on leads to the trainer's last state, bit for bit."""
     history = read_history(job.checkpoints)
-    final = job.checkpoints / f"model.ckpt-{final_step(job)}"
-    found = starts(history, job.checkpoints)
-    assert found
-    for checkpoint in found:
-        assert differing(job.checkpoints, checkpoint, final) == [], checkpoint
+    known = [start for start in starts(history, job.checkpoints) if start.step >= since]
+    assert known
+    for checkpoint in known:
+        assert differing(job.checkpoints, checkpoint, newest(job.checkpoints)) == [], checkpoint
+    return history
+
+
+def increments(job: Job) -> int:
+    return len(list((job.checkpoints / "increments").glob("0*")))
 
 
 def test_every_optimizer_is_exact_with_asynchronous_workers(tmp_path: Path) -> None:
     job = Job(
         tmp_path,
-        steps=300,
+        steps=200,
         optimizers=("sgd", "adagrad", "ftrl", "rmsprop", "momentum", "adam"),
-        save_increment_steps=4,
-        save_checkpoint_steps=80,
+        save_increment_steps=5,
+        save_checkpoint_steps=60,
     )
     with Cluster(job) as cluster:
-        cluster.wait()
-    assert_exact(job)
-    history = read_history(job.checkpoints)
-    assert len(history.increments) > 20
+        cluster.wait(100)
+    history = assert_exact(job)
+    assert len(history.increments) >= 5
     assert len({stored.increment.run for stored in history.increments}) == 1
+
+
+def test_workers_die_at_random(tmp_path: Path) -> None:
+    job = Job(tmp_path, steps=700, save_increment_steps=3, save_checkpoint_steps=10_000, pause_s=0.02)
+    dice = random.Random(5)
+    with Cluster(job) as cluster:
+        for _ in range(6):
+            seen = increments(job)
+            cluster.wait_for("progress", lambda seen=seen: increments(job) > seen + 3)
+            time.sleep(dice.random() * 0.2)
+            name = f"worker-{dice.randrange(job.workers)}"
+            cluster.kill(name)
+            cluster.start(name)
+        cluster.wait(100)
+    history = assert_exact(job)
+    assert len(history.increments) > 30
+
+
+def test_chief_and_parameter_servers_die_and_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path, steps=900, save_increment_steps=3, save_checkpoint_steps=100, restores=True, pause_s=0.03
+    )
+    dice = random.Random(7)
+    with Cluster(job) as cluster:
+        for victims in (["chief-0"], ["ps-0"], ["chief-0", "ps-1"], ["chief-0", "worker-0"]):
+            seen = increments(job)
+            cluster.wait_for("progress", lambda seen=seen: increments(job) > seen + 3)
+            time.sleep(dice.random() * 0.3)
+            for name in victims:
+                cluster.kill(name)
+            for name in victims:
+                cluster.start(name)
+        cluster.wait(100)
+    assert_exact(job)
+    assert "restored" in log(tmp_path, "chief-0")
+
+
+def test_a_trainer_that_is_set_back_forks(tmp_path: Path) -> None:
+    job = Job(tmp_path, steps=120, workers=1, save_increment_steps=5, save_checkpoint_steps=40)
+    with Cluster(job) as cluster:
+        cluster.wait()
+        abandoned = read_history(job.checkpoints)
+        older = sorted((m.checkpoint for m in abandoned.milestones), key=lambda found: found.step)[1]
+        for path in job.checkpoints.glob("model.ckpt-*"):
+            if step_of(path) > step_of(Path(older.name)):
+                path.unlink()
+        (job.checkpoints / "checkpoint").write_text(f'model_checkpoint_path: "{older.name}"\n')
+        for name in ("ps-0", "ps-1"):
+            cluster.kill(name)
+        for name in job.names:
+            cluster.start(name, steps=older.step + 60)
+        cluster.wait()
+    history = assert_exact(job, since=older.step)
+    fork = [stored.increment for stored in history.increments if stored.increment.generation == 2]
+    assert fork[0].parent == full(job.checkpoints, older.name)
+    assert {increment.run for increment in fork}.isdisjoint(
+        stored.increment.run for stored in abandoned.increments
+    )
+
+
+def test_a_worker_without_the_hook_is_noticed(tmp_path: Path) -> None:
+    job = Job(tmp_path, steps=100_000, workers=1, with_hook=("chief",))
+    with Cluster(job) as cluster:
+        chief = cluster.nodes["chief-0"]
+        cluster.wait_for("the error", lambda: not chief.is_alive())
+    assert chief.exitcode == 1
+    assert "were not recorded" in log(tmp_path, "chief-0")
