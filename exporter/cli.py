@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from exporter import delta_cli
 from exporter.command import EXIT_CODES, DebugFlag, JsonFlag, QuietFlag, command, new_app, pairs, run
 from exporter.errors import UsageError
 from exporter.options import DataMode, ExportRequest, Isolation, Updates, Verify
@@ -207,6 +208,9 @@ def inspect(
         from exporter import inspection, report
 
         report.inspected(inspection.inspect(path), sink, tensors=tensors)
+
+
+delta_cli.register(app)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from exporter import incremental_pipeline as incremental
 from exporter.incremental_pipeline import ExportedDelta, IncrementalPlan
 from exporter.options import ExportRequest
-from exporter.output import Output, human_bytes
+from exporter.output import Output, escape, human_bytes
 
 Document = dict[str, Any]
 
@@ -94,6 +94,4 @@ def _plan_lines(planned: IncrementalPlan) -> Iterator[str]:
 
 
 def _line(label: str, text: str) -> str:
-    from exporter.output import escape
-
     return f"[bold]{label:<14}[/]{escape(text)}"

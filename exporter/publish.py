@@ -43,6 +43,7 @@ __all__ = [
     "PublishedDelta",
     "Staging",
     "VersionRule",
+    "model_lock",
     "next_place",
     "next_position",
     "publish_delta",
@@ -196,7 +197,7 @@ def publish_version(
     retired = Retired()
     with writing(staging.model):
         files = _seal(staging.path)
-        with _model_lock(staging.model, lock_seconds):
+        with model_lock(staging.model, lock_seconds):
             rule = version if place is None else place
             published = _commit(staging, draft, files, rule, clock())
             if keep is not None:
@@ -228,7 +229,7 @@ def publish_delta(
     """
     with writing(staging.model):
         files = _seal(staging.path)
-        with _model_lock(staging.model, lock_seconds):
+        with model_lock(staging.model, lock_seconds):
             if last is not None:
                 _require_last(staging.model, last)
             make_directories(log)
@@ -322,8 +323,12 @@ def _set_mode(path: Path, mode: int) -> None:
 
 
 @contextmanager
-def _model_lock(model: Path, seconds: float) -> Iterator[None]:
-    """Exclusive among exporters of one model, on any machine that shares the file system."""
+def model_lock(model: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    """Exclusive among exporters of one model, on any machine that shares the file system.
+
+    Raises:
+        TargetBusy: another exporter held it for `seconds`.
+    """
     path = model / LOCK_NAME
     lock = open_lock(path)
     try:

@@ -1,18 +1,23 @@
-"""Which versions go when a newer one is published, and how they go without a reader seeing half of one."""
+"""Which versions and deltas go when newer ones are published, and how they go without a reader seeing half
+of one.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from exporter.delta.log import expendable
 from exporter.errors import ManifestError
 from exporter.filesystem import open_lock, try_lock
 from exporter.manifest import FILE_NAME
 from exporter.published import Child, read_stamp
+from exporter.published_log import PublishedDelta, PublishedLog
 from exporter.staging import TRASH_PREFIX
 
 GRACE_SECONDS = 300.0
@@ -50,7 +55,7 @@ def retire(versions: Iterable[Child], *, keep: int, now: float, grace_seconds: f
         try:
             reason = _in_grace(successor, now, grace_seconds)
             if not reason:
-                trash.append(_move_away(child))
+                trash.append(_move_away(child.path, child.path.parent))
                 removed.append(child.version)
                 continue
         except BlockingIOError:
@@ -59,6 +64,53 @@ def retire(versions: Iterable[Child], *, keep: int, now: float, grace_seconds: f
             reason = f"it cannot be removed: {exc.strerror}"
         kept.append(Kept(child.version, reason))
     return Retired(tuple(removed), tuple(kept), tuple(trash))
+
+
+ROLLBACK_POSITIONS = 16
+"""How many of the newest positions a rollback can always go back to."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetiredDeltas:
+    """Names of the deltas that retention removed, and where they lie until they are deleted."""
+
+    removed: tuple[str, ...] = ()
+    trash: tuple[Path, ...] = ()
+
+
+def retire_deltas(
+    log: PublishedLog,
+    *,
+    now: float,
+    grace_seconds: float = GRACE_SECONDS,
+    rollback_positions: int = ROLLBACK_POSITIONS,
+) -> RetiredDeltas:
+    """Move deltas out of sight that nobody needs; the caller holds the model's lock.
+
+    Needed are those on the way of any base that is there to the newest position, and to each of the newest
+    `rollback_positions`. A delta younger than `grace_seconds` replaces nothing yet, and is not removed:
+    whoever listed the directory before it came must find what was listed.
+    """
+    settled = [delta for delta in log.deltas if now - _created(delta) >= grace_seconds]
+    bases = [base.at.position for base in log.bases]
+    needed = sorted({delta.end for delta in log.deltas} | set(bases))[-rollback_positions:]
+    spare = {delta.path for delta in expendable(log.deltas, bases, needed=needed)}
+    removed, trash = [], []
+    for delta in expendable(settled, bases, needed=needed):
+        if delta.path not in spare:
+            continue
+        with suppress(OSError):  # a reader has it open, or it may not be moved: the next run tries again
+            trash.append(_move_away(delta.path, log.model))
+            removed.append(delta.path.name)
+    return RetiredDeltas(tuple(removed), tuple(trash))
+
+
+def _created(delta: PublishedDelta) -> float:
+    """When a delta was published; for ever young if nobody knows."""
+    try:
+        return delta.manifest.created.timestamp()
+    except ManifestError:
+        return float("inf")
 
 
 def _in_grace(successor: Child, now: float, grace_seconds: float) -> str:
@@ -72,19 +124,20 @@ def _in_grace(successor: Child, now: float, grace_seconds: float) -> str:
     return "" if age >= grace_seconds else f"it was superseded less than {grace_seconds:g} s ago"
 
 
-def _move_away(child: Child) -> Path:
-    """Rename a version out of sight, which happens at once, while nobody has or can get a lease of it.
+def _move_away(published: Path, model: Path) -> Path:
+    """Rename a version or delta out of sight, which happens at once, while nobody has or can get a lease of
+    it.
 
     Raises:
         BlockingIOError: someone has one.
-        OSError: the version may not be locked or moved.
+        OSError: it may not be locked or moved.
     """
-    trash = child.path.with_name(f"{TRASH_PREFIX}{child.version}-{secrets.token_hex(4)}")
-    manifest = open_lock(child.path / FILE_NAME, flags=0)
+    trash = model / f"{TRASH_PREFIX}{published.name}-{secrets.token_hex(4)}"
+    manifest = open_lock(published / FILE_NAME, flags=0)
     try:
         if not try_lock(manifest):
             raise BlockingIOError
-        os.rename(child.path, trash)  # noqa: PTH104  as in publish: the one call that matters, in plain sight
+        os.rename(published, trash)  # noqa: PTH104  as in publish: the one call that matters, in plain sight
     finally:
         os.close(manifest)
     return trash

@@ -44,9 +44,11 @@ STAGES = [
     {"inspection"},
     {"updatable", "trainer_state"},
     {"pipeline"},
+    {"chain", "rebase", "verify_log", "comparison"},
     {"incremental_pipeline"},
     {"report"},
-    {"incremental_command"},
+    {"incremental_command", "delta_report"},
+    {"delta_cli"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(STAGES) for room in rooms}

@@ -58,7 +58,7 @@ class BlockHasher:
         per_block = block_rows(width)
         full = count // per_block
         hashes = np.empty(-(-count // per_block), np.uint64)
-        blocks = flat[: full * per_block].reshape(full, -1)
+        blocks = flat[: full * per_block].reshape(full, per_block * width)
         batch = max(1, _BATCH_BYTES // max(1, blocks.shape[1]))
         for start in range(0, full, batch):
             hashes[start : start + batch][: full - start] = self._hash(blocks[start : start + batch])

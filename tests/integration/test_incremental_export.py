@@ -19,7 +19,14 @@ FEEDS = {"user": np.arange(0, 5000, 7), "item": np.arange(0, 5000, 7) % 2000}
 
 
 def train(directory: Path, steps: int) -> None:
-    command = [sys.executable, ROOT / "examples/ranker/train.py", "--out", directory, "--steps", str(steps)]
+    command: list[str | Path] = [
+        sys.executable,
+        ROOT / "examples/ranker/train.py",
+        "--out",
+        directory,
+        "--steps",
+        str(steps),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
 
 

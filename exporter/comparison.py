@@ -1,0 +1,196 @@
+"""`diff A B`: what changed between two states, whatever holds them, by variables and rows.
+
+A side is a checkpoint (directory or prefix), a published version, or a model with a position: `MODEL` for the
+newest, `MODEL@POSITION` for another.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.catalog import Catalog, SliceSpec
+from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, read_catalog
+from exporter.delta.diff import Comparison, diff
+from exporter.delta.format import Change, Kind, Rows, Schema, ServedVariable
+from exporter.delta.log import Position
+from exporter.delta.state import State
+from exporter.delta.stored import StoredVariable, stored_variables
+from exporter.dtypes import DType
+from exporter.errors import UsageError
+from exporter.published import children
+from exporter.published_log import VARIABLES_PREFIX, PublishedLog, read_log
+
+Array = np.ndarray[Any, Any]
+
+_ROWS_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of two states. `log` is the one that it is a position of; `catalog` the checkpoint that it is."""
+
+    label: str
+    at: Position | None
+    log: PublishedLog | None = None
+    catalog: Catalog | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VariableDifference:
+    """How a variable differs: rows of `rows`, the Euclidean norm and the largest element of the difference.
+
+    The norms are None for values that are no numbers.
+    """
+
+    name: str
+    changed_rows: int
+    rows: int
+    norm: float | None
+    largest: float | None
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What differs between two states; `only_a` and `only_b` are variables that the other lacks or has
+    otherwise.
+    """
+
+    a: Side
+    b: Side
+    variables: tuple[VariableDifference, ...]
+    compared: int
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the states hold the same bits."""
+        return not (self.variables or self.only_a or self.only_b)
+
+
+def parse_side(text: str) -> Side:
+    """What an argument of `diff` names.
+
+    Raises:
+        UsageError: a position that is none.
+        ExportError: what is named cannot be read, see errors.py.
+    """
+    name, at, position = text.rpartition("@")
+    if at and not Path(text).exists():
+        if not position.isdecimal():
+            raise UsageError(f"{text!r}: expected MODEL@POSITION")
+        return _of_log(read_log(Path(name)), int(position), text)
+    path = Path(text)
+    if (path / VARIABLES_PREFIX).with_name("variables.index").exists():
+        return _of_catalog(read_catalog(path / VARIABLES_PREFIX), text)
+    if path.is_dir() and any(child.is_ours for child in children(path)):
+        log = read_log(path)
+        return _of_log(log, log.at.position, text)
+    return _of_catalog(open_checkpoint(path), text)
+
+
+def compare(a: Side, b: Side) -> Differences:
+    """Compare two states bit for bit.
+
+    Raises:
+        ExportError: a side cannot be read, or they have nothing in common; see errors.py.
+    """
+    old, new = _variables(a, b), _variables(b, a)
+    common = [
+        name
+        for name, variable in old.items()
+        if name in new and (variable.dtype, variable.shape) == (new[name].dtype, new[name].shape)
+    ]
+    if not common:
+        raise UsageError(f"{a.label} and {b.label} have no variable in common")
+    schema = Schema.of(_as_compared(old[name]) for name in common)
+    states = (_state(a, old), _state(b, new))
+    with tempfile.TemporaryDirectory() as scratch:
+        found = diff(*states, schema, Comparison(Path(scratch)))
+        variables = tuple(
+            _difference(variable, states[0], found.changes[variable.name])
+            for variable in schema.variables
+            if variable.name in found.changes
+        )
+    shared = set(common)
+    return Differences(
+        a, b, variables, len(common), tuple(sorted(old.keys() - shared)), tuple(sorted(new.keys() - shared))
+    )
+
+
+def _of_log(log: PublishedLog, position: int, label: str) -> Side:
+    _, step = log.trained_at(position)
+    return Side(label, Position(position, step), log=log)
+
+
+def _of_catalog(catalog: Catalog, label: str) -> Side:
+    return Side(
+        label, None if catalog.step is None else Position(catalog.step, catalog.step), catalog=catalog
+    )
+
+
+def _variables(side: Side, other: Side) -> dict[str, StoredVariable]:
+    """The variables of a side: as they are served if either is a position of a log, else by tensor."""
+    if side.log is not None and side.at is not None:
+        return dict(side.log.state(side.at.position).stored)
+    assert side.catalog is not None
+    if other.log is not None:
+        mapping = other.log.base.entry.recipe.mapping(side.catalog)
+        found = (v for source in mapping.sources for v in stored_variables(side.catalog, source))
+        return {variable.name: variable for variable in found}
+    return {
+        ref.name: StoredVariable(ref.name, side.catalog, ref, _whole(ref.shape), ref.dtype)
+        for ref in side.catalog.tensors.values()
+        if ref.is_complete and ref.name != OBJECT_GRAPH and ref.dtype is not DType.VARIANT
+    }
+
+
+def _state(side: Side, variables: dict[str, StoredVariable]) -> State:
+    if side.log is not None and side.at is not None:
+        return side.log.state(side.at.position)
+    return State(variables)
+
+
+def _as_compared(variable: StoredVariable) -> ServedVariable:
+    by_rows = variable.is_row_addressable and math.prod(variable.shape) > 0
+    kind = Kind.TABLE if by_rows else Kind.DENSE
+    return ServedVariable(variable.name, variable.dtype, variable.shape, kind)
+
+
+def _difference(variable: ServedVariable, old: State, change: Change) -> VariableDifference:
+    rows = variable.shape[0] if variable.kind is Kind.TABLE else 1
+    if isinstance(change, Rows):
+        pairs: Iterable[tuple[Array, Array]] = (
+            (old.rows_at(variable.name, change.ids[start:stop]), change.values[start:stop])
+            for start in range(0, len(change.ids), _ROWS_AT_ONCE)
+            for stop in [start + _ROWS_AT_ONCE]
+        )
+        count = len(change.ids)
+    else:
+        pairs, count = [(old.whole(variable.name), change)], 1
+    norm, largest = _norms(pairs)
+    return VariableDifference(variable.name, count, rows, norm, largest)
+
+
+def _norms(pairs: Iterable[tuple[Array, Array]]) -> tuple[float | None, float | None]:
+    squares = largest = 0.0
+    for before, after in pairs:
+        if before.dtype == object or before.dtype.kind == "b":
+            return None, None
+        wide = np.complex128 if before.dtype.kind == "c" else np.float64
+        moved = np.abs(after.astype(wide) - before.astype(wide))
+        squares += float((moved**2).sum())
+        largest = max(largest, float(moved.max(initial=0.0)))
+    return math.sqrt(squares), largest
+
+
+def _whole(shape: tuple[int, ...]) -> SliceSpec:
+    return SliceSpec(shape, (0,) * len(shape), shape)

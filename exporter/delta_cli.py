@@ -1,0 +1,140 @@
+"""The subcommands that look at a log or change it: merge, rollback, resume, diff, verify."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exporter.command import DebugFlag, JsonFlag, QuietFlag, command
+from exporter.errors import Exit
+
+ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="Model base path.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the subcommands to an application."""
+    for function in (merge, rollback, resume, diff, verify):
+        app.command()(function)
+
+
+def merge(
+    model: ModelArgument,
+    from_: Annotated[
+        int | None, typer.Option("--from", metavar="POSITION", help="Where the first delta begins.")
+    ] = None,
+    to: Annotated[int | None, typer.Option(metavar="POSITION", help="Where the last delta leads.")] = None,
+    rebase: Annotated[
+        bool, typer.Option("--rebase", help="Merge base and deltas into a new base instead.")
+    ] = False,
+    keep: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="With --rebase: keep the newest N versions.")
+    ] = None,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Merge published deltas into one, or with --rebase base and deltas into a new base.
+
+    \b
+    Examples:
+      export-model merge models/ranker
+      export-model merge models/ranker --from 900 --to 1200
+      export-model merge models/ranker --rebase --keep 2
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter import chain, delta_report
+        from exporter import rebase as bases
+
+        if rebase:
+            delta_report.rebased(bases.rebase(model, keep=keep), sink)
+        else:
+            delta_report.merged(chain.merge(model, from_, to), sink)
+
+
+def rollback(
+    model: ModelArgument,
+    to: Annotated[int, typer.Option(metavar="POSITION", help="The position whose values come back.")],
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Publish the values of an earlier position as the next one, and hold the log there.
+
+    \b
+    Examples:
+      export-model rollback models/ranker --to 900
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter import chain, delta_report
+
+        delta_report.taken_back(chain.rollback(model, to), sink)
+
+
+def resume(
+    model: ModelArgument,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Lift the hold; after a rollback, publish the values of before it again unless newer ones are there.
+
+    \b
+    Examples:
+      export-model resume models/ranker
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter import chain, delta_report
+
+        delta_report.taken_back(chain.resume(model), sink)
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint, version, MODEL or MODEL@POSITION.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The same.")],
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exit with 10 if there are differences.")
+    ] = False,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Show what differs between two states: variables, rows, norms.
+
+    \b
+    Examples:
+      export-model diff train/model.ckpt-900 train/model.ckpt-1000
+      export-model diff models/ranker@900 models/ranker --exit-code
+      export-model diff models/ranker train/
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter import comparison, delta_report
+
+        found = comparison.compare(comparison.parse_side(a), comparison.parse_side(b))
+        delta_report.differences(found, sink)
+    if exit_code and not found.is_empty:
+        raise typer.Exit(Exit.DIFFERENT)
+
+
+def verify(
+    model: ModelArgument,
+    bytes_: Annotated[bool, typer.Option("--bytes", help="Read all values of the versions, too.")] = False,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Check everything that is published: files, checksums, and that each base reaches the newest position.
+
+    \b
+    Examples:
+      export-model verify models/ranker
+      export-model verify models/ranker --bytes --json
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter import delta_report, verify_log
+
+        found = verify_log.verify_model(model, bytes_=bytes_)
+        delta_report.verified(found, sink)
+        if found.problems:
+            raise found.problems[0]

@@ -1,0 +1,172 @@
+"""What the commands that work on a log print, for people and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from exporter.chain import Merged, TakenBack
+from exporter.comparison import Differences, Side
+from exporter.delta.log import Position
+from exporter.output import Output, escape, human_bytes
+from exporter.published_log import positions
+from exporter.rebase import Rebased
+from exporter.verify_log import VerifiedModel
+
+Document = dict[str, Any]
+
+
+def merged(done: Merged | None, sink: Output) -> None:
+    """What `merge` did; None: there was nothing to merge."""
+    if done is None:
+        sink.result({"path": None, "merged": []}, [_line("nothing to do", "one delta, or none, leads there")])
+        return
+    manifest = done.published.manifest
+    size = sum(file.bytes_ for file in manifest.files)
+    parts = [delta.path.name for delta in done.parts]
+    sink.result(
+        {
+            "path": str(done.published.path),
+            "from_position": manifest.from_position,
+            "position": manifest.position,
+            "merged": parts,
+            "bytes": size,
+        },
+        [
+            _line("merged", f"{len(parts)} deltas, {human_bytes(size)}"),
+            _line("published", str(done.published.path)),
+        ],
+    )
+
+
+def rebased(done: Rebased | None, sink: Output) -> None:
+    """What `merge --rebase` did; None: the newest base stands at the newest position."""
+    if done is None:
+        sink.result({"path": None}, [_line("nothing to do", "the newest base stands at the newest position")])
+        return
+    published = done.published
+    sink.result(
+        {
+            "path": str(published.path),
+            "position": published.position,
+            "step": published.manifest.step,
+            "deltas": done.deltas,
+            "versions_removed": list(published.removed),
+        },
+        [
+            _line("merged", f"the base and {done.deltas} deltas"),
+            *(_line("removed", f"version {number}") for number in published.removed),
+            _line("published", str(published.path)),
+        ],
+    )
+
+
+def taken_back(done: TakenBack, sink: Output) -> None:
+    """What `rollback` or `resume` did."""
+    path = None if done.published is None else str(done.published.path)
+    held = f"at {done.hold}" if done.hold is not None else "lifted"
+    sink.result(
+        {
+            "path": path,
+            "from_position": done.before.position,
+            "position": done.before.position if done.published is None else done.published.manifest.position,
+            "values_of": done.values_of.position,
+            "step": done.values_of.step,
+            "hold": done.hold,
+        },
+        [
+            _line("values", f"of position {done.values_of}"),
+            _line("published", path or "nothing: newer values are there"),
+            _line("hold", held),
+        ],
+    )
+
+
+def differences(found: Differences, sink: Output) -> None:
+    """What `diff` prints."""
+    document: Document = {
+        "a": _side(found.a),
+        "b": _side(found.b),
+        "equal": found.is_empty,
+        "compared": found.compared,
+        "variables": [
+            {
+                "name": variable.name,
+                "changed_rows": variable.changed_rows,
+                "rows": variable.rows,
+                "norm": variable.norm,
+                "largest": variable.largest,
+            }
+            for variable in found.variables
+        ],
+        "only_a": list(found.only_a),
+        "only_b": list(found.only_b),
+    }
+    lines = [
+        _line("a", _side_text(found.a)),
+        _line("b", _side_text(found.b)),
+        _line("differ", f"{len(found.variables)} of {found.compared} variables"),
+        *(_line("only in a", name) for name in found.only_a),
+        *(_line("only in b", name) for name in found.only_b),
+    ]
+    sink.result(document, lines)
+    if found.variables:
+        columns = {"variable": "left", "rows": "right", "of": "right", "norm": "right", "largest": "right"}
+        rows = (
+            (v.name, v.changed_rows, v.rows, _number(v.norm), _number(v.largest)) for v in found.variables
+        )
+        sink.table("", columns, rows)
+
+
+def verified(found: VerifiedModel, sink: Output) -> None:
+    """What `verify` prints."""
+    known = sorted(positions(found.log).values()) if found.log else []
+    document: Document = {
+        "versions": found.versions,
+        "deltas": found.deltas,
+        "log": found.log.base.entry.log if found.log else None,
+        "lineage": found.log.lineage if found.log else None,
+        "position": found.at.position if found.at else None,
+        "step": found.at.step if found.at else None,
+        "positions": [at.position for at in known],
+        "hold": found.hold,
+        "problems": [{"error": type(e).__name__, "message": e.message} for e in found.problems],
+    }
+    lines = [
+        _line("versions", str(found.versions)),
+        _line("deltas", str(found.deltas)),
+        _line("position", str(found.at) if found.at else "the newest version takes no deltas"),
+        *([_line("positions", _positions(known))] if known else []),
+        *([_line("hold", f"at {found.hold}")] if found.hold is not None else []),
+        _line("problems", str(len(found.problems)) if found.problems else "none"),
+        *(_line("", problem.message) for problem in found.problems[1:]),
+    ]
+    sink.result(document, lines)
+
+
+def _positions(known: list[Position]) -> str:
+    shown = ", ".join(str(at.position) for at in known[-10:])
+    return shown if len(known) <= 10 else f"{len(known)}, the last {shown}"
+
+
+def _side(side: Side) -> Document:
+    at = side.at
+    is_published = side.log is not None
+    return {
+        "label": side.label,
+        "position": at.position if at and is_published else None,
+        "step": at.step if at else None,
+    }
+
+
+def _side_text(side: Side) -> str:
+    if side.at is None:
+        return side.label
+    return f"{side.label}, " + (f"position {side.at}" if side.log is not None else f"step {side.at.step}")
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _line(label: str, text: str) -> str:
+    return f"[bold]{label:<14}[/]{escape(text)}"

@@ -1,0 +1,122 @@
+"""A new base in a log that goes on: base and deltas become one SavedModel, at the position where they lead.
+
+The graph stays; only the position that its variables begin with is another. Servers load the new base
+beside the old one; deltas that lead on from its position fit both.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from exporter import tensor_proto
+from exporter.bundle.saved_model import SAVED_MODEL_FILE
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
+from exporter.delta.format import Kind, ServedVariable
+from exporter.delta.state import Array, State
+from exporter.delta.stored import served_name
+from exporter.errors import ManifestError
+from exporter.filesystem import writing
+from exporter.graph.saved_model import read_saved_model
+from exporter.manifest import ManifestDraft, tensor_entries
+from exporter.publish import Place, Published, Staging, publish_version
+from exporter.published_log import VARIABLES_PREFIX, PublishedLog, read_log
+from exporter.verify import verify_bytes, verify_files
+
+FIRST_POSITION = "incremental/first_position"
+"""The constant of the incremental subgraph that holds position and step of its base, and -1."""
+
+DESCRIPTION = Path("assets", "incremental.json")
+
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Rebased:
+    """The new base, and how many deltas it holds."""
+
+    published: Published
+    deltas: int
+
+
+def rebase(model: Path, *, keep: int | None = None) -> Rebased | None:
+    """Publish a base at the newest position of the log; None if the newest base stands there already.
+
+    Raises:
+        VerificationError: the old base is damaged.
+        CheckpointError: a delta is damaged.
+        PositionMoved, PublishError: see errors.py; nothing was published.
+    """
+    log = read_log(model)
+    base, at = log.base, log.at
+    if base.at.position == at.position:
+        return None
+    chain = log.chain(base.at.position)
+    verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))
+    with Staging(model) as staging, writing(staging.path):
+        _write_variables(log, log.state(), staging.path)
+        _copy_graph(base.path, staging.path, at.position, at.step or 0)
+        catalog = read_catalog(staging.path / VARIABLES_PREFIX)
+        verify_files(staging.path, tensor_entries(catalog))
+        draft = ManifestDraft(
+            tensors=tensor_entries(catalog),
+            source=replace(base.manifest.source, checkpoint=log.trained.checkpoint.name),
+            exporter=version("export-model"),
+            step=at.step,
+            lineage=log.lineage,
+            incremental=replace(base.entry, trained=log.trained),
+        )
+        place = Place(at.position, last=at.position)
+        return Rebased(publish_version(staging, draft, place=place, keep=keep), len(chain))
+
+
+def _write_variables(log: PublishedLog, state: State, bundle: Path) -> None:
+    prefix = bundle / VARIABLES_PREFIX
+    prefix.parent.mkdir()
+    schema = {variable.name: variable for variable in log.schema.variables}
+    with BundleWriter(prefix) as writer:
+        for source in log.base.entry.recipe.sources():
+            for part in source.variables:
+                variable = schema[served_name(part)]
+                if variable.kind is Kind.DENSE:
+                    writer.add(source.key, state.whole(variable.name), part.part)
+                else:
+                    rows = _rows(state, variable)
+                    writer.add_chunks(source.key, variable.dtype, variable.shape, rows, part.part)
+
+
+def _rows(state: State, variable: ServedVariable) -> Iterator[Array]:
+    row_bytes = max(1, int(np.prod(variable.shape[1:])) * variable.dtype.numpy.itemsize)
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    for start in range(0, variable.shape[0], step):
+        yield state.rows(variable.name, start, min(start + step, variable.shape[0]))
+
+
+def _copy_graph(base: Path, bundle: Path, position: int, step: int) -> None:
+    """Everything of a base but its variables, at another position."""
+    saved_model = read_saved_model(base)
+    found = [
+        node
+        for meta_graph in saved_model.meta_graphs
+        for node in meta_graph.graph_def.node
+        if node.name == FIRST_POSITION and node.op == "Const"
+    ]
+    if len(found) != 1:
+        raise ManifestError(f"{base / SAVED_MODEL_FILE} has no incremental subgraph that this program knows")
+    first = tensor_proto.to_array(found[0].attr["value"].tensor)
+    moved = np.array([position, step, *first.tolist()[2:]], np.int64)
+    found[0].attr["value"].tensor.Clear()
+    tensor_proto.fill(found[0].attr["value"].tensor, moved)
+    (bundle / SAVED_MODEL_FILE).write_bytes(saved_model.SerializeToString(deterministic=True))
+    for directory in ("assets", "assets.extra"):
+        if (base / directory).is_dir():
+            shutil.copytree(base / directory, bundle / directory)
+    description = json.loads((bundle / DESCRIPTION).read_text())
+    description |= {"position": position, "step": step}
+    (bundle / DESCRIPTION).write_text(json.dumps(description) + "\n")

@@ -1,0 +1,95 @@
+"""Is everything that is published for a model whole, and does each base reach the newest position?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from exporter.checkpoint.tensor_bundle import read_catalog
+from exporter.delta.log import Position
+from exporter.errors import ExportError, NotUpdatable, VerificationError
+from exporter.published import children
+from exporter.published_log import VARIABLES_PREFIX, PublishedDelta, PublishedLog, read_log
+from exporter.verify import verify_bytes, verify_published
+
+
+@dataclass(frozen=True)
+class VerifiedModel:
+    """What was looked at. `log` is None if the newest version takes no deltas."""
+
+    versions: int
+    deltas: int
+    log: PublishedLog | None
+    hold: int | None
+    problems: tuple[ExportError, ...]
+
+    @property
+    def at(self) -> Position | None:
+        """The newest position of the log."""
+        return self.log.at if self.log else None
+
+
+def verify_model(model: Path, *, bytes_: bool = False) -> VerifiedModel:
+    """Compare versions with their manifests, and every delta of the newest log with manifest, name and
+    checksums.
+
+    `bytes_` reads all values of the versions, too; those of deltas are always read.
+
+    Raises:
+        NotUpdatable: nothing is published.
+    """
+    problems: list[ExportError] = []
+    versions = [child for child in children(model) if child.is_ours]
+    if not versions:
+        raise NotUpdatable(f"nothing is published under {model}")
+    for child in versions:
+        try:
+            verify_published(child.path)
+            if bytes_:
+                verify_bytes(read_catalog(child.path / VARIABLES_PREFIX))
+        except ExportError as error:
+            problems.append(error)
+    try:
+        log = read_log(model)
+    except NotUpdatable:
+        return VerifiedModel(len(versions), 0, None, None, tuple(problems))
+    except ExportError as error:
+        return VerifiedModel(len(versions), 0, None, None, (*problems, error))
+    problems += _problems_of(log)
+    try:
+        hold = log.hold()
+    except ExportError as error:
+        hold = None
+        problems.append(error)
+    return VerifiedModel(len(versions), len(log.deltas), log, hold, tuple(problems))
+
+
+def _problems_of(log: PublishedLog) -> Iterator[ExportError]:
+    for delta in log.deltas:
+        try:
+            _verify_delta(log, delta)
+        except ExportError as error:
+            yield error
+    for base in log.bases:
+        try:
+            log.chain(base.at.position)
+        except ExportError as error:
+            yield error
+
+
+def _verify_delta(log: PublishedLog, delta: PublishedDelta) -> None:
+    """One delta against its manifest, its name and its log.
+
+    Raises:
+        VerificationError, CheckpointError, PositionError: see errors.py.
+    """
+    for entry in delta.manifest.files:
+        path = delta.path / entry.path
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry.bytes_:
+            raise VerificationError(f"{path} has {size} bytes, expected {entry.bytes_}")
+    found = log.open(delta)
+    said, holds = delta.entry, found.header
+    if (said.rows, said.only_from) != (found.rows, holds.only_from):
+        raise VerificationError(f"{delta.path}: its manifest and its header tell of different deltas")
