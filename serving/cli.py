@@ -36,6 +36,7 @@ _HELP = f"""Serve models that export-model published, and ask model servers.
 Examples:
   serve-model run models/ranker --port 8500
   serve-model status 127.0.0.1:8500 --model ranker
+  serve-model update 127.0.0.1:8500 --model ranker
   echo '{{"instances": [[1.0, 2.0]]}}' | serve-model predict 127.0.0.1:8500 --model ranker --json-input -
 
 {EXIT_CODES}"""
@@ -70,6 +71,17 @@ signatures; {"b64": "..."} is a binary string.
 Examples:
   serve-model predict 127.0.0.1:8500 --model ranker --json-input request.json
   echo '{"inputs": {"x": [[1.0, 2.0]]}}' | serve-model predict 127.0.0.1:8500 --model ranker --json-input -"""
+
+
+_UPDATE_HELP = """Apply the deltas that export-model published to the variables of a running model.
+
+The model lists and applies them by itself, without a reload; nothing happens if there are none. TF Serving's
+own servers answer this command too. Every replica wants its own call: do not send it to a load balancer.
+
+\b
+Examples:
+  serve-model update 127.0.0.1:8500 --model ranker
+  serve-model update 127.0.0.1:8500 --model ranker --up-to 4200 --json"""
 
 
 @app.callback(help=_HELP)
@@ -186,6 +198,38 @@ def predict(
             answer, served = _ask(client, metadata, name, version, request)
         document = {"model": model, "version": served, "signature": name, **answer}
         _print(sink, document, json.dumps(answer, ensure_ascii=False))
+
+
+@app.command("update", help=_UPDATE_HELP, short_help="Apply published deltas to a running model.")
+def update(
+    address: Address,
+    model: Annotated[str, typer.Option(metavar="NAME", help="The model's name there.")],
+    up_to: Annotated[
+        int,
+        typer.Option(metavar="POSITION", min=-1, help="The position to reach; -1 is the newest published."),
+    ] = -1,
+    version: Annotated[
+        int | None, typer.Option(min=0, help="The version to update. [default: the newest that is available]")
+    ] = None,
+    deadline: Deadline = 60.0,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Call the incremental subgraph."""
+    with command(json_, quiet, debug) as sink:
+        from dataclasses import asdict
+
+        from serving import updates
+        from serving.client import ModelClient
+
+        with ModelClient(address, model, deadline_s=deadline) as client:
+            done = updates.update(client, up_to=up_to, version=version)
+        line = (
+            f"{model} version {done.version} is at position {done.position} (step {done.step}): "
+            f"{done.deltas} deltas, {done.rows} rows; {done.status}"
+        )
+        _print(sink, {"address": address, "model": model, **asdict(done)}, line)
 
 
 def main() -> NoReturn:
