@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -186,8 +186,10 @@ class Loaded:
 @contextmanager
 def loaded(model: Model | Path, config: Any = None) -> Iterator[Loaded]:
     version = model if isinstance(model, Path) else model.version
-    with tf.Graph().as_default() as graph, tf1.Session(graph=graph, config=config) as session:
-        meta = tf1.saved_model.load(session, ["serve"], str(version))
+    session = tf1.Session(graph=tf.Graph(), config=config)
+    with closing(session):
+        with session.graph.as_default():
+            meta = tf1.saved_model.load(session, ["serve"], str(version))
         yield Loaded(session, meta, version)
 
 

@@ -57,20 +57,22 @@ def write_snapshot(state: State, target: Target, delta: ReadDelta, start: Tensor
 
 
 def write_rows(state: State, target: Target, delta: ReadDelta, start: Tensor, end: Tensor) -> Tensor:
-    """Write all tensors in chunks, one variable after the other. Returns the last operation."""
+    """Write all tensors, tables chunk by chunk. Returns the last operation."""
     import tensorflow as tf
 
     with tf.control_dependencies([*delta.tensors, start, end]):
         sequence = state.read_sequence()
-        last = assign(state.position, start)
-    for kind, handle, changed, found in target.changes(delta):
-        with tf.control_dependencies([last]):
-            if kind is Kind.TABLE:
-                last = _scatter_chunks(handle, *found)
-            else:
-                last = _assign_if(changed, handle, found[0])
+        noted = assign(state.position, start)
+    changes = list(target.changes(delta))
+    with tf.control_dependencies([noted]):
+        written = [
+            _assign_if(c, handle, found[0]) for kind, handle, c, found in changes if kind is Kind.DENSE
+        ]
+        tables = [(handle, *found) for kind, handle, _, found in changes if kind is Kind.TABLE]
+        if tables:
+            written.append(_scatter_chunks(tables))
     # Odd here is what an update left that died: these rows have made it whole.
-    return _settle(state, end, [last], sequence + tf.bitwise.bitwise_and(sequence, 1))
+    return _settle(state, end, written, sequence + tf.bitwise.bitwise_and(sequence, 1))
 
 
 def _settle(state: State, end: Tensor, written: Sequence[Tensor], sequence: Tensor) -> Tensor:
@@ -83,28 +85,36 @@ def _settle(state: State, end: Tensor, written: Sequence[Tensor], sequence: Tens
 
 
 def _assign_if(changed: Tensor, handle: Tensor, value: Tensor) -> Tensor:
-    """`value` is [1, ...], or [0, ...] for a variable that is not touched."""
+    """Assign `value` [1, ...], or touch nothing if it is [0, ...].
+
+    A branch of two raw ops: `tf.cond` makes two functions for each variable, which a server takes seconds to
+    inline when it loads a model of a hundred.
+    """
     import tensorflow as tf
 
-    def write() -> Tensor:
-        with tf.control_dependencies([assign(handle, value[0])]):
-            return tf.constant(True)
+    taken = tf.raw_ops.Switch(data=value, pred=changed).output_true
+    branch = tf.raw_ops.Switch(data=changed, pred=changed)
+    with tf.control_dependencies([assign(handle, taken[0])]):
+        done = tf.identity(branch.output_true)
+    return tf.raw_ops.Merge(inputs=[branch.output_false, done]).output
 
-    return tf.cond(changed, write, lambda: tf.constant(False))
 
-
-def _scatter_chunks(handle: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+def _scatter_chunks(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """Scatter (handle, ids, values), the next chunk of every table in each turn of one loop."""
     import tensorflow as tf
 
     def write(start: Tensor) -> Tensor:
         chunk = slice(start, start + CHUNK_ROWS)
-        scatter = tf.raw_ops.ResourceScatterNdUpdate(
-            ref=handle, indices=ids[chunk, tf.newaxis], updates=values[chunk], use_locking=True
-        )
-        with tf.control_dependencies([scatter]):
+        scatters = [
+            tf.raw_ops.ResourceScatterNdUpdate(
+                ref=handle, indices=ids[chunk, tf.newaxis], updates=values[chunk], use_locking=True
+            )
+            for handle, ids, values in tables
+        ]
+        with tf.control_dependencies(scatters):
             return start + CHUNK_ROWS
 
-    rows = tf.size(ids)
+    rows = tf.reduce_max(tf.stack([tf.size(ids) for _, ids, _ in tables]))
     (end,) = tf.while_loop(lambda start: start < rows, write, [tf.constant(0)], parallel_iterations=1)
     return end
 

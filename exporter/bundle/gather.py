@@ -135,7 +135,10 @@ def _takes_rows(body: Body, node: Proto) -> bool:
     """False for gathers along another dimension, and for row numbers that ResourceGather does not take."""
     if node.op == "Shape":
         return True
-    if node.attr["Tindices"].type not in _GATHER_INDICES or node.attr["batch_dims"].i:
+    # Asked for first: to look an absent attribute up in a protobuf map is to add it.
+    if "batch_dims" in node.attr and node.attr["batch_dims"].i:
+        return False
+    if node.attr["Tindices"].type not in _GATHER_INDICES:
         return False
     if node.op != "GatherV2":
         return True

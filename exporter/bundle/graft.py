@@ -6,6 +6,8 @@ to is ever executed or imported as a whole; the rest of the graph keeps its node
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from exporter.dtypes import DType
+from exporter.graph.functions import reachable
 from exporter.protos import Proto, message_class
 from exporter.tensor_proto import fill
 
@@ -115,7 +118,7 @@ class Graft:
             library = message_class("FunctionDefLibrary").FromString(
                 traced.graph.as_graph_def().library.SerializeToString()
             )
-        own = [definition, *(f for f in library.function if not f.signature.name.startswith(_BORROWED))]
+        own = [definition, *(f for f in library.function if not _BORROWED.match(f.signature.name))]
         full = f"{self.scope}_{name}"
         renames = {f.signature.name: f"{full}_{n}" if n else full for n, f in enumerate(own)}
         for function in own:
@@ -144,29 +147,29 @@ class _Function:
     name: str
 
 
-_BORROWED = "borrowed__"
+_import_numbers = itertools.count()
+_BORROWED = re.compile("^borrowed_[0-9]+__")
 
 
 def borrowed(library: Proto, nodes: Iterable[Proto]) -> Proto:
-    """A GraphDef of `nodes` and the library's functions under other names, to import while a part is traced.
+    """A GraphDef of `nodes` and the functions that they need, under other names, to import into a part.
 
-    TensorFlow numbers functions by a counter of the process, so that names of the graph and of the part
-    could be the same; `Graft.function` gives the borrowed ones their own names back.
+    TensorFlow knows one function of a name in the whole process, and numbers those that it makes itself;
+    `Graft.function` gives the borrowed ones their own names back.
     """
     graph_def = message_class("GraphDef")()
-    renames = {f.signature.name: _BORROWED + f.signature.name for f in library.function}
-    graph_def.library.CopyFrom(library)
-    for function in graph_def.library.function:
+    graph_def.node.extend(nodes)
+    definitions = {function.signature.name: function for function in library.function}
+    prefix = f"borrowed_{next(_import_numbers)}__"
+    renames = {name: prefix + name for name in reachable(nodes, definitions)}
+    for name in sorted(renames):
+        function = graph_def.library.function.add()
+        function.CopyFrom(definitions[name])
         rename_functions(function, renames)
-    for gradient in graph_def.library.gradient:
-        gradient.function_name = renames.get(gradient.function_name, gradient.function_name)
-        gradient.gradient_func = renames.get(gradient.gradient_func, gradient.gradient_func)
-    for node in nodes:
-        copy = graph_def.node.add()
-        copy.CopyFrom(node)
-        if "_class" in copy.attr:  # to be placed with a node that may have stayed behind
-            del copy.attr["_class"]
-        _rename_called(copy, renames)
+    for node in graph_def.node:
+        if "_class" in node.attr:  # to be placed with a node that may have stayed behind
+            del node.attr["_class"]
+        _rename_called(node, renames)
     return graph_def
 
 
@@ -187,7 +190,7 @@ def _rename_called(node: Proto, renames: Mapping[str, str]) -> None:
 
 
 def _renamed(name: str, renames: Mapping[str, str]) -> str:
-    return renames.get(name) or name.removeprefix(_BORROWED)
+    return renames.get(name) or _BORROWED.sub("", name)
 
 
 def _set_attr(attr: Proto, value: Any) -> None:

@@ -1,0 +1,220 @@
+"""Predictions beside updates: one position a response, and updates that are cut off at any moment."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from exporter.bundle.incremental import IsolationMode
+from exporter.delta.format import Change, Kind, Rows
+from tests.updatable import Loaded, Model, loaded, updatable_model
+
+tf1 = tf.compat.v1
+
+ROWS, DIM = 20_000, 16
+PATIENCE_SECONDS = 0.3
+
+
+def constant_everywhere() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The smallest and the largest value in what two tables and a dense variable give."""
+    ids = tf1.placeholder(tf.int64, [None], name="ids")
+    left = tf1.get_variable("left", [ROWS, DIM], use_resource=True)
+    right = tf1.get_variable("right", [ROWS, DIM], use_resource=True)
+    bias = tf1.get_variable("bias", [DIM], use_resource=True)
+    read = tf.concat([tf.gather(left, ids), tf.gather(right, ids), tf.tile(bias[None], [tf.size(ids), 1])], 1)
+    return {"ids": ids}, {"low": tf.reduce_min(read, 1), "high": tf.reduce_max(read, 1)}
+
+
+def filled(model: Model, value: float) -> dict[str, Change]:
+    changes: dict[str, Change] = {}
+    for variable in model.schema.variables:
+        full = np.full(variable.shape, value, np.float32)
+        changes[variable.name] = Rows(np.arange(ROWS), full) if variable.kind is Kind.TABLE else full
+    return changes
+
+
+@pytest.fixture(scope="module", params=list(IsolationMode))
+def mode(request: pytest.FixtureRequest) -> IsolationMode:
+    mode: IsolationMode = request.param
+    return mode
+
+
+@pytest.fixture(scope="module")
+def model(mode: IsolationMode, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    directory = tmp_path_factory.mktemp(mode.value)
+    return updatable_model(
+        directory, constant_everywhere, {"ids": [0]}, isolation=mode, patience_seconds=PATIENCE_SECONDS
+    )
+
+
+@pytest.fixture(scope="module")
+def session(model: Model) -> Iterator[Loaded]:
+    with loaded(model) as server:
+        yield server
+
+
+@pytest.fixture
+def server(session: Loaded, model: Model) -> Iterator[Loaded]:
+    """At position 101 with every value 101, warm."""
+    session.reset(model.base)
+    model.publish(100, 101, filled(model, 101))
+    assert session.update()["position"] == 101
+    session.predict(ids=[0])
+    yield session
+    shutil.rmtree(model.log, ignore_errors=True)
+
+
+def while_running(read: Callable[[], None], write: Callable[[], None], readers: int = 3) -> None:
+    """Call `read` in several threads again and again for as long as `write` takes."""
+    done = threading.Event()
+
+    def loop() -> int:
+        count = 0
+        while not done.is_set():
+            read()
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(readers) as pool:
+        loops = [pool.submit(loop) for _ in range(readers)]
+        try:
+            write()
+        finally:
+            done.set()
+        assert all(loop.result() > 1 for loop in loops)
+
+
+def test_each_response_comes_from_one_position(server: Loaded, model: Model, mode: IsolationMode) -> None:
+    ids = np.random.default_rng(1).integers(0, ROWS, 200)
+    seen = set()
+
+    def read() -> None:
+        answer = server.predict(ids=ids)
+        low, high = answer["low"].min(), answer["high"].max()
+        position = set(answer["model_position"].tolist())
+        seen.update(position)
+        if mode is IsolationMode.SNAPSHOT:
+            assert {low} == {high} == position
+            assert set(answer["model_step"].tolist()) == {10 * p for p in position}
+        else:  # rows of several positions may meet, but each is one that existed, and none is half-written
+            assert 101 <= low <= high <= 141
+            assert all(float(value).is_integer() for value in (*answer["low"], *answer["high"]))
+
+    def write() -> None:
+        for position in range(101, 141):
+            model.publish(position, position + 1, filled(model, position + 1))
+            assert server.update(position + 1)["rows"] == 2 * ROWS
+
+    while_running(read, write)
+    assert len(seen) > 5
+
+
+def test_concurrent_updates_take_turns(server: Loaded, model: Model) -> None:
+    for position in range(101, 121):
+        model.publish(position, position + 1, filled(model, position + 1))
+    with ThreadPoolExecutor(4) as pool:
+        targets = [105, 121, 110, 121, 115, 121, 121, 121]
+        found = list(pool.map(lambda target: server.update(target), targets))
+    assert sum(done["deltas"] for done in found) == 20, "each delta was applied once"
+    assert server.position() == 121
+    answer = server.predict(ids=np.arange(50))
+    assert set(answer["low"]) == set(answer["high"]) == set(answer["model_position"]) == {121}
+
+
+def test_a_deadline_at_any_moment_leaves_a_state_that_the_next_update_completes(
+    server: Loaded, model: Model, mode: IsolationMode
+) -> None:
+    position, cut = 101, 0
+    for milliseconds in range(1, 25):
+        for start in range(position, position + 3):
+            model.publish(start, start + 1, filled(model, start + 1))
+        try:
+            server.update(timeout_ms=milliseconds)
+        except tf.errors.DeadlineExceededError:
+            cut += 1
+        before = time.monotonic()
+        answer = server.predict(ids=np.arange(100))
+        assert time.monotonic() - before < PATIENCE_SECONDS + 5, "readers do not stall"
+        if mode is IsolationMode.SNAPSHOT and answer["model_position"][0] >= 0:
+            assert set(answer["low"]) == set(answer["high"]) == set(answer["model_position"])
+        position += 3
+        assert server.update()["position"] == position
+        answer = server.predict(ids=np.arange(100))
+        assert set(answer["low"]) == set(answer["high"]) == set(answer["model_position"]) == {position}
+        shutil.rmtree(model.log)
+    assert cut, "no update was cut off: nothing was tested"
+
+
+def kill_half_way(server: Loaded, *, position: int, target: int, odd: bool) -> None:
+    """Leave what an update leaves that dies between its first and its last write."""
+    graph = server.session.graph
+    with graph.as_default():
+        values = {
+            "position": [position, 10 * position, target],
+            "since": time.time(),
+            "sequence": 7 if odd else 6,
+        }
+        dtypes = {"position": tf.int64, "since": tf.float64, "sequence": tf.int64}
+        server.session.run(
+            [
+                tf.raw_ops.AssignVariableOp(
+                    resource=graph.get_tensor_by_name(f"incremental/{name}:0"),
+                    value=tf.constant(value, dtypes[name]),
+                )
+                for name, value in values.items()
+            ]
+        )
+
+
+def test_an_update_that_died_does_not_stall_readers(
+    server: Loaded, model: Model, mode: IsolationMode
+) -> None:
+    if mode is not IsolationMode.SNAPSHOT:
+        pytest.skip("row isolation has no readers that wait")
+    kill_half_way(server, position=101, target=102, odd=True)
+    answer = server.predict(ids=[1, 2])
+    assert answer["model_position"].tolist() == answer["model_step"].tolist() == [-1, -1]
+    before = time.monotonic()
+    for _ in range(20):  # patience is counted from the update's begin: it is used up by now
+        assert server.predict(ids=[1])["model_position"].tolist() == [-1]
+    assert time.monotonic() - before < 20 * PATIENCE_SECONDS
+    model.publish(101, 102, filled(model, 102))
+    assert server.update()["position"] == 102
+    assert server.predict(ids=[1])["model_position"].tolist() == [102]
+
+
+def test_only_a_delta_that_leads_as_far_makes_a_dead_update_good(
+    server: Loaded, model: Model, mode: IsolationMode
+) -> None:
+    kill_half_way(server, position=101, target=105, odd=mode is IsolationMode.SNAPSHOT)
+    model.publish(101, 103, filled(model, 103))
+    assert server.update()["status"] == "interrupted: an update to 105 died half-way; still at 101"
+    for target in (101, 103):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="interrupted: an update to 105"):
+            server.update(target)
+    model.publish(101, 106, filled(model, 106))
+    assert server.update()["position"] == 106
+    answer = server.predict(ids=np.arange(10))
+    assert set(answer["low"]) == set(answer["high"]) == set(answer["model_position"]) == {106}
+
+
+def test_tables_are_read_by_rows_alone(model: Model) -> None:
+    with loaded(model) as server:
+        graph_def = server.session.graph.as_graph_def()
+    tables = {v.name for v in model.schema.variables if v.kind is Kind.TABLE}
+    assert tables == {"left", "right"}
+    ops = {
+        node.op for node in graph_def.node if set(node.input) & tables and not node.name.startswith("save/")
+    }
+    assert ops <= {"Identity", "ResourceGather", "StatefulPartitionedCall", "AssignVariableOp"}
+    forwarded = {node.name for node in graph_def.node if node.op == "Identity" and set(node.input) & tables}
+    readers = {node.op for node in graph_def.node if set(node.input) & forwarded}
+    assert readers <= {"ResourceGather", "StatefulPartitionedCall"}
