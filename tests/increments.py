@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from exporter.catalog import TensorRef
-from exporter.checkpoint.tensor_bundle import read_array, read_catalog
+from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, read_array, read_catalog
 from exporter.delta.history import History, identify, read_history
 from exporter.delta.increment import CheckpointId, StoredIncrement, apply_increments
 
 
 def values_of(prefix: Path) -> dict[str, np.ndarray]:
     catalog = read_catalog(prefix)
-    return {name: read_array(catalog, stored(ref)) for name, ref in catalog.tensors.items()}
+    refs = (ref for ref in catalog.tensors.values() if ref.name != OBJECT_GRAPH)
+    return {ref.name: read_array(catalog, stored(ref)) for ref in refs}
 
 
 def stored(ref: TensorRef) -> TensorRef:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,17 @@ Tensor = Any
 
 CHUNK_BYTES = 32 << 20
 """What one call of a session carries."""
+
+
+class Access(Protocol):
+    """What restoring needs."""
+
+    def write(self, session: Session, ids: Array, values: Array) -> None:
+        """Write rows `ids` of a part, or a scalar."""
+
+    @property
+    def part(self) -> Part:
+        """The part that is written."""
 
 
 @dataclass(frozen=True)

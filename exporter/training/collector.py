@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,8 +13,8 @@ from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_array
 from exporter.delta.format import Kind, ServedVariable
 from exporter.delta.increment import Changed, rows_of
-from exporter.training.access import CHUNK_BYTES, PartAccess, access
-from exporter.training.recording import Recording
+from exporter.training.access import CHUNK_BYTES, Access, PartAccess, access
+from exporter.training.recording import Recording, RowGroup
 from exporter.training.survey import Mode, Part, Tracked
 
 Array = np.ndarray[Any, Any]
@@ -105,29 +105,43 @@ class CheckpointSource:
 class Collector:
     """The changes since the last call of `commit` or `forget`.
 
+    `accesses` are by the id of a part, `source` gives the values of now.
     Rows that were collected stay pending until `commit`; what is compared is compared with what was written
     last, or counts as changed as a whole if that is not known.
     """
 
-    def __init__(self, tracked: tuple[Tracked, ...], recording: Recording) -> None:
+    def __init__(
+        self,
+        tracked: tuple[Tracked, ...],
+        groups: tuple[RowGroup, ...],
+        accesses: Mapping[int, Access],
+        source: Callable[[Session], Source],
+    ) -> None:
         self.tracked = tracked
-        self._recording = recording
-        self.accesses = {id(part): access(part) for entry in tracked for part in entry.parts}
+        self.accesses = accesses
+        self.source = source
+        self._groups = groups
         self._pending: dict[int, Array] = {}
         self._written: dict[str, Array] = {}
         self._digests: dict[str, bytes] = {}
         self._new_digests: dict[str, bytes] = {}
         self.forget()
 
+    @classmethod
+    def of_graph(cls, tracked: tuple[Tracked, ...], recording: Recording) -> Collector:
+        """A collector that reads and writes the current default graph's variables through a session."""
+        accesses = {id(part): access(part) for entry in tracked for part in entry.parts}
+        return cls(tracked, recording.groups, accesses, lambda session: SessionSource(session, accesses))
+
     def forget(self) -> None:
         """Changes are counted from another state now: all that is compared counts as changed."""
-        self._pending = dict.fromkeys(range(len(self._recording.groups)), np.empty(0, np.int64))
+        self._pending = dict.fromkeys(range(len(self._groups)), np.empty(0, np.int64))
         self._written.clear()
         self._digests.clear()
 
     def collect(self, session: Session) -> None:
         """Take over the touched rows of every group; see the proof in `recording`."""
-        found = session.run([group.collect for group in self._recording.groups])
+        found = session.run([group.collect for group in self._groups]) if self._groups else []
         for index, rows in enumerate(found):
             self._pending[index] = np.union1d(self._pending[index], rows)
 
@@ -157,10 +171,6 @@ class Collector:
         self._written.clear()
         self._new_digests.clear()
 
-    def source(self, session: Session) -> SessionSource:
-        """The variables as they are now."""
-        return SessionSource(session, self.accesses)
-
     def _by(self, mode: Mode) -> list[Tracked]:
         return [entry for entry in self.tracked if entry.mode is mode]
 
@@ -169,7 +179,7 @@ class Collector:
         return _write_rows(writer, entry, np.concatenate(ids), lambda rows: source.rows(entry, rows))
 
     def _rows_of(self, part: Part) -> Iterator[Array]:
-        for index, group in enumerate(self._recording.groups):
+        for index, group in enumerate(self._groups):
             if any(member is part for member in group.parts):
                 yield self._pending[index]
 

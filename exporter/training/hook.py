@@ -96,7 +96,7 @@ class IncrementHook:
         self._checks_steps = counts_every_step(global_step)
         if self._is_chief:
             _report(tracked, v1.get_collection(v1.GraphKeys.SAVEABLE_OBJECTS))
-            collector = Collector(tracked, self._recording)
+            collector = Collector.of_graph(tracked, self._recording)
             timer = v1.train.SecondOrStepTimer(every_secs=self._secs, every_steps=self._steps)
             publisher = Publisher(Store(self._ckpt_dir), collector, timer, restores=self._restores)
             self._chief = _Chief(publisher, global_step)
@@ -125,15 +125,23 @@ class IncrementHook:
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Chief: publish when it is time."""
+        if self._chief is not None:
+            self._chief.publisher.notice_full()
+            if self._chief.publisher.is_due(int(run_values.results["step"][0]) + 1):
+                self.save_if_due(run_context.session)
+
+    def save_if_due(self, session: Session) -> None:
+        """Chief: publish when it is time. Loops without a monitored session call this after a step.
+
+        They also call `begin`, `after_create_session` and `end`, and save full checkpoints in this thread.
+        """
         if self._chief is None:
             return
-        publisher = self._chief.publisher
-        publisher.notice_full()
-        if publisher.is_due(int(run_values.results["step"][0]) + 1):
-            step = self._step(run_context.session)
-            if publisher.is_due(step):
-                self._check_recording(run_context.session)
-                publisher.save(run_context.session, step)
+        self._chief.publisher.notice_full()
+        step = self._step(session)
+        if self._chief.publisher.is_due(step):
+            self._check_recording(session)
+            self._chief.publisher.save(session, step)
 
     def end(self, session: Session) -> None:
         """Chief: publish what is left."""

@@ -11,7 +11,7 @@ import numpy as np
 from exporter.delta.format import Change, Rows
 from exporter.delta.increment import Changed, StoredIncrement
 from exporter.errors import MissingTensors, ShapeMismatch, UsageError
-from exporter.training.access import PartAccess, access
+from exporter.training.access import Access, access
 from exporter.training.store import Store
 from exporter.training.survey import Tracked, survey
 
@@ -52,7 +52,7 @@ def overlay(
     session: Session,
     chain: Sequence[StoredIncrement],
     tracked: Iterable[Tracked],
-    accesses: Mapping[int, PartAccess],
+    accesses: Mapping[int, Access],
 ) -> None:
     """Write the increments' values into the session's variables, in order, after all of them were checked.
 
@@ -85,7 +85,7 @@ def _check(changed: Changed, by_name: Mapping[str, Tracked], stored: StoredIncre
         )
 
 
-def _write(session: Session, access: PartAccess, change: Change) -> None:
+def _write(session: Session, access: Access, change: Change) -> None:
     part = access.part
     if isinstance(change, Rows):
         start, stop = np.searchsorted(change.ids, [part.offset, part.offset + part.rows])

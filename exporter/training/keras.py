@@ -1,0 +1,215 @@
+"""`IncrementCallback`: full checkpoints and increments of `model.fit`, in one process.
+
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    manager = tf.train.CheckpointManager(checkpoint, ckpt_dir, max_to_keep=3)
+    model.fit(..., callbacks=[IncrementCallback(manager, save_increment_steps=100)])
+
+Variables go by the keys that the full checkpoint gives them. Those of rank 2 and more are compared by rows
+with what was written last, which is kept in memory: whatever the optimizer does, the increments are exact.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter import protos
+from exporter.catalog import Catalog
+from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, read_array
+from exporter.dtypes import DType
+from exporter.errors import UsageError
+from exporter.output import human_bytes
+from exporter.training.collector import Collector
+from exporter.training.hook import schedule
+from exporter.training.publisher import Publisher
+from exporter.training.store import Store
+from exporter.training.survey import Mode, Part, Tracked
+
+Array = np.ndarray[Any, Any]
+
+log = logging.getLogger(__name__)
+
+
+def IncrementCallback(
+    manager: Any,
+    save_increment_secs: float | None = None,
+    save_increment_steps: int | None = None,
+    *,
+    save_checkpoint_steps: int | None = None,
+    incremental_save_restore: bool = False,
+) -> Any:
+    """A callback of the Keras that `tf.keras` is: Keras 3, or tf-keras with TF_USE_LEGACY_KERAS=1.
+
+    It saves full checkpoints by `manager` (`tf.train.CheckpointManager`) when `fit` begins and ends, and
+    every `save_checkpoint_steps` if given, and increments in between. With `incremental_save_restore`, `fit`
+    goes on where the last increment ended. The step is the optimizer's `iterations`.
+
+    Raises:
+        UsageError: the arguments contradict each other; later, from `fit`: the model is not built, or its
+            variables are spread over several processes.
+        PublishError: an increment could not be written three times in a row, or not at the end.
+    """
+    import tensorflow as tf
+
+    secs, steps = schedule(save_increment_secs, steps=save_increment_steps)
+    timer = tf.compat.v1.train.SecondOrStepTimer(every_secs=secs, every_steps=steps)
+    increments = _Fit(manager, timer, save_checkpoint_steps, incremental_save_restore)
+
+    class Callback(tf.keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+        """Hands the calls of `fit` over."""
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            increments.begin(self.model)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            increments.after_batch()
+
+        def on_train_end(self, logs: Any = None) -> None:
+            increments.end()
+
+    return Callback()
+
+
+class _Fit:
+    """One `fit` after the other."""
+
+    def __init__(self, manager: Any, timer: Any, save_checkpoint_steps: int | None, restores: bool) -> None:
+        self._manager = manager
+        self._timer = timer
+        self._save_checkpoint_steps = save_checkpoint_steps
+        self._restores = restores
+        self._store = Store(Path(manager.directory))
+        self._last_full = 0
+
+    def begin(self, model: Any) -> None:
+        """Restore if that is asked for, save a full checkpoint if nothing was restored."""
+        _check(model)
+        self._iterations = model.optimizer.iterations
+        full = self._store.newest_full() if self._restores else None
+        if full is not None:
+            self._manager.checkpoint.restore(str(full.prefix)).assert_existing_objects_matched()
+        else:
+            self._save_full()
+        newest = self._store.newest_full()
+        if newest is None:
+            raise UsageError(f"{self._manager.directory} holds no full checkpoint with a step in its name")
+        self._publisher = Publisher(
+            self._store,
+            _collector(self._manager.checkpoint, newest.catalog()),
+            self._timer,
+            restores=self._restores,
+        )
+        self._publisher.begin_session(None, self._step)
+        self._last_full = newest.id.step
+
+    def after_batch(self) -> None:
+        """Save what is due."""
+        step = self._step
+        if self._save_checkpoint_steps and step - self._last_full >= self._save_checkpoint_steps:
+            self._save_full()
+        self._publisher.notice_full()
+        if self._publisher.is_due(step):
+            self._publisher.save(None, step)
+
+    def end(self) -> None:
+        """A full checkpoint, and the increment that equals it."""
+        if self._step != self._last_full:
+            self._save_full()
+        self._publisher.notice_full()
+        self._publisher.finish(None, self._step)
+
+    @property
+    def _step(self) -> int:
+        return int(self._iterations.numpy())
+
+    def _save_full(self) -> None:
+        self._last_full = self._step
+        self._manager.save(checkpoint_number=self._last_full)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """A `Source` of eager variables by name."""
+
+    variables: Mapping[str, Any]
+
+    def rows(self, tracked: Tracked, ids: Array) -> Iterator[Array]:
+        """See `Source`."""
+        yield self._value(tracked)[ids]
+
+    def all_rows(self, tracked: Tracked) -> Iterator[tuple[int, Array]]:
+        """See `Source`."""
+        yield 0, self._value(tracked)
+
+    def wholes(self, tracked: Iterable[Tracked]) -> Iterator[tuple[Tracked, Array]]:
+        """See `Source`."""
+        return ((entry, self._value(entry)) for entry in tracked)
+
+    def _value(self, tracked: Tracked) -> Array:
+        return np.asarray(self.variables[tracked.name].numpy())
+
+
+@dataclass(frozen=True)
+class _EagerAccess:
+    """An `Access` to an eager variable."""
+
+    part: Part
+
+    def write(self, session: Any, ids: Array, values: Array) -> None:
+        """See `Access`."""
+        variable = self.part.variable
+        if self.part.shape and len(ids) < self.part.rows:
+            whole = np.array(variable.numpy())
+            whole[ids] = values
+            values = whole
+        variable.assign(values)
+
+
+def _check(model: Any) -> None:
+    import tensorflow as tf
+
+    if not model.built:
+        raise UsageError(
+            "increments need a model whose variables exist", hint="call model.build(...) before model.fit"
+        )
+    strategy = getattr(model, "distribute_strategy", None)
+    if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
+        raise UsageError(
+            "IncrementCallback cannot follow a ParameterServerStrategy: its variables move between steps",
+            hint="write full checkpoints: they are compared row by row when they are exported",
+        )
+    model.optimizer.build(model.trainable_variables)
+
+
+def _collector(checkpoint: Any, full: Catalog) -> Collector:
+    variables = dict(_by_key(checkpoint, full))
+    tracked = tuple(_tracked(name, variables[name]) for name in sorted(variables))
+    compared = sum(entry.bytes_ for entry in tracked if entry.mode is Mode.COMPARED)
+    log.info("increments: comparing by rows keeps %s in memory", human_bytes(compared))
+    accesses = {id(entry.parts[0]): _EagerAccess(entry.parts[0]) for entry in tracked}
+    return Collector(tracked, (), accesses, lambda session: _Values(variables))
+
+
+def _by_key(checkpoint: Any, full: Catalog) -> Iterator[tuple[str, Any]]:
+    """Variables by their keys in a full checkpoint, whose object graph numbers what `descendants` lists."""
+    import tensorflow as tf
+
+    serialized = read_array(full, full.tensors[OBJECT_GRAPH]).item()
+    nodes = protos.message_class("TrackableObjectGraph").FromString(serialized).nodes
+    objects = tf.train.TrackableView(checkpoint).descendants()
+    for node, trackable in zip(nodes, objects, strict=True):
+        for attribute in node.attributes:
+            if hasattr(trackable, "assign") and hasattr(trackable, "numpy"):
+                yield attribute.checkpoint_key, trackable
+
+
+def _tracked(name: str, variable: Any) -> Tracked:
+    shape = tuple(variable.shape)
+    dtype = DType.of(np.asarray(variable.numpy()).dtype.name)
+    part = Part(variable, shape, (0,) * len(shape), ())
+    return Tracked(name, dtype, shape, (part,), Mode.COMPARED if len(shape) > 1 else Mode.WHOLE, ())
