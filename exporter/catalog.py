@@ -6,9 +6,11 @@ A `Catalog` is what every checkpoint family becomes and all that the later stage
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
+from typing import Any, Protocol
 
 from exporter.dtypes import DType
 
@@ -56,15 +58,43 @@ class SliceRef:
     extent: Extent | None
 
 
+class Content(Protocol):
+    """Values in a file of another kind than a tensor bundle: without a checksum, perhaps compressed."""
+
+    def blocks(self) -> Iterator[Any]:
+        """The values in C order and little endian, as flat numpy arrays of bounded size.
+
+        Raises:
+            CheckpointError: the file is damaged, or changed since the catalog was read.
+        """
+
+
+class Naming(Enum):
+    """What a checkpoint's tensor names tell of variables.
+
+    `NAMES`: they are variables' names. `LAYERS`: the class and number of a layer and the number of its
+    value, as in Keras 3's `layers/dense_1/vars/0`. `ORDER`: nothing but a position in a list.
+    """
+
+    NAMES = "names"
+    LAYERS = "layers"
+    ORDER = "order"
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A named tensor: stored whole (`extent`) or as `slices`, never both."""
+    """A named tensor: stored whole (`extent`), as `slices`, or in a file that is no bundle (`content`).
+
+    `owner` is the layer path by the trainer's own names (`tower/hidden`) where `name` does not tell it.
+    """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     extent: Extent | None = None
     slices: tuple[SliceRef, ...] = ()
+    content: Content | None = None
+    owner: str = ""
 
     @property
     def extents(self) -> tuple[Extent, ...]:
@@ -77,11 +107,13 @@ class TensorRef:
     def is_complete(self) -> bool:
         """False if slices that are declared, or needed to cover the shape, are not stored."""
         stored = sum(math.prod(part.spec.lengths) for part in self.slices if part.extent is not None)
-        return self.extent is not None or stored == self.elements
+        return self.extent is not None or self.content is not None or stored == self.elements
 
     @property
     def bytes_(self) -> int:
-        """Bytes on disk."""
+        """Bytes on disk; of a tensor that is not in a bundle, those of its numbers once they are."""
+        if self.content is not None:
+            return self.elements * (self.dtype.itemsize or 0)
         return sum(extent.size for extent in self.extents)
 
     @property
@@ -105,6 +137,12 @@ class Catalog:
     shard_sizes: tuple[int, ...]
     step: int | None = None
     notes: tuple[str, ...] = field(default=())
+    naming: Naming = Naming.NAMES
+
+    @property
+    def is_bundle(self) -> bool:
+        """False if values must be written into a tensor bundle before they can be served."""
+        return all(ref.content is None for ref in self.tensors.values())
 
     @property
     def bytes_(self) -> int:

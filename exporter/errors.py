@@ -8,16 +8,19 @@
     │   ├── TruncatedFile                an index or shard is shorter than its own records say
     │   ├── CorruptFile                  a checksum or a structure is wrong
     │   ├── UnsupportedFormat            another version, byte order, compression or family
+    │   ├── UnsafeArchive                an archive reaches outside itself, or unfolds beyond measure
     │   └── CheckpointChanged            files changed or vanished while they were read
     ├── GraphError                   1   the inference graph cannot be made
     │   ├── BuilderError                 the user's builder raised or returned something else
     │   ├── UnknownTensor            2   a signature names a tensor that the graph lacks
+    │   ├── CodeRefused              2   a model's own archive asks for code that was not allowed
     │   ├── NotServable                  an output depends on something that cannot be served
     │   └── MissingAsset                 a file that the graph's tables are filled from is not there
     ├── MappingError                 4   graph and checkpoint do not fit
     │   ├── MissingTensors               variables without a tensor
     │   ├── ShapeMismatch                shapes or dtypes differ
     │   ├── AmbiguousRename              two variables claim one tensor, or a rule is unclear
+    │   ├── NoCertainMatch               values without names of their own fit in no way, or in several
     │   └── PartitionStrategyUnknown     a re-partitioned lookup table whose row order nobody knows
     ├── PositionError                5   a delta or base does not continue what is published
     │   ├── NotUpdatable                 nothing is published that takes deltas
@@ -122,6 +125,12 @@ class UnsupportedFormat(CheckpointError):
     default_hint = "write the checkpoint again with a stock TensorFlow Saver in V2 format"
 
 
+class UnsafeArchive(CheckpointError):
+    """An archive reaches outside itself, asks for code to run, or unfolds beyond measure."""
+
+    default_hint = "do not trust this file; save the weights again with the trainer"
+
+
 class CheckpointChanged(CheckpointError):
     """Files changed or vanished while they were read (a trainer prunes or overwrites)."""
 
@@ -145,6 +154,13 @@ class UnknownTensor(GraphError):
 
     exit_code = Exit.USAGE
     default_hint = "list the graph's tensors: export-model inspect GRAPH --tensors"
+
+
+class CodeRefused(GraphError):
+    """A model's archive asks for code that the user did not allow."""
+
+    exit_code = Exit.USAGE
+    default_hint = "name a builder that makes the model: --model pkg.mod:fn"
 
 
 class NotServable(GraphError):
@@ -182,6 +198,14 @@ class AmbiguousRename(MappingError):
     """Two variables claim one tensor, or a rename rule does not parse."""
 
     default_hint = "make the --rename rules more specific; --dry-run prints what they match"
+
+
+class NoCertainMatch(MappingError):
+    """Values without names of their own fit the graph's variables in no way, or in several."""
+
+    default_hint = (
+        "write a table of names: export-model inspect CHECKPOINT --unmatched MODEL, then --rename-file"
+    )
 
 
 class PartitionStrategyUnknown(MappingError):

@@ -15,6 +15,7 @@ from exporter.errors import AmbiguousRename, MissingTensors, ShapeMismatch, Usag
 from exporter.extras import TF_AVERAGE, Extra, classify_extras
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.row_order import row_order
+from exporter.unnamed import match_unnamed
 
 _REPORTED_MISSES = 20
 _CASTABLE = {DType.FLOAT, DType.DOUBLE}
@@ -131,13 +132,15 @@ class MappingRules:
     """What the user says about names and layouts.
 
     `average` is the slot name of moving averages to serve in place of raw weights, "ema" standing for
-    TensorFlow's own. `strategies` says how tables were looked up in training where the user knows it;
+    TensorFlow's own. `by_order` says that a list of values without names is in the order of the graph's
+    variables. `strategies` says how tables were looked up in training where the user knows it;
     `trained` what the trainer's own graph tells.
     """
 
     renames: tuple[RenameRule, ...] = ()
     average: str | None = None
     casts: tuple[CastRule, ...] = ()
+    by_order: bool = False
     strategies: MappingOf[str, PartitionStrategy] = field(default_factory=dict)
     trained: MappingOf[str, PartitionStrategy] = field(default_factory=dict)
 
@@ -149,10 +152,13 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         MissingTensors: variables without a tensor, each with the nearest names and why they do not fit.
         ShapeMismatch: a tensor of another shape or dtype.
         AmbiguousRename: two variables claim one tensor, or two rules disagree on a variable.
+        NoCertainMatch: tensors without names of their own fit in no way, or in several.
         PartitionStrategyUnknown: the rows of a re-partitioned lookup table would be in an unknown order.
     """
     wanted = _group_parts(graph.variables)
-    matches = {key: _find_name(key, catalog, rules) for key in wanted}
+    renamed = {key for key in wanted if any(rule.apply(key) for rule in rules.renames)}
+    unnamed = match_unnamed(graph, catalog, renamed, by_order=rules.by_order)
+    matches = {key: _find_name(key, catalog, rules, unnamed) for key in wanted}
     missing = [key for key in wanted if not _is_usable(catalog.tensors.get(matches[key].name), wanted[key])]
     if missing:
         raise _missing_error(missing, wanted, matches, catalog)
@@ -193,13 +199,17 @@ class _Match:
     via: str
 
 
-def _find_name(key: str, catalog: Catalog, rules: MappingRules) -> _Match:
+def _find_name(
+    key: str, catalog: Catalog, rules: MappingRules, unnamed: MappingOf[str, str] | None = None
+) -> _Match:
     renamed = {new for rule in rules.renames if (new := rule.apply(key)) is not None}
     if len(renamed) > 1:
         raise AmbiguousRename(
             f"variable {key!r}: --rename rules disagree: {', '.join(sorted(map(repr, renamed)))}"
         )
     name, via = (renamed.pop(), "rename") if renamed else (key, "name")
+    if unnamed and not renamed and key in unnamed:
+        name, via = unnamed[key], catalog.naming.value
     if rules.average:
         suffixes = (TF_AVERAGE, "ema") if rules.average == "ema" else (rules.average,)
         for suffix in suffixes:

@@ -28,7 +28,7 @@ STAGES = [
     {"command"},
     {"checkpoint"},
     {"graph"},
-    {"extras", "row_order"},
+    {"extras", "row_order", "unnamed"},
     {"mapping"},
     {"delta"},
     {"bundle"},

@@ -1,0 +1,41 @@
+"""Tensors of a checkpoint that is no tensor bundle, streamed into one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
+from exporter.dtypes import DType
+from exporter.output import NoProgress, Progress
+
+
+def write_bundle(
+    catalog: Catalog, tensors: Iterable[TensorRef], prefix: Path, progress: Progress | None = None
+) -> Catalog:
+    """A bundle at `prefix` with these tensors of `catalog`; each value passes through memory in blocks.
+
+    Raises:
+        CheckpointError: a source is damaged, or changed since the catalog was read.
+        OSError: the target cannot be written.
+    """
+    progress = progress or NoProgress()
+    with BundleWriter(prefix) as writer:
+        for ref in tensors:
+            _add(writer, ref)
+            progress.advance(ref.bytes_)
+    return replace(read_catalog(prefix), family=catalog.family, step=catalog.step)
+
+
+def _add(writer: BundleWriter, ref: TensorRef) -> None:
+    if ref.content is None:
+        raise ValueError(f"{ref.name!r} is in a bundle already")
+    if ref.dtype is DType.STRING:
+        texts = [text for block in ref.content.blocks() for text in block.tolist()]
+        writer.add(ref.name, np.array(texts, object).reshape(ref.shape))
+        return
+    writer.add_chunks(ref.name, ref.dtype, ref.shape, ref.content.blocks())

@@ -1,0 +1,160 @@
+"""A run of bytes in a file that may be replaced at any moment, as a value and as a file of its own."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from exporter.checkpoint.crc import CHUNK, chunks_of
+from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, CorruptFile, TruncatedFile
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """`size` bytes from `offset` of the file that had this `identity` when it was looked at.
+
+    `crc32` is zip's checksum of the bytes, None where there is none.
+    """
+
+    path: Path
+    offset: int
+    size: int
+    identity: tuple[int, ...]
+    crc32: int | None = None
+
+    @classmethod
+    def whole(cls, path: Path) -> FileRange:
+        """All of a regular file.
+
+        Raises:
+            CheckpointNotFound: it is not there.
+            CorruptFile: it is no regular file.
+            CheckpointError: it cannot be reached.
+        """
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            raise CheckpointNotFound(f"there is no {path}") from None
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
+            raise CorruptFile(f"{path} is not a regular file")
+        return cls(path, 0, found.st_size, _identity(found))
+
+    def part(self, offset: int, size: int, crc32: int | None = None) -> FileRange:
+        """`size` bytes from `offset` of this range.
+
+        Raises:
+            TruncatedFile: the range ends before.
+        """
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise TruncatedFile(
+                f"{self.path} is shorter than it says",
+                cause=f"bytes {offset} to {offset + size} are asked for, there are {self.size}",
+            )
+        return FileRange(self.path, self.offset + offset, size, self.identity, crc32)
+
+    @contextmanager
+    def open(self) -> Iterator[int]:
+        """A descriptor of the file (not of the range alone).
+
+        Raises:
+            CheckpointChanged: the file is gone, or another one, or was written to.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise CheckpointChanged(f"{self.path} vanished after it was read") from None
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path}", cause=str(error)) from None
+        try:
+            if _identity(os.fstat(descriptor)) != self.identity:
+                raise CheckpointChanged(f"{self.path} was replaced or written to after it was read")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes, a little at a time.
+
+        Raises:
+            CheckpointChanged: the file is not the one that was looked at, or ends early.
+        """
+        with self.open() as descriptor:
+            done = 0
+            for chunk in chunks_of(descriptor, self.offset, self.size):
+                done += len(chunk)
+                yield chunk
+            if done != self.size:
+                raise CheckpointChanged(f"{self.path} became shorter after it was read")
+
+    def read(self) -> bytes:
+        """The bytes at once: for small ranges."""
+        return b"".join(self.chunks())
+
+
+@lru_cache(maxsize=64)
+def verify(source: FileRange) -> None:
+    """Compare the bytes with zip's checksum, if there is one; once for each range.
+
+    Raises:
+        CorruptFile: they differ.
+    """
+    if source.crc32 is None:
+        return
+    crc = 0
+    for chunk in source.chunks():
+        crc = zlib.crc32(chunk, crc)
+    if crc != source.crc32:
+        raise CorruptFile(
+            f"{source.path} is damaged: bytes {source.offset} to {source.offset + source.size} have the "
+            f"crc32 {crc:08x}, its directory says {source.crc32:08x}"
+        )
+
+
+class RangeReader(io.RawIOBase):
+    """A range as a binary file; `descriptor` stays its owner's."""
+
+    def __init__(self, descriptor: int, source: FileRange) -> None:
+        self._descriptor = descriptor
+        self._source = source
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move to a place in the range."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._source.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer, /) -> int:  # type: ignore[no-untyped-def]  # the base class names no type either
+        """Fill a buffer as far as the range goes."""
+        view = memoryview(buffer).cast("B")
+        size = min(len(view), max(0, self._source.size - self._position))
+        done = 0
+        while done < size:
+            want = view[done : done + min(CHUNK, size - done)]
+            got = os.preadv(self._descriptor, [want], self._source.offset + self._position + done)
+            if not got:
+                break
+            done += got
+        self._position += done
+        return done
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size

@@ -1,0 +1,249 @@
+"""What Keras writes outside TensorFlow's checkpoints: `.keras`, `.weights.h5`, `.weights.json`, legacy `.h5`.
+
+Keras 3 stores a layer's values under the layer's class and number, whatever its name: `layers/dense_1/vars/0`.
+The name (`hidden`) is an attribute of the group `vars`; it becomes the tensor's `owner`. A sharded file's
+`.weights.json` maps such groups to files beside it. A `.keras` archive is a zip with `config.json` and
+`model.weights.h5`, which is read where it lies. (Source: keras/src/saving/saving_lib.py.)
+
+Legacy files, also those of Keras 2 and of TensorLayer, list the layers in `layer_names` and each layer's tensors,
+by the variables' names, in `weight_names`; optimizer slots are in `optimizer_weights`.
+(Source: keras/src/legacy/saving/legacy_h5_format.py; tensorlayer/files/utils.py.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from exporter.catalog import Catalog, Naming, TensorRef
+from exporter.checkpoint.file_range import FileRange
+from exporter.checkpoint.hdf5 import Contents, Dataset, read_hdf5
+from exporter.checkpoint.zip_members import Member, read_members
+from exporter.dtypes import DType
+from exporter.errors import CheckpointError, CorruptFile, MissingShard, UnsafeArchive, UnsupportedFormat
+
+SUFFIXES = (".keras", ".weights.json", ".h5", ".hdf5")
+
+_CONFIG = "config.json"
+_WEIGHTS = "model.weights.h5"
+_MAX_JSON_BYTES = 256 << 20
+_VARS = "vars"
+_OPTIMIZER_STEP = ("optimizer/vars/0", "adam/iteration", "Adam/iter", "iteration", "iter")
+"""Where an optimizer keeps the number of its steps: Keras 3, its legacy files, Keras 2."""
+
+_LAYER_ATTRIBUTES = {"name": False}
+_LEGACY_ATTRIBUTES = {
+    "layer_names": True,
+    "weight_names": True,
+    "keras_version": False,
+    "model_config": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A model as an archive describes it: JSON text, and which Keras wrote it (`"3.5.0"`, "" if unknown)."""
+
+    text: str
+    keras_version: str
+    is_legacy: bool
+
+
+def read_keras(path: Path) -> Catalog:
+    """The tensors of a Keras file, whichever of its formats it is of.
+
+    Raises:
+        CheckpointNotFound: it is not there.
+        MissingShard: a sharded file names one that is not beside it.
+        CorruptFile, TruncatedFile, UnsupportedFormat, UnsafeArchive: see errors.py.
+    """
+    if path.name.endswith(".weights.json"):
+        return _sharded(path)
+    if path.suffix == ".keras":
+        weights = _weights_member(path, read_members(path))
+        return _catalog(path, "Keras 3 archive", _layers(read_hdf5(weights, _LAYER_ATTRIBUTES)), [path])
+    source = FileRange.whole(path)
+    contents = read_hdf5(source, _LAYER_ATTRIBUTES | _LEGACY_ATTRIBUTES)
+    if not any("layer_names" in attributes for attributes in contents.attributes.values()):
+        return _catalog(path, "Keras 3 weights", _layers(contents), [path])
+    family = "Keras legacy h5" if _version(contents) else "h5 weights by layer"
+    return _catalog(path, family, _by_names(path, contents), [path], Naming.NAMES)
+
+
+def read_config(path: Path) -> ModelConfig | None:
+    """The model that an archive describes, None for weights alone. Nothing in it is executed.
+
+    Raises:
+        CheckpointError: see `read_keras`.
+    """
+    if path.suffix == ".keras":
+        members = read_members(path)
+        if _CONFIG not in members:
+            raise CorruptFile(f"{path} has no {_CONFIG}", cause=f"it holds {_listed(members)}")
+        metadata = _json(path, members["metadata.json"]) if "metadata.json" in members else {}
+        text = json.dumps(_json(path, members[_CONFIG]))
+        return ModelConfig(text, str(metadata.get("keras_version", "")), is_legacy=False)
+    if path.suffix not in (".h5", ".hdf5"):
+        return None
+    contents = read_hdf5(FileRange.whole(path), _LEGACY_ATTRIBUTES)
+    text = next(iter(contents.attributes.get("", {}).get("model_config", ())), "")
+    return ModelConfig(text, _version(contents), is_legacy=True) if text else None
+
+
+def _weights_member(path: Path, members: Mapping[str, Member]) -> FileRange:
+    weights = members.get(_WEIGHTS)
+    if weights is None:
+        raise CorruptFile(f"{path} has no {_WEIGHTS}", cause=f"it holds {_listed(members)}")
+    if weights.is_deflated:
+        raise UnsupportedFormat(
+            f"{path}: {_WEIGHTS} is compressed, so that no tensor in it can be found without unpacking it",
+            hint="store it as Keras does: unzip the archive, then zip -0 -r it again",
+        )
+    return weights.stored
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(list(names)[:5]) or "nothing"
+
+
+def _json(path: Path, member: Member) -> Any:
+    try:
+        found = json.loads(member.read(_MAX_JSON_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise CorruptFile(f"{path}: {member.name} is no JSON", cause=str(error)) from None
+    if not isinstance(found, dict):
+        raise CorruptFile(f"{path}: {member.name} is no JSON object")
+    return found
+
+
+# --- Keras 3 -----------------------------------------------------------------------------------------------
+
+
+def _layers(*files: Contents) -> Iterator[TensorRef]:
+    """Tensors under Keras' own paths, with the names of the layers that own them."""
+    names = {
+        path: "".join(texts["name"])
+        for contents in files
+        for path, texts in contents.attributes.items()
+        if "name" in texts
+    }
+    for contents in files:
+        for dataset in contents.datasets:
+            yield replace(_tensor(dataset), owner=_owner(dataset.path, names))
+
+
+def _owner(path: str, names: Mapping[str, str]) -> str:
+    """The names of the objects that a tensor's path leads through, without the model's own.
+
+    Empty where Keras wrote no name: for groups that it divided between shards.
+    """
+    group, _, _ = path.rpartition("/")
+    if not group.endswith(f"/{_VARS}") or group not in names:
+        return ""
+    parts = group.removesuffix(f"/{_VARS}").split("/")
+    scopes = ["/".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return "/".join(names[key] for scope in scopes if (key := f"{scope}/{_VARS}") in names)
+
+
+def _sharded(path: Path) -> Catalog:
+    """A `.weights.json` with the shards that it names, each a file beside it."""
+    source = FileRange.whole(path)
+    if source.size > _MAX_JSON_BYTES:
+        raise UnsafeArchive(f"{path} has {source.size} bytes, expected {_MAX_JSON_BYTES} at most")
+    try:
+        groups = json.loads(source.read())["weight_map"]
+        named = {group: [files] if isinstance(files, str) else list(files) for group, files in groups.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFile(f"{path} is no list of Keras shards", cause=str(error)) from None
+    shards = [_beside(path, name) for name in dict.fromkeys(name for files in named.values() for name in files)]
+    contents = [read_hdf5(FileRange.whole(shard), _LAYER_ATTRIBUTES) for shard in shards]
+    tensors = (ref for ref in _layers(*contents) if f"/{ref.name.rpartition('/')[0]}" in named)
+    return _catalog(path, "Keras 3 weights, sharded", tensors, shards)
+
+
+def _beside(path: Path, name: object) -> Path:
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name or "\0" in name:
+        raise UnsafeArchive(f"{path} names the shard {name!r}, which is not beside it")
+    shard = path.with_name(name)
+    if not shard.is_file():
+        raise MissingShard(f"there is no {shard}", cause=f"{path.name} names it")
+    return shard
+
+
+# --- legacy ------------------------------------------------------------------------------------------------
+
+
+def _by_names(path: Path, contents: Contents) -> Iterator[TensorRef]:
+    """Tensors under the variables' names; two variables of one name get their layer's name in front."""
+    datasets = {dataset.path: dataset for dataset in contents.datasets}
+    found: list[tuple[str, Dataset]] = []
+    for group, texts in contents.attributes.items():
+        for name in texts.get("weight_names", ()):
+            place = f"{group}/{name}" if group else name
+            if place not in datasets:
+                raise CorruptFile(f"{path} lists {place!r}, which is not in it")
+            found.append((name.partition(":")[0], datasets[place]))
+    counts: dict[str, int] = {}
+    for name, _ in found:
+        counts[name] = counts.get(name, 0) + 1
+    for name, dataset in found:
+        yield replace(_tensor(dataset), name=name if counts[name] == 1 else dataset.path.partition(":")[0])
+
+
+def _version(contents: Contents) -> str:
+    for texts in contents.attributes.values():
+        for text in texts.get("keras_version", ()):
+            return text
+    return ""
+
+
+# --- both --------------------------------------------------------------------------------------------------
+
+
+def _tensor(dataset: Dataset) -> TensorRef:
+    return TensorRef(dataset.path, dataset.dtype, dataset.shape, content=dataset.content)
+
+
+def _catalog(
+    path: Path,
+    family: str,
+    tensors: Iterator[TensorRef],
+    files: list[Path],
+    naming: Naming = Naming.LAYERS,
+) -> Catalog:
+    found = {}
+    for ref in tensors:
+        if ref.name in found:
+            raise CorruptFile(f"{path} holds two tensors named {ref.name!r}")
+        found[ref.name] = ref
+    if not found:
+        raise CorruptFile(f"{path} holds no weights")
+    sizes = tuple(FileRange.whole(file).size for file in files)
+    notes = tuple(_backup_notes(path))
+    return Catalog(family, path, found, tuple(files), sizes, _step(found), notes, naming)
+
+
+def _step(tensors: Mapping[str, TensorRef]) -> int | None:
+    for name in _OPTIMIZER_STEP:
+        ref = tensors.get(name)
+        if ref is not None and ref.content is not None and ref.shape == () and ref.dtype is DType.INT64:
+            step = int(next(ref.content.blocks())[0])
+            return step if step >= 0 else None
+    return None
+
+
+def _backup_notes(path: Path) -> Iterator[str]:
+    """What `keras.callbacks.BackupAndRestore` says beside its weights: the epoch that it would go on with."""
+    metadata = path.with_name("training_metadata.json")
+    if path.name != "latest.weights.h5" or not metadata.is_file():
+        return
+    try:
+        source = FileRange.whole(metadata)
+        epoch = int(json.loads(source.part(0, min(source.size, 4096)).read())["epoch"])
+    except (CheckpointError, ValueError, KeyError, TypeError):
+        yield f"{metadata} cannot be read; the weights beside it are what counts"
+        return
+    yield f"a backup of training that would go on with epoch {epoch} (counted from 0)"

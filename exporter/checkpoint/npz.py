@@ -1,0 +1,218 @@
+"""numpy's `.npz`: a zip of `.npy` members, as TensorLayer and trainers by hand write their weights.
+
+`save_npz_dict(...)` and `np.savez(file, **{variable.name: value})` give names; `np.savez(file, *values)` gives
+`arr_0`, `arr_1`, ..., and a sole member `params` is `save_npz`'s list, stacked because all its arrays have one
+shape: there only the order tells. A `params` of arrays of several shapes is a pickle, which is never opened.
+Source: numpy/lib/_format_impl.py; tensorlayer/files/utils.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.catalog import Catalog, Naming, TensorRef
+from exporter.checkpoint.file_range import FileRange
+from exporter.checkpoint.zip_members import Member, read_members
+from exporter.dtypes import DType
+from exporter.errors import CheckpointError, CorruptFile, TruncatedFile, UnsafeArchive, UnsupportedFormat
+
+Array = np.ndarray[Any, Any]
+
+SUFFIXES = (".npz",)
+
+_MAGIC = b"\x93NUMPY"
+_MAX_HEADER_BYTES = 1 << 16
+_MAX_TRANSPOSED_BYTES = 256 << 20
+_LIST = "params"
+_NUMBERED = re.compile(r"arr_(0|[1-9][0-9]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """A `.npy` header: bytes before the data, the stored type, order and shape."""
+
+    size: int
+    stored: np.dtype[Any]
+    dtype: DType
+    is_fortran: bool
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NpyValues:
+    """The values of a member, or `count` of them from `start`."""
+
+    member: Member
+    header: _Header
+    start: int
+    count: int
+
+    def blocks(self) -> Iterator[Array]:
+        """See `Content.blocks`; the member's checksum is compared by reading it to its end."""
+        if self.header.is_fortran:
+            yield self._transposed()
+            return
+        itemsize = self.header.stored.itemsize
+        begin = self.header.size + self.start * itemsize
+        end = begin + self.count * itemsize
+        position, rest = 0, b""
+        for chunk in self.member.stream():
+            piece = chunk[max(0, begin - position) : max(0, end - position)]
+            position += len(chunk)
+            data = rest + piece if rest else piece
+            whole = len(data) - len(data) % itemsize
+            rest = data[whole:]
+            if whole:
+                yield self._numbers(data[:whole] if rest else data)
+
+    def _transposed(self) -> Array:
+        data = b"".join(self.member.stream())[self.header.size :]
+        values = self._numbers(data).reshape(self.header.shape, order="F")
+        return np.ascontiguousarray(values).reshape(-1)
+
+    def _numbers(self, data: bytes) -> Array:
+        return np.frombuffer(data, self.header.stored).astype(self.header.dtype.numpy, copy=False)
+
+
+def read_npz(path: Path) -> Catalog:
+    """The arrays of an archive, by name or as a list.
+
+    Raises:
+        UnsafeArchive: an array is pickled, or the zip is hostile.
+        CorruptFile, TruncatedFile, UnsupportedFormat, CheckpointNotFound: see errors.py.
+    """
+    members = read_members(path)
+    found: dict[str, TensorRef] = {}
+    skipped = []
+    for member in members.values():
+        name = member.name.removesuffix(".npy").partition(":")[0]
+        if not member.name.endswith(".npy") or not name:
+            raise CorruptFile(f"{path} is no npz archive: it holds {member.name!r}")
+        header = _read_header(path, member)
+        if header is None:
+            skipped.append(name)
+            continue
+        if name in found:
+            raise CorruptFile(f"{path} holds two arrays named {name!r}")
+        content = NpyValues(member, header, 0, math.prod(header.shape))
+        found[name] = TensorRef(name, header.dtype, header.shape, content=content)
+    if not found:
+        raise CorruptFile(f"{path} holds no arrays of numbers")
+    listed = _as_list(found)
+    return Catalog(
+        "npz, a list" if listed else "npz, by names",
+        path,
+        listed or found,
+        (path,),
+        (FileRange.whole(path).size,),
+        notes=(f"left out, because they hold texts: {', '.join(skipped[:5])}",) if skipped else (),
+        naming=Naming.ORDER if listed else Naming.NAMES,
+    )
+
+
+def _as_list(found: dict[str, TensorRef]) -> dict[str, TensorRef] | None:
+    """The arrays in the order of their list, None if they have names."""
+    if found.keys() == {_LIST}:
+        return _unstacked(found[_LIST])
+    numbers = {name: int(number[1]) for name in found if (number := _NUMBERED.fullmatch(name))}
+    if len(numbers) != len(found) or sorted(numbers.values()) != list(range(len(found))):
+        return None
+    return {name: found[name] for name in sorted(found, key=numbers.__getitem__)}
+
+
+def _unstacked(ref: TensorRef) -> dict[str, TensorRef] | None:
+    """The elements of a list of equal shapes, which numpy stored as one array."""
+    assert isinstance(ref.content, NpyValues)
+    if not ref.shape or ref.content.header.is_fortran:
+        return None
+    shape, count = ref.shape[1:], math.prod(ref.shape[1:])
+    parts = {}
+    for number in range(ref.shape[0]):
+        content = NpyValues(ref.content.member, ref.content.header, number * count, count)
+        name = f"{_LIST}/{number}"
+        parts[name] = TensorRef(name, ref.dtype, shape, content=content)
+    return parts or None
+
+
+def _read_header(path: Path, member: Member) -> _Header | None:
+    """The header of a member, None for an array of texts."""
+    data = _begin(path, member)
+    where = f"{path}: {member.name!r}"
+    if data[:6] != _MAGIC or len(data) < 10:
+        raise CorruptFile(f"{where} is no npy array", cause="it does not begin as one does")
+    wide = data[6] >= 2
+    length = struct.unpack_from("<I" if wide else "<H", data, 8)[0]
+    start = 12 if wide else 10
+    if data[6] > 3 or length > _MAX_HEADER_BYTES:
+        raise UnsupportedFormat(f"{where} has version {data[6]} and a header of {length} bytes")
+    if len(data) < start + length:
+        raise TruncatedFile(f"{where} ends within its header")
+    try:
+        fields = ast.literal_eval(data[start : start + length].decode("utf-8" if data[6] == 3 else "latin1"))
+        descr, is_fortran, shape = fields["descr"], fields["fortran_order"], fields["shape"]
+    except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError) as error:
+        raise CorruptFile(f"{where} has a damaged header", cause=str(error)) from None
+    if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
+        raise CorruptFile(f"{where} has the shape {shape!r:.99}")
+    stored = _stored_type(descr, where)
+    if stored.kind in "SU":
+        return None
+    header = _Header(start + length, stored, _known(stored, where), bool(is_fortran) and len(shape) > 1, shape)
+    expected = header.size + math.prod(shape) * stored.itemsize
+    if member.size != expected:
+        error_type = TruncatedFile if member.size < expected else CorruptFile
+        raise error_type(f"{where} has {member.size} bytes, its header tells of {expected}")
+    if header.is_fortran and expected > _MAX_TRANSPOSED_BYTES:
+        raise UnsupportedFormat(
+            f"{where} has its columns in sequence and is too large to be turned in memory",
+            hint="save np.ascontiguousarray(array) instead",
+        )
+    return header
+
+
+def _begin(path: Path, member: Member) -> bytes:
+    """The first bytes of a member, enough for a header."""
+    data = b""
+    stream = member.stream()
+    try:
+        while len(data) < min(member.size, _MAX_HEADER_BYTES + 12):
+            data += next(stream)
+    except StopIteration:
+        pass
+    return data
+
+
+def _stored_type(descr: object, where: str) -> np.dtype[Any]:
+    if isinstance(descr, str):
+        try:
+            stored = np.dtype(descr)
+        except (TypeError, ValueError, SyntaxError):
+            raise CorruptFile(f"{where} has the unknown type {descr!r:.99}") from None
+        if not stored.hasobject:
+            return stored
+    elif "O" not in repr(descr):
+        raise UnsupportedFormat(f"{where} is an array of records: {descr!r:.99}")
+    raise UnsafeArchive(
+        f"{where} is a pickle: to read it is to run whatever its author put there",
+        cause="save_npz pickles a list of arrays that differ in shape",
+        hint="if you trust it: np.savez(NEW, *np.load(OLD, allow_pickle=True)['params']), then export NEW",
+    )
+
+
+def _known(stored: np.dtype[Any], where: str) -> DType:
+    try:
+        return DType.of(stored.name)
+    except KeyError:
+        raise UnsupportedFormat(
+            f"{where} has the type {stored.str}, which no variable has",
+            hint="save bfloat16 as float32: array.astype(np.float32)",
+        ) from None

@@ -1,0 +1,182 @@
+"""The members of a zip archive as ranges of its file; nothing is ever extracted.
+
+Keras and numpy write members uncompressed, so that a member is a range of bytes; `savez_compressed` deflates
+them. Names that leave the archive, links, doubled names, overlaps and bombs are refused.
+Format: PKWARE's APPNOTE.TXT; DEFLATE cannot shrink by more than 1032 to 1 (zlib's documentation).
+"""
+
+from __future__ import annotations
+
+import stat
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from exporter.checkpoint.crc import CHUNK
+from exporter.checkpoint.file_range import FileRange, RangeReader
+from exporter.errors import CorruptFile, TruncatedFile, UnsafeArchive, UnsupportedFormat
+
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_LOCAL_MAGIC = b"PK\x03\x04"
+_ENCRYPTED = 0x1
+_MAX_MEMBERS = 200_000
+_MAX_DEFLATE_RATIO = 1032
+_RATIO_FLOOR_BYTES = 1 << 16  # below it nothing is worth calling a bomb
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member: its bytes as stored, how many they are unpacked, and whether they are deflated."""
+
+    name: str
+    stored: FileRange
+    size: int
+    is_deflated: bool
+    crc32: int
+
+    def stream(self) -> Iterator[bytes]:
+        """The unpacked bytes in chunks of bounded size; their checksum is compared at the end.
+
+        Raises:
+            CorruptFile: the checksum is wrong, or the compressed stream is damaged.
+            UnsafeArchive: there is more than the archive's directory says.
+            CheckpointChanged: the file was replaced.
+        """
+        crc = done = 0
+        for chunk in self._inflated() if self.is_deflated else self.stored.chunks():
+            done += len(chunk)
+            if done > self.size:
+                raise UnsafeArchive(
+                    f"{self.stored.path}: {self.name!r} unpacks to more than the {self.size} bytes declared"
+                )
+            crc = zlib.crc32(chunk, crc)
+            yield chunk
+        if done < self.size:
+            raise TruncatedFile(
+                f"{self.stored.path}: {self.name!r} unpacks to {done} bytes of {self.size} declared"
+            )
+        if crc != self.crc32:
+            raise CorruptFile(
+                f"{self.stored.path} is damaged: the crc32 of {self.name!r} is {crc:08x}, "
+                f"its directory says {self.crc32:08x}"
+            )
+
+    def read(self, limit: int) -> bytes:
+        """The whole member, if it has at most `limit` bytes.
+
+        Raises:
+            UnsafeArchive: it is larger.
+            CheckpointError: see `stream`.
+        """
+        if self.size > limit:
+            raise UnsafeArchive(
+                f"{self.stored.path}: {self.name!r} has {self.size} bytes, expected {limit} at most"
+            )
+        return b"".join(self.stream())
+
+    def _inflated(self) -> Iterator[bytes]:
+        inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+        try:
+            for chunk in self.stored.chunks():
+                while chunk:
+                    unpacked = inflater.decompress(chunk, CHUNK)
+                    if unpacked:
+                        yield unpacked
+                    chunk = inflater.unconsumed_tail
+            yield inflater.flush()
+        except zlib.error as error:
+            raise CorruptFile(
+                f"{self.stored.path} is damaged: {self.name!r} cannot be inflated", cause=str(error)
+            ) from None
+
+
+def read_members(path: Path) -> dict[str, Member]:
+    """The members of an archive by name; directories are left out.
+
+    Raises:
+        CheckpointNotFound: it is not there.
+        CorruptFile, TruncatedFile: it is no zip archive, or a damaged one.
+        UnsafeArchive: a member's name or kind leads outside, two members share a name or bytes, or one
+            unpacks to more than DEFLATE can have packed.
+        UnsupportedFormat: a member is encrypted or packed otherwise.
+    """
+    whole = FileRange.whole(path)
+    with whole.open() as descriptor:
+        try:
+            with zipfile.ZipFile(RangeReader(descriptor, whole)) as archive:
+                infos = archive.infolist()
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, EOFError) as error:
+            raise _unreadable(whole, error) from None
+    if len(infos) > _MAX_MEMBERS:
+        raise UnsafeArchive(f"{path} holds {len(infos)} members, expected {_MAX_MEMBERS} at most")
+    members: dict[str, Member] = {}
+    for info in infos:
+        _check_name(path, info)
+        if info.filename in members:
+            raise UnsafeArchive(f"{path} holds two members named {info.filename!r}")
+        if not info.is_dir():
+            members[info.filename] = _member(whole, info)
+    _refuse_overlaps(path, members)
+    return members
+
+
+def _unreadable(whole: FileRange, error: Exception) -> CorruptFile | TruncatedFile:
+    with whole.open() as descriptor:
+        begins = RangeReader(descriptor, whole).read(4)
+    if begins == _LOCAL_MAGIC:
+        return TruncatedFile(f"{whole.path} is a zip archive without its end", cause=str(error))
+    return CorruptFile(f"{whole.path} is no zip archive", cause=str(error))
+
+
+def _check_name(path: Path, info: zipfile.ZipInfo) -> None:
+    name = info.filename
+    parts = PurePosixPath(name.replace("\\", "/")).parts
+    if name.startswith(("/", "\\")) or ".." in parts or "\0" in name or (parts and parts[0].endswith(":")):
+        raise UnsafeArchive(f"{path}: member {name!r} leads out of the archive")
+    if stat.S_ISLNK(info.external_attr >> 16):
+        raise UnsafeArchive(f"{path}: member {name!r} is a symbolic link")
+
+
+def _member(whole: FileRange, info: zipfile.ZipInfo) -> Member:
+    if info.flag_bits & _ENCRYPTED:
+        raise UnsupportedFormat(f"{whole.path}: member {info.filename!r} is encrypted")
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise UnsupportedFormat(
+            f"{whole.path}: member {info.filename!r} is packed by method {info.compress_type}",
+            hint="pack the archive again, stored or deflated",
+        )
+    is_deflated = info.compress_type == zipfile.ZIP_DEFLATED
+    limit = info.compress_size * _MAX_DEFLATE_RATIO if is_deflated else info.compress_size
+    if info.file_size > max(limit, _RATIO_FLOOR_BYTES if is_deflated else 0):
+        raise UnsafeArchive(
+            f"{whole.path}: member {info.filename!r} declares {info.file_size} bytes and stores "
+            f"{info.compress_size}: no packing does that"
+        )
+    stored = whole.part(_data_offset(whole, info), info.compress_size, None if is_deflated else info.CRC)
+    return Member(info.filename, stored, info.file_size, is_deflated, info.CRC)
+
+
+def _data_offset(whole: FileRange, info: zipfile.ZipInfo) -> int:
+    """Where a member's bytes begin: behind its local header, whose extra field may differ from the directory's."""
+    header = whole.part(info.header_offset, _LOCAL_HEADER.size).read()
+    magic, *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
+    if magic != _LOCAL_MAGIC:
+        raise CorruptFile(f"{whole.path} is damaged: no header where {info.filename!r} should begin")
+    start = info.header_offset + _LOCAL_HEADER.size
+    name = whole.part(start, name_size).read()
+    if name.decode("utf-8" if info.flag_bits & 0x800 else "cp437", "replace") != info.orig_filename:
+        raise UnsafeArchive(
+            f"{whole.path}: the directory calls a member {info.filename!r}, its own header {name!r}"
+        )
+    return start + int(name_size) + int(extra_size)
+
+
+def _refuse_overlaps(path: Path, members: dict[str, Member]) -> None:
+    end, before = 0, ""
+    for member in sorted(members.values(), key=lambda member: member.stored.offset):
+        if member.stored.offset < end:
+            raise UnsafeArchive(f"{path}: members {before!r} and {member.name!r} share bytes")
+        end, before = member.stored.offset + member.stored.size, member.name
