@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from examples.digits import cluster
-from examples.digits.cluster import ClusterError
+from examples import cluster
+from examples.cluster import ClusterError
 
 __all__ = ["ClusterError", "DigitsTraining", "run_cluster", "train_digits"]
 
-DIGITS = Path(cluster.__file__).parent
+DIGITS = Path(cluster.__file__).parent / "digits"
 
 
 def run_cluster(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.digits.cluster import free_ports
-from examples.digits.cluster import run_cluster as launch
+from examples.cluster import free_ports
+from examples.cluster import run_cluster as launch
 from tests.clusters import ClusterError, run_cluster
 
 _PRELUDE = """

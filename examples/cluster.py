@@ -1,6 +1,6 @@
 """Runs a script as every node of a parameter-server cluster on loopback: real processes, real gRPC.
 
-As a command: `python cluster.py train.py --ckpt-dir DIR/checkpoints --expected DIR/expected.npz`
+As a command: `python cluster.py SCRIPT ARGUMENTS`, say `digits/train.py --ckpt-dir DIR --expected FILE`
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 _POLL_S = 0.1
 _GRACE_S = 3
@@ -57,7 +58,50 @@ class Node:
         return "\n".join(lines[-_TAIL_LINES:])
 
 
-def run_cluster(
+class Cluster:
+    """A cluster that was started; see `started_cluster`."""
+
+    def __init__(self, nodes: Sequence[Node], listen: Callable[[], None], timeout_s: float) -> None:
+        self._nodes = nodes
+        self._trainers = [node for node in nodes if node.role != "ps"]
+        self._listen = listen
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+
+    @property
+    def logs(self) -> dict[str, Path]:
+        """Each node's log (stdout and stderr), by names such as `chief-0`."""
+        return {node.name: node.log for node in self._nodes}
+
+    def is_training(self) -> bool:
+        """False once chief and workers have ended well.
+
+        Raises:
+            ClusterError: a node has failed, or time has run out.
+        """
+        busy = [node for node in self._trainers if node.process.poll() is None]
+        for node in self._nodes:
+            if node.has_failed:
+                raise ClusterError(f"{node.name} ended with status {node.process.returncode}:\n{node.tail()}")
+        if busy and time.monotonic() > self._deadline:
+            tails = "\n".join(f"--- {node.name}\n{node.tail()}" for node in busy)
+            names = [node.name for node in busy]
+            raise ClusterError(f"still running after {self._timeout_s:g} s: {names}\n{tails}")
+        self._listen()
+        return bool(busy)
+
+    def wait(self) -> None:
+        """Return when chief and workers have ended well.
+
+        Raises:
+            ClusterError: a node has failed, or time has run out.
+        """
+        while self.is_training():
+            time.sleep(_POLL_S)
+
+
+@contextmanager
+def started_cluster(
     command: Sequence[str | Path],
     *,
     logs: Path,
@@ -67,36 +111,28 @@ def run_cluster(
     cwd: Path | None = None,
     timeout_s: float = 120,
     on_line: Callable[[str], None] | None = None,
-) -> dict[str, Path]:
-    """Run `command`, a Python script and its arguments, as `ps` parameter servers, a chief and `workers`.
+) -> Iterator[Cluster]:
+    """Start `command`, a Python script and its arguments, as `ps` parameter servers, a chief and `workers`.
 
-    Returns when chief and workers have ended well; the parameter servers are then terminated. Gives each
-    node's log (stdout and stderr) in the directory `logs`, by names such as `chief-0`. `env` is added to the
-    environment, `on_line` hears each line of the chief's log. Raises ClusterError if a node fails or if
-    `timeout_s` runs out. No process outlives the call.
+    Logs go into the directory `logs`. `env` is added to the environment, `on_line` hears each line of the
+    chief's log. No process outlives the context.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + timeout_s
-    with _nodes(command, logs, {"ps": ps, "chief": 1, "worker": workers}, env or {}, cwd, timeout_s) as nodes:
-        trainers = [node for node in nodes if node.role != "ps"]
+    jobs = {"ps": ps, "chief": 1, "worker": workers}
+    with _nodes(command, logs, jobs, env or {}, cwd, timeout_s) as nodes:
         chief = next(node for node in nodes if node.role == "chief")
         with _listening(chief.log, on_line) as listen:
-            while any(node.process.poll() is None for node in trainers):
-                _check(nodes, deadline, timeout_s)
-                listen()
-                time.sleep(_POLL_S)
-        _check(nodes, deadline, timeout_s)
-        return {node.name: node.log for node in nodes}
+            yield Cluster(nodes, listen, timeout_s)
 
 
-def _check(nodes: Sequence[Node], deadline: float, timeout_s: float) -> None:
-    for node in nodes:
-        if node.has_failed:
-            raise ClusterError(f"{node.name} ended with status {node.process.returncode}:\n{node.tail()}")
-    if time.monotonic() > deadline:
-        busy = [node for node in nodes if node.role != "ps" and node.process.poll() is None]
-        tails = "\n".join(f"--- {node.name}\n{node.tail()}" for node in busy)
-        raise ClusterError(f"still running after {timeout_s:g} s: {[node.name for node in busy]}\n{tails}")
+def run_cluster(command: Sequence[str | Path], **options: Any) -> dict[str, Path]:
+    """Run a cluster until chief and workers have ended well; each node's log by its name.
+
+    Takes what `started_cluster` takes. Raises ClusterError if a node fails or if time runs out.
+    """
+    with started_cluster(command, **options) as cluster:
+        cluster.wait()
+        return cluster.logs
 
 
 @contextmanager
