@@ -1,4 +1,4 @@
-"""Kinds of graphs that take deltas: v1 control flow, functions, Keras, several signatures, how tables are read."""
+"""Kinds of graphs that take deltas: v1 control flow, functions, Keras, several signatures, every dtype."""
 
 from __future__ import annotations
 
@@ -240,7 +240,9 @@ def test_a_table_that_is_also_read_whole_is_assigned_whole(tmp_path: Path) -> No
         assert_holds(server, model, 120)
 
 
-SCATTERED = "float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 complex128"
+SCATTERED = (
+    "half bfloat16 float32 double int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 complex128"
+)
 
 
 def every_dtype() -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from exporter.bundle.incremental import CATCH_UP_REQUEST
+from exporter.bundle.warmup import parse_request
 from exporter.delta.format import Rows, Schema, ServedVariable
+from exporter.protos import message_class
 from tests.updatable import Loaded, Model, assert_holds, loaded, random_changes, updatable_model
 
 
@@ -402,3 +405,13 @@ def test_many_rows_go_by_chunks_and_the_status_says_so(exported: Model, tmp_path
         assert server.update(110)["status"] == "reached: 110"
         assert server.update(120)["status"] == "reached: 120 (rows written in chunks)"
         assert_holds(server, model, 120)
+
+
+def test_a_warm_up_request_catches_up(server: Loaded, model: Model) -> None:
+    signatures = {
+        name: message_class("SignatureDef").FromString(signature.SerializeToString())
+        for name, signature in server.signatures.items()
+    }
+    request = parse_request(CATCH_UP_REQUEST, signatures)
+    model.evolve(100, 110)
+    assert server.call(request.signature, **request.inputs)["position"].tolist() == [110]

@@ -79,6 +79,12 @@ class Model:
         self.history[end] = applied(before, changes)
         return changes
 
+    def publish_rows(self, start: int, end: int, table: str, ids: np.ndarray, values: np.ndarray) -> None:
+        """Publish new rows of one table, and remember the values at `end`."""
+        changes: dict[str, Change] = {table: Rows(ids.astype(np.int64), values)}
+        self.publish(start, end, changes)
+        self.history[end] = applied(self.at(start), changes)
+
     def at(self, position: int) -> dict[str, np.ndarray]:
         return self.history.get(position, self.values)
 

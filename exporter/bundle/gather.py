@@ -1,8 +1,9 @@
 """How a graph reads its variables, and reads of whole tables made into reads of rows.
 
-The first scatter into a variable puts it in copy-on-read mode: from then on each `ReadVariableOp` copies
-the whole table. So `ReadVariableOp` + `GatherV2`, as Keras' Embedding exports it, becomes `ResourceGather`, in
-the graph and in its functions. What still reads a variable whole is found by following its handle.
+The first scatter into a variable puts it in copy-on-read mode: from then on each `ReadVariableOp` copies the
+whole table. A cleaned graph gathers by handle where it can (`graph.clean`); here follow the gathers that have
+a cast before them, as Keras' mixed precision exports them, gathers of many indices, and shapes, in the graph
+and in its functions. What still reads a variable whole is found by following its handle.
 """
 
 from __future__ import annotations

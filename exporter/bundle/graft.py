@@ -1,7 +1,7 @@
 """Parts of a graph that are written in TensorFlow's Python, moved into a GraphDef as functions.
 
-A part is a Python function over tensors. It is traced in a graph of its own, so neither it nor what it is added
-to is ever executed or imported as a whole; the rest of the graph keeps its nodes and names as they are.
+A part is a Python function over tensors. It is traced in a graph of its own, so neither it nor what it is
+added to is ever executed or imported as a whole; the rest of the graph keeps its nodes and names.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Graft:
         device: str = "",
         **attrs: Any,
     ) -> str:
-        """Add a node and return its name, which is its first output; `after` are control inputs (node names)."""
+        """Add a node and return its name, which is its first output; `after` names control inputs."""
         node = self.graph_def.node.add(name=f"{self.scope}/{name}", op=op, device=device)
         node.input.extend([*inputs, *(f"^{other}" for other in after)])
         for key, value in attrs.items():

@@ -1,32 +1,42 @@
 """A graph that takes deltas: signatures that update it, and snapshot isolation for those that it had.
 
-`make_updatable` is a transformation of an InferenceGraph, done before the SavedModel is written. Nodes and names
-that were there stay, signatures keep their names and inputs. Tables are read by rows afterwards (`gather`), every
-signature is isolated from updates (`isolation`), and these signatures are added:
+`make_updatable` is a transformation of an InferenceGraph, done before the SavedModel is written. Nodes and
+names that were there stay, signatures keep their names and inputs. Tables are read by rows afterwards
+(`gather`), every signature is isolated from updates (`isolation`), and these signatures are added:
 
     incremental_update   up_to int64 [n] -> position, step, rows, deltas int64 [n], status string [n]
     incremental_status   probe int64 [n] -> position, step int64 [n], lineage string [n]
+    incremental_digest   rows int64 [n] -> digest, position_before, position_after int64 [n]   (if asked for)
 
-What the graph is told (lineage, log, schema) is baked in; where it lies it finds out from the path of its asset.
+What the graph is told (lineage, log, schema) is baked in; where it lies, the path of its asset tells it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from exporter.bundle.delta_reading import Expected
-from exporter.bundle.delta_writing import Target
 from exporter.bundle.gather import Use, read_rows_only, uses
-from exporter.bundle.graft import CPU, Graft
+from exporter.bundle.graft import Graft
 from exporter.bundle.isolation import isolate, order_handles
-from exporter.bundle.signature_tensors import SignatureTensor, canonical, rename, tensors_of
-from exporter.bundle.update_function import UpdateRules, update
-from exporter.bundle.update_state import SETTLED, STATE_INPUTS, State, StateNodes, Tensor, read
+from exporter.bundle.signature_tensors import rename, tensors_of
+from exporter.bundle.update_function import UpdateRules
+from exporter.bundle.update_signatures import (
+    PREDICT_METHOD,
+    STAMPS,
+    Served,
+    add_digest,
+    add_init,
+    add_stamps,
+    add_status,
+    add_update,
+)
+from exporter.bundle.update_state import StateNodes
 from exporter.delta.format import Kind, Schema, ServedVariable, log_name
 from exporter.dtypes import DType
 from exporter.errors import NotServable
@@ -35,10 +45,11 @@ from exporter.protos import Proto, message_class
 
 UPDATE_SIGNATURE = "incremental_update"
 STATUS_SIGNATURE = "incremental_status"
+DIGEST_SIGNATURE = "incremental_digest"
+CATCH_UP_REQUEST = '{"signature_name": "incremental_update", "inputs": {"up_to": [-1]}}'
+"""A warm-up request in REST's JSON: a server that plays it answers from the newest position at once."""
 ASSET_NAME = "incremental.json"
-STAMPS = ("model_position", "model_step")
 
-_PREDICT_METHOD = "tensorflow/serving/predict"
 _LARGE_DENSE_BYTES = 16 << 20
 _SCATTERED = {
     DType.FLOAT,
@@ -71,9 +82,10 @@ class IsolationMode(StrEnum):
 class IncrementalOptions:
     """What is baked into a base: its place in a log, and how it takes updates.
 
-    `log` is the position that the log began with, `position` and `step` the base's own. Deltas of more rows than
-    `snapshot_max_rows` are written in chunks, visibly. `stamp` adds position and step to every predict response;
-    `finite` refuses deltas with NaN or infinity; `patience_seconds` bounds a reader's wait for an update.
+    `log` is the position that the log began with, `position` and `step` the base's own. Deltas of more than
+    `snapshot_max_rows` rows are written in chunks, visibly. `stamp` adds position and step to each predict
+    response, `digest` the signature of that name. `finite` refuses deltas with NaN or infinity.
+    `patience_seconds` bounds a reader's wait for an update: more than the largest snapshot takes to write.
     """
 
     lineage: str
@@ -81,8 +93,9 @@ class IncrementalOptions:
     position: int
     step: int
     isolation: IsolationMode = IsolationMode.SNAPSHOT
-    snapshot_max_rows: int = 4_000_000
+    snapshot_max_rows: int = 1_000_000
     stamp: bool = False
+    digest: bool = False
     finite: bool = False
     patience_seconds: float = 2.0
 
@@ -110,10 +123,13 @@ def make_updatable(graph: InferenceGraph, options: IncrementalOptions, scratch: 
     expected = Expected(options.lineage, schema, options.finite)
     largest = options.snapshot_max_rows if options.isolation is IsolationMode.SNAPSHOT else -1
     rules = UpdateRules(log_name(options.log), expected, largest)
-    signatures[UPDATE_SIGNATURE].CopyFrom(_add_update(graft, state, served, schema, rules))
-    signatures[STATUS_SIGNATURE].CopyFrom(_add_status(graft, state, options.lineage))
+    signatures[UPDATE_SIGNATURE].CopyFrom(add_update(graft, state, served, rules))
+    signatures[STATUS_SIGNATURE].CopyFrom(add_status(graft, state, options.lineage))
+    if options.digest:
+        signatures[DIGEST_SIGNATURE].CopyFrom(add_digest(graft, state, served))
     asset = _add_asset(graft, scratch / ASSET_NAME, schema, options)
-    init_op = _add_init(graft, state, asset.node, graph.init_op, options)
+    start = options.position, options.step
+    init_op = add_init(graft, state, asset.node, graph.init_op, start)
     return replace(
         graph,
         meta_graph=meta_graph,
@@ -139,11 +155,11 @@ def _refuse_reserved_names(signatures: Mapping[str, Proto], options: Incremental
     for name, signature in signatures.items():
         if name.startswith("incremental_"):
             raise NotServable(
-                f"the graph has a signature {name!r}: names that begin with incremental_ are taken by updates",
+                f"the graph has a signature {name!r}: names in incremental_ are taken by updates",
                 hint="rename the signature",
             )
         taken = sorted(set(STAMPS) & set(signature.outputs))
-        if options.stamp and signature.method_name == _PREDICT_METHOD and taken:
+        if options.stamp and signature.method_name == PREDICT_METHOD and taken:
             raise NotServable(
                 f"signature {name!r} has an output {taken[0]!r} of its own",
                 hint="rename it, or leave out --stamp",
@@ -159,10 +175,8 @@ def _fetched(meta_graph: Proto) -> set[str]:
     }
 
 
-def _served(
-    variables: tuple[GraphVariable, ...], found: Mapping[str, Use]
-) -> dict[ServedVariable, tuple[str, ...]]:
-    """Each variable as deltas see it, with its handles: more than one if several are restored from one tensor."""
+def _served(variables: tuple[GraphVariable, ...], found: Mapping[str, Use]) -> Served:
+    """Each variable as deltas see it, with its handles: several if they are restored from one tensor."""
     by_name: dict[str, list[GraphVariable]] = {}
     for variable in variables:
         spec = f"[{variable.part.restore_spec}]" if variable.part and not variable.part.is_full else ""
@@ -180,7 +194,7 @@ def _served(
     return served
 
 
-def _notes(served: Mapping[ServedVariable, tuple[str, ...]]) -> Iterator[str]:
+def _notes(served: Served) -> Iterator[str]:
     for variable in served:
         bytes_ = math.prod(variable.shape) * (variable.dtype.itemsize or 0)
         if variable.kind is Kind.DENSE and bytes_ >= _LARGE_DENSE_BYTES:
@@ -202,7 +216,7 @@ def _isolate_signatures(
     for name in sorted(signatures):
         signature = signatures[name]
         outputs = tensors_of(signature.outputs)
-        stamped = options.stamp and signature.method_name == _PREDICT_METHOD
+        stamped = options.stamp and signature.method_name == PREDICT_METHOD
         position = None
         if isolation is not None:
             isolated = isolate(
@@ -211,88 +225,7 @@ def _isolate_signatures(
             rename(signature.outputs, isolated.tensors)
             position = isolated.position
         if stamped:
-            _add_stamps(graft, state, name, signature, position)
-
-
-def _add_stamps(graft: Graft, state: StateNodes, name: str, signature: Proto, position: str | None) -> None:
-    """Give a signature the outputs `model_position` and `model_step`, one of each for each row of a batch."""
-    if position is None:
-        position = graft.node(
-            f"{name}/position", "ReadVariableOp", [state.position], device=CPU, dtype=DType.INT64
-        )
-    batched = _batched([*tensors_of(signature.inputs), *tensors_of(signature.outputs)])
-    shape = batched.name
-    if not batched.is_shape:
-        shape = graft.node(f"{name}/batch", "Shape", [shape], T=batched.dtype, out_type=DType.INT64)
-
-    def stamps(shape: Tensor, vector: Tensor) -> list[Tensor]:
-        import tensorflow as tf
-
-        rows = tf.concat([shape, [1]], 0)[:1]  # a scalar counts as one row
-        return [tf.fill(rows, vector[0]), tf.fill(rows, vector[1])]
-
-    part = graft.function(
-        f"{name}_stamps", stamps, {"shape": (DType.INT64, (None,)), "position": (DType.INT64, (3,))}
-    )
-    for key, tensor in zip(STAMPS, graft.call(f"{name}/stamps", part, [shape, position]), strict=True):
-        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
-
-
-def _batched(tensors: Sequence[SignatureTensor]) -> SignatureTensor:
-    """The tensor to take the batch's size from: the first of unknown length, else the first that has a length."""
-    open_ = [t for t in tensors if t.is_shape or (t.shape and t.shape[0] is None)]
-    vectors = [t for t in tensors if t.shape != ()]
-    return next(iter([*open_, *vectors, *tensors]))
-
-
-def _add_update(
-    graft: Graft,
-    state: StateNodes,
-    served: Mapping[ServedVariable, tuple[str, ...]],
-    schema: Schema,
-    rules: UpdateRules,
-) -> Proto:
-    names = [variable.name for variable in schema.variables for _ in served[variable]]
-    shapes = {variable.name: variable for variable in schema.variables}
-    handles = [node for variable in schema.variables for node in served[variable]]
-
-    def build(up_to: Tensor, *resources: Tensor) -> tuple[Tensor, ...]:
-        by_name: dict[str, list[Tensor]] = {variable.name: [] for variable in schema.variables}
-        for name, handle in zip(names, resources[len(STATE_INPUTS) :], strict=True):
-            by_name[name].append(_with_value(handle, shapes[name]))
-        return update(up_to, State(*resources[: len(STATE_INPUTS)]), Target(schema, by_name), rules)
-
-    resources = STATE_INPUTS | {f"variable_{n}": (DType.RESOURCE, ()) for n in range(len(handles))}
-    part = graft.function("update", build, {"up_to": (DType.INT64, (None,))} | resources)
-    up_to = graft.placeholder("up_to", DType.INT64, (None,))
-    position, step, rows, deltas, status = graft.call("update", part, [up_to, *state.names, *handles])
-    numbers = {"position": position, "step": step, "rows": rows, "deltas": deltas}
-    return _signature({"up_to": up_to}, numbers, {"status": status})
-
-
-def _with_value(handle: Tensor, variable: ServedVariable) -> Tensor:
-    """A function's argument that shape inference knows to be the handle of a variable."""
-    import tensorflow as tf
-    from tensorflow.python.ops import handle_data_util  # there is no public way to say it
-
-    shape, dtype = tf.TensorShape(variable.shape), tf.as_dtype(int(variable.dtype))
-    handle_data_util.set_handle_data(handle, handle_data_util.create_handle_data(shape, dtype))
-    return handle
-
-
-def _add_status(graft: Graft, state: StateNodes, lineage: str) -> Proto:
-    def build(probe: Tensor, position: Tensor) -> list[Tensor]:
-        import tensorflow as tf
-
-        vector = read(position, DType.INT64, (3,))
-        return [tf.fill(tf.shape(probe), value) for value in (vector[0], vector[1], tf.constant(lineage))]
-
-    part = graft.function(
-        "status", build, {"probe": (DType.INT64, (None,)), "position": (DType.RESOURCE, ())}
-    )
-    probe = graft.placeholder("probe", DType.INT64, (None,))
-    position, step, owner = graft.call("status", part, [probe, state.position])
-    return _signature({"probe": probe}, {"position": position, "step": step}, {"lineage": owner})
+            add_stamps(graft, state, name, signature, position)
 
 
 def _add_asset(graft: Graft, path: Path, schema: Schema, options: IncrementalOptions) -> Asset:
@@ -309,52 +242,3 @@ def _add_asset(graft: Graft, path: Path, schema: Schema, options: IncrementalOpt
     }
     path.write_text(json.dumps(document) + "\n")
     return Asset(graft.constant("asset", ASSET_NAME, DType.STRING), path)
-
-
-def _add_init(
-    graft: Graft, state: StateNodes, asset: str, before: str | None, options: IncrementalOptions
-) -> str:
-    def model_base(path: Tensor) -> Tensor:
-        import tensorflow as tf
-
-        version = tf.strings.regex_replace(path, "/+[^/]+/+[^/]+$", "")
-        base = tf.strings.regex_replace(version, "/*[^/]+/*$", "")
-        relative = tf.logical_not(tf.strings.regex_full_match(version, "(?s)/.*"))
-        dots = tf.strings.regex_full_match(version, r"(?s)(.*/)?\.\.?")
-        base = tf.where(tf.equal(base, "") & relative, ".", base)
-        return tf.where(dots, tf.strings.join([version, "/.."]), base)
-
-    part = graft.function("model_base", model_base, {"path": (DType.STRING, ())})
-    (base,) = graft.call("model_base", part, [asset])
-    start = [options.position, options.step, SETTLED]
-    values = {
-        state.sequence: (graft.constant("first_sequence", 0, DType.INT64), DType.INT64),
-        state.position: (graft.constant("first_position", start, DType.INT64), DType.INT64),
-        state.since: (graft.constant("first_since", 0.0, DType.DOUBLE), DType.DOUBLE),
-        state.base: (base, DType.STRING),
-    }
-    cold = graft.constant("cold", False, DType.BOOL)
-    own = [node.name for node in graft.graph_def.node if node.name.startswith(f"{graft.scope}/")]
-    values |= {name: (cold, DType.BOOL) for name in own if name.endswith("/warm")}
-    assigned = [
-        graft.node(f"init_{n}", "AssignVariableOp", [handle, value], dtype=dtype)
-        for n, (handle, (value, dtype)) in enumerate(values.items())
-    ]
-    return graft.node("init", "NoOp", after=[*assigned, *([before] if before else [])])
-
-
-def _signature(inputs: Mapping[str, str], numbers: Mapping[str, str], texts: Mapping[str, str]) -> Proto:
-    signature = message_class("SignatureDef")(method_name=_PREDICT_METHOD)
-    for key, tensor in inputs.items():
-        signature.inputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
-    for key, tensor in numbers.items():
-        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
-    for key, tensor in texts.items():
-        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.STRING))
-    return signature
-
-
-def _vector_info(tensor: str, dtype: DType) -> Proto:
-    info = message_class("TensorInfo")(name=canonical(tensor), dtype=int(dtype))
-    info.tensor_shape.dim.add(size=-1)
-    return info

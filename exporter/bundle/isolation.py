@@ -6,11 +6,11 @@ Writers keep a sequence: odd while they write. A signature reads it, computes, a
     clean  =  before is even and equal to after
     clean: the outputs as they are; else: the outputs of a function that tries again until they are
 
-The first try is the graph's own nodes, to which only the order is added, so what isolation costs while nothing
-is written is two reads and a branch. The function holds a second copy of the forward pass in a loop. It sleeps
-while the sequence is odd; its patience is bounded, and when it ends the position is given as -1: an update that
-died half-way does not stall readers. A signature's very first call goes through the function too, so that
-warming it up prepares both ways.
+The first try is the graph's own nodes, to which only the order is added, so what isolation costs while
+nothing is written is two reads and a branch. The function holds a second copy of the forward pass in a loop.
+It sleeps while the sequence is odd; its patience is bounded, and when it ends the position is given as -1: an
+update that died half-way does not stall readers. A signature's very first call goes through the function
+too, so that warming it up prepares both ways.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _POLL_MICROSECONDS = 200
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """The nodes that all signatures share: the first read of the sequence, and the ordered handles by name."""
+    """The nodes that all signatures share: the first read of the sequence, the ordered handles by name."""
 
     state: StateNodes
     before: str
@@ -60,7 +60,7 @@ def order_handles(
 
 @dataclass(frozen=True, slots=True)
 class Isolated:
-    """A signature's outputs, by the tensors that they replace, and the position vector if it was asked for."""
+    """A signature's outputs by the tensors that they replace; the position vector if it was asked for."""
 
     tensors: dict[str, str]
     position: str | None
@@ -136,7 +136,7 @@ def _first_try_or(
         graft.node(f"{signature}/first_{n}", "Switch", [name, clean], T=dtype)
         for n, (name, dtype) in enumerate(fetches)
     ]
-    # Without a clean first try the false outputs live and so does the call; else it is dead and costs nothing.
+    # After a clean first try the false outputs are dead, and so is the call: it costs nothing.
     outer = [
         state.sequence,
         state.since,
@@ -162,7 +162,7 @@ class _Retry:
 
     def inputs(self, feeds: Sequence[SignatureTensor]) -> dict[str, tuple[DType, StaticShape]]:
         """Its arguments: sequence, since, warm, captures, feeds, and the outputs of the first try."""
-        handles = {name: (DType.RESOURCE, ()) for name in ("sequence", "since", "warm")}
+        handles = dict.fromkeys(("sequence", "since", "warm"), (DType.RESOURCE, ()))
         captures = {f"capture_{n}": (dtype, None) for n, (_, dtype) in enumerate(self.forward.captures)}
         known = {feed.name: (feed.dtype, feed.shape) for feed in feeds}
         given = {f"feed_{n}": known[name] for n, name in enumerate(self.forward.feeds)}
@@ -212,7 +212,7 @@ class _Retry:
                 for name, tensor in outer.items()
                 if _is_ordered(name, self.isolation)
             }
-        # The importer takes tensors of the graph that is being built alone: so the others get a name in it too.
+        # The importer takes tensors of the innermost graph alone: so the others get a name in it too.
         inputs |= {name: tf.identity(tensor) for name, tensor in outer.items() if name not in inputs}
         return self.forward.compute(inputs)
 

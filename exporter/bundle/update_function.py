@@ -39,7 +39,7 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class UpdateRules:
-    """How updates are done; `log` names the log's directory, deltas above `snapshot_max_rows` go by chunks."""
+    """How updates are done: `log` names a directory, deltas of more rows than the limit go by chunks."""
 
     log: str
     expected: Expected

@@ -1,7 +1,7 @@
 """The variables that hold where a served model stands, for the parts of the graph that read and move them.
 
     sequence  int64 []    even: the model stands still; odd: an update is writing
-    position  int64 [3]   position, step, and the position that an unfinished update was on its way to, else -1
+    position  int64 [3]   position, step, and where an unfinished update was going to, else -1
     since     float64 []  when the sequence became odd, in seconds since 1970
     base      string []   the model base path, from an asset's path while the model loads
     mutex                 one update at a time
@@ -52,15 +52,15 @@ class StateNodes:
         return [self.sequence, self.position, self.since, self.base, self.mutex]
 
 
-STATE_INPUTS: dict[str, tuple[DType, tuple[int, ...]]] = {
-    name: (DType.RESOURCE, ()) for name in ("sequence", "position", "since", "base", "mutex")
-}
+STATE_INPUTS: dict[str, tuple[DType, tuple[int, ...]]] = dict.fromkeys(
+    ("sequence", "position", "since", "base", "mutex"), (DType.RESOURCE, ())
+)
 """The inputs of a function that takes the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The handles inside a function, and what is done with them. Order is the caller's, by control dependencies."""
+    """The handles inside a function, and how they are read; control dependencies give the order."""
 
     sequence: Tensor
     position: Tensor

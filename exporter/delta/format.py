@@ -1,8 +1,8 @@
 """The delta's format, version 1: what changed between two positions, as a tensor bundle of one shard.
 
-A delta is `delta.index` and `delta.data-00000-of-00001` in `<model>/deltas/<log>/<from>-<to>/`; positions have
-20 digits, are below 10**18, and `from < to`. It is tied to a log by its *lineage* and to the served variables
-by their *schema*. It always holds the same tensors, so that a graph can name them before it has seen one:
+A delta is `delta.index` and `delta.data-00000-of-00001` in `<model>/deltas/<log>/<from>-<to>/`; positions
+have 20 digits, are below 10**18, and `from < to`. It is tied to a log by its *lineage* and to the served
+variables by their *schema*. It always holds the same tensors, so that a graph can name them beforehand:
 
     delta/position   int64 [6]   version (1), from, to, step, flags, rows (of all tables together)
     delta/lineage    string []   the log's random id
@@ -15,8 +15,8 @@ and for each variable of the schema, under its name:
     dense:  <name>/value    dtype [k, ...]       k = 1: the whole value; k = 0: it did not change
 
 Values are absolute: a delta may be applied twice, and it fits every state of its log at a position `p` with
-`from <= p < to`. Flag 1 (`only_from`) says that it fits `p = from` alone, because rows were left out or rounded.
-Flags that a reader does not know make a delta unreadable to it.
+`from <= p < to`. Flag 1 (`only_from`) says that it fits `p = from` alone, because rows were left out or
+rounded. Flags that a reader does not know make a delta unreadable to it.
 
 The *schema* is what is served and how the graph reads it, variable by variable in the order of their names:
 name, dtype and shape as served, kind. A variable that the graph only gathers rows from is a *table*, one that
@@ -192,7 +192,7 @@ Change = Rows | Array
 
 @dataclass(frozen=True)
 class Delta:
-    """A delta on disk: what it says of itself, and its changes as memory maps, unchanged variables left out."""
+    """A delta on disk: what it says of itself, and as memory maps what changed."""
 
     header: DeltaHeader
     catalog: Catalog
@@ -352,7 +352,8 @@ def _tensors(variable: ServedVariable, change: Change | None) -> Iterator[Array]
 def _check_ids(variable: ServedVariable, ids: Array, values: Array) -> None:
     if ids.dtype != np.int64 or ids.shape != values.shape[:1]:
         raise ValueError(f"{variable.name!r}: {ids.dtype}{list(ids.shape)} ids for {len(values)} rows")
-    if len(ids) and not (0 <= ids[0] and ids[-1] < variable.shape[0] and bool((ids[1:] > ids[:-1]).all())):
+    increasing = bool((ids[1:] > ids[:-1]).all())
+    if len(ids) and not (increasing and ids[0] >= 0 and ids[-1] < variable.shape[0]):
         raise ValueError(
             f"{variable.name!r}: row numbers are not strictly increasing in 0-{variable.shape[0] - 1}"
         )
