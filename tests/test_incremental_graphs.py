@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter.bundle.incremental import IsolationMode, make_updatable
+from exporter.bundle.incremental import IsolationMode, make_updatable, schema_of
 from exporter.checkpoint.tensor_bundle import BundleWriter
+from exporter.delta.format import Rows
 from exporter.errors import NotServable
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph
 from tests.graph_runs import v1_graph
-from tests.trained import inference_graph, train
+from tests.trained import export, inference_graph, train
 from tests.updatable import (
     OPTIONS,
     Loaded,
@@ -394,3 +395,64 @@ def test_variables_on_another_device_are_written_where_they_are(tmp_path: Path) 
         model.history[120] = applied(model.at(110), changed)
         server.update()
         assert_holds(server, model, 120)
+
+
+def partitioned() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """A table in three parts that is looked up by id, and a bias in two that is joined."""
+    ids = tf1.placeholder(tf.int64, [None], name="ids")
+    table = tf1.get_variable("table", [12, 2], use_resource=True, partitioner=tf1.fixed_size_partitioner(3))
+    bias = tf1.get_variable("bias", [2], use_resource=True, partitioner=tf1.fixed_size_partitioner(2))
+    rows = tf1.nn.embedding_lookup(list(table), ids, partition_strategy="mod")
+    return {"ids": ids}, {"rows": rows + tf.concat(list(bias), 0)}
+
+
+def test_each_part_of_a_partitioned_variable_is_a_variable_of_its_own(tmp_path: Path) -> None:
+    graph = inference_graph(partitioned)
+    trained = train(partitioned, {"ids": [0]}, tmp_path / "train" / "model.ckpt")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    schema = schema_of(graph)
+    shapes = {variable.name: (variable.shape, variable.kind.value) for variable in schema.variables}
+    assert shapes == {
+        "bias[2 0,1]": ((1,), "dense"),
+        "bias[2 1,1]": ((1,), "dense"),
+        "table[12 2 0,4:0,2]": ((4, 2), "table"),
+        "table[12 2 4,4:0,2]": ((4, 2), "table"),
+        "table[12 2 8,4:0,2]": ((4, 2), "table"),
+    }
+    base = tmp_path / "model"
+    export(make_updatable(graph, OPTIONS, scratch), trained.prefix, base / "100")
+    model = Model(base, schema, OPTIONS, {})
+    new = np.full((1, 2), 7, np.float32)
+    model.publish(100, 110, {"table[12 2 4,4:0,2]": Rows(np.array([1]), new), "bias[2 1,1]": np.float32([0])})
+    with loaded(model) as server:
+        ids = list(range(12))
+        before = server.predict(ids=ids)["rows"]
+        assert server.update()["rows"] == 1
+        changed = np.flatnonzero((server.predict(ids=ids)["rows"] != before)[:, 0])
+        assert changed.tolist() == [4], "under mod, row 1 of part 1 of 3 is row 1 * 3 + 1"
+
+
+def test_models_loaded_by_tensorflow_2_stand_at_positions_of_their_own(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    a, b = updatable_model(tmp_path / "a"), updatable_model(tmp_path / "b", lineage="lineage-b")
+    a.evolve(100, 110)
+    served_a, served_b = (tf.saved_model.load(str(model.version)).signatures for model in (a, b))
+    feeds = {"user": tf.constant([1], tf.int64), "item": tf.constant([2], tf.int64)}
+    assert served_b["incremental_update"](up_to=tf.constant([-1], tf.int64))["position"].numpy() == [100]
+    assert served_a["incremental_update"](up_to=tf.constant([-1], tf.int64))["position"].numpy() == [110]
+    assert served_a["serving_default"](**feeds)["model_position"].numpy() == [110]
+    assert served_b["serving_default"](**feeds)["model_position"].numpy() == [100]
+
+
+def test_a_graph_with_references_cannot_be_isolated(tmp_path: Path) -> None:
+    graph = inference_graph(two_tables_and_dense)
+    copy = type(graph.meta_graph).FromString(graph.meta_graph.SerializeToString())
+    legacy = copy.graph_def.node.add(name="legacy", op="VariableV2")
+    legacy.attr["dtype"].type = 1
+    legacy.attr["shape"].shape.SetInParent()
+    copy.signature_def["serving_default"].outputs["legacy"].name = "legacy:0"
+    copy.signature_def["serving_default"].outputs["legacy"].dtype = 1
+    with pytest.raises(NotServable, match="hands out a reference"):
+        make_updatable(replace(graph, meta_graph=copy), OPTIONS, tmp_path)

@@ -24,25 +24,23 @@ CPU = "/device:CPU:0"
 
 @dataclass
 class Graft:
-    """Adds nodes under a scope that the graph does not use, and functions, to a GraphDef."""
+    """Adds nodes under a scope that the graph does not use, and functions, to a GraphDef.
+
+    `owner` goes into the names of resources: TensorFlow 2's loader keeps those of all models in one place.
+    """
 
     graph_def: Proto
     scope: str
+    owner: str
 
     @classmethod
-    def onto(cls, graph_def: Proto, wanted: str) -> Graft:
+    def onto(cls, graph_def: Proto, wanted: str, owner: str) -> Graft:
         """A graft under `wanted`, or under `wanted_<n>` if the graph has nodes or functions of that name."""
         taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
         functions = [function.signature.name.lower() for function in graph_def.library.function]
         candidates = (f"{wanted}_{n}" if n else wanted for n in range(len(taken) + len(functions) + 1))
-        return cls(
-            graph_def,
-            next(
-                name
-                for name in candidates
-                if name not in taken and not any(f.startswith(name) for f in functions)
-            ),
-        )
+        free = (n for n in candidates if n not in taken and not any(f.startswith(n) for f in functions))
+        return cls(graph_def, next(free), owner)
 
     def node(
         self,
@@ -67,13 +65,14 @@ class Graft:
         fill(tensor, np.asarray(value, object if dtype is DType.STRING else dtype.numpy))
         return self.node(name, "Const", device=CPU, dtype=dtype, value=tensor)
 
+    def resource(self, name: str, op: str, **attrs: Any) -> str:
+        """Add the handle of a new resource that lives on the CPU."""
+        shared = f"{self.scope}/{name}/{self.owner}".encode()
+        return self.node(name, op, device=CPU, shared_name=shared, container=b"", **attrs)
+
     def variable(self, name: str, dtype: DType, shape: tuple[int, ...] = ()) -> str:
-        """Add the handle of a new variable that lives on the CPU."""
-        full = f"{self.scope}/{name}"
-        shared = full.encode()
-        return self.node(
-            name, "VarHandleOp", device=CPU, dtype=dtype, shape=shape, shared_name=shared, container=b""
-        )
+        """Add the handle of a new variable."""
+        return self.resource(name, "VarHandleOp", dtype=dtype, shape=shape)
 
     def placeholder(self, name: str, dtype: DType, shape: tuple[int | None, ...]) -> str:
         """Add a placeholder."""

@@ -115,7 +115,7 @@ def make_updatable(graph: InferenceGraph, options: IncrementalOptions, scratch: 
     read_rows_only(graph_def, _fetched(meta_graph))
     served = _served(graph.variables, uses(graph_def))
     schema = Schema.of(served.keys())
-    graft = Graft.onto(graph_def, "incremental")
+    graft = Graft.onto(graph_def, "incremental", f"{options.lineage}/{options.position}")
     state = StateNodes.add(graft)
     _isolate_signatures(
         graft, state, signatures, [node for nodes in served.values() for node in nodes], options

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from exporter.bundle.graft import CPU, Graft
+from exporter.bundle.graft import Graft
 from exporter.dtypes import DType
 
 Tensor = Any
@@ -37,13 +37,12 @@ class StateNodes:
     @classmethod
     def add(cls, graft: Graft) -> StateNodes:
         """Add the variables and the mutex to a graph."""
-        shared = f"{graft.scope}/mutex".encode()
         return cls(
             sequence=graft.variable("sequence", DType.INT64),
             position=graft.variable("position", DType.INT64, (3,)),
             since=graft.variable("since", DType.DOUBLE),
             base=graft.variable("base", DType.STRING),
-            mutex=graft.node("mutex", "MutexV2", device=CPU, shared_name=shared, container=b""),
+            mutex=graft.resource("mutex", "MutexV2"),
         )
 
     @property
