@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from exporter.bundle.calls import CALLS, LOOPS
 from exporter.dtypes import DType
 from exporter.errors import MappingError
 from exporter.graph.inference_graph import InferenceGraph
@@ -19,18 +20,6 @@ from exporter.protos import Proto, message_class
 _READS = {"ReadVariableOp": "value", "ResourceGather": "output", "ResourceGatherNd": "output"}
 _INDIFFERENT = {"VariableShape", "VarIsInitializedOp", "DisableCopyOnRead"}
 _FORWARDS = {"Identity": ("output",), "Enter": ("output",), "Switch": ("output_false", "output_true")}
-_LOOPS = {"While", "StatelessWhile"}
-_CALLS: dict[str, int] = {
-    "PartitionedCall": 0,
-    "StatefulPartitionedCall": 0,
-    "While": 0,
-    "StatelessWhile": 0,
-    "If": 1,
-    "StatelessIf": 1,
-    "Case": 1,
-    "StatelessCase": 1,
-}
-"""Ops that call functions, with the number of inputs before the functions' arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +149,7 @@ def _rewrite(body: _Body, handles: dict[str, _Cast], library: _Library) -> None:
             continue
         if node.op in _READS:
             _cast_read(body, node, casts[0], names)
-        elif node.op in _CALLS:
+        elif node.op in CALLS:
             _cast_call(node, casts, library)
         else:
             raise _refusal(next(iter(casts.values())), node)
@@ -185,7 +174,7 @@ def _forwarded(body: _Body, node: Proto) -> Iterator[tuple[str, str]]:
     if node.op in _FORWARDS:
         for index, argument in enumerate(_FORWARDS[node.op]):
             yield body.output(node.name, argument, index), body.tensor(node.input[0])
-    elif node.op in _LOOPS:
+    elif node.op in LOOPS:
         for index, reference in _data_inputs(node):
             yield body.output(node.name, "output", index), body.tensor(reference)
 
@@ -205,7 +194,7 @@ def _cast_read(body: _Body, node: Proto, cast: _Cast, names: set[str]) -> None:
 
 
 def _cast_call(node: Proto, casts: dict[int, _Cast], library: _Library) -> None:
-    before = _CALLS[node.op]
+    before = CALLS[node.op]
     arguments = {index - before: cast for index, cast in casts.items()}
     for attr in node.attr.values():
         functions = [attr.func] if attr.WhichOneof("value") == "func" else attr.list.func

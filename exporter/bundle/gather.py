@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Flag, auto
 
+from exporter.bundle.calls import CALLS, LOOPS
 from exporter.dtypes import DType
 from exporter.protos import Proto
 from exporter.tensor_proto import to_array
@@ -20,19 +21,6 @@ from exporter.tensor_proto import to_array
 _ROW_READS = {"ResourceGather", "ResourceGatherNd"}
 _INDIFFERENT = {"VariableShape", "VarIsInitializedOp", "DisableCopyOnRead"}
 _FORWARDS = {"Identity": 1, "Enter": 1, "RefEnter": 1, "Exit": 1, "Switch": 2, "Merge": 1, "NextIteration": 1}
-_LOOPS = {"While", "StatelessWhile"}
-_CALLS = {
-    "PartitionedCall": 0,
-    "StatefulPartitionedCall": 0,
-    "While": 0,
-    "StatelessWhile": 0,
-    "If": 1,
-    "StatelessIf": 1,
-    "Case": 1,
-    "StatelessCase": 1,
-}
-"""Ops that call functions, with the number of inputs before the functions' arguments."""
-
 _TRANSPARENT = {"Identity", "Cast"}
 _GATHER_INDICES = {int(DType.INT32), int(DType.INT64)}
 
@@ -283,12 +271,12 @@ class _Tracker:
             return Use.NOTHING, []
         if node.op in _FORWARDS:
             return Use.NOTHING, [(scope, body.output(node, out)) for out in range(_FORWARDS[node.op])]
-        names = list(_called(node)) if node.op in _CALLS else []
+        names = list(_called(node)) if node.op in CALLS else []
         if not names or any(name not in self._functions for name in names):
             return Use.WHOLE, []
-        further = [(scope, body.output(node, index))] if node.op in _LOOPS else []
+        further = [(scope, body.output(node, index))] if node.op in LOOPS else []
         for name in names:
-            argument = self._functions[name].signature.input_arg[index - _CALLS[node.op]]
+            argument = self._functions[name].signature.input_arg[index - CALLS[node.op]]
             further.append((name, argument.name))
         return Use.NOTHING, further
 
