@@ -1,0 +1,92 @@
+"""A model server over gRPC whose model moves on while it answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exporter.bundle.incremental import CATCH_UP_REQUEST
+from exporter.bundle.warmup import parse_request, write_warmup
+from exporter.errors import ServerError
+from exporter.protos import message_class
+from serving.client import ModelClient
+from serving.server import ModelServer
+from tests.test_incremental_isolation import constant_everywhere, filled
+from tests.updatable import Model, updatable_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """At 100; 101 to 105 are published, and its warm-up catches up."""
+    model = updatable_model(tmp_path_factory.mktemp("model"), constant_everywhere, {"ids": [0]})
+    for position in range(100, 105):
+        model.publish(position, position + 1, filled(model, position + 1))
+    saved = message_class("SavedModel").FromString((model.version / "saved_model.pb").read_bytes())
+    catch_up = parse_request(CATCH_UP_REQUEST, saved.meta_graphs[0].signature_def)
+    write_warmup([catch_up], model.version)
+    return model
+
+
+@pytest.fixture(scope="module")
+def client(model: Model) -> Iterator[ModelClient]:
+    with ModelServer(model.base) as server:
+        server.wait_available(60)
+        yield ModelClient(server.address, model.base.name, deadline_s=30)
+
+
+def position(client: ModelClient) -> int:
+    return int(
+        client.predict({"probe": np.array([0])}, signature="incremental_status").outputs["position"][0]
+    )
+
+
+def test_a_started_server_has_caught_up_before_its_first_answer(client: ModelClient) -> None:
+    answer = client.predict({"ids": np.array([1, 2])}).outputs
+    assert answer["low"].tolist() == answer["high"].tolist() == [105, 105]
+    assert answer["model_position"].tolist() == [105, 105]
+    assert position(client) == 105
+
+
+def test_answers_stay_whole_while_it_moves_on(client: ModelClient, model: Model) -> None:
+    ids = np.random.default_rng(2).integers(0, 20_000, 100)
+    seen: set[int] = set()
+    done = threading.Event()
+
+    def ask() -> int:
+        count = 0
+        while not done.is_set():
+            answer = client.predict({"ids": ids}).outputs
+            assert set(answer["low"]) == set(answer["high"]) == set(answer["model_position"])
+            seen.update(answer["model_position"].tolist())
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(3) as pool:
+        readers = [pool.submit(ask) for _ in range(3)]
+        for start in range(105, 125):
+            model.publish(start, start + 1, filled(model, start + 1))
+            up_to = {"up_to": np.array([-1, start + 1])}
+            moved = client.predict(up_to, signature="incremental_update").outputs
+            assert moved["position"].tolist() == [start + 1] * 2
+        done.set()
+        assert all(reader.result() for reader in readers)
+    assert len(seen) > 3
+
+
+def test_a_refusal_is_an_error_that_says_why(client: ModelClient) -> None:
+    with pytest.raises(ServerError) as caught:
+        client.predict({"up_to": np.array([10**6])}, signature="incremental_update")
+    assert "unpublished: nothing leads to 1000000; at 125" in f"{caught.value} {caught.value.cause}"
+
+
+def test_the_model_directory_is_all_that_an_update_reads(client: ModelClient, tmp_path: Path) -> None:
+    """There is no path in the request: nothing but `up_to` is taken."""
+    with pytest.raises(ServerError):
+        client.predict(
+            {"up_to": np.array([-1]), "directory": np.array([str(tmp_path)])}, signature="incremental_update"
+        )
