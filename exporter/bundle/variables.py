@@ -10,7 +10,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -77,6 +77,12 @@ class VariablesReport:
     def bytes_rewritten(self) -> int:
         """Bytes that were cast, or laid out anew."""
         return self.bytes_of(How.REWRITTEN)
+
+
+def as_rewritten(report: VariablesReport, source: Path, why: str) -> VariablesReport:
+    """The report for bytes that were written anew into a bundle of our own before they were moved here."""
+    shards = (replace(shard, source=source, how=How.REWRITTEN, why=why) for shard in report.shards)
+    return replace(report, shards=tuple(shards))
 
 
 def write_variables(

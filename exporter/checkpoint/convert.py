@@ -11,6 +11,7 @@ import numpy as np
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.dtypes import DType
+from exporter.errors import os_error
 from exporter.output import NoProgress, Progress
 
 
@@ -21,13 +22,17 @@ def write_bundle(
 
     Raises:
         CheckpointError: a source is damaged, or changed since the catalog was read.
-        OSError: the target cannot be written.
+        PublishError: the target cannot be written; DiskFull if there is no space.
     """
     progress = progress or NoProgress()
-    with BundleWriter(prefix) as writer:
-        for ref in tensors:
-            _add(writer, ref)
-            progress.advance(ref.bytes_)
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        with BundleWriter(prefix) as writer:
+            for ref in tensors:
+                _add(writer, ref)
+                progress.advance(ref.bytes_)
+    except OSError as error:
+        raise os_error(error, prefix) from error
     return replace(read_catalog(prefix), family=catalog.family, step=catalog.step)
 
 

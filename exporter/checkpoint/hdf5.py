@@ -1,8 +1,9 @@
 """An HDF5 file as a list of datasets, read with suspicion: only what lies plainly inside the file counts.
 
-A dataset that is one run of bytes is streamed from the file itself; a chunked one through the HDF5 library, in
-blocks of rows. Links to other places, data kept in other files, virtual datasets, groups that contain themselves
-and datasets that declare far more than they store are refused by name; nothing of another file is ever opened.
+A dataset that is one run of bytes is streamed from the file itself; a chunked one through the HDF5 library,
+in blocks of rows. Links to other places, data kept in other files, virtual datasets, groups that contain
+themselves and datasets that declare far more than they store are refused by name; nothing of another file is
+ever opened.
 Format: HDF5 File Format Specification 3.0.
 """
 
@@ -225,7 +226,8 @@ class _Walk:
 
     def _check_packed(self, dataset: Any, properties: Any, path: str, size: int) -> None:
         storage = dataset.id.get_storage_size()
-        if size > storage and (dataset.chunks is None or size > max(_RATIO_FLOOR_BYTES, storage * _MAX_RATIO)):
+        limit = max(_RATIO_FLOOR_BYTES, storage * _MAX_RATIO) if dataset.chunks else storage
+        if size > limit:
             self._unsafe(path, f"it declares {size} bytes and stores {storage}")
         for position in range(properties.get_nfilters()):
             number = properties.get_filter(position)[0]

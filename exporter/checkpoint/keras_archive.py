@@ -1,12 +1,13 @@
-"""What Keras writes outside TensorFlow's checkpoints: `.keras`, `.weights.h5`, `.weights.json`, legacy `.h5`.
+"""What Keras writes beside TensorFlow's checkpoints: `.keras`, `.weights.h5`, `.weights.json`, legacy `.h5`.
 
-Keras 3 stores a layer's values under the layer's class and number, whatever its name: `layers/dense_1/vars/0`.
-The name (`hidden`) is an attribute of the group `vars`; it becomes the tensor's `owner`. A sharded file's
-`.weights.json` maps such groups to files beside it. A `.keras` archive is a zip with `config.json` and
-`model.weights.h5`, which is read where it lies. (Source: keras/src/saving/saving_lib.py.)
+Keras 3 stores a layer's values under the layer's class and number, whatever its name:
+`layers/dense_1/vars/0`. The name (`hidden`) is an attribute of the group `vars`; it becomes the tensor's
+`owner`. A sharded file's `.weights.json` maps such groups to files beside it. A `.keras` archive is a zip
+with `config.json` and `model.weights.h5`, which is read where it lies.
+(Source: keras/src/saving/saving_lib.py.)
 
-Legacy files, also those of Keras 2 and of TensorLayer, list the layers in `layer_names` and each layer's tensors,
-by the variables' names, in `weight_names`; optimizer slots are in `optimizer_weights`.
+Legacy files, also those of Keras 2 and of TensorLayer, list the layers in `layer_names` and each layer's
+tensors, by the variables' names, in `weight_names`; optimizer slots are in `optimizer_weights`.
 (Source: keras/src/legacy/saving/legacy_h5_format.py; tensorlayer/files/utils.py.)
 """
 
@@ -158,7 +159,8 @@ def _sharded(path: Path) -> Catalog:
         named = {group: [files] if isinstance(files, str) else list(files) for group, files in groups.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFile(f"{path} is no list of Keras shards", cause=str(error)) from None
-    shards = [_beside(path, name) for name in dict.fromkeys(name for files in named.values() for name in files)]
+    files = dict.fromkeys(name for names in named.values() for name in names)
+    shards = [_beside(path, name) for name in files]
     contents = [read_hdf5(FileRange.whole(shard), _LAYER_ATTRIBUTES) for shard in shards]
     tensors = (ref for ref in _layers(*contents) if f"/{ref.name.rpartition('/')[0]}" in named)
     return _catalog(path, "Keras 3 weights, sharded", tensors, shards)

@@ -3,7 +3,8 @@
 A path is a prefix (`model.ckpt-100`, also with `.index`, `.meta` or `.data-*` behind it) or a directory. In a
 directory the state file `checkpoint` goes first (a text `CheckpointState`, tensorflow/python/training/
 checkpoint_state.proto), then the complete prefixes from the highest step down: compared as numbers, never by
-modification time.
+modification time. Archives of Keras and numpy (`.keras`, `.weights.h5`, `.npz`, ...) are named as files; in a
+directory they count if it holds no tensor bundle, and if they are one model's: alike but for numbers.
 """
 
 from __future__ import annotations
@@ -20,12 +21,22 @@ from google.protobuf import text_encoding
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
-from exporter.checkpoint.tensor_bundle import read_catalog, step_in_name
+from exporter.checkpoint.families import (
+    V1_SHARD,
+    archives,
+    is_archive,
+    is_series,
+    read_family,
+    v1_files,
+    v1_pattern,
+)
+from exporter.checkpoint.tensor_bundle import step_in_name
 from exporter.errors import (
     CheckpointChanged,
     CheckpointError,
     CheckpointNotFound,
     MissingShard,
+    UnsafeArchive,
     UnsupportedFormat,
 )
 
@@ -35,7 +46,6 @@ _SUFFIX = re.compile(r"\.(index|meta|data-[0-9]{5,}-of-[0-9]{5,})$")
 _STATE_PATH = re.compile(
     r"""(?<!\w)model_checkpoint_path\s*:\s*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)')"""
 )
-_V1_SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 _MAX_STATE_BYTES = 1 << 24
 _MAX_NAME = 250  # of a file, with `.index` behind it
 _SETTLE_SECONDS = 0.1  # what looks the same after this long is not being written
@@ -82,14 +92,15 @@ def candidates(path: Path) -> list[Path]:
 
     Raises:
         CheckpointNotFound: there are none.
-        UnsupportedFormat: what is named is of format V1.
         CheckpointError: the directory cannot be listed.
     """
     directory = _directory(path)
     if directory is not None:
         return _in_directory(directory)
+    if is_archive(path):
+        return [path]
     prefix = path if _exists(index_path(path)) else path.with_name(_SUFFIX.sub("", path.name))
-    if not _exists(index_path(prefix)):
+    if not _exists(index_path(prefix)) and not v1_files(prefix):
         raise _no_index(prefix)
     return [prefix]
 
@@ -112,12 +123,24 @@ def _in_directory(directory: Path) -> list[Path]:
     named = _named_by_state(directory)
     if named is not None:
         first = _beside(named, directory)
-        if not _exists(index_path(first)) and (files := _v1_files(first)):
-            raise _is_v1(files)
         prefixes = [first, *(prefix for prefix in prefixes if prefix != first)]
-    if not found and not any(_exists(index_path(prefix)) for prefix in prefixes):
-        raise _nothing_in(directory, names, named)
+    if not found and not any(_exists(index_path(prefix)) or v1_files(prefix) for prefix in prefixes):
+        return _without_index(directory, names, named)
     return prefixes
+
+
+def _without_index(directory: Path, names: list[str], named: Path | None) -> list[Path]:
+    """What a directory without a tensor bundle may mean: format V1, one archive, or a series of them."""
+    v1 = {v1_pattern(name) for name in names if f"{V1_SHARD.sub('', name)}.meta" in names}
+    found = [*v1] or archives(names)
+    if not found:
+        raise _nothing_in(directory, names, named)
+    if not is_series(found):
+        raise CheckpointNotFound(
+            f"{directory} holds several archives: {', '.join(found[:5])}",
+            hint=f"name one of them: --ckpt-dir {directory / found[0]}",
+        )
+    return [directory / name for name in sorted(found, key=_order, reverse=True)]
 
 
 def _order(name: str) -> tuple[int, list[str | int]]:
@@ -154,15 +177,15 @@ def _read_settled(prefix: Path) -> Catalog:
         CheckpointChanged: it fails, and its files are changing.
     """
     try:
-        return read_catalog(prefix)
-    except (CheckpointNotFound, UnsupportedFormat):
+        return read_family(prefix)
+    except (CheckpointNotFound, UnsupportedFormat, UnsafeArchive):
         raise
     except CheckpointError:
         before = _look(prefix)
         time.sleep(_SETTLE_SECONDS)
         is_settled = _look(prefix) == before
     try:
-        return read_catalog(prefix)
+        return read_family(prefix)
     except CheckpointError as error:
         if is_settled:
             raise
@@ -172,7 +195,7 @@ def _read_settled(prefix: Path) -> Catalog:
 def _look(prefix: Path) -> list[tuple[str, int, int, int]]:
     """Names, sizes, times and inodes of a checkpoint's files."""
     with suppress(OSError):
-        files = [path for path in prefix.parent.iterdir() if path.name.startswith(f"{prefix.name}.")]
+        files = [path for path in prefix.parent.iterdir() if f"{path.name}.".startswith(f"{prefix.name}.")]
         found = [(path.name, path.stat()) for path in sorted(files)]
         return [(name, now.st_size, now.st_mtime_ns, now.st_ino) for name, now in found]
     return []
@@ -190,30 +213,7 @@ def _mode(path: Path) -> int | None:
         return None
 
 
-def _v1_files(prefix: Path) -> list[Path]:
-    """Files of a checkpoint of format V1: one named as the prefix, or shards that a glob pattern names."""
-    pattern = re.escape(prefix.name).replace(r"\?", "[0-9]")
-    with suppress(OSError):
-        return sorted(
-            path
-            for path in prefix.parent.iterdir()
-            if re.fullmatch(rf"{pattern}({_V1_SHARD.pattern})?", path.name) and path.is_file()
-        )
-    return []
-
-
-def _is_v1(files: list[Path]) -> UnsupportedFormat:
-    return UnsupportedFormat(
-        f"{files[0]} is a checkpoint of format V1, which is not read",
-        cause="it has no .index file beside it",
-        hint="restore it with tf.compat.v1.train.Saver and save it again (write_version=V2, the default)",
-    )
-
-
 def _no_index(prefix: Path) -> CheckpointError:
-    files = _v1_files(prefix)
-    if files:
-        return _is_v1(files)
     if not _exists(prefix.parent):
         return CheckpointNotFound(f"there is no directory {prefix.parent}")
     if _exists(prefix.with_name(f"{prefix.name}.meta")):
@@ -231,9 +231,6 @@ def _no_index(prefix: Path) -> CheckpointError:
 
 def _nothing_in(directory: Path, names: list[str], named: Path | None) -> CheckpointError:
     """Why no checkpoint was found, from what is there instead."""
-    v1 = [name for name in names if f"{_V1_SHARD.sub('', name)}.meta" in names]
-    if v1:
-        return _is_v1([directory / name for name in v1])
     state = f"its state file names {named}, which is not there" if named else ""
     metas = sum(name.endswith(".meta") for name in names)
     shards = sum(".data-" in name for name in names)

@@ -1,8 +1,8 @@
 """numpy's `.npz`: a zip of `.npy` members, as TensorLayer and trainers by hand write their weights.
 
-`save_npz_dict(...)` and `np.savez(file, **{variable.name: value})` give names; `np.savez(file, *values)` gives
-`arr_0`, `arr_1`, ..., and a sole member `params` is `save_npz`'s list, stacked because all its arrays have one
-shape: there only the order tells. A `params` of arrays of several shapes is a pickle, which is never opened.
+`save_npz_dict(...)` and `np.savez(file, **{variable.name: value})` give names; `np.savez(file, *values)`
+gives `arr_0`, `arr_1`, ..., and a sole member `params` is `save_npz`'s list, stacked because all its arrays
+have one shape: there only the order tells. A `params` of several shapes is a pickle, which is never opened.
 Source: numpy/lib/_format_impl.py; tensorlayer/files/utils.py.
 """
 
@@ -23,7 +23,7 @@ from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.file_range import FileRange
 from exporter.checkpoint.zip_members import Member, read_members
 from exporter.dtypes import DType
-from exporter.errors import CheckpointError, CorruptFile, TruncatedFile, UnsafeArchive, UnsupportedFormat
+from exporter.errors import CorruptFile, TruncatedFile, UnsafeArchive, UnsupportedFormat
 
 Array = np.ndarray[Any, Any]
 
@@ -166,7 +166,8 @@ def _read_header(path: Path, member: Member) -> _Header | None:
     stored = _stored_type(descr, where)
     if stored.kind in "SU":
         return None
-    header = _Header(start + length, stored, _known(stored, where), bool(is_fortran) and len(shape) > 1, shape)
+    is_fortran = bool(is_fortran) and len(shape) > 1
+    header = _Header(start + length, stored, _known(stored, where), is_fortran, shape)
     expected = header.size + math.prod(shape) * stored.itemsize
     if member.size != expected:
         error_type = TruncatedFile if member.size < expected else CorruptFile

@@ -1,0 +1,145 @@
+"""A Keras archive as a builder: the model that its own config describes, without any of its weights.
+
+The config is data until something in it names code. Keras' own classes are code that the user installed; a
+Lambda's byte code, a class of another module or a model in another file are not, and are refused before Keras
+is asked, unless the user says otherwise: `--custom-objects pkg.mod` imports a module whose classes may be
+named, `--allow-code` trusts the archive.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from exporter.checkpoint.keras_archive import ModelConfig, read_config
+from exporter.errors import BuilderError, CodeRefused, UsageError
+
+_OWN_PACKAGES = {"keras", "builtins", "keras_hub", "keras_cv", "keras_nlp", "tf_keras"}
+_CARRIES_CODE = {
+    "Lambda": "byte code in the archive",
+    "__lambda__": "byte code in the archive",
+    "TorchModuleWrapper": "a pickled module in the archive",
+    "JaxLayer": "pickled functions in the archive",
+    "FlaxLayer": "pickled functions in the archive",
+    "TFSMLayer": "a SavedModel in another place",
+}
+_MAX_DEPTH = 200
+
+Builder = Callable[[], Any]
+
+
+def archive_builder(path: Path, *, allow_code: bool = False, custom_objects: Iterable[str] = ()) -> Builder:
+    """A function that makes the archive's model in the graph it is called in.
+
+    Raises:
+        CodeRefused: the config names code that was not allowed; each with its place in the config.
+        UsageError: the file holds weights alone, or a module of `custom_objects` cannot be imported.
+        BuilderError: the Keras that wrote it is not installed.
+        CheckpointError: the archive is damaged or hostile.
+    """
+    described = read_config(path)
+    if described is None:
+        raise UsageError(f"{path} holds weights and no model", hint="name the model too: --model pkg.mod:fn")
+    keras = _keras(described)
+    known = dict(_public_objects(custom_objects))
+    config = _parsed(path, described)
+    if allow_code:
+        known |= dict(_public_objects(_named_modules(config)))
+    else:
+        _refuse_code(path, config, known, keras)
+    if isinstance(config, dict):
+        config.pop("compile_config", None)
+
+    def build() -> Any:
+        with keras.utils.custom_object_scope(known):
+            if described.is_legacy:
+                return _legacy_reader(keras)(config, custom_objects=known)
+            return keras.saving.deserialize_keras_object(config, safe_mode=not allow_code)
+
+    return build
+
+
+def _keras(described: ModelConfig) -> Any:
+    """The Keras that understands a config: legacy files of Keras 2 need tf-keras."""
+    name = "tf_keras" if described.is_legacy and described.keras_version.startswith("2") else "keras"
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise BuilderError(
+            f"the model was saved by Keras {described.keras_version}, and {name} is not installed",
+            cause=str(error),
+            hint=f"pip install {name.replace('_', '-')}, or name a builder: --model pkg.mod:fn",
+        ) from error
+
+
+def _legacy_reader(keras: Any) -> Callable[..., Any]:
+    if keras.__name__ == "tf_keras":
+        return keras.models.model_from_config  # type: ignore[no-any-return]  # Keras has no types
+    from keras.src.legacy.saving import saving_utils
+
+    return saving_utils.model_from_config  # type: ignore[no-any-return]
+
+
+def _parsed(path: Path, described: ModelConfig) -> Any:
+    try:
+        return json.loads(described.text)
+    except (ValueError, RecursionError) as error:
+        raise BuilderError(f"the config of {path} is no JSON", cause=str(error)) from None
+
+
+def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Classes and functions of modules, which importing them may also register with Keras."""
+    for name in modules:
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:
+            raise UsageError(f"--custom-objects {name}: it cannot be imported", cause=str(error)) from error
+        yield from ((key, value) for key, value in vars(module).items() if callable(value))
+
+
+def _named_modules(config: Any) -> list[str]:
+    """Modules outside Keras that a config names."""
+    found = (entry.get("module") for _, entry in _entries(config, "", 0))
+    return [
+        *dict.fromkeys(m for m in found if isinstance(m, str) and m.partition(".")[0] not in _OWN_PACKAGES)
+    ]
+
+
+def _refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) -> None:
+    for place, entry in _entries(config, "", 0):
+        name = str(entry["class_name"])
+        module = entry.get("module")
+        if name in _CARRIES_CODE and name not in known:
+            raise CodeRefused(
+                f"{path} asks to run {_CARRIES_CODE[name]}: {name} at {place or '/'}",
+                hint="if you trust it: --allow-code; otherwise name a builder: --model pkg.mod:fn",
+            )
+        registered = entry.get("registered_name")
+        is_known = name in known or keras.saving.get_registered_object(str(registered or name)) is not None
+        is_own = module is None and not _is_custom(registered, name)
+        if not (is_known or is_own or str(module).partition(".")[0] in _OWN_PACKAGES):
+            raise CodeRefused(
+                f"{path} asks for {module or registered}.{name} at {place or '/'}, which is not Keras' own",
+                hint="name the module that defines it: --custom-objects pkg.mod",
+            )
+
+
+def _is_custom(registered: object, name: str) -> bool:
+    return isinstance(registered, str) and registered != name
+
+
+def _entries(value: Any, place: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object in a config that names a class, with its place."""
+    if depth > _MAX_DEPTH:
+        raise CodeRefused(f"the config is nested more than {_MAX_DEPTH} deep at {place[:99]}")
+    if isinstance(value, dict):
+        if "class_name" in value:
+            yield place, value
+        for key, child in value.items():
+            yield from _entries(child, f"{place}/{key}", depth + 1)
+    elif isinstance(value, list):
+        for number, child in enumerate(value):
+            yield from _entries(child, f"{place}/{number}", depth + 1)
