@@ -19,6 +19,7 @@
     ├── MappingError                 4   graph and checkpoint do not fit
     │   ├── MissingTensors               variables without a tensor
     │   ├── ShapeMismatch                shapes or dtypes differ
+    │   ├── ObjectMismatch               model and checkpoint have other objects, or other names for them
     │   ├── AmbiguousRename              two variables claim one tensor, or a rule is unclear
     │   ├── NoCertainMatch               values without names of their own fit in no way, or in several
     │   └── PartitionStrategyUnknown     a re-partitioned lookup table whose row order nobody knows
@@ -192,6 +193,12 @@ class MissingTensors(MappingError):
 
 class ShapeMismatch(MappingError):
     """A variable and its tensor differ in shape or dtype."""
+
+
+class ObjectMismatch(MappingError):
+    """The model's objects and those of an object-based checkpoint do not correspond."""
+
+    default_hint = "build the model as the trainer did, in the same order of layers"
 
 
 class AmbiguousRename(MappingError):

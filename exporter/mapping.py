@@ -10,10 +10,12 @@ from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass, field
 
 from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.object_graph import read_object_graph
 from exporter.dtypes import DType
 from exporter.errors import AmbiguousRename, MissingTensors, ShapeMismatch, UsageError
 from exporter.extras import TF_AVERAGE, Extra, classify_extras
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
+from exporter.object_matching import Matched, Trained, match_objects
 from exporter.row_order import row_order
 from exporter.unnamed import match_unnamed
 
@@ -134,7 +136,9 @@ class MappingRules:
     `average` is the slot name of moving averages to serve in place of raw weights, "ema" standing for
     TensorFlow's own. `by_order` says that a list of values without names is in the order of the graph's
     variables. `strategies` says how tables were looked up in training where the user knows it;
-    `trained` what the trainer's own graph tells.
+    `trained` what the trainer's own graph tells. `object_path` leads to the served model in an object-based
+    checkpoint; `tensors` names the tensor of a variable by its key where that was found out before, among the
+    objects of another checkpoint of the same trainer.
     """
 
     renames: tuple[RenameRule, ...] = ()
@@ -143,6 +147,8 @@ class MappingRules:
     by_order: bool = False
     strategies: MappingOf[str, PartitionStrategy] = field(default_factory=dict)
     trained: MappingOf[str, PartitionStrategy] = field(default_factory=dict)
+    object_path: str | None = None
+    tensors: MappingOf[str, str] = field(default_factory=dict)
 
 
 def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Mapping:
@@ -153,12 +159,17 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         ShapeMismatch: a tensor of another shape or dtype.
         AmbiguousRename: two variables claim one tensor, or two rules disagree on a variable.
         NoCertainMatch: tensors without names of their own fit in no way, or in several.
+        ObjectMismatch: the model's objects and those of an object-based checkpoint do not correspond.
         PartitionStrategyUnknown: the rows of a re-partitioned lookup table would be in an unknown order.
     """
     wanted = _group_parts(graph.variables)
-    renamed = {key for key in wanted if any(rule.apply(key) for rule in rules.renames)}
-    unnamed = match_unnamed(graph, catalog, renamed, by_order=rules.by_order)
-    matches = {key: _find_name(key, catalog, rules, unnamed) for key in wanted}
+    objects = read_object_graph(catalog)
+    if objects is not None:
+        matches = _find_objects(wanted, graph, Trained(objects, catalog.tensors, rules.object_path), rules)
+    else:
+        renamed = {key for key in wanted if any(rule.apply(key) for rule in rules.renames)}
+        unnamed = match_unnamed(graph, catalog, renamed, by_order=rules.by_order)
+        matches = {key: _find_name(key, catalog, rules, unnamed) for key in wanted}
     missing = [key for key in wanted if not _is_usable(catalog.tensors.get(matches[key].name), wanted[key])]
     if missing:
         raise _missing_error(missing, wanted, matches, catalog)
@@ -169,6 +180,8 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         tensor = catalog.tensors[match.name]
         _check_fits(key, variables[0], tensor)
         trained = rules.strategies.get(key) or rules.trained.get(match.trained_name)
+        if objects is not None and tensor.slices:  # a ShardedVariable: TensorFlow 2 looks ids up by div
+            trained = trained or PartitionStrategy.DIV
         order = row_order(key, variables, tensor, trained=trained, served=graph.lookups.get(key))
         cast = cast_for(key, tensor, rules.casts)
         sources.append(
@@ -199,16 +212,35 @@ class _Match:
     via: str
 
 
-def _find_name(
-    key: str, catalog: Catalog, rules: MappingRules, unnamed: MappingOf[str, str] | None = None
-) -> _Match:
+def _renamed(key: str, rules: MappingRules) -> str | None:
     renamed = {new for rule in rules.renames if (new := rule.apply(key)) is not None}
     if len(renamed) > 1:
         raise AmbiguousRename(
             f"variable {key!r}: --rename rules disagree: {', '.join(sorted(map(repr, renamed)))}"
         )
-    name, via = (renamed.pop(), "rename") if renamed else (key, "name")
-    if unnamed and not renamed and key in unnamed:
+    return renamed.pop() if renamed else None
+
+
+def _find_objects(
+    wanted: MappingOf[str, tuple[GraphVariable, ...]],
+    graph: InferenceGraph,
+    trained: Trained,
+    rules: MappingRules,
+) -> dict[str, _Match]:
+    known = {key: rules.tensors[key] for key in wanted if rules.tensors.get(key) in trained.tensors}
+    renamed = {key: name for key in wanted if (name := _renamed(key, rules)) is not None}
+    rest = {key: variables[0] for key, variables in wanted.items() if key not in known}
+    found = match_objects(rest, graph.objects, trained, renamed)
+    found |= {key: Matched(name, "object") for key, name in known.items()}
+    return {key: _Match(found[key].tensor, found[key].tensor, found[key].via) for key in wanted}
+
+
+def _find_name(
+    key: str, catalog: Catalog, rules: MappingRules, unnamed: MappingOf[str, str] | None = None
+) -> _Match:
+    renamed = _renamed(key, rules)
+    name, via = (renamed, "rename") if renamed is not None else (key, "name")
+    if unnamed and renamed is None and key in unnamed:
         name, via = unnamed[key], catalog.naming.value
     if rules.average:
         suffixes = (TF_AVERAGE, "ema") if rules.average == "ema" else (rules.average,)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from exporter.catalog import SliceSpec
+from exporter.catalog import SliceSpec, TensorRef
+from exporter.checkpoint.object_graph import ObjectGraph
 from exporter.dtypes import DType
 from exporter.protos import Proto
 
@@ -69,8 +70,10 @@ class InferenceGraph:
     plus table initialisers; its `signature_def` is complete; it has no saver, devices or collections.
     `init_op` names the node (NoOp) that initialises tables, None if there are none. `lookups` gives, for
     each variable by its key, how ids find its rows (a whole one that rows are gathered from is `DIV` over one
-    part); one that is missing there is looked up in a way that nobody knows. `notes` are for the person who
-    exports.
+    part); one that is missing there is looked up in a way that nobody knows. `objects` are those that the
+    graph was made from, their variables naming its nodes (some of which are gone). `layers` tells where
+    Keras 3 would look for each variable of its model (by key; also for those that are not served): path, dtype,
+    shape, and the layer's name. `notes` are for the person who exports.
     """
 
     source: str
@@ -80,3 +83,5 @@ class InferenceGraph:
     init_op: str | None = None
     lookups: Mapping[str, PartitionStrategy] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    objects: ObjectGraph | None = None
+    layers: Mapping[str, TensorRef] = field(default_factory=dict)

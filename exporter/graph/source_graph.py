@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from exporter.catalog import SliceSpec
+from exporter.catalog import SliceSpec, TensorRef
+from exporter.checkpoint.object_graph import ObjectGraph
 from exporter.protos import Proto
 
 
@@ -17,7 +18,8 @@ from exporter.protos import Proto
 class GraphRequest:
     """What the user asks to serve.
 
-    `model` is `pkg.mod:fn`, `path/file.py:fn`, a `.meta` file, a SavedModel directory, or a builder itself.
+    `model` is `pkg.mod:fn`, `path/file.py:fn`, a `.meta` file, a SavedModel directory, a Keras archive, or a
+    builder itself. `allow_code` and `custom_objects` (modules) say which code an archive may ask for.
     `inputs` and `outputs` map signature names to tensor names and make the signature `serving_default`;
     `signatures_file` is JSON with several (see `exporter.graph.signatures`). `feeds` fixes placeholders to
     constants, `model_args` are a builder's keyword arguments; both hold text as typed.
@@ -29,6 +31,8 @@ class GraphRequest:
     signatures_file: Path | None = None
     model_args: Mapping[str, str] = field(default_factory=dict)
     feeds: Mapping[str, str] = field(default_factory=dict)
+    allow_code: bool = False
+    custom_objects: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,9 @@ class SourceGraph:
     tensors (also ones that are no placeholders: a session can feed any). `feeds` holds values by placeholder
     node, to be fed beside every signature. `keys` tells for each variable's node what it is stored under.
     `assets` maps a node that holds a file's path to that file; `init_op` is the node that initialises tables.
-    Relative paths in the graph mean `directory` if they do not exist where the process runs.
+    Relative paths in the graph mean `directory` if they do not exist where the process runs. `objects` are
+    those that the graph was made from, their variables naming nodes; None if it was made without objects.
+    `layers` tells, for a Keras 3 model, where a weights file has each variable (by node).
     """
 
     label: str
@@ -57,3 +63,5 @@ class SourceGraph:
     assets: Mapping[str, Path] = field(default_factory=dict)
     init_op: str | None = None
     directory: Path = Path()
+    objects: ObjectGraph | None = None
+    layers: Mapping[str, TensorRef] = field(default_factory=dict)

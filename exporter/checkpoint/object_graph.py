@@ -1,0 +1,132 @@
+"""The graph of objects that TensorFlow 2 keeps in a checkpoint: which held which variable, called what.
+
+An object-based checkpoint has one string tensor `_CHECKPOINTABLE_OBJECT_GRAPH`, a `TrackableObjectGraph`:
+nodes with named edges, node 0 the root, and for each saved value the program's own name and its tensor's.
+A tensor's name spells one of many paths that lead to its object, the first that TensorFlow came along; so
+names differ between a training job and a served model, while the edges agree. Source:
+tensorflow/core/protobuf/trackable_object_graph.proto, tensorflow/python/checkpoint/graph_view.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from google.protobuf.message import DecodeError
+
+from exporter import protos
+from exporter.catalog import Catalog
+from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
+from exporter.checkpoint.tensor_values import read_array
+from exporter.dtypes import DType
+from exporter.errors import CorruptFile
+from exporter.protos import Proto
+
+VARIABLE_VALUE = "VARIABLE_VALUE"
+SUFFIX = f"/.ATTRIBUTES/{VARIABLE_VALUE}"
+"""What TensorFlow puts behind the path of a variable's object to name its tensor."""
+
+ROOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedVariable:
+    """A variable: its name as the program gave it, and where its values are.
+
+    `tensor` is the tensor's name in a checkpoint; in a graph that is to be served it is the variable's node.
+    """
+
+    name: str
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedObject:
+    """An object: its edges by name, its own value if it is a variable, and its optimizer slots' objects."""
+
+    children: Mapping[str, int]
+    variable: TrackedVariable | None = None
+    slots: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ObjectGraph:
+    """All objects; number 0 is the root."""
+
+    objects: tuple[TrackedObject, ...]
+
+    def at(self, path: str, start: int = ROOT) -> int | None:
+        """The object that a path such as `model/layers/0` leads to; "" and "." are `start` itself."""
+        found = start
+        for name in path.split("/") if path not in ("", ".") else ():
+            following = self.objects[found].children.get(name)
+            if following is None:
+                return None
+            found = following
+        return found
+
+    @cached_property
+    def paths(self) -> Mapping[int, str]:
+        """A shortest path to each object that the root leads to; "" is the root's own."""
+        return self.paths_from(ROOT)
+
+    def paths_from(self, start: int, without: Collection[str] = ()) -> dict[int, str]:
+        """A shortest path to each object that `start` leads to over edges whose names are not `without`."""
+        found, pending = {start: ""}, deque([start])
+        while pending:
+            number = pending.popleft()
+            for name, child in self.objects[number].children.items():
+                if child not in found and name not in without:
+                    found[child] = f"{found[number]}/{name}".lstrip("/")
+                    pending.append(child)
+        return found
+
+
+def read_object_graph(catalog: Catalog) -> ObjectGraph | None:
+    """The object graph of a checkpoint; None for one by names.
+
+    Raises:
+        CorruptFile: it cannot be decoded, or an edge leads nowhere.
+    """
+    ref = catalog.tensors.get(OBJECT_GRAPH)
+    if ref is None:
+        return None
+    where = f"{catalog.prefix}: {OBJECT_GRAPH}"
+    if ref.dtype is not DType.STRING or ref.shape != ():
+        raise CorruptFile(f"{where} is {ref.dtype.label}{list(ref.shape)}, expected one string")
+    return parse_object_graph(read_array(catalog, ref).item(), where)
+
+
+def parse_object_graph(data: bytes, where: str) -> ObjectGraph:
+    """A serialised `TrackableObjectGraph`; `where` is for error texts.
+
+    Raises:
+        CorruptFile: it cannot be decoded, or an edge leads nowhere.
+    """
+    try:
+        message = protos.TrackableObjectGraph.FromString(data)
+    except DecodeError as error:
+        raise CorruptFile(f"{where} is no graph of objects", cause=str(error)) from None
+    count = len(message.nodes)
+    if not count:
+        raise CorruptFile(f"{where} holds no object")
+    objects = tuple(map(_object, message.nodes))
+    for number, node in enumerate(objects):
+        for child in (*node.children.values(), *node.slots):
+            if not 0 <= child < count:
+                raise CorruptFile(f"{where} is damaged: object {number} leads to {child} of {count}")
+    return ObjectGraph(objects)
+
+
+def _object(node: Proto) -> TrackedObject:
+    variable = None
+    for attribute in node.attributes:
+        if attribute.name == VARIABLE_VALUE:
+            variable = TrackedVariable(attribute.full_name, attribute.checkpoint_key)
+    return TrackedObject(
+        {child.local_name: child.node_id for child in node.children},
+        variable,
+        tuple(slot.slot_variable_node_id for slot in node.slot_variables),
+    )

@@ -1,0 +1,267 @@
+"""Builders that return an object in place of tensors: a Keras model, or a `tf.Module` with `signatures`.
+
+They run as other builders do, in a graph, where variables are symbols and initialisers are never run: nothing
+is allocated. The object is then called on placeholders of the same graph, a Keras model in inference mode; so
+what comes out is a graph like any other. What is remembered beside it is the graph of objects, by whose edges
+an object-based checkpoint can be matched (`exporter.checkpoint.object_graph`).
+
+Nothing here imports Keras: a model of Keras 3 or tf-keras exists only if the user's own code imported it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from exporter.checkpoint.object_graph import ObjectGraph, TrackedObject, TrackedVariable
+from exporter.errors import BuilderError
+from exporter.graph.signatures import DEFAULT_SIGNATURE
+
+Tensors = Mapping[str, Any]
+
+_NUMBERED = re.compile(r"(keras_tensor(_\d+)?)?")
+"""Names that Keras 3 gives to inputs without one, counting all that a process makes."""
+
+_LIST = "trainable_variables"
+_UNNAMED = "Variable"
+"""What TensorFlow calls a variable that was given no name."""
+
+
+def is_object(result: Any) -> bool:
+    """True if a builder returned a model or a module."""
+    import tensorflow as tf
+
+    return isinstance(result, tf.Module) or _is_keras_model(result)
+
+
+def signatures_of(model: Any, label: str) -> dict[str, tuple[Tensors, Tensors]]:
+    """Inputs and outputs by signature, made in the default graph.
+
+    A Keras model has one signature, its inputs and outputs by name; a module those of its attribute
+    `signatures`: functions with an input signature, by name.
+
+    Raises:
+        BuilderError: nothing tells the inputs, or calling the object failed.
+    """
+    if _is_keras_model(model):
+        inputs, arguments = _keras_inputs(model, label)
+        with _failures(f"calling the model of {label}"):
+            result = model(arguments, training=False)
+        return {DEFAULT_SIGNATURE: (inputs, _outputs(result, _keras_output_names(model)))}
+    functions = getattr(model, "signatures", None)
+    if not isinstance(functions, Mapping) or not functions:
+        raise BuilderError(
+            f"the module that {label} returned has no signatures",
+            cause="expected an attribute `signatures`: tf.functions with an input_signature, by name",
+            hint="module.signatures = {'serving_default': module.serve}",
+        )
+    return {name: _call(function, f"{label}, signature {name!r}") for name, function in functions.items()}
+
+
+@dataclass(frozen=True)
+class ObjectView:
+    """The objects below a model or module, as TensorFlow would save them.
+
+    `names` gives each variable's name by its node: Keras' own path; its path among the objects where the
+    program gave it no name.
+    """
+
+    objects: ObjectGraph
+    names: Mapping[str, str]
+
+
+def view_objects(model: Any) -> ObjectView:
+    """The objects below a model; their variables name nodes of the graph that the model was built in.
+
+    A Keras model gets one edge more, `trainable_variables`, to a list: an optimizer keeps that list too.
+    """
+    import tensorflow as tf
+
+    view = tf.train.TrackableView(model)
+    items = list(view.descendants())
+    edges = [dict(view.children(item)) for item in items]
+    for item, children in [*zip(items, edges, strict=True)]:
+        if _is_keras_model(item) and _LIST not in children:
+            children[_LIST] = _as_list(item.trainable_variables, items, edges)
+    numbers = {id(item): number for number, item in enumerate(items)}
+    objects = ObjectGraph(
+        tuple(
+            TrackedObject(
+                {name: numbers[id(child)] for name, child in children.items() if id(child) in numbers},
+                _variable(item),
+            )
+            for item, children in zip(items, edges, strict=True)
+        )
+    )
+    return ObjectView(objects, dict(_names(items, objects)))
+
+
+def _as_list(variables: Sequence[Any], items: list[Any], edges: list[dict[str, Any]]) -> object:
+    """An object whose children are the variables; it and those that nothing tracks are added to the items."""
+    known = {id(item) for item in items}
+    listed = object()
+    new = [listed, *(variable for variable in variables if id(variable) not in known)]
+    items += new
+    edges += [{str(number): variable for number, variable in enumerate(variables)}, *({} for _ in new[1:])]
+    return listed
+
+
+def _names(items: Iterable[Any], objects: ObjectGraph) -> Iterator[tuple[str, str]]:
+    for number, (item, entry) in enumerate(zip(items, objects.objects, strict=True)):
+        if entry.variable is not None:
+            name = getattr(item, "path", None) or entry.variable.name
+            is_unnamed = name.partition("_")[0] == _UNNAMED
+            yield entry.variable.tensor, objects.paths[number] if is_unnamed else name
+
+
+@contextlib.contextmanager
+def unchanged_classes() -> Iterator[None]:
+    """Undo what building in a graph does to a program's own tf-keras classes.
+
+    tf-keras gives a subclass of Model other bases while there is no eager execution, and models that exist
+    already would lose theirs. (Source: tf_keras/src/utils/version_utils.py, swap_class.)
+    """
+    tf_keras = sys.modules.get("tf_keras")
+    before = {} if tf_keras is None else {c: c.__bases__ for c in _subclasses(tf_keras.layers.Layer)}
+    try:
+        yield
+    finally:
+        for changed, bases in before.items():
+            if changed.__bases__ != bases:
+                changed.__bases__ = bases
+
+
+def _subclasses(root: type) -> Iterator[type]:
+    children: list[type] = root.__subclasses__()
+    for child in children:
+        yield child
+        yield from _subclasses(child)
+
+
+def _is_keras_model(value: Any) -> bool:
+    kerases = (sys.modules.get(name) for name in ("keras", "tf_keras"))
+    return any(keras is not None and isinstance(value, keras.Model) for keras in kerases)
+
+
+def _variable(item: Any) -> TrackedVariable | None:
+    import tensorflow as tf
+
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(item, keras.Variable):
+        item = item.value
+    if not isinstance(item, tf.Variable):
+        return None
+    node = item.handle.op.name if hasattr(item, "handle") else item.op.name
+    return TrackedVariable(node, node)
+
+
+def _keras_inputs(model: Any, label: str) -> tuple[Tensors, Any]:
+    """Placeholders for a Keras model's inputs: by name, and in the structure that it is called with."""
+    import tensorflow as tf
+
+    structure = _quietly(lambda: model.input)
+    if structure is None:
+        structure = _built_shapes(model)
+    if structure is None:
+        raise BuilderError(
+            f"nothing tells the inputs of the model that {label} returned",
+            hint="call it once on keras.Input(...) in the builder, or return a tf.Module that holds it, with "
+            "signatures",
+        )
+    names = _input_names(model, structure)
+    flat = [_placeholder(spec, name) for spec, name in zip(tf.nest.flatten(structure), names, strict=True)]
+    return dict(zip(names, flat, strict=True)), tf.nest.pack_sequence_as(structure, flat)
+
+
+def _input_names(model: Any, structure: Any) -> list[str]:
+    import tensorflow as tf
+
+    if isinstance(structure, Mapping):
+        return sorted(structure)  # the order of tf.nest
+    flat = tf.nest.flatten(structure)
+    own = _quietly(lambda: model.input_names) or [getattr(spec, "name", None) or "" for spec in flat]
+    names = [name.partition(":")[0] for name in own]
+    if len(names) == len({*names}) == len(flat) and not any(map(_NUMBERED.fullmatch, names)):
+        return names
+    return ["inputs"] if len(flat) == 1 else [f"input_{number}" for number in range(len(flat))]
+
+
+def _built_shapes(model: Any) -> Any:
+    """Inputs of a subclassed model, from the shapes that it was built with."""
+    import tensorflow as tf
+
+    config = _quietly(model.get_build_config) or {}
+    shapes = config.get("shapes_dict") or {"inputs": config.get("input_shape")}
+    dtype = getattr(model, "input_dtype", None) or model.compute_dtype
+    if len(shapes) != 1:
+        return None
+    (shape,) = shapes.values()
+    if not isinstance(shape, tuple | list) or any(isinstance(size, tuple | list) for size in shape):
+        return None
+    return tf.TensorSpec([None, *shape[1:]], dtype)
+
+
+def _placeholder(spec: Any, name: str) -> Any:
+    import tensorflow as tf
+
+    shape = [None, *spec.shape[1:]] if spec.shape.__class__ is tuple or spec.shape.rank else spec.shape
+    if getattr(spec, "sparse", False) or isinstance(getattr(spec, "type_spec", None), tf.SparseTensorSpec):
+        return tf.compat.v1.sparse_placeholder(spec.dtype, shape, name=_node_name(name))
+    return tf.compat.v1.placeholder(spec.dtype, shape, name=_node_name(name))
+
+
+def _node_name(name: str) -> str:
+    """The same name if a graph allows it for a node."""
+    return name if name and (name[0].isalnum() or name[0] == ".") and " " not in name else "input"
+
+
+def _keras_output_names(model: Any) -> list[str]:
+    return [*(_quietly(lambda: model.output_names) or ())]
+
+
+def _outputs(result: Any, names: list[str]) -> Tensors:
+    """What a call returned, by name: a dict's keys, the names of output layers, or `output_<i>`."""
+    import tensorflow as tf
+
+    if isinstance(result, Mapping):
+        return result
+    flat = tf.nest.flatten(result)
+    if len(names) != len(flat) or len({*names}) != len(names):
+        names = [f"output_{number}" for number in range(len(flat))]
+    return dict(zip(names, flat, strict=True))
+
+
+def _call(function: Any, where: str) -> tuple[Tensors, Tensors]:
+    import tensorflow as tf
+
+    if not hasattr(function, "get_concrete_function"):
+        raise BuilderError(f"builder {where} is no tf.function", cause=f"it is a {type(function).__name__}")
+    with _failures(f"tracing {where}"):
+        arguments = function.get_concrete_function().structured_input_signature
+        specs = tf.nest.flatten(arguments, expand_composites=False)
+        names = [getattr(spec, "name", None) or f"input_{number}" for number, spec in enumerate(specs)]
+        placeholders = [_placeholder(spec, name) for spec, name in zip(specs, names, strict=True)]
+        positional, by_name = tf.nest.pack_sequence_as(arguments, placeholders)
+        result = function(*positional, **by_name)
+    return dict(zip(names, placeholders, strict=True)), _outputs(result, [])
+
+
+def _quietly(read: Callable[[], Any]) -> Any:
+    """A property of a Keras model that raises when the model has no such thing."""
+    try:
+        return read()
+    except (AttributeError, ValueError, RuntimeError, NotImplementedError):
+        return None
+
+
+@contextlib.contextmanager
+def _failures(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise BuilderError(f"{what} failed", cause=text) from error

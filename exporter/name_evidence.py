@@ -1,0 +1,64 @@
+"""What variables' names say about a match that was found in another way.
+
+An object-based checkpoint is matched by its objects' edges: `layers/2` is restored into `layers/2`. A program
+that makes its layers in another order than the trainer did has the same edges, and every shape may fit. The
+names tell: two names agree if they are equal but for the numbers that a framework puts behind a name in use
+(`dense_4` for `dense`) and for scopes that one of them has in addition (`dense/kernel`, `net/dense/kernel`).
+Numbers are not compared, since they count what a process made before; but they must grow in the same order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+_NUMBER = re.compile(r"_([0-9]+)$")
+_SAYS_NOTHING = re.compile(r"((Sharded)?Variable(_[0-9]+)?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPair:
+    """A variable to serve and the trained one that shall give its values; `kind` is its dtype and shape."""
+
+    served: str
+    trained: str
+    kind: str
+
+
+def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
+    """Each reason why the names speak against the pairs, for a person."""
+    groups: dict[tuple[object, ...], list[NamedPair]] = {}
+    for pair in pairs:
+        if _SAYS_NOTHING.fullmatch(pair.served) or _SAYS_NOTHING.fullmatch(pair.trained):
+            continue
+        served, trained = _stems(pair.served), _stems(pair.trained)
+        if not _agree(served, trained):
+            yield f"{pair.served!r} would get the values of {pair.trained!r}"
+            continue
+        groups.setdefault((served, trained, pair.kind), []).append(pair)
+    for group in groups.values():
+        group.sort(key=lambda pair: _numbers(pair.served))
+        for before, after in pairwise(group):
+            if _numbers(before.trained) > _numbers(after.trained):
+                yield (
+                    f"{before.served!r} would get the values of {before.trained!r}, and "
+                    f"{after.served!r} those of {after.trained!r}, which is the reverse order"
+                )
+
+
+def _stems(name: str) -> tuple[str, ...]:
+    return tuple(_NUMBER.sub("", part) for part in name.split("/"))
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    found = (_NUMBER.search(part) for part in name.split("/"))
+    return tuple(int(number[1]) if number else 0 for number in found)
+
+
+def _agree(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """True if the shorter is the longer without some of its scopes."""
+    shorter, longer = sorted((one, other), key=len)
+    rest = iter(longer)
+    return shorter[-1] == longer[-1] and all(part in rest for part in shorter)

@@ -1,0 +1,412 @@
+"""Which tensor of an object-based checkpoint a served variable is restored from.
+
+Tensors' names spell one of many paths through the trainer's objects and cannot be compared. So both graphs of
+objects are walked side by side, from a pair of objects that correspond, along edges of equal names: so does
+TensorFlow restore. It restores what it finds and leaves the rest; here every variable that is served must be
+found, at one place, with a name that does not speak against it (`exporter.name_evidence`), or nothing is.
+
+Which objects correspond is said by `--object-path`, or found out: the served model is compared with every
+object near the checkpoint's root, and exactly one set of tensors may fit. A graph without objects (a builder
+that returns tensors) is matched by the names that its variables had in the trainer's program.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from exporter.catalog import TensorRef
+from exporter.checkpoint.object_graph import ROOT, SUFFIX, ObjectGraph, TrackedVariable
+from exporter.errors import AmbiguousRename, MissingTensors, ObjectMismatch, UsageError
+from exporter.graph.inference_graph import GraphVariable
+from exporter.name_evidence import NamedPair, conflicts
+
+_SEARCH_DEPTH = 3  # edges between a checkpoint's root and the model in it
+_WRAPPER_DEPTH = 2  # edges between what a builder returned and the model in it
+_SHOWN = 12
+_OPTIMIZER_EDGES = frozenset({"_iterations", "iter", "_index_dict", "_trainable_variables_indices"})
+_INDEXED = re.compile(r"[0-9]+|layer(_with_weights)?-[0-9]+")
+_TRAINED_LIST = "_trainable_variables"
+_SERVED_LIST = "trainable_variables"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The checkpoint's side: its objects, its tensors, and where the user says the model is."""
+
+    objects: ObjectGraph
+    tensors: Mapping[str, TensorRef]
+    object_path: str | None = None
+
+    @cached_property
+    def start(self) -> int | None:
+        """The object that the user names.
+
+        Raises:
+            UsageError: there is none of that path.
+        """
+        if self.object_path is None:
+            return None
+        found = self.objects.at(self.object_path)
+        if found is None:
+            near = [path for path in self.objects.paths.values() if path.count("/") < _WRAPPER_DEPTH]
+            raise UsageError(
+                f"--object-path {self.object_path}: the checkpoint has no such object",
+                cause=f"near its root are {_listed(filter(None, near))}",
+            )
+        return found
+
+    @cached_property
+    def holding(self) -> frozenset[int]:
+        """The objects from which some variable can be reached."""
+        parents: dict[int, list[int]] = {}
+        for number, item in enumerate(self.objects.objects):
+            for child in item.children.values():
+                parents.setdefault(child, []).append(number)
+        found = {number for number, item in enumerate(self.objects.objects) if item.variable}
+        pending = [*found]
+        while pending:
+            for parent in parents.get(pending.pop(), ()):
+                if parent not in found:
+                    found.add(parent)
+                    pending.append(parent)
+        return frozenset(found)
+
+    @cached_property
+    def optimizers(self) -> frozenset[int]:
+        """The objects that are optimizers."""
+        return frozenset(
+            number
+            for number, item in enumerate(self.objects.objects)
+            if item.slots or _OPTIMIZER_EDGES & item.children.keys()
+        )
+
+    @cached_property
+    def by_name(self) -> Mapping[str, tuple[TrackedVariable, ...]]:
+        """The variables of each name, optimizers' slots left out."""
+        slots = {slot for item in self.objects.objects for slot in item.slots}
+        within = None if self.start is None else self.objects.paths_from(self.start)
+        found: dict[str, dict[str, TrackedVariable]] = {}
+        for number, item in enumerate(self.objects.objects):
+            if item.variable and number not in slots and (within is None or number in within):
+                found.setdefault(item.variable.name, {})[item.variable.tensor] = item.variable
+        return {name: tuple(variables.values()) for name, variables in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """The tensor that a variable is restored from, and how that was found."""
+
+    tensor: str
+    via: str
+
+
+def match_objects(
+    wanted: Mapping[str, GraphVariable],
+    served: ObjectGraph | None,
+    trained: Trained,
+    renamed: Mapping[str, str],
+) -> dict[str, Matched]:
+    """The tensor of each variable by its key; `renamed` holds the trainer's name where the user gave one.
+
+    Raises:
+        ObjectMismatch: the objects do not correspond, or names speak against it.
+        AmbiguousRename: several places of the checkpoint fit, or several variables have the name.
+        MissingTensors: variables that are nowhere.
+        UsageError: the object path does not exist.
+    """
+    found = {}
+    for key, name in renamed.items():
+        tensor = _spelt(name, trained)
+        if key in wanted and tensor is not None:
+            found[key] = Matched(tensor, "rename")
+    rest = {key: variable for key, variable in wanted.items() if key not in found}
+    if served is not None and rest:
+        walked = _Search(rest, served, trained, renamed).best()
+        if walked is not None:
+            return found | {key: Matched(tensor, "object") for key, tensor in walked.items()}
+    return found | _by_name(rest, served, trained, renamed)
+
+
+def _spelt(name: str, trained: Trained) -> str | None:
+    """The tensor that a name given by a person means: a tensor's, a path's, a variable's if it is unique."""
+    for tensor in (name, f"{name}{SUFFIX}"):
+        if tensor in trained.tensors:
+            return tensor
+    number = trained.objects.at(name)
+    variable = trained.objects.objects[number].variable if number is not None else None
+    if variable is not None:
+        return variable.tensor
+    candidates = trained.by_name.get(name, ())
+    return candidates[0].tensor if len(candidates) == 1 else None
+
+
+def _by_name(
+    wanted: Mapping[str, GraphVariable],
+    served: ObjectGraph | None,
+    trained: Trained,
+    renamed: Mapping[str, str],
+) -> dict[str, Matched]:
+    found, missing = {}, []
+    for key, variable in wanted.items():
+        names = [renamed[key]] if key in renamed else [key, variable.node]
+        candidates = next((trained.by_name[name] for name in names if name in trained.by_name), ())
+        if len(candidates) > 1:
+            raise AmbiguousRename(
+                f"{len(candidates)} variables of the checkpoint are called {candidates[0].name!r}",
+                cause=f"they are {_listed(_place(candidate) for candidate in candidates)}",
+                hint="name the model's object with --object-path PATH, or the tensor: "
+                f"--rename '{re.escape(key)}={_place(candidates[-1])}'",
+            )
+        if candidates:
+            found[key] = Matched(candidates[0].tensor, "name")
+        else:
+            missing.append(key)
+    if missing:
+        raise _missing(missing, wanted, trained)
+    if served is not None:
+        _refuse_left_over_twins(found, wanted, trained)
+    return found
+
+
+def _refuse_left_over_twins(
+    found: Mapping[str, Matched], wanted: Mapping[str, GraphVariable], trained: Trained
+) -> None:
+    """A model with a layer less would find `dense`, `dense_1` and leave `dense_2`: which one is too many?"""
+    used = {match.tensor for match in found.values()}
+    stems = {(_stem(key), wanted[key].full_shape): key for key in found}
+    for name, variables in trained.by_name.items():
+        for variable in variables:
+            ref = trained.tensors.get(variable.tensor)
+            twin = stems.get((_stem(name), ref.shape)) if ref else None
+            if twin is not None and variable.tensor not in used:
+                raise ObjectMismatch(
+                    f"the checkpoint has {name!r} beside what the model has, of the same shape as {twin!r}",
+                    cause="with a layer more or less, numbered names stand for other layers",
+                )
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"_[0-9]+(?=/|$)", "", name)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Two objects walked side by side: the trained objects that each served one met, and what is too many."""
+
+    served_path: str
+    trained_path: str
+    met: Mapping[int, tuple[int, ...]]
+    excess: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """The checkpoint's object that the walk began at, for a person."""
+        return self.trained_path or "."
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The search for the objects that correspond."""
+
+    wanted: Mapping[str, GraphVariable]
+    served: ObjectGraph
+    trained: Trained
+    renamed: Mapping[str, str]
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        by_node = {
+            item.variable.tensor: number
+            for number, item in enumerate(self.served.objects)
+            if item.variable is not None
+        }
+        for key, variable in self.wanted.items():
+            if variable.node in by_node:
+                self.numbers[key] = by_node[variable.node]
+
+    def best(self) -> dict[str, str] | None:
+        """The tensors of the one correspondence that fits; None if no object of the two graphs corresponds.
+
+        Raises:
+            ObjectMismatch, AmbiguousRename, MissingTensors: see `match_objects`.
+        """
+        partial: list[tuple[_Walk, dict[str, str]]] = []
+        for start in self._served_starts():
+            walks = [self._walk(start, candidate) for candidate in self._trained_starts()]
+            found = [(walk, self._tensors(walk)) for walk in walks if walk.met]
+            complete = [(walk, tensors) for walk, tensors in found if len(tensors) == len(self.wanted)]
+            if complete:
+                return self._only(complete)
+            partial += [(walk, tensors) for walk, tensors in found if tensors]
+        if not partial:
+            return None
+        walk, tensors = max(partial, key=lambda entry: len(entry[1]))
+        missing = [key for key in self.wanted if key not in tensors]
+        raise _missing(missing, self.wanted, self.trained, at=walk.label)
+
+    def _served_starts(self) -> Iterator[int]:
+        """The root, then objects inside it that hold all that is wanted."""
+        for number, path in self.served.paths.items():
+            if path.count("/") + bool(path) > _WRAPPER_DEPTH:
+                return
+            below = self.served.paths_from(number)
+            if all(wanted in below for wanted in self.numbers.values()):
+                yield number
+
+    def _trained_starts(self) -> list[int]:
+        if self.trained.start is not None:
+            return [self.trained.start]
+        objects, found, level = self.trained.objects.objects, {ROOT: None}, [ROOT]
+        for _ in range(_SEARCH_DEPTH):
+            level = [
+                child
+                for number in level
+                for child in objects[number].children.values()
+                if child not in self.trained.optimizers
+            ]
+            found |= dict.fromkeys(level)
+        return [number for number in found if number in self.trained.holding]
+
+    def _walk(self, served: int, trained: int) -> _Walk:
+        ours, theirs = self.served.objects, self.trained.objects.objects
+        met: dict[int, list[int]] = {}
+        excess: list[str] = []
+        seen, pending = {(served, trained)}, deque([(served, trained)])
+        while pending:
+            pair = pending.popleft()
+            one, other = ours[pair[0]], theirs[pair[1]]
+            if pair[1] in self.trained.optimizers:
+                continue
+            if one.variable and other.variable:
+                met.setdefault(pair[0], []).append(pair[1])
+            for name, child in other.children.items():
+                if name in one.children:
+                    following = (one.children[name], child)
+                    if following not in seen:
+                        seen.add(following)
+                        pending.append(following)
+                elif _INDEXED.fullmatch(name) and child in self.trained.holding:
+                    excess.append(f"{self.trained.objects.paths.get(pair[1], '?')}/{name}".lstrip("/"))
+        paths = self.served.paths.get(served, "?"), self.trained.objects.paths.get(trained, "?")
+        walk = _Walk(*paths, {number: tuple(others) for number, others in met.items()}, tuple(excess))
+        return self._with_optimizer_list(served, walk)
+
+    def _with_optimizer_list(self, served: int, walk: _Walk) -> _Walk:
+        """The walk with what only an optimizer's list of variables leads to.
+
+        A subclassed model of Keras 3 does not track layers in lists and dicts for TensorFlow; its optimizer
+        keeps all trainable variables in the model's own order. That order is believed if every shape fits
+        and it says the same as the walk, wherever both say something.
+        """
+        own = self.served.at(_SERVED_LIST, served)
+        if own is None or not walk.met or len(self._tensors(walk)) == len(self.wanted):
+            return walk
+        ours = [*self.served.objects[own].children.values()]
+        for optimizer in self.trained.optimizers:
+            listed = self.trained.objects.at(_TRAINED_LIST, optimizer)
+            if listed is None:
+                continue
+            theirs = [*self.trained.objects.objects[listed].children.values()]
+            pairs = [*zip(ours, theirs, strict=False)]
+            agrees = all(walk.met.get(one, (other,)) == (other,) for one, other in pairs)
+            if len(ours) == len(theirs) and agrees:
+                return _Walk(
+                    walk.served_path,
+                    walk.trained_path,
+                    {**{one: (other,) for one, other in pairs}, **walk.met},
+                    walk.excess,
+                )
+        return walk
+
+    def _tensors(self, walk: _Walk) -> dict[str, str]:
+        objects = self.trained.objects.objects
+        found = {}
+        for key, number in self.numbers.items():
+            variable = objects[walk.met[number][0]].variable if number in walk.met else None
+            if variable is not None and variable.tensor in self.trained.tensors:
+                found[key] = variable.tensor
+        return found
+
+    def _only(self, complete: Iterable[tuple[_Walk, dict[str, str]]]) -> dict[str, str]:
+        fitting: dict[tuple[str, ...], tuple[_Walk, dict[str, str]]] = {}
+        refused: list[tuple[bool, _Walk, dict[str, str], list[str]]] = []
+        for walk, tensors in complete:
+            problems, fits = [*self._problems(walk)], self._fits(tensors)
+            if fits and not problems:
+                fitting.setdefault(tuple(tensors.values()), (walk, tensors))
+            else:
+                refused.append((fits, walk, tensors, problems))
+        if len(fitting) > 1:
+            raise AmbiguousRename(
+                f"{len(fitting)} objects of the checkpoint fit the model equally well",
+                cause=f"they are {_listed(walk.label for walk, _ in fitting.values())}",
+                hint="say which one to serve: --object-path PATH",
+            )
+        if fitting:
+            return next(iter(fitting.values()))[1]
+        fits, walk, tensors, problems = max(refused, key=lambda entry: (entry[0], -len(entry[3])))
+        if not problems:
+            return tensors  # a shape or a dtype is wrong: whoever compares them says which
+        raise ObjectMismatch(
+            f"the model and the checkpoint's object {walk.label!r} do not correspond",
+            cause="\n  ".join(["", *problems[:_SHOWN]]),
+            hint="build the model as the trainer did; if names alone were changed, say so: "
+            "--rename 'PATTERN=TRAINED NAME'",
+        )
+
+    def _fits(self, tensors: Mapping[str, str]) -> bool:
+        refs = ((self.wanted[key], self.trained.tensors[name]) for key, name in tensors.items())
+        return all(v.full_shape == ref.shape and v.dtype == ref.dtype for v, ref in refs)
+
+    def _problems(self, walk: _Walk) -> Iterator[str]:
+        """Whatever speaks against a walk that found everything."""
+        objects = self.trained.objects.objects
+        pairs = []
+        for key, number in self.numbers.items():
+            variables = [objects[other].variable for other in walk.met[number]]
+            places = {variable.tensor: variable for variable in variables if variable}
+            if len(places) > 1:
+                yield f"{key!r} is both {_listed(map(_place, places.values()))} there"
+            own = self.served.objects[number].variable
+            theirs = next(iter(places.values()))
+            variable = self.wanted[key]
+            name = self.renamed.get(key, own.name if own else key)
+            kind = f"{variable.dtype.label}{list(variable.full_shape)}"
+            pairs.append(NamedPair(name, theirs.name, kind))
+        yield from conflicts(pairs)
+        for path in walk.excess:
+            yield f"the checkpoint has {path!r}, the model has nothing there"
+
+
+def _missing(
+    missing: list[str], wanted: Mapping[str, GraphVariable], trained: Trained, at: str | None = None
+) -> MissingTensors:
+    names = [*trained.by_name]
+    lines = []
+    for key in missing[:_SHOWN]:
+        near = difflib.get_close_matches(key, names, n=2, cutoff=0.5)
+        known = "; ".join(f"{name!r} at {_place(trained.by_name[name][0])}" for name in near)
+        shape = f"{wanted[key].dtype.label}{list(wanted[key].full_shape)}"
+        lines.append(f"{key} {shape}: {'nearest ' + known if known else 'nothing has a similar name'}")
+    if len(missing) > _SHOWN:
+        lines.append(f"... and {len(missing) - _SHOWN} more")
+    where = "the checkpoint" if at is None else f"the checkpoint's object {at!r}, which fits best,"
+    return MissingTensors(
+        f"{len(missing)} of {len(wanted)} variables are nowhere in {where}",
+        cause="\n  ".join(["", *lines]),
+        hint="build the model as the trainer did, or name the tensors: --rename 'pattern=path of its object'",
+    )
+
+
+def _place(variable: TrackedVariable) -> str:
+    return variable.tensor.removesuffix(SUFFIX)
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = [*names]
+    return ", ".join(map(repr, shown[:_SHOWN])) + (", ..." if len(shown) > _SHOWN else "")
