@@ -51,7 +51,7 @@ def exported(done: ExportedDelta, sink: Output) -> None:
         size = sum(file.bytes_ for file in done.published.manifest.files)
         lines.append(_line("delta", f"{done.rows} rows in {done.variables} variables, {human_bytes(size)}"))
         lines.append(_line("published", f"{done.published.path} in {done.seconds:.2f} s"))
-        lines.append(_line("next", f"serve-model update {plan.log.model}"))
+        lines.append(_line("next", f"serve-model update HOST:PORT --model {plan.log.model.name}"))
     sink.result(document, lines)
 
 
