@@ -126,8 +126,9 @@ class IncrementHook:
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Chief: publish when it is time."""
         if self._chief is not None:
-            self._chief.publisher.notice_full()
-            if self._chief.publisher.is_due(int(run_values.results["step"][0]) + 1):
+            step = int(run_values.results["step"][0])  # of before, or after, or within the run
+            self._chief.publisher.notice(step)
+            if self._chief.publisher.is_due(step + 1):
                 self.save_if_due(run_context.session)
 
     def save_if_due(self, session: Session) -> None:
@@ -137,8 +138,8 @@ class IncrementHook:
         """
         if self._chief is None:
             return
-        self._chief.publisher.notice_full()
         step = self._step(session)
+        self._chief.publisher.notice(step)
         if self._chief.publisher.is_due(step):
             self._check_recording(session)
             self._chief.publisher.save(session, step)
@@ -146,8 +147,9 @@ class IncrementHook:
     def end(self, session: Session) -> None:
         """Chief: publish what is left."""
         if self._chief is not None:
-            self._chief.publisher.notice_full()
-            self._chief.publisher.finish(session, self._step(session))
+            step = self._step(session)
+            self._chief.publisher.notice(step)
+            self._chief.publisher.finish(session, step)
 
     def _marks(self, fetches: Any) -> list[Any]:
         import tensorflow as tf

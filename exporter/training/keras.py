@@ -112,7 +112,7 @@ class _Fit:
         step = self._step
         if self._save_checkpoint_steps and step - self._last_full >= self._save_checkpoint_steps:
             self._save_full()
-        self._publisher.notice_full()
+        self._publisher.notice(self._step)
         if self._publisher.is_due(step):
             self._publisher.save(None, step)
 
@@ -120,7 +120,7 @@ class _Fit:
         """A full checkpoint, and the increment that equals it."""
         if self._step != self._last_full:
             self._save_full()
-        self._publisher.notice_full()
+        self._publisher.notice(self._step)
         self._publisher.finish(None, self._step)
 
     @property

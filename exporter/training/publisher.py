@@ -67,8 +67,20 @@ class Publisher:
         """True if an increment should be written at `step`."""
         return bool(self._timer.should_trigger_for_step(step))
 
-    def notice_full(self) -> None:
-        """Note where in the chain a full checkpoint stands, if a saver has finished one."""
+    def notice(self, step: int) -> None:
+        """Note a full checkpoint that a saver has finished, and a step that went back.
+
+        Rows that somebody restored by hand are not recorded: increments go on from the next full checkpoint.
+        """
+        if self._standing is not None and step < self._standing.step:
+            log.warning(
+                "increments: the step went back from %d to %d: waiting for a full checkpoint",
+                self._standing.step,
+                step,
+            )
+            self._standing = None
+            self._collector.forget()
+            self._timer.reset()
         if not self._look() or self._full is None:
             return
         if self._standing is None:
@@ -84,12 +96,8 @@ class Publisher:
             PublishError: it failed for the third time in a row; before, the rows are kept for the next one.
         """
         standing = self._standing
-        if standing is not None and step < standing.step:  # somebody restored an older state by hand
-            log.warning("increments: the step went back from %d to %d", standing.step, step)
-            standing = self._standing = None
-            self._collector.forget()
         if standing is None:
-            self._wait_for_full()
+            self._check_full()
             return
         if step == standing.step or (self._full is not None and self._full.id.step >= step):
             return
@@ -108,7 +116,7 @@ class Publisher:
         """The last increment: what a full checkpoint of this step holds, else what the session holds."""
         standing = self._standing
         if standing is None:
-            self._wait_for_full()
+            self._check_full()
             return
         self._collector.collect(session)
         if step == standing.step and not self._collector.knows_more:
@@ -170,11 +178,10 @@ class Publisher:
         self._full, self._signature = full, signature
         return is_new
 
-    def _wait_for_full(self) -> None:
+    def _check_full(self) -> None:
         if self._full is None:
             raise UsageError(
                 "there is no full checkpoint that increments could build on",
                 cause=f"{self._store.path.parent} holds none",
                 hint="give MonitoredTrainingSession save_checkpoint_secs or save_checkpoint_steps, too",
             )
-        log.warning("increments: waiting for a full checkpoint of the session's own history")

@@ -24,8 +24,8 @@ means that the server itself died, and with it the table. *Death of the chief or
 next session restores every variable from files, so flags of before are merely superfluous. *Failure to
 publish*: collected rows stay with the chief until an increment that holds them is durable.
 
-M runs because whatever consumes W waits for it; a W that nothing consumes is run by itself, so the hook
-runs M with it, and such rows are flagged before W, too, in case that another hook runs it.
+M runs because whatever consumes W waits for it; the hook runs it with a W that is fetched itself. A W that
+nothing consumes is flagged before it runs, too, in case that it is run behind the hook's back.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Recording:
-    """What was added to a graph. `marks` has the Ms of those Ws that nothing consumes, by W's name."""
+    """What was added to a graph. `marks` has the Ms by the names of their Ws."""
 
     groups: tuple[RowGroup, ...]
     marks: Mapping[str, Operation]
@@ -136,8 +136,8 @@ def _mark(touched: Variable, write: RowWrite, marks: dict[str, Operation]) -> No
 
         with tf.control_dependencies(None), tf.control_dependencies([write.op]):
             after = mark()
+        marks[write.op.name] = after
         if not consumers:
-            marks[write.op.name] = after
             with tf.control_dependencies(None):
                 write.op._add_control_input(mark())
     for consumer in consumers:

@@ -17,6 +17,8 @@ from exporter.errors import CheckpointError
 from exporter.filesystem import make_directories, remove_tree, sync, write_durably, writing
 from exporter.staging import TRASH_PREFIX, Staging
 
+_UNFINISHED = ".milestone-"
+
 Fill = Callable[[BundleWriter], tuple[Changed, ...]]
 
 
@@ -74,13 +76,13 @@ class Store:
         """
         with writing(self.path):
             make_directories(self.path)
-            temporary = self.path / f".{milestone.file_name}.{secrets.token_hex(4)}"
+            temporary = self.path / f"{_UNFINISHED}{secrets.token_hex(4)}"
             write_durably(temporary, milestone.to_json().encode("ascii"))
             temporary.rename(self.path / milestone.file_name)
             sync(self.path)
 
     def prune(self) -> None:
-        """Remove the increments that no full checkpoint needs, and milestones of those that are gone."""
+        """Remove increments that no full checkpoint needs, milestones of those that are gone, left-overs."""
         steps = [
             step for path in self._ckpt_dir.glob("*.index") if (step := step_in_name(path.stem)) is not None
         ]
@@ -89,6 +91,8 @@ class Store:
             trash = self.path / f"{TRASH_PREFIX}{secrets.token_hex(4)}"
             stored.path.rename(trash)  # out of sight in one call, then removed piece by piece
             remove_tree(trash)
+        for leftover in self.path.glob(f"{_UNFINISHED}*"):
+            leftover.unlink(missing_ok=True)
         for milestone in history.milestones:
             if not index_path(self._ckpt_dir / milestone.checkpoint.name).exists():
                 (self.path / milestone.file_name).unlink(missing_ok=True)

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exporter.catalog import SliceSpec
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
+from exporter.delta.format import FILE_PREFIX, Kind, Rows, ServedVariable
+from exporter.delta.history import History, Milestone, identify, read_history
+from exporter.delta.increment import (
+    MANIFEST,
+    Changed,
+    CheckpointId,
+    Increment,
+    StoredIncrement,
+    apply_increments,
+    from_json,
+    rows_of,
+    to_json,
+)
+from exporter.dtypes import DType
+from exporter.errors import CheckpointNotFound, CorruptFile, UnsupportedFormat
+
+HEX = st.text("0123456789abcdef", min_size=32, max_size=32)
+STEPS = st.integers(0, 10**18)
+CHECKPOINTS = st.builds(
+    CheckpointId, st.text(max_size=20), STEPS, st.text("0123456789abcdef", min_size=64, max_size=64)
+)
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> Changed:
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
+    kind = draw(st.sampled_from(Kind))
+    rows = draw(st.integers(0, shape[0])) if kind is Kind.TABLE else 1
+    return Changed(
+        ServedVariable(draw(st.text(max_size=20)), draw(st.sampled_from(DType)), shape, kind), rows
+    )
+
+
+@st.composite
+def increments(draw: st.DrawFn) -> Increment:
+    start = draw(STEPS)
+    return Increment(
+        id=draw(HEX),
+        run=draw(HEX),
+        generation=draw(st.integers(0, 99)),
+        parent=draw(HEX | CHECKPOINTS),
+        from_step=start,
+        to_step=start + draw(st.integers(1, 1000)),
+        variables=tuple(draw(st.lists(changes(), max_size=3))),
+    )
+
+
+@given(increments())
+def test_a_manifest_comes_back(increment: Increment) -> None:
+    assert from_json(to_json(increment).encode(), Path("manifest.json")) == increment
+
+
+@given(st.builds(Milestone, CHECKPOINTS, HEX, HEX | st.none(), st.booleans()))
+def test_a_milestone_comes_back(milestone: Milestone) -> None:
+    assert Milestone.from_json(milestone.to_json().encode(), Path("x.json")) == milestone
+
+
+EXAMPLE = Increment(
+    id="a" * 32,
+    run="b" * 32,
+    generation=1,
+    parent=CheckpointId("model.ckpt-3", 3, "c" * 64),
+    from_step=3,
+    to_step=8,
+    variables=(
+        Changed(ServedVariable("t", DType.FLOAT, (5, 2), Kind.TABLE), 2),
+        Changed(ServedVariable("w", DType.INT64, (), Kind.DENSE), 1),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["id"], "not hex"),
+        (["run"], None),
+        (["generation"], -1),
+        (["parent"], {}),
+        (["parent"], {"increment": 7}),
+        (["parent", "checkpoint", "step"], "3"),
+        (["to_step"], 3),
+        (["kind"], "milestone"),
+        (["variables", 0, "kind"], "dynamic"),
+        (["variables", 0, "rows"], 6),
+        (["variables", 0, "dtype"], "float33"),
+        (["variables", 0, "shape"], [5, -2]),
+        (["variables", 1, "rows"], 2),
+    ],
+)
+def test_a_damaged_manifest_is_named(path: list[Any], value: Any) -> None:
+    document = json.loads(to_json(EXAMPLE))
+    target = document
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    with pytest.raises(CorruptFile, match="damaged"):
+        from_json(json.dumps(document).encode(), Path("manifest.json"))
+
+
+def test_another_format_version_is_refused() -> None:
+    document = {**json.loads(to_json(EXAMPLE)), "format_version": 2}
+    with pytest.raises(UnsupportedFormat, match="version 2"):
+        from_json(json.dumps(document).encode(), Path("manifest.json"))
+
+
+def write(directory: Path, increment: Increment, tensors: dict[str, np.ndarray]) -> StoredIncrement:
+    directory.mkdir(parents=True)
+    with BundleWriter(directory / FILE_PREFIX) as writer:
+        for name, value in tensors.items():
+            writer.add(name, value)
+    (directory / MANIFEST).write_text(to_json(increment))
+    return StoredIncrement(directory, increment)
+
+
+GOOD = {
+    "t/ids": np.array([1, 4], np.int64),
+    "t/values": np.array([[1, 2], [3, 4]], np.float32),
+    "w/value": np.array([9], np.int64),
+}
+
+
+def test_changes_come_back_and_are_overlaid(tmp_path: Path) -> None:
+    stored = write(tmp_path / "i", EXAMPLE, GOOD)
+    (_, rows), (_, whole) = stored.changes()
+    assert isinstance(rows, Rows)
+    assert rows.ids.tolist() == [1, 4]
+    assert int(np.asarray(whole)) == 9
+    frozen = np.zeros((5, 2), np.float32)
+    frozen.flags.writeable = False
+    values: dict[str, Any] = {"t": frozen, "w": np.int64(0)}
+    apply_increments(values, [stored])
+    assert values["t"].tolist() == [[0, 0], [1, 2], [0, 0], [0, 0], [3, 4]]
+    assert int(values["w"]) == 9
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {**GOOD, "t/ids": np.array([4, 1], np.int64)},
+        {**GOOD, "t/ids": np.array([1, 1], np.int64)},
+        {**GOOD, "t/ids": np.array([1, 5], np.int64)},
+        {**GOOD, "t/ids": np.array([-1, 4], np.int64)},
+        {**GOOD, "t/ids": np.array([1, 4], np.int32)},
+        {**GOOD, "t/ids": np.array([1, 2, 4], np.int64)},
+        {**GOOD, "t/values": np.zeros((2, 3), np.float32)},
+        {**GOOD, "t/values": np.zeros((2, 2), np.float64)},
+        {name: value for name, value in GOOD.items() if name != "w/value"},
+    ],
+)
+def test_contents_that_are_not_what_the_manifest_says_are_named(
+    tmp_path: Path, tensors: dict[str, np.ndarray]
+) -> None:
+    stored = write(tmp_path / "i", EXAMPLE, tensors)
+    with pytest.raises(CorruptFile):
+        list(stored.changes())
+
+
+def test_rows_of_a_tensor_in_slices(tmp_path: Path) -> None:
+    whole = np.arange(14, dtype=np.float32).reshape(7, 2)
+    with BundleWriter(tmp_path / "c") as writer:
+        writer.add("w", whole)
+        for start, length in ((3, 4), (0, 3)):
+            writer.add("s", whole[start : start + length], SliceSpec((7, 2), (start, 0), (length, 2)))
+        writer.add("holes", whole[:3], SliceSpec((7, 2), (0, 0), (3, 2)))
+        writer.add("columns", whole[:, :1], SliceSpec((7, 2), (0, 0), (7, 1)))
+    catalog = read_catalog(tmp_path / "c")
+    ids = np.array([6, 0, 3, 2])
+    for name in ("w", "s"):
+        assert np.array_equal(rows_of(catalog, catalog.tensors[name], ids), whole[ids])
+    for name in ("holes", "columns"):
+        with pytest.raises(CorruptFile):
+            rows_of(catalog, catalog.tensors[name], ids)
+
+
+def history(*entries: tuple[str, str | CheckpointId, int], milestones: tuple[Milestone, ...] = ()) -> History:
+    """Increments given as (id, parent, generation), in order of their steps."""
+    found = [
+        StoredIncrement(
+            Path(name),
+            replace(EXAMPLE, id=name, parent=parent, generation=generation, from_step=i, to_step=i + 1),
+        )
+        for i, (name, parent, generation) in enumerate(entries)
+    ]
+    return History(tuple(reversed(found)), milestones)
+
+
+FIRST, LATER = CheckpointId("model.ckpt-0", 0, "0" * 64), CheckpointId("model.ckpt-2", 2, "2" * 64)
+
+
+def names(found: tuple[StoredIncrement, ...]) -> list[str]:
+    return [stored.increment.id for stored in found]
+
+
+def test_a_chain_is_followed_from_parent_to_child() -> None:
+    chain = history(("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), ("x", "unknown", 1))
+    assert names(chain.after(FIRST)) == ["a", "b", "c"]
+    assert names(chain.after(LATER)) == []
+
+
+def test_a_full_checkpoint_joins_the_chain_by_its_milestone() -> None:
+    noted = (Milestone(LATER, "run", "b", False),)
+    chain = history(("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), milestones=noted)
+    assert names(chain.after(LATER)) == ["c"]
+    assert names(chain.after(replace(LATER, digest="3" * 64))) == []  # the same name and step, other values
+
+
+def test_the_younger_fork_is_followed() -> None:
+    noted = (Milestone(LATER, "run", "b", False),)
+    forked = history(
+        ("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), ("d", LATER, 2), ("e", "d", 2), milestones=noted
+    )
+    assert names(forked.after(LATER)) == ["d", "e"]
+    assert forked.generation == 2
+
+
+def test_a_ring_ends() -> None:
+    assert names(history(("a", "b", 1), ("b", "a", 1), ("c", FIRST, 1)).after(FIRST)) == ["c"]
+    ring = history(("a", "b", 1), ("b", "a", 1), milestones=(Milestone(FIRST, "run", "a", False),))
+    assert len(ring.after(FIRST)) <= 2
+
+
+def test_a_directory_of_increments(tmp_path: Path) -> None:
+    assert read_history(tmp_path) == History()
+    root = tmp_path / "increments"
+    stored = write(root / EXAMPLE.directory_name, EXAMPLE, GOOD)
+    fork = replace(EXAMPLE, id="d" * 32)
+    twin = write(root / f"{EXAMPLE.directory_name}-{'b' * 8}", fork, GOOD)
+    (root / ".staging-1").mkdir()
+    (root / "notes").mkdir()
+    (root / f"{1:020d}-{2:020d}").mkdir()  # being removed
+    milestone = Milestone(FIRST, "b" * 32, None, False)
+    (root / milestone.file_name).write_text(milestone.to_json())
+    assert read_history(tmp_path) == History((stored, twin), (milestone,))
+
+
+def test_identity_is_content(tmp_path: Path) -> None:
+    prefix = tmp_path / "model.ckpt-7"
+    with BundleWriter(prefix) as writer:
+        writer.add("w", np.zeros(3, np.float32))
+    first = identify(prefix, 7)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with BundleWriter(prefix) as writer:
+        writer.add("w", np.ones(3, np.float32))
+    assert identify(prefix, 7) != first
+    with pytest.raises(CheckpointNotFound):
+        identify(tmp_path / "gone", 7)

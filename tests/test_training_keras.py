@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from exporter.delta.history import read_history
+from exporter.errors import UsageError
+from exporter.training import IncrementCallback
+from tests.increments import differing, starts
+
+
+def model(kind: Any = keras) -> Any:
+    made = kind.Sequential(
+        [
+            kind.layers.InputLayer((3,)),
+            kind.layers.Embedding(50, 4),
+            kind.layers.Flatten(),
+            kind.layers.BatchNormalization(),
+            kind.layers.Dense(1),
+        ]
+    )
+    made.compile("adam", "mse")
+    return made
+
+
+def fit(directory: Path, batches: int, made: Any, **options: Any) -> Path:
+    checkpoint = tf.train.Checkpoint(model=made, optimizer=made.optimizer)
+    manager = tf.train.CheckpointManager(checkpoint, str(directory), max_to_keep=3)
+    callback = IncrementCallback(manager, save_increment_steps=3, save_checkpoint_steps=10, **options)
+    ids = np.random.default_rng(batches).integers(0, 40, (batches * 4, 3))
+    made.fit(ids, np.ones((batches * 4, 1)), verbose=0, batch_size=4, callbacks=[callback])
+    return Path(manager.latest_checkpoint)
+
+
+def assert_exact(directory: Path, final: Path) -> None:
+    known = starts(read_history(directory), directory)
+    assert len(known) > 1
+    for start in known:
+        assert differing(directory, start, final) == [], start
+
+
+def test_fit_that_is_continued_is_one_chain(tmp_path: Path) -> None:
+    fit(tmp_path, 16, model())
+    final = fit(tmp_path, 8, model(), incremental_save_restore=True)
+    assert final.name == "ckpt-24"
+    assert_exact(tmp_path, final)
+    history = read_history(tmp_path)
+    assert len({stored.increment.run for stored in history.increments}) == 1
+    assert history.increments[-1].increment.to_step == 24
+
+
+def test_a_killed_fit_goes_on_where_the_last_increment_ended(tmp_path: Path) -> None:
+    class Killed(Exception):
+        pass
+
+    class Killer(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 8:
+                raise Killed
+
+    made = model()
+    manager = tf.train.CheckpointManager(
+        tf.train.Checkpoint(model=made, optimizer=made.optimizer), str(tmp_path), max_to_keep=3
+    )
+    callbacks = [IncrementCallback(manager, save_increment_steps=2), Killer()]
+    with pytest.raises(Killed):
+        made.fit(np.ones((64, 3)), np.ones((64, 1)), verbose=0, batch_size=4, callbacks=callbacks)
+    reached = read_history(tmp_path).increments[-1].increment.to_step
+    assert reached >= 7
+    final = fit(tmp_path, 2, model(), incremental_save_restore=True)
+    assert final.name == f"ckpt-{reached + 2}"
+    assert_exact(tmp_path, final)
+
+
+def test_mirrored_variables(tmp_path: Path) -> None:
+    with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+        made = model()
+    assert_exact(tmp_path, fit(tmp_path, 7, made))
+
+
+def test_a_model_without_variables_is_refused(tmp_path: Path) -> None:
+    made = keras.Sequential([keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    manager = tf.train.CheckpointManager(tf.train.Checkpoint(model=made), str(tmp_path), max_to_keep=3)
+    callback = IncrementCallback(manager, save_increment_steps=3)
+    callback.set_model(made)
+    with pytest.raises(UsageError, match="variables exist"):
+        callback.on_train_begin()
+
+
+def test_how_often_is_needed() -> None:
+    with pytest.raises(UsageError, match="one positive number"):
+        IncrementCallback(None)
