@@ -1,0 +1,268 @@
+"""A trainer and a log without TensorFlow: checkpoints and increments by our writers, a base without a
+graph."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from exporter.bundle.variables import write_variables
+from exporter.catalog import SliceSpec
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
+from exporter.delta.entry import BaseEntry, Trained
+from exporter.delta.format import Kind, Schema, ServedVariable
+from exporter.delta.history import Milestone, identify, read_history
+from exporter.delta.increment import Changed, CheckpointId, Increment
+from exporter.delta.recipe import Recipe
+from exporter.delta.stored import served_name
+from exporter.dtypes import DType
+from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
+from exporter.manifest import ManifestDraft, Origin, tensor_entries
+from exporter.mapping import CastRule, MappingRules, RenameRule
+from exporter.options import ExportRequest
+from exporter.publish import Published, Staging, next_place, publish_version
+from exporter.published_log import PublishedLog
+from exporter.training.store import Store
+
+Values = Mapping[str, np.ndarray]
+TABLES = {"users": (23, 3), "items": (10, 2)}
+DENSE = {"kernel": (3, 4), "scale": ()}
+
+
+def boxes(shape: tuple[int, ...], parts: int) -> list[SliceSpec]:
+    """Contiguous ranges of rows, the first ones longer: what `fixed_size_partitioner` makes, and `mod`
+    needs."""
+    lengths = [len(range(part, shape[0], parts)) for part in range(parts)]
+    starts = np.cumsum([0, *lengths]).tolist()
+    rest = (0,) * (len(shape) - 1)
+    return [SliceSpec(shape, (s, *rest), (n, *shape[1:])) for s, n in zip(starts, lengths, strict=False)]
+
+
+@dataclass
+class Trainer:
+    """Values by the trainer's own names, and the files that a trainer leaves.
+
+    `parts` is in how many `mod` partitions tables are stored; 1 is whole.
+    """
+
+    directory: Path
+    parts: int = 1
+    seed: int = 0
+    step: int = 10
+    values: dict[str, np.ndarray] = field(default_factory=dict)
+    touched: dict[str, set[int]] = field(default_factory=dict)
+    run: str = field(default_factory=lambda: secrets.token_hex(16))
+    parent: str | CheckpointId | None = None
+    parent_step: int = 0
+    generation: int = 1
+    saved: dict[CheckpointId, dict[str, np.ndarray]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for name, shape in {**TABLES, **DENSE}.items():
+            self.values[f"net/{name}"] = self.rng.normal(size=shape).astype(np.float32)
+            self.values[f"net/{name}/average"] = self.rng.normal(size=shape).astype(np.float32)
+            if shape:
+                self.values[f"net/{name}/Adagrad"] = self.rng.normal(size=shape).astype(np.float32)
+
+    def train(self, rows: int = 4) -> None:
+        """Change some rows of every table and the dense variables; bit patterns that compare oddly
+        included."""
+        self.step += int(self.rng.integers(1, 4))
+        for name, value in self.values.items():
+            new = value.copy()
+            if name.split("/")[1] in TABLES:
+                ids = self.rng.choice(len(value), min(rows, len(value)), replace=False)
+                new[ids] = self.rng.choice(
+                    [0.0, -0.0, np.nan, 1.5, float(self.rng.normal())], size=(len(ids), value.shape[1])
+                )
+                self.touched.setdefault(name, set()).update(ids.tolist())
+            elif self.rng.random() < 0.5:
+                new = self.rng.normal(size=value.shape).astype(np.float32)
+                self.touched.setdefault(name, set())
+            self.values[name] = new
+
+    def save(self, *, is_equal: bool = False) -> CheckpointId:
+        """A full checkpoint of now."""
+        prefix = self.directory / f"model.ckpt-{self.step}"
+        self.write(prefix)
+        (self.directory / "checkpoint").write_text(f'model_checkpoint_path: "{prefix.name}"\n')
+        saved = identify(prefix, self.step)
+        self.saved[saved] = dict(self.values)
+        if isinstance(self.parent, str):
+            Store(self.directory).note(Milestone(saved, self.run, self.parent, is_equal))
+        else:  # increments lead on from the last checkpoint before the first of them
+            self.parent, self.parent_step, self.touched = saved, self.step, {}
+        return saved
+
+    def write(self, prefix: Path) -> None:
+        """A bundle of the values of now, as the trainer partitions them."""
+        with BundleWriter(prefix) as writer:
+            writer.add("global_step", np.array(self.step, np.int64))
+            for name, value in self.values.items():
+                if self.is_table(name) and self.parts > 1:
+                    for box in boxes(value.shape, self.parts):
+                        rows = slice(box.starts[0], box.starts[0] + box.lengths[0])
+                        writer.add(name, value[rows], box)
+                else:
+                    writer.add(name, value)
+
+    def increment(self) -> None:
+        """Everything touched since the last increment."""
+        assert self.parent is not None
+        if not self.touched or self.step <= self.parent_step:
+            return
+        draft = Increment(
+            id=secrets.token_hex(16),
+            run=self.run,
+            generation=self.generation,
+            parent=self.parent,
+            from_step=self.parent_step,
+            to_step=self.step,
+            variables=(),
+        )
+        assert Store(self.directory).publish(draft, self._fill) is not None
+        self.parent, self.parent_step, self.touched = draft.id, self.step, {}
+
+    def go_back(self, to: CheckpointId) -> None:
+        """Restart from an older full checkpoint, as another run, which saves what it restored."""
+        self.values = dict(self.saved[to])
+        self.step, self.touched = to.step, {}
+        self.run, self.parent = secrets.token_hex(16), None
+        self.generation = read_history(self.directory).generation + 1
+        self.save()
+
+    def repartition(self, parts: int) -> None:
+        """Restart with tables in another number of parts, which moves rows under `mod`: a run of its own."""
+        self.parts, self.step = parts, self.step + 1
+        self.run, self.parent = secrets.token_hex(16), None
+        self.generation = read_history(self.directory).generation + 1
+        self.save()
+
+    def is_table(self, name: str) -> bool:
+        return name.split("/")[1] in TABLES
+
+    def _fill(self, writer: BundleWriter) -> tuple[Changed, ...]:
+        changed = []
+        for name, rows in sorted(self.touched.items()):
+            kind = Kind.TABLE if self.is_table(name) else Kind.DENSE
+            variable = ServedVariable(name, DType.FLOAT, self.values[name].shape, kind)
+            if kind is Kind.TABLE:
+                ids = np.array(sorted(rows), np.int64)
+                writer.add(variable.keys[0], ids)
+                writer.add(variable.keys[1], self.values[name][ids])
+            else:
+                writer.add(variable.keys[0], self.values[name][np.newaxis, ...])
+            changed.append(Changed(variable, max(1, len(rows))))
+        return tuple(changed)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How the model is served: tables in so many `mod` parts, averages or raw values, tables cast or not.
+
+    `dense` names tables that the graph reads as a whole.
+    """
+
+    parts: int = 1
+    average: bool = False
+    cast: bool = False
+    dense: frozenset[str] = frozenset()
+
+    def recipe(self) -> Recipe:
+        strategies = {f"s/{name}": PartitionStrategy.MOD for name in TABLES}
+        trained = {f"net/{name}": PartitionStrategy.MOD for name in TABLES}
+        rules = MappingRules(
+            renames=(RenameRule.parse(r"s/(.*)=net/\1"),),
+            average="average" if self.average else None,
+            casts=(CastRule.parse("s/(users|items)=bfloat16"),) if self.cast else (),
+            trained=trained,
+        )
+        return Recipe(tuple(self._variables()), strategies, rules)
+
+    def schema(self) -> Schema:
+        recipe = self.recipe()
+        dtypes = {source.key: source.dtype for source in recipe.sources()}
+        return Schema.of(
+            ServedVariable(served_name(v), dtypes[v.key], v.shape, self._kind(v)) for v in recipe.variables
+        )
+
+    def _variables(self) -> list[GraphVariable]:
+        found = []
+        for name, shape in TABLES.items():
+            parts = boxes(shape, self.parts) if self.parts > 1 else [None]
+            for number, box in enumerate(parts):
+                own = box.lengths if box else shape
+                found.append(GraphVariable(f"s/{name}/{number}", f"s/{name}", DType.FLOAT, own, box))
+        return found + [GraphVariable(f"s/{n}", f"s/{n}", DType.FLOAT, s) for n, s in DENSE.items()]
+
+    def _kind(self, variable: GraphVariable) -> Kind:
+        name = variable.key.removeprefix("s/")
+        return Kind.TABLE if name in TABLES and name not in self.dense else Kind.DENSE
+
+
+def publish_base(trainer: Trainer, serving: Serving, model: Path) -> Published:
+    """What `--incr` does the first time, but for the graph."""
+    recipe, prefix = serving.recipe(), trainer.directory / f"model.ckpt-{trainer.step}"
+    catalog = read_catalog(prefix)
+    place = next_place(model, catalog.step)
+    with Staging(model) as staging:
+        report = write_variables(recipe.mapping(catalog), staging.path)
+        (staging.path / "saved_model.pb").write_bytes(b"a graph")
+        draft = ManifestDraft(
+            tensors=tensor_entries(report.catalog),
+            source=Origin.of(prefix),
+            exporter="0",
+            step=catalog.step,
+            lineage=secrets.token_hex(16),
+            incremental=BaseEntry(
+                place.position, serving.schema(), recipe, Trained(identify(prefix, catalog.step or 0))
+            ),
+        )
+        return publish_version(staging, draft, place=place)
+
+
+def request(trainer: Trainer, model: Path) -> ExportRequest:
+    return ExportRequest(ckpt_dir=trainer.directory, out=model)
+
+
+def served_now(trainer: Trainer, serving: Serving) -> dict[str, np.ndarray]:
+    """What a full export of the trainer's values of now would serve, by another way than comparison goes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer.write(Path(scratch) / "now-1")
+        mapping = serving.recipe().mapping(read_catalog(Path(scratch) / "now-1"))
+        catalog = write_variables(mapping, Path(scratch) / "bundle").catalog
+        found = {}
+        for variable in serving.recipe().variables:
+            value = read_array(catalog, catalog.tensors[variable.key])
+            if variable.part is not None:
+                first, count = variable.part.starts[0], variable.part.lengths[0]
+                value = value[first : first + count]
+            found[served_name(variable)] = value
+        return found
+
+
+def values_at(log: PublishedLog, position: int | None = None) -> dict[str, np.ndarray]:
+    state = log.state(position)
+    return {
+        v.name: state.rows(v.name, 0, v.shape[0]) if v.kind is Kind.TABLE else state.whole(v.name)
+        for v in log.schema.variables
+    }
+
+
+def assert_same_bits(found: Values, expected: Values) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert found[name].shape == value.shape, name
+        differing = np.flatnonzero(
+            np.frombuffer(found[name].tobytes(), np.uint8) != np.frombuffer(value.tobytes(), np.uint8)
+        )
+        assert not len(differing), f"{name}: {len(differing)} of {math.prod(value.shape)} values differ"

@@ -1,0 +1,141 @@
+"""Base and deltas equal a full export of the newest state, bit for bit, whatever happened in between."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exporter import chain
+from exporter.delta.history import identify
+from exporter.errors import ExportError
+from exporter.incremental_pipeline import ExportedDelta, export_incremental
+from exporter.published_log import read_log
+from tests.logs import (
+    Serving,
+    Trainer,
+    assert_same_bits,
+    publish_base,
+    request,
+    served_now,
+    values_at,
+)
+
+servings = st.builds(
+    Serving,
+    parts=st.integers(1, 4),
+    average=st.booleans(),
+    cast=st.booleans(),
+    dense=st.sampled_from([frozenset(), frozenset({"items"})]),
+)
+HAPPENINGS = "train save increment export merge tidy rollback resume back repartition".split()
+happenings = st.lists(st.sampled_from([*HAPPENINGS, "train", "export"]), min_size=4, max_size=25)
+
+
+class World:
+    """A trainer, a log, and what every position of the log should hold."""
+
+    def __init__(self, directory: Path, serving: Serving, parts: int, seed: int) -> None:
+        self.serving, self.model = serving, directory / "model"
+        self.trainer = Trainer(directory / "train", parts=parts, seed=seed)
+        self.visible: dict[str, np.ndarray] = {}
+        self.saved = [self.trainer.save()]
+        self.see()
+        publish_base(self.trainer, serving, self.model)
+        self.history = {read_log(self.model).at.position: self.visible}
+
+    def see(self) -> None:
+        """What a restart would find now: the newest full checkpoint and its increments."""
+        self.visible = served_now(self.trainer, self.serving)
+
+    def do(self, what: str, rng: np.random.Generator) -> None:
+        trainer, log = self.trainer, read_log(self.model)
+        match what:
+            case "train":
+                trainer.train()
+            case "save":
+                self.saved.append(trainer.save(is_equal=not trainer.touched))
+                self.see()
+            case "increment":
+                before = trainer.parent
+                trainer.increment()
+                if trainer.parent != before:
+                    self.see()
+            case "export":
+                self.export()
+            case "merge":
+                chain.merge(self.model)
+            case "tidy":
+                chain.tidy(self.model, clock=lambda: 1e12)
+            case "rollback":
+                older = [position for position in self.history if position < log.at.position]
+                if older:
+                    self.take_back(int(rng.choice(older)))
+            case "resume" if log.hold() is not None:
+                before_ = log.newest
+                chain.resume(self.model)
+                after = read_log(self.model)
+                if after.at != before_.at:
+                    self.history[after.at.position] = self.history[before_.start]  # type: ignore[union-attr]
+            case "back":
+                trainer.go_back(self.saved[int(rng.integers(len(self.saved)))])
+                trainer.train()
+                self.do(str(rng.choice(["save", "increment"])), rng)
+            case "repartition":
+                for cache in self.model.glob("deltas/*/.state/*"):
+                    cache.unlink()
+                trainer.repartition(int(rng.integers(1, 5)))
+                self.saved = [identify(trainer.directory / f"model.ckpt-{trainer.step}", trainer.step)]
+                self.see()
+
+    def export(self) -> None:
+        done = export_incremental(request(self.trainer, self.model))
+        assert isinstance(done, ExportedDelta)
+        log = read_log(self.model)
+        assert_same_bits(values_at(log), self.visible)
+        self.history.setdefault(log.at.position, self.visible)
+
+    def take_back(self, to: int) -> None:
+        log = read_log(self.model)
+        try:
+            values_at(log, to)
+        except ExportError:
+            return
+        done = chain.rollback(self.model, to)
+        assert done.published is not None
+        log = read_log(self.model)
+        assert log.hold() == log.at.position == done.published.manifest.position
+        assert_same_bits(values_at(log), self.history[to])
+        self.history[log.at.position] = self.history[to]
+
+    def check(self) -> None:
+        """Every position that can be reached holds what it held when it was published, from every base."""
+        log = read_log(self.model)
+        reached = 0
+        for position, values in self.history.items():
+            try:
+                found = values_at(log, position)
+            except ExportError:
+                continue
+            assert_same_bits(found, values)
+            reached += 1
+        assert reached >= min(16, len(self.history))
+
+
+@settings(max_examples=40)
+@given(servings, st.integers(1, 4), happenings, st.integers(0, 1000))
+def test_every_position_holds_what_a_full_export_of_its_moment_holds(
+    serving: Serving, parts: int, what: list[str], seed: int
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        world = World(Path(directory), serving, parts, seed)
+        rng = np.random.default_rng(seed)
+        for each in what:
+            world.do(each, rng)
+        world.trainer.train()
+        world.do("save", rng)
+        world.export()
+        world.check()
