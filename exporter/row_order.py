@@ -23,6 +23,9 @@ class RowOrder:
     scatter_parts: int = 0
 
 
+_STAYS = RowOrder()
+
+
 def row_order(
     key: str,
     variables: Iterable[GraphVariable],
@@ -40,6 +43,8 @@ def row_order(
     """
     stored_boxes = [part.spec for part in tensor.slices]
     served_boxes = [variable.part for variable in variables if variable.part is not None]
+    if not stored_boxes and not served_boxes:  # most variables of most models
+        return _STAYS
     stored_parts, served_parts = _parts_of_rows(stored_boxes), _parts_of_rows(served_boxes)
     same_boxes = set(stored_boxes) == set(served_boxes)
     if same_boxes and (trained is None or served is None):

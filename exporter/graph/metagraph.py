@@ -66,7 +66,7 @@ def parse_message(kind: str, data: bytes, path: Path, *, is_text: bool, nonempty
             message.ParseFromString(data)
     except (DecodeError, text_format.ParseError, UnicodeDecodeError) as error:
         raise CorruptFile(f"{path} holds no {kind}", cause=str(error)) from error
-    if not message.ByteSize() or not _has(message, nonempty):
+    if not _has(message, nonempty):
         raise CorruptFile(f"{path} holds no {kind}", cause=f"it has no {nonempty}, or is cut off")
     return message
 

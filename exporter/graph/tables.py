@@ -139,6 +139,8 @@ def read_assets_directly(nodes: dict[str, Proto], assets: Mapping[str, Path]) ->
     There, a placeholder for the path is assigned to a variable, which the initialiser reads: the placeholder
     becomes a constant, and the read an Identity on it.
     """
+    if not assets:  # a walk over a large graph is not free
+        return
     for name in assets:
         if name in nodes and nodes[name].op != "Const":
             nodes[name] = path_constant(name, assets[name].name)
