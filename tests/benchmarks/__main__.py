@@ -35,9 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="export-model-bench-", dir=options.dir) as directory:
         lab = Lab(Path(directory), quick=options.quick, say=lambda text: talk.print(text, style="dim"))
-        for name, run in chosen:
-            lab.say(name)
-            rows += run(lab)
+        try:
+            for name, run in chosen:
+                lab.say(name)
+                rows.extend(run(lab))  # row by row
+        finally:  # whatever stops a long run, what was measured is not lost
+            _report(rows, options)
+
+
+def _report(rows: Sequence[Row], options: argparse.Namespace) -> None:
     Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
     if options.json:
         options.json.write_text(json.dumps(_document(rows, options.quick), indent=1) + "\n")

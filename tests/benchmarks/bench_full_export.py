@@ -34,7 +34,7 @@ def bytes_moved(lab: Lab) -> Iterator[Row]:
 
 def many_tensors(lab: Lab) -> Iterator[Row]:
     """A model of as many variables: what each costs beside its bytes."""
-    count = 200 if lab.quick else 10_000
+    count = 50 if lab.quick else 10_000
     wide = data.wide(lab, count)
     tensors, whole = lab.side_by_side(_variables(lab, wide), _export(lab, wide))
     yield bounded(f"{count:,} tensors: read, map, link, write index", tensors.time, at_most=seconds(0.1))
