@@ -1,7 +1,7 @@
 """Variables for values that have no names of their own: Keras 3's layers by class and number, numpy's lists.
 
-A match is taken only where nothing else would fit: by the layer's name and then by the only values in it that fit,
-by the order that Keras' own layers keep, by the whole list's shapes. What fits in two ways is refused.
+A match is taken only where nothing else would fit: by the layer's name and then by the only values in it that
+fit, by the order that Keras' own layers keep, by the whole list's shapes. What fits in two ways is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.dtypes import DType
 from exporter.errors import NoCertainMatch
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
+from exporter.name_evidence import NamedPair, conflicts
 
 _NORMALISED = ("gamma", "beta", "moving_mean", "moving_variance")
 _RECURRENT = ("kernel", "recurrent_kernel", "bias")
@@ -27,7 +28,9 @@ _ORDERS = {
 }
 """The order in which Keras' layers keep values that may be of one shape, by the layer's class."""
 
-_OPTIMIZER = re.compile(r"(^|/)(optimizer|optimizer_weights)/")
+_NO_LAYER = re.compile(r"^metrics/|(^|/)(optimizer|optimizer_weights|seed_generator(_[0-9]+)?)/")
+"""What is no layer's value, or is not there in the files of each version of Keras."""
+
 _SHOWN = 6
 
 
@@ -64,11 +67,12 @@ def _by_path(
     open_: Mapping[str, GraphVariable], layers: Mapping[str, TensorRef], catalog: Catalog
 ) -> dict[str, str]:
     """As Keras itself would load them; refused where the layers' names or their number contradict."""
-    stored = {name: ref for name, ref in catalog.tensors.items() if not _OPTIMIZER.search(name)}
-    expected = {place.name: place for place in layers.values()}
+    stored = {name: ref for name, ref in catalog.tensors.items() if not _NO_LAYER.search(name)}
+    expected = {place.name: place for place in layers.values() if not _NO_LAYER.search(place.name)}
     _refuse_other_structure(stored, expected)
-    _refuse_other_names(stored, expected)
-    return {key: layers[key].name for key in open_ if key in layers}
+    found = {key: layers[key].name for key in open_ if key in layers}
+    _refuse_other_names((expected[name], stored[name]) for name in found.values() if name in stored)
+    return found
 
 
 def _refuse_other_structure(stored: Mapping[str, TensorRef], expected: Mapping[str, TensorRef]) -> None:
@@ -85,31 +89,25 @@ def _refuse_other_structure(stored: Mapping[str, TensorRef], expected: Mapping[s
         if names
     ]
     raise NoCertainMatch(
-        f"the model has {len(expected)} values and the checkpoint {len(stored)}: layers are missing or too many",
+        f"the model has {len(expected)} values and the checkpoint {len(stored)}: layers differ",
         cause="; ".join(texts),
     )
 
 
-def _refuse_other_names(stored: Mapping[str, TensorRef], expected: Mapping[str, TensorRef]) -> None:
-    """A layer's name, where its author gave one, must not belong to another layer on the other side."""
-    owners = {side: {ref.owner for ref in refs.values()} for side, refs in (("s", stored), ("e", expected))}
-    for name, ref in stored.items():
-        other = expected[name]
-        if ref.owner == other.owner or not ref.owner or (_is_automatic(ref) and _is_automatic(other)):
-            continue
-        if ref.owner in owners["e"] or other.owner in owners["s"]:
-            raise NoCertainMatch(
-                f"{name!r} belongs to the layer {ref.owner!r} in the checkpoint and to {other.owner!r} in the model",
-                cause="the model was built with its layers in another order",
-                hint="build the layers in the trainer's order, or write a --rename-file",
-            )
-
-
-def _is_automatic(ref: TensorRef) -> bool:
-    """True for names that Keras makes up: the class and a number, as in the tensor's own path."""
-    base = re.sub(r"_[0-9]+$", "", _group(ref.name).rpartition("/")[2])
-    leaf = ref.owner.rpartition("/")[2]
-    return re.fullmatch(rf"{re.escape(base)}(_[0-9]+)?", leaf) is not None
+def _refuse_other_names(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> None:
+    """What the layers' names say of (the model's, the checkpoint's) layers that would belong together."""
+    named = (
+        NamedPair(own.owner, other.owner, str(_kind(own)))
+        for own, other in pairs
+        if own.owner and other.owner
+    )
+    found = [*dict.fromkeys(conflicts(named))]
+    if found:
+        raise NoCertainMatch(
+            "layers of the model and of the checkpoint that would belong together have other names",
+            cause="\n  ".join(["", *found[:_SHOWN]]),
+            hint="build the layers in the trainer's order and by its names, or write a --rename-file",
+        )
 
 
 # --- layers by name ----------------------------------------------------------------------------------------
@@ -119,7 +117,7 @@ def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str,
     """By the layers' names: `hidden/kernel` is one of the values of the one layer called `hidden`."""
     groups: dict[str, list[TensorRef]] = defaultdict(list)
     for ref in catalog.tensors.values():
-        if ref.owner and not _OPTIMIZER.search(ref.name):
+        if ref.owner and not _NO_LAYER.search(ref.name):
             groups[_group(ref.name)].append(ref)
     scopes: dict[str, list[GraphVariable]] = defaultdict(list)
     for key, variable in open_.items():
@@ -140,7 +138,7 @@ def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str,
 
 
 def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | None:
-    """The only layer whose name, or the end of whose path of names, is the scope's, or the other way round."""
+    """The only layer whose name, or the end of whose path of names, is the scope's, or the reverse."""
     for fits in (_equal, _ends_with, _is_end_of):
         found = [group for group, refs in groups.items() if fits(refs[0].owner, scope)]
         if len(found) > 1:

@@ -65,11 +65,11 @@ def read_keras(path: Path) -> Catalog:
         return _sharded(path)
     if path.suffix == ".keras":
         weights = _weights_member(path, read_members(path))
-        return _catalog(path, "Keras 3 archive", _layers(read_hdf5(weights, _LAYER_ATTRIBUTES)), [path])
+        return _catalog(path, "Keras archive", _layers(read_hdf5(weights, _LAYER_ATTRIBUTES)), [path])
     source = FileRange.whole(path)
     contents = read_hdf5(source, _LAYER_ATTRIBUTES | _LEGACY_ATTRIBUTES)
     if not any("layer_names" in attributes for attributes in contents.attributes.values()):
-        return _catalog(path, "Keras 3 weights", _layers(contents), [path])
+        return _catalog(path, "Keras weights", _layers(contents), [path])
     family = "Keras legacy h5" if _version(contents) else "h5 weights by layer"
     return _catalog(path, family, _by_names(path, contents), [path], Naming.NAMES)
 
@@ -163,7 +163,7 @@ def _sharded(path: Path) -> Catalog:
     shards = [_beside(path, name) for name in files]
     contents = [read_hdf5(FileRange.whole(shard), _LAYER_ATTRIBUTES) for shard in shards]
     tensors = (ref for ref in _layers(*contents) if f"/{ref.name.rpartition('/')[0]}" in named)
-    return _catalog(path, "Keras 3 weights, sharded", tensors, shards)
+    return _catalog(path, "Keras weights, sharded", tensors, shards)
 
 
 def _beside(path: Path, name: object) -> Path:

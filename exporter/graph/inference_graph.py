@@ -72,7 +72,7 @@ class InferenceGraph:
     each variable by its key, how ids find its rows (a whole one that rows are gathered from is `DIV` over one
     part); one that is missing there is looked up in a way that nobody knows. `objects` are those that the
     graph was made from, their variables naming its nodes (some of which are gone). `layers` tells where
-    Keras 3 would look for each variable of its model (by key; also for those that are not served): path, dtype,
+    Keras would look for each variable of its model (by key; also for those that are not served): path, dtype,
     shape, and the layer's name. `notes` are for the person who exports.
     """
 

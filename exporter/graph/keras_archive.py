@@ -63,8 +63,8 @@ def archive_builder(path: Path, *, allow_code: bool = False, custom_objects: Ite
 
 
 def _keras(described: ModelConfig) -> Any:
-    """The Keras that understands a config: legacy files of Keras 2 need tf-keras."""
-    name = "tf_keras" if described.is_legacy and described.keras_version.startswith("2") else "keras"
+    """The Keras that understands a config: Keras 2 lives on as tf-keras."""
+    name = "tf_keras" if described.keras_version.startswith("2.") else "keras"
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,12 +1,13 @@
-"""Where Keras 3 would look for each variable of a model in a weights file.
+"""Where Keras would look for each variable of a model in a weights file.
 
 Keras' own walk over the model is run with a store that only remembers which variable was put where; so layers
 that arrange their values in their own way are told apart as Keras does it.
-Source: `_save_state` in keras/src/saving/saving_lib.py.
+Source: `_save_state` in saving_lib.py of Keras 3 and of tf-keras.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -18,56 +19,81 @@ from exporter.dtypes import DType
 def keras_places(model: Any) -> dict[str, TensorRef]:
     """By each variable's node: the tensor that a weights file has for it.
 
-    Empty for what is no Keras 3 model, and for one that computes what it saves.
+    Empty for what is no Keras model, and for one that computes what it saves.
     """
-    keras = sys.modules.get("keras")
-    if keras is None or not isinstance(model, keras.Model):
-        return {}
     try:
         stored = list(_walk(model))
     except Exception:  # noqa: BLE001 - a layer's own save method; then layers are matched by their names
         return {}
     places = {}
     for path, owner, value in stored:
-        variable = getattr(value, "value", value)
-        node = getattr(getattr(variable, "handle", None), "op", None)
-        if node is not None:
+        variable: Any = getattr(value, "value", None)  # a Keras 3 variable's own; of TensorFlow's, a method
+        variable = variable if hasattr(variable, "handle") else value
+        if hasattr(variable, "handle"):
             shape = tuple(int(size) for size in variable.shape)
-            places[node.name] = TensorRef(path, DType(variable.dtype.as_datatype_enum), shape, owner=owner)
+            dtype = DType(variable.dtype.base_dtype.as_datatype_enum)
+            places[variable.handle.op.name] = TensorRef(path, dtype, shape, owner=owner)
     return places
 
 
 def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
-    """(path in a weights file, names of the layers on the way, the value)."""
-    from keras.src.saving import saving_lib
+    """(path in a weights file, names of the layers on the way, the value); nothing for other objects."""
+    keras, tf_keras = sys.modules.get("keras"), sys.modules.get("tf_keras")
+    store = _Recorder()
+    if keras is not None and isinstance(model, keras.Model):
+        from keras.src.saving import saving_lib
 
-    class Recorder(saving_lib.H5IOStore):  # type: ignore[misc]  # Keras has no types
-        """A store that opens no file: `_save_state` asks for this class."""
+        store_class = type("Recorder", (_Recorder, saving_lib.H5IOStore), {})  # it asks for its own class
+        saving_lib._save_state(model, store := store_class(), None, "", set())
+    elif tf_keras is not None and isinstance(model, tf_keras.Model):
+        from tf_keras.src.saving import saving_lib
 
-        def __init__(self) -> None:
-            self.values: list[tuple[str, str, Any]] = []
-            self.names: dict[str, str] = {}
-            self._path = ""
+        with _symbols_saved(tf_keras.layers.Layer):
+            saving_lib._save_state(model, store, None, "", set())
+    for path, key, value in store.values:
+        yield (f"{path}/vars/{key}" if path else f"vars/{key}"), store.owner(path), value
 
-        def __bool__(self) -> bool:
-            return True
 
-        def make(self, path: str, metadata: Any = None) -> Any:
-            self._path = path
-            if path and metadata:
-                self.names[path] = metadata["name"]
-            return self
+class _Recorder:
+    """What Keras takes for a weights file."""
 
-        def __setitem__(self, key: str, value: Any) -> None:
-            self.values.append((self._path, key, value))
+    def __init__(self) -> None:
+        self.values: list[tuple[str, str, Any]] = []
+        self._names: dict[str, str] = {}
+        self._path = ""
 
-    recorder = Recorder()
-    optimizer = [model.optimizer] if getattr(model, "optimizer", None) is not None else []
-    visited = {id(item) for item in optimizer}
-    saving_lib._save_state(model, recorder, None, "", visited)
-    for path, key, value in recorder.values:
-        parts = path.split("/") if path else []
+    def __bool__(self) -> bool:
+        return True
+
+    def make(self, path: str, metadata: Any = None) -> Any:
+        """Begin with what one object stores."""
+        self._path = path
+        if path and metadata:
+            self._names[path] = metadata["name"]
+        return self
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.values.append((self._path, key, value))
+
+    def owner(self, path: str) -> str:
+        """The names of the layers that a path leads through, "" if its own is not known."""
+        parts = path.split("/")
         scopes = ("/".join(parts[:length]) for length in range(1, len(parts) + 1))
-        names = [recorder.names[scope] for scope in scopes if scope in recorder.names]
-        owner = "/".join(names) if path in recorder.names else ""
-        yield (f"{path}/vars/{key}" if path else f"vars/{key}"), owner, value
+        names = [self._names[scope] for scope in scopes if scope in self._names]
+        return "/".join(names) if path in self._names else ""
+
+
+@contextlib.contextmanager
+def _symbols_saved(layer: Any) -> Iterator[None]:
+    """Let tf-keras' layers store their variables, where they would ask for values that a graph lacks."""
+
+    def save_own_variables(self: Any, store: Any) -> None:
+        for number, variable in enumerate(self._trainable_weights + self._non_trainable_weights):
+            store[f"{number}"] = variable
+
+    before = layer.save_own_variables
+    layer.save_own_variables = save_own_variables
+    try:
+        yield
+    finally:
+        layer.save_own_variables = before

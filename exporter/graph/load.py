@@ -8,8 +8,10 @@ Only a builder needs TensorFlow; a `.meta` file and a SavedModel are read as pro
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+from exporter.checkpoint.families import is_archive
 from exporter.errors import UsageError
 from exporter.graph.clean import clean
 from exporter.graph.inference_graph import InferenceGraph
@@ -47,18 +49,34 @@ def load_source(request: GraphRequest) -> SourceGraph:
             hint="name a builder, a .meta file or a SavedModel: --model pkg.mod:fn",
         )
     path = Path(request.model) if isinstance(request.model, str) else None
+    if path is not None and is_archive(path):
+        return _load_archive(path, request)
     if path is not None and (path.is_dir() or path.suffix in _GRAPH_FILES):
         if request.model_args:
             raise UsageError("--model-arg is for builders", cause=f"{path} is a finished graph")
         return _load_path(path, request)
     if path is not None and ":" not in str(path):
         raise UsageError(
-            f"--model {path}: expected pkg.mod:fn, file.py:fn, a .meta file or a SavedModel directory",
+            f"--model {path}: expected pkg.mod:fn, file.py:fn, a .meta file, a SavedModel "
+            "directory or a Keras archive",
             cause="there is no such file" if not path.exists() else "it is none of these",
         )
     from exporter.graph.builder import load_builder
 
     return load_builder(request)
+
+
+def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
+    from exporter.graph.builder import importable, load_builder
+    from exporter.graph.keras_archive import archive_builder
+
+    if request.model_args:
+        raise UsageError("--model-arg is for builders", cause=f"{path} describes its model itself")
+
+    with importable():
+        make = archive_builder(path, allow_code=request.allow_code, custom_objects=request.custom_objects)
+        source = load_builder(dataclasses.replace(request, model=make))
+    return dataclasses.replace(source, label=str(path))
 
 
 def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
