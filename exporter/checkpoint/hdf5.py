@@ -92,6 +92,8 @@ class Packed:
     def blocks(self) -> Iterator[Array]:
         """See `Content.blocks`."""
         verify(self.archive)
+        if not math.prod(self.shape):  # a dimension may be huge where another one is 0
+            return
         with _opened(self.archive) as file:
             dataset = file[self.path]
             if not self.shape:

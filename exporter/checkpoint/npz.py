@@ -32,6 +32,7 @@ SUFFIXES = (".npz",)
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 1 << 16
 _MAX_TRANSPOSED_BYTES = 256 << 20
+_MAX_LISTED = 100_000
 _LIST = "params"
 _NUMBERED = re.compile(r"arr_(0|[1-9][0-9]*)")
 
@@ -132,7 +133,7 @@ def _as_list(found: dict[str, TensorRef]) -> dict[str, TensorRef] | None:
 def _unstacked(ref: TensorRef) -> dict[str, TensorRef] | None:
     """The elements of a list of equal shapes, which numpy stored as one array."""
     assert isinstance(ref.content, NpyValues)
-    if not ref.shape or ref.content.header.is_fortran:
+    if not ref.shape or ref.content.header.is_fortran or ref.shape[0] > _MAX_LISTED:
         return None
     shape, count = ref.shape[1:], math.prod(ref.shape[1:])
     parts = {}
