@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.object_graph import SUFFIX
+from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
 
 TF_AVERAGE = "ExponentialMovingAverage"
 """The slot name of `tf.train.ExponentialMovingAverage` unless the trainer chose another."""
@@ -19,6 +21,8 @@ class ExtraKind(Enum):
     SLOT = "optimizer slot"
     GLOBAL_STEP = "global step"
     MOVING_AVERAGE = "moving average"
+    COUNTER = "counter"
+    OBJECT_GRAPH = "object graph"
     OTHER = "other"
 
 
@@ -33,8 +37,10 @@ class Extra:
 _SLOT_NAME = re.compile(
     r"(^|/)(Adam|Adagrad|AdagradDA|Adadelta|Momentum|RMSProp|Ftrl|Lamb|Nadam|Adamax|Proximal\w*)(_\d+)?(/|$)"
     r"|(^|/)(beta[12]_power|accumulator|momentum|velocity|learning_rate|linear)(_\d+)?$"
-    r"|\.OPTIMIZER_SLOT|^(training|optimizer)/",
+    r"|\.OPTIMIZER_SLOT|^training/|(^|/)_?optimizer/(?!_trainable_variables/)",
 )
+_COUNTERS = frozenset({"save_counter", "ckpt_saved_epoch", "ckpt_saved_batch"})
+_ITERATIONS = frozenset({"global_step", "_iterations", "iterations"})
 
 
 def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Extra]:
@@ -45,9 +51,13 @@ def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Ex
 
 
 def _kind(name: str, tensor: TensorRef, catalog: Catalog) -> ExtraKind:
-    parent, _, leaf = name.rpartition("/")
-    if leaf == "global_step" and tensor.shape == ():
+    if name == OBJECT_GRAPH:
+        return ExtraKind.OBJECT_GRAPH
+    parent, _, leaf = name.removesuffix(SUFFIX).rpartition("/")
+    if leaf in _ITERATIONS and tensor.shape == ():
         return ExtraKind.GLOBAL_STEP
+    if leaf in _COUNTERS:
+        return ExtraKind.COUNTER
     if leaf == TF_AVERAGE or "/ExponentialMovingAverage" in name:
         return ExtraKind.MOVING_AVERAGE
     owner = catalog.tensors.get(parent)

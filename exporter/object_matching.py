@@ -28,7 +28,6 @@ from exporter.name_evidence import NamedPair, conflicts
 _SEARCH_DEPTH = 3  # edges between a checkpoint's root and the model in it
 _WRAPPER_DEPTH = 2  # edges between what a builder returned and the model in it
 _SHOWN = 12
-_OPTIMIZER_EDGES = frozenset({"_iterations", "iter", "_index_dict", "_trainable_variables_indices"})
 _INDEXED = re.compile(r"[0-9]+|layer(_with_weights)?-[0-9]+")
 _TRAINED_LIST = "_trainable_variables"
 _SERVED_LIST = "trainable_variables"
@@ -75,15 +74,6 @@ class Trained:
                     found.add(parent)
                     pending.append(parent)
         return frozenset(found)
-
-    @cached_property
-    def optimizers(self) -> frozenset[int]:
-        """The objects that are optimizers."""
-        return frozenset(
-            number
-            for number, item in enumerate(self.objects.objects)
-            if item.slots or _OPTIMIZER_EDGES & item.children.keys()
-        )
 
     @cached_property
     def by_name(self) -> Mapping[str, tuple[TrackedVariable, ...]]:
@@ -267,7 +257,7 @@ class _Search:
                 child
                 for number in level
                 for child in objects[number].children.values()
-                if child not in self.trained.optimizers
+                if child not in self.trained.objects.optimizers
             ]
             found |= dict.fromkeys(level)
         return [number for number in found if number in self.trained.holding]
@@ -280,7 +270,7 @@ class _Search:
         while pending:
             pair = pending.popleft()
             one, other = ours[pair[0]], theirs[pair[1]]
-            if pair[1] in self.trained.optimizers:
+            if pair[1] in self.trained.objects.optimizers:
                 continue
             if one.variable and other.variable:
                 met.setdefault(pair[0], []).append(pair[1])
@@ -307,7 +297,7 @@ class _Search:
         if own is None or not walk.met or len(self._tensors(walk)) == len(self.wanted):
             return walk
         ours = [*self.served.objects[own].children.values()]
-        for optimizer in self.trained.optimizers:
+        for optimizer in self.trained.objects.optimizers:
             listed = self.trained.objects.at(_TRAINED_LIST, optimizer)
             if listed is None:
                 continue

@@ -36,6 +36,14 @@ class Verify(StrEnum):
         return order.index(self) >= order.index(level)
 
 
+class ExportFormat(StrEnum):
+    """What a version holds: a SavedModel, Cloud ML's pair (`export.meta`, a bundle `export.*`), or both."""
+
+    SAVED_MODEL = "saved_model"
+    METAGRAPH = "metagraph"
+    BOTH = "both"
+
+
 class Isolation(StrEnum):
     """What a response may mix while a delta is applied: nothing, or whole rows of two positions."""
 
@@ -58,8 +66,12 @@ class ExportRequest:
 
     `model` is a name as `--model` takes it, or a builder itself; without it the `.meta` beside the checkpoint
     is used. `renames` and `casts` are rules in the command line's form; `partition_strategies` says `mod` or
-    `div` for tables; `version` is None (the position), a number, or `"time"`. `tolerance` is the largest
+    `div` for tables; `object_path` leads to the served model among the objects of an object-based checkpoint;
+    `version` is None (the position), a number, or `"time"`. `tolerance` is the largest
     absolute difference that `Verify.OUTPUTS` accepts. With `updates` the version takes deltas.
+    `rename_file` is a table of names (`exporter.rename_file`); `by_order` takes a list of values without names
+    to be in the order of the graph's variables. `allow_code` and `custom_objects` (modules) say which code a
+    model's own archive may ask for.
     """
 
     ckpt_dir: Path
@@ -71,9 +83,12 @@ class ExportRequest:
     signatures: Path | None = None
     feeds: Mapping[str, str] = field(default_factory=dict)
     renames: tuple[str, ...] = ()
+    rename_file: Path | None = None
+    by_order: bool = False
     average: str | None = None
     casts: tuple[str, ...] = ()
     partition_strategies: Mapping[str, str] = field(default_factory=dict)
+    object_path: str | None = None
     data: DataMode = DataMode.AUTO
     warmup: Path | None = None
     version: str | None = None
@@ -82,3 +97,6 @@ class ExportRequest:
     verify_inputs: Path | None = None
     tolerance: float = 1e-6
     updates: Updates | None = None
+    format: ExportFormat = ExportFormat.SAVED_MODEL
+    allow_code: bool = False
+    custom_objects: tuple[str, ...] = ()

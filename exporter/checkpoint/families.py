@@ -14,6 +14,7 @@ from exporter.checkpoint.keras_archive import read_config, read_keras
 from exporter.checkpoint.npz import SUFFIXES as NPZ_SUFFIXES
 from exporter.checkpoint.npz import read_npz
 from exporter.checkpoint.tensor_bundle import read_catalog
+from exporter.checkpoint.trainers import recognise
 from exporter.checkpoint.v1 import read_v1
 
 V1_SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
@@ -36,7 +37,7 @@ def read_family(path: Path) -> Catalog:
         return read_npz(path)
     if not index_path(path).exists() and (files := v1_files(path)):
         return read_v1(path.with_name(v1_pattern(files[0].name)), files)
-    return read_catalog(path)
+    return recognise(read_catalog(path))
 
 
 def is_archive(path: Path) -> bool:

@@ -46,6 +46,9 @@ _SUFFIX = re.compile(r"\.(index|meta|data-[0-9]{5,}-of-[0-9]{5,})$")
 _STATE_PATH = re.compile(
     r"""(?<!\w)model_checkpoint_path\s*:\s*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)')"""
 )
+_NESTED = (("chief", "chief"), ("saved_model.pb", "variables"))
+"""A file and the directory beside it with the tensor bundle: Keras' backups, SavedModels."""
+
 _MAX_STATE_BYTES = 1 << 24
 _MAX_NAME = 250  # of a file, with `.index` behind it
 _SETTLE_SECONDS = 0.1  # what looks the same after this long is not being written
@@ -130,7 +133,10 @@ def _in_directory(directory: Path) -> list[Path]:
 
 
 def _without_index(directory: Path, names: list[str], named: Path | None) -> list[Path]:
-    """What a directory without a tensor bundle may mean: format V1, one archive, or a series of them."""
+    """What a directory without a tensor bundle may mean: one below, format V1, one archive, a series."""
+    nested = next((below for mark, below in _NESTED if mark in names and below in names), None)
+    if nested is not None:
+        return candidates(directory / nested)
     v1 = {v1_pattern(name) for name in names if f"{V1_SHARD.sub('', name)}.meta" in names}
     found = [*v1] or archives(names)
     if not found:

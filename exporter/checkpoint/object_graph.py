@@ -9,6 +9,7 @@ tensorflow/core/protobuf/trackable_object_graph.proto, tensorflow/python/checkpo
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ SUFFIX = f"/.ATTRIBUTES/{VARIABLE_VALUE}"
 """What TensorFlow puts behind the path of a variable's object to name its tensor."""
 
 ROOT = 0
+
+_ESCAPE = re.compile(r"\.[.S]")
+_OPTIMIZER_EDGES = frozenset({"_iterations", "iter", "_index_dict", "_trainable_variables_indices"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +62,26 @@ class ObjectGraph:
     objects: tuple[TrackedObject, ...]
 
     def at(self, path: str, start: int = ROOT) -> int | None:
-        """The object that a path such as `model/layers/0` leads to; "" and "." are `start` itself."""
+        """The object that a path such as `model/layers/0` leads to; "" and "." are `start` itself.
+
+        In an edge's name `/` is written `.S` and `.` is written `..`, as in tensors' names.
+        """
         found = start
         for name in path.split("/") if path not in ("", ".") else ():
-            following = self.objects[found].children.get(name)
+            following = self.objects[found].children.get(_ESCAPE.sub(_unescaped, name))
             if following is None:
                 return None
             found = following
         return found
+
+    @cached_property
+    def optimizers(self) -> frozenset[int]:
+        """The objects that are optimizers, of either Keras."""
+        return frozenset(
+            number
+            for number, item in enumerate(self.objects)
+            if item.slots or _OPTIMIZER_EDGES & item.children.keys()
+        )
 
     @cached_property
     def paths(self) -> Mapping[int, str]:
@@ -79,9 +95,14 @@ class ObjectGraph:
             number = pending.popleft()
             for name, child in self.objects[number].children.items():
                 if child not in found and name not in without:
-                    found[child] = f"{found[number]}/{name}".lstrip("/")
+                    escaped = name.replace(".", "..").replace("/", ".S")
+                    found[child] = f"{found[number]}/{escaped}".lstrip("/")
                     pending.append(child)
         return found
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    return "/" if match.group() == ".S" else "."
 
 
 def read_object_graph(catalog: Catalog) -> ObjectGraph | None:

@@ -1,9 +1,10 @@
 """Run a user's builder in a fresh graph and take the graph over as a MetaGraphDef.
 
-This is the only module of the graph stage that imports TensorFlow. What a builder may return:
+Only this module and `object_models` import TensorFlow in the graph stage. What a builder may return:
 
 - `(inputs, outputs)`: two dicts of tensors by name, the signature `serving_default`;
-- `{signature name: (inputs, outputs)}`, with `predict`, `classify` or `regress` as an optional third element.
+- `{signature name: (inputs, outputs)}`, with `predict`, `classify` or `regress` as an optional third element;
+- a Keras model, or a `tf.Module` with `signatures` (`exporter.graph.object_models`).
 """
 
 from __future__ import annotations
@@ -15,20 +16,33 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from exporter import protos
+from exporter.catalog import TensorRef
 from exporter.errors import BuilderError, UsageError
+from exporter.graph.keras_places import keras_places
 from exporter.graph.metagraph import with_signatures
+from exporter.graph.object_models import (
+    ObjectView,
+    is_object,
+    signatures_of,
+    unchanged_classes,
+    view_objects,
+)
 from exporter.graph.signatures import DEFAULT_SIGNATURE, METHODS, check_method
-from exporter.graph.source_graph import GraphRequest, SourceGraph
+from exporter.graph.source_graph import GraphRequest, SourceGraph, VariableKey
 from exporter.protos import Proto
 
 Builder = Callable[..., Any]
 
 _TRAINING_FLAGS = ("training", "is_training")
-_EXPECTED = "expected (inputs, outputs), two dicts of tensors, or {signature: (inputs, outputs[, method])}"
+_EXPECTED = (
+    "expected (inputs, outputs), two dicts of tensors, or {signature: (inputs, outputs[, method])}, "
+    "or a Keras model, or a tf.Module with signatures"
+)
 
 
 def load_builder(request: GraphRequest) -> SourceGraph:
@@ -43,11 +57,15 @@ def load_builder(request: GraphRequest) -> SourceGraph:
             "--input, --output and --signatures name tensors of a .meta file or a SavedModel",
             cause="a builder returns its signatures itself",
         )
-    with _importable():
+    with importable():
         builder, label = resolve(request.model)
         kwargs = keyword_arguments(builder, request.model_args, label)
-        meta_graph = _run(builder, kwargs, label)
-    return with_signatures(meta_graph, request, label=label, directory=Path.cwd())
+        built = _run(builder, kwargs, label)
+    source = with_signatures(built.meta_graph, request, label=label, directory=Path.cwd())
+    if built.view is None:
+        return source
+    keys = {**source.keys, **{node: VariableKey(name) for node, name in built.view.names.items()}}
+    return replace(source, keys=keys, objects=built.view.objects, layers=built.layers)
 
 
 def resolve(model: str | Builder | None) -> tuple[Builder, str]:
@@ -89,7 +107,7 @@ def _import_file(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _importable() -> Iterator[None]:
+def importable() -> Iterator[None]:
     """The working directory comes first on the path, as with `python -m`, while user code runs."""
     before = [*sys.path]
     sys.path.insert(0, str(Path.cwd()))
@@ -149,16 +167,35 @@ def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any
         raise UsageError(f"--model-arg {name}={text}: expected a {wanted.__name__}") from None
 
 
-def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> Proto:
-    """The MetaGraphDef, in the private pool, of what the builder made in a fresh graph."""
+@dataclass(frozen=True)
+class _Built:
+    """A builder's MetaGraphDef (in the private pool); if it returned an object, its graph of objects too."""
+
+    meta_graph: Proto
+    view: ObjectView | None
+    layers: Mapping[str, TensorRef]
+
+
+def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> _Built:
+    """What the builder makes in a fresh graph."""
     import tensorflow as tf
 
     graph = tf.Graph()
-    try:
-        with graph.as_default(), contextlib.redirect_stdout(sys.stderr):
-            result = builder(**kwargs)
-    except (Exception, SystemExit) as error:
-        raise BuilderError(f"builder {label} raised {type(error).__name__}", cause=_told(error)) from error
+    view, layers = None, dict[str, TensorRef]()
+    with unchanged_classes(), contextlib.redirect_stdout(sys.stderr):
+        try:
+            with graph.as_default():
+                result = builder(**kwargs)
+        except (Exception, SystemExit) as error:
+            raise BuilderError(
+                f"builder {label} raised {type(error).__name__}", cause=_told(error)
+            ) from error
+        if is_object(result):
+            with graph.as_default():
+                entries = signatures_of(result, label)
+            view = view_objects(result)
+            layers = keras_places(result)
+            result = entries
     signatures = _signatures(result, graph, label)
     try:
         with graph.as_default():
@@ -169,11 +206,11 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> Proto:
     for name, signature in signatures.items():
         meta_graph.signature_def[name].CopyFrom(signature)
         check_method(name, signature)
-    return meta_graph
+    return _Built(meta_graph, view, layers)
 
 
 def _signatures(result: Any, graph: Any, label: str) -> dict[str, Proto]:
-    """SignatureDefs from what the builder returned. Other kinds of results get their branch here."""
+    """SignatureDefs from the tensors that the builder returned."""
     named = {DEFAULT_SIGNATURE: result} if isinstance(result, tuple) else result
     if not isinstance(named, Mapping) or not named:
         raise BuilderError(f"builder {label} returned {_described(result)}", cause=_EXPECTED)
@@ -229,7 +266,7 @@ def _described(value: Any) -> str:
 
 def _told(error: BaseException) -> str:
     """The exception with the last line of the user's own code that led to it."""
-    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
     own = [

@@ -8,37 +8,42 @@ and the object that the key's path leads to has the variable's name as the progr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from exporter.checkpoint.object_graph import SUFFIX, ObjectGraph, TrackedObject, TrackedVariable
 from exporter.graph.nodes import GraphIndex, attr, const_value, data_inputs, endpoint
 from exporter.protos import Proto
-
-_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
-_ESCAPED = {"..": ".", ".S": "/"}
 
 
 def variable_names(meta_graph: Proto, index: GraphIndex) -> dict[str, str]:
     """The name of each variable that the restore function restores, by its handle's node."""
-    children = [{c.local_name: c.node_id for c in o.children} for o in meta_graph.object_graph_def.nodes]
-    names = {}
+    objects = saved_objects(meta_graph, index).objects
+    variables = (item.variable for item in objects if item.variable)
+    return {variable.tensor: variable.name for variable in variables if variable.name}
+
+
+def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
+    """The objects of a SavedModel; a variable's `tensor` is the node of its handle."""
+    nodes = meta_graph.object_graph_def.nodes
+    edges = [{child.local_name: child.node_id for child in node.children} for node in nodes]
+    known = [
+        {name: child for name, child in children.items() if 0 <= child < len(nodes)} for children in edges
+    ]
+    bare = ObjectGraph(tuple(map(TrackedObject, known)) or (TrackedObject({}),))
+    handles: dict[int, str] = {}
     for handle, key in _restored_keys(meta_graph, index):
-        found = _object_at(children, key.removesuffix(_VALUE)) if key.endswith(_VALUE) else None
-        if found is not None and meta_graph.object_graph_def.nodes[found].variable.name:
-            names[handle] = meta_graph.object_graph_def.nodes[found].variable.name
-    return names
-
-
-def _object_at(children: list[dict[str, int]], path: str) -> int | None:
-    """The object that a checkpoint key leads to from the root; `.` and `/` are escaped in its parts."""
-    found = 0
-    for part in path.split("/"):
-        name = re.sub(r"\.[.S]", lambda match: _ESCAPED[match.group()], part)
-        following = children[found].get(name) if found < len(children) else None
-        if following is None:
-            return None
-        found = following
-    return found if found < len(children) else None
+        found = bare.at(key.removesuffix(SUFFIX)) if key.endswith(SUFFIX) else None
+        if found is not None:
+            handles[found] = handle
+    return ObjectGraph(
+        tuple(
+            TrackedObject(children, TrackedVariable(nodes[number].variable.name, handles[number]))
+            if number in handles
+            else TrackedObject(children)
+            for number, children in enumerate(known)
+        )
+        or (TrackedObject({}),)
+    )
 
 
 def _restored_keys(meta_graph: Proto, index: GraphIndex) -> Iterator[tuple[str, str]]:
@@ -50,15 +55,19 @@ def _restored_keys(meta_graph: Proto, index: GraphIndex) -> Iterator[tuple[str, 
         return
     handles = dict(zip((a.name for a in function.signature.input_arg), data_inputs(call), strict=False))
     nodes = {node.name: node for node in function.node_def}
+    restored: dict[str, list[str]] = {}
     for node in nodes.values():
         if node.op == "AssignVariableOp" and len(node.input) > 1 and node.input[0] in handles:
-            key = _key_of(nodes, node.input[1])
+            key = _key_of(nodes, restored, node.input[1])
             if key is not None:
                 yield handles[node.input[0]].node, key
 
 
-def _key_of(nodes: dict[str, Proto], text: str) -> str | None:
-    """Which name RestoreV2 reads for a value such as `Identity_3:output:0`."""
+def _key_of(nodes: dict[str, Proto], restored: dict[str, list[str]], text: str) -> str | None:
+    """Which name RestoreV2 reads for a value such as `Identity_3:output:0`.
+
+    `restored` keeps the names by node: one node restores thousands.
+    """
     name, _, output = text.partition(":")
     node = nodes.get(name)
     if node is not None and node.op == "Identity" and node.input:
@@ -66,9 +75,12 @@ def _key_of(nodes: dict[str, Proto], text: str) -> str | None:
         node = nodes.get(name)
     if node is None or node.op != "RestoreV2" or len(node.input) < 2:
         return None
-    source = nodes.get(node.input[1].partition(":")[0])
-    names = const_value(source) if source is not None else None
+    if name not in restored:
+        source = nodes.get(node.input[1].partition(":")[0])
+        names = const_value(source) if source is not None else None
+        keys = () if names is None else names.ravel()
+        restored[name] = [bytes(key).decode("utf-8", "surrogateescape") for key in keys]
     position = output.rpartition(":")[2]
-    if names is None or not position.isdecimal() or int(position) >= names.size:
+    if not position.isdecimal() or int(position) >= len(restored[name]):
         return None
-    return bytes(names.ravel()[int(position)]).decode("utf-8", "surrogateescape")
+    return restored[name][int(position)]

@@ -10,7 +10,8 @@ from google.protobuf.message import DecodeError
 from exporter import protos
 from exporter.errors import CorruptFile, MissingAsset, UnsupportedFormat, UsageError
 from exporter.graph.metagraph import parse_message, with_signatures
-from exporter.graph.nodes import endpoint
+from exporter.graph.nodes import GraphIndex, endpoint
+from exporter.graph.object_names import saved_objects
 from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.protos import Proto
 
@@ -28,7 +29,7 @@ def is_saved_model(path: Path) -> bool:
 def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     """The graph tagged `serve` with its signatures (or those asked for), assets and initialiser.
 
-    The object graph is left out: what restores variables by objects has no place in a bundle by names.
+    The message loses its graph of objects, which has no place in a bundle by names; it becomes `objects`.
 
     Raises:
         CorruptFile: the directory holds no readable SavedModel.
@@ -46,8 +47,10 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
                 hint="copy the SavedModel again, with its assets/ directory",
             )
     source = with_signatures(meta_graph, request, label=str(path), directory=path)
+    has_objects = meta_graph.HasField("object_graph_def")
+    objects = saved_objects(meta_graph, GraphIndex.of(meta_graph)) if has_objects else None
     meta_graph.ClearField("object_graph_def")
-    return dataclasses.replace(source, assets=assets, init_op=init_op or source.init_op)
+    return dataclasses.replace(source, assets=assets, init_op=init_op or source.init_op, objects=objects)
 
 
 def read_saved_model(path: Path) -> Proto:

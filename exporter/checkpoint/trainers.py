@@ -1,0 +1,81 @@
+"""Who wrote an object-based checkpoint, and at which training step: told from its objects, for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from exporter.catalog import Catalog
+from exporter.checkpoint.object_graph import ROOT, ObjectGraph, TrackedVariable, read_object_graph
+from exporter.checkpoint.tensor_values import read_array
+from exporter.dtypes import DType
+
+_KERAS_3 = {"_operations", "_functional", "_trainable_variables_indices"}
+_KERAS_2 = {"layer-0", "layer_with_weights-0", "keras_api", "_index_dict"}
+_STEPS = ("global_step", "step", "train_step")
+_ITERATIONS = ("_iterations", "iterations", "iter")
+_MANAGER_STATE = b"last_preserved_timestamp"  # in the state file of a CheckpointManager alone
+_MAX_STATE_BYTES = 1 << 16
+
+
+def recognise(catalog: Catalog) -> Catalog:
+    """The catalog with the trainer's family in words and its step, if it is object-based.
+
+    Raises:
+        CorruptFile: the graph of objects is damaged.
+    """
+    objects = read_object_graph(catalog)
+    if objects is None:
+        return catalog
+    parts = [*_family(catalog, objects)]
+    return replace(catalog, family=", ".join(parts), step=_step(catalog, objects))
+
+
+def _family(catalog: Catalog, objects: ObjectGraph) -> Iterator[str]:
+    edges = {name for item in objects.objects for name in item.children}
+    root = objects.objects[ROOT].children
+    keras = "Keras 3 " if edges & _KERAS_3 else "Keras 2 " if edges & _KERAS_2 else ""
+    if (catalog.prefix.parent.parent / "saved_model.pb").is_file():
+        yield f"{keras}SavedModel's variables"
+    elif "ckpt_saved_epoch" in root:
+        yield f"{keras}BackupAndRestore"
+    elif "save_counter" in root:
+        yield f"{keras}model in {_saver(catalog)}" if keras else _saver(catalog)
+    else:
+        yield f"{keras}weights" if keras else "tf.train.Checkpoint.write"
+    if any(ref.slices for ref in catalog.tensors.values()):
+        yield "sharded variables"
+    yield "object-based"
+
+
+def _saver(catalog: Catalog) -> str:
+    with suppress(OSError), (catalog.prefix.parent / "checkpoint").open("rb") as state:
+        if _MANAGER_STATE in state.read(_MAX_STATE_BYTES):
+            return "tf.train.CheckpointManager"
+    return "tf.train.Checkpoint"
+
+
+def _step(catalog: Catalog, objects: ObjectGraph) -> int | None:
+    """A step variable of the checkpoint's own, the only optimizer's iterations, or the number in the name."""
+    root = objects.objects[ROOT].children
+    own = [objects.objects[root[name]].variable for name in _STEPS if name in root]
+    counted = [
+        objects.objects[children[name]].variable
+        for number in objects.optimizers
+        for name in _ITERATIONS
+        if name in (children := objects.objects[number].children)
+    ]
+    for variables in (own, counted):
+        steps = {step for variable in variables if (step := _scalar(catalog, variable)) is not None}
+        if len(steps) == 1:
+            return steps.pop()
+    return catalog.step
+
+
+def _scalar(catalog: Catalog, variable: TrackedVariable | None) -> int | None:
+    ref = catalog.tensors.get(variable.tensor) if variable else None
+    if ref is None or ref.shape != () or ref.dtype not in (DType.INT32, DType.INT64) or ref.extent is None:
+        return None
+    value = int(read_array(catalog, ref))
+    return value if value >= 0 else None

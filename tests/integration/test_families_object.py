@@ -1,0 +1,157 @@
+"""What trainers of TensorFlow 2 leave: exported, loaded by TensorFlow, equal to the trainer's own answers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exporter.checkpoint import open_checkpoint
+from exporter.errors import AmbiguousRename, MappingError
+from exporter.options import DataMode, ExportRequest, Verify
+from exporter.pipeline import Exported, export, plan
+from tests.clusters import run_cluster
+from tests.object_trainers import JOBS
+from tests.once import once_a_run
+
+TRAINERS = Path(__file__).parent.parent / "object_trainers.py"
+NUMBERS = {"atol": 1e-5, "rtol": 0}
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of all jobs, each made in a process of its own; never change them."""
+
+    def train(directory: Path) -> None:
+        for job in JOBS:
+            command = [sys.executable, "-m", "tests.object_trainers", job, directory]
+            subprocess.run(command, check=True, capture_output=True, timeout=200, cwd=TRAINERS.parent.parent)
+
+    return once_a_run(tmp_path_factory, "object-trainers", train)
+
+
+@pytest.fixture(scope="session")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the chief of a real ParameterServerStrategy cluster left."""
+
+    def train(directory: Path) -> None:
+        script = Path(__file__).with_name("sharded_node.py")
+        run_cluster(script, [directory], cwd=directory, workers=1, timeout_s=180)
+
+    return once_a_run(tmp_path_factory, "sharded-tower", train)
+
+
+def request_for(checkpoint: Path, model: str | Path, out: Path, **options: object) -> ExportRequest:
+    builder = f"{TRAINERS}:{model}" if isinstance(model, str) else str(model)
+    return ExportRequest(checkpoint, out, model=builder, verify=Verify.OUTPUTS, **options)  # type: ignore[arg-type]
+
+
+def answers_of(done: Exported, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """What TensorFlow's own loader computes from the published version."""
+    import tensorflow as tf
+
+    with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
+        loaded = tf.compat.v1.saved_model.load(session, ["serve"], str(done.published.path))
+        signature = loaded.signature_def["serving_default"]
+        outputs = {name: info.name for name, info in signature.outputs.items()}
+        (given,) = signature.inputs.values()
+        return session.run(outputs, {given.name: ids})  # type: ignore[no-any-return]
+
+
+def check(done: Exported, expected: Path) -> None:
+    """The numbers are the trainer's, and no byte of a value was copied."""
+    with np.load(expected) as arrays:
+        answers = {name: arrays[name] for name in arrays.files if name != "ids"}
+        found = answers_of(done, arrays["ids"])
+    if len(found) == 1:
+        found = {"answers": next(iter(found.values()))}
+    assert found.keys() == answers.keys()
+    for name, value in answers.items():
+        np.testing.assert_allclose(found[name], value, **NUMBERS)
+    assert done.variables.bytes_copied == done.variables.bytes_rewritten == 0
+    assert any(path.stat().st_nlink > 1 for path in done.published.path.glob("variables/*.data-*"))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "model", "family", "step"),
+    [
+        ("tower3", "tower3", "Keras 3 model in tf.train.Checkpoint", 8),
+        ("bare3", "tower3", "Keras 3 weights", 8),
+        ("chain3", "chain3", "Keras 3 model in tf.train.Checkpoint", 8),
+        ("tower2", "tower2", "Keras 2 weights", 8),
+        ("tower2", "tower3", "Keras 2 weights", 8),
+        ("chain2", "chain2", "Keras 2 weights", 8),
+        ("backup2", "tower2", "Keras 2 BackupAndRestore", 8),
+        ("mirrored2", "tower2", "Keras 2 model in tf.train.Checkpoint", 4),
+        ("manager", "scorer", "tf.train.CheckpointManager", 300),
+    ],
+)
+def test_family(trained: Path, tmp_path: Path, checkpoint: str, model: str, family: str, step: int) -> None:
+    done = export(request_for(trained / checkpoint, model, tmp_path, data=DataMode.LINK))
+    check(done, trained / checkpoint / "expected.npz")
+    assert done.plan.catalog.family == f"{family}, object-based"
+    assert done.plan.catalog.step == done.published.position == step
+
+
+def test_the_variables_of_a_saved_model(trained: Path, tmp_path: Path) -> None:
+    """A training model's SavedModel is a checkpoint, too; its graph serves newer ones."""
+    saved = trained / "saved2" / "model"
+    done = export(request_for(saved, "tower2", tmp_path / "weights", data=DataMode.LINK))
+    check(done, trained / "saved2" / "expected.npz")
+    assert done.plan.catalog.family == "Keras 2 SavedModel's variables, object-based"
+    newer = export(request_for(trained / "backup2", saved, tmp_path / "graph", data=DataMode.LINK))
+    check(newer, trained / "backup2" / "expected.npz")
+    assert {source.via for source in newer.plan.mapping.sources} == {"object"}
+
+
+def test_temporary_directories_of_workers_are_left_alone(trained: Path, tmp_path: Path) -> None:
+    backup = tmp_path / "backup"
+    shutil.copytree(trained / "backup2", backup)
+    shutil.copytree(trained / "mirrored2", backup / "workertemp_1", dirs_exist_ok=True)
+    assert open_checkpoint(backup).prefix.parent.name == "chief"
+
+
+def test_two_models_that_fit_are_told_apart_by_their_path(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(AmbiguousRename, match="2 objects") as caught:
+        plan(request_for(trained / "twins3", "tower3", tmp_path))
+    assert "'model'" in caught.value.cause
+    assert "'average'" in caught.value.cause
+    done = export(request_for(trained / "twins3", "tower3", tmp_path, object_path="average"))
+    check(done, trained / "twins3" / "expected.npz")
+
+
+def test_a_server_answers_as_the_trainer_did(trained: Path, tmp_path: Path) -> None:
+    from serving.client import ModelClient
+    from serving.server import ModelServer
+
+    export(request_for(trained / "backup2", "tower2", tmp_path / "tower"))
+    with np.load(trained / "backup2" / "expected.npz") as arrays, ModelServer(tmp_path / "tower") as server:
+        server.wait_available(60)
+        with ModelClient(server.address, "tower") as client:
+            found = client.predict({"ids": arrays["ids"]}).outputs
+        np.testing.assert_allclose(found["out"], arrays["answers"], **NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "model"), [("chain3", "tower3"), ("tower2", "scorer"), ("manager", "tower2")]
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    trained: Path, tmp_path: Path, checkpoint: str, model: str
+) -> None:
+    with pytest.raises(MappingError):
+        plan(request_for(trained / checkpoint, model, tmp_path))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_sharded_variables_of_a_parameter_server_strategy(sharded: Path, tmp_path: Path, model: str) -> None:
+    """Every variable lies in two parts on two servers' shards; served, each is one, its rows in order."""
+    done = export(request_for(sharded / "ckpt", "tower2", tmp_path, data=DataMode.LINK))
+    check(done, sharded / "expected.npz")
+    assert all(len(source.tensor.slices) == 2 for source in done.plan.mapping.sources)
+    assert done.plan.catalog.family == (
+        "Keras 2 model in tf.train.CheckpointManager, sharded variables, object-based"
+    )
