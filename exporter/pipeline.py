@@ -191,8 +191,10 @@ def parse_rules(request: ExportRequest) -> MappingRules:
     return MappingRules(
         renames=tuple(map(RenameRule.parse, request.renames)),
         average=request.average,
+        by_order=request.by_order,
         casts=tuple(map(CastRule.parse, request.casts)),
         strategies=strategies,
+        object_path=request.object_path,
     )
 
 
