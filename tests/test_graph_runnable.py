@@ -56,7 +56,8 @@ def test_a_fed_tensor_needs_nothing_behind_it(tmp_path: Path) -> None:
         rows = queue.dequeue_many(2)
         v1.get_variable("w", [1])
         with v1.control_dependencies([tf.identity(rows)]):
-            tf.multiply(rows, tf.constant(3.0), name="y")
+            scale = v1.cond(tf.reduce_sum(rows) > 0, lambda: tf.constant(3.0), lambda: tf.constant(-1.0))
+            tf.multiply(rows, scale, name="y")
 
     trained = train(tmp_path, build)
     source = load_source(GraphRequest(trained.meta, {"rows": "queue_DequeueMany"}, {"y": "y"}))

@@ -8,26 +8,29 @@ Nothing else is changed, so that a comparison still finds what cleaning did wron
 from __future__ import annotations
 
 from exporter import protos
-from exporter.graph.nodes import Endpoint, GraphIndex, data_inputs, endpoint
+from exporter.graph.control_flow import Pivots
+from exporter.graph.nodes import GraphIndex, data_inputs, endpoint
 from exporter.graph.servable import is_refused
-from exporter.graph.signatures import signature_tensors, tensor_names
 from exporter.graph.source_graph import SourceGraph
 from exporter.protos import Proto
 
 
 def runnable_graph(source: SourceGraph) -> Proto:
-    """A copy of the source's GraphDef without control edges from what a server could not run."""
+    """A copy of the source's GraphDef without control edges from what a server could not run.
+
+    A node that such an edge bound to its branch or iteration gets another edge from there.
+    """
     index = GraphIndex.of(source.meta_graph)
-    unfit = _unfit(index, _given(source))
+    unfit, pivots = _unfit(index), Pivots(index.nodes)
+    initialising = _ancestors(index, source.init_op)
     graph_def = protos.GraphDef()
     graph_def.CopyFrom(source.meta_graph.graph_def)
-    initialising = _ancestors(index, source.init_op)
     for node in graph_def.node:
-        if node.name in initialising:
-            continue
         kept = [text for text in node.input if not (text.startswith("^") and text[1:] in unfit)]
-        if len(kept) < len(node.input):
-            node.input[:] = kept
+        if len(kept) < len(node.input) and node.name not in initialising:
+            node.input[:] = (
+                dict.fromkeys([*kept, *pivots.needed_inputs(node)]) if not data_inputs(node) else kept
+            )
     return graph_def
 
 
@@ -44,27 +47,17 @@ def _ancestors(index: GraphIndex, name: str | None) -> set[str]:
     return found
 
 
-def _given(source: SourceGraph) -> set[Endpoint]:
-    given = {Endpoint(name, 0) for name in source.feeds}
-    for signature in source.meta_graph.signature_def.values():
-        for role, _, info in signature_tensors(signature):
-            if role == "input":
-                given |= {endpoint(text) for text in tensor_names(info)}
-    return given
+def _unfit(index: GraphIndex) -> set[str]:
+    """The nodes that need an unfed placeholder, a queue, a change of state or Python, by what they read.
 
-
-def _unfit(index: GraphIndex, given: set[Endpoint]) -> set[str]:
-    """The nodes that need an unfed placeholder, a queue, a change of state or Python, by what they read."""
-    pending = [
-        name
-        for name, node in index.nodes.items()
-        if is_refused(node.op) or (node.op == "Placeholder" and Endpoint(name, 0) not in given)
-    ]
+    Tensors that are fed do not count as given here: TensorFlow's optimiser turns a control edge from
+    `Identity(fed)` into one from what makes `fed`, which then runs all the same.
+    """
+    pending = [name for name, node in index.nodes.items() if is_refused(node.op) or node.op == "Placeholder"]
     unfit = {*pending}
     while pending:
-        name = pending.pop()
-        for reader, position in index.consumers[name]:
-            if reader not in unfit and data_inputs(index.nodes[reader])[position] not in given:
+        for reader, _ in index.consumers[pending.pop()]:
+            if reader not in unfit:
                 unfit.add(reader)
                 pending.append(reader)
     return unfit
