@@ -216,6 +216,12 @@ def test_a_full_checkpoint_joins_the_chain_by_its_milestone() -> None:
     chain = history(("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), milestones=noted)
     assert names(chain.after(LATER)) == ["c"]
     assert names(chain.after(replace(LATER, digest="3" * 64))) == []  # the same name and step, other values
+    assert names(chain.after(replace(LATER, name="model.ckpt-1"))) == ["c"]  # another name, the same values
+
+
+def test_a_full_checkpoint_that_was_written_before_the_first_increment_joins_the_chain() -> None:
+    noted = (Milestone(LATER, EXAMPLE.run, None, False),)
+    assert names(history(("a", FIRST, 1), ("b", "a", 1), milestones=noted).after(LATER)) == ["a", "b"]
 
 
 def test_the_younger_fork_is_followed() -> None:

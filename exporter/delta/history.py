@@ -111,8 +111,8 @@ class History:
         """The increments that lead on from a full checkpoint, in order; of two forks the younger one."""
         starts: set[str | CheckpointId] = {checkpoint}
         milestone = self.milestone(checkpoint)
-        if milestone is not None and milestone.after is not None:
-            starts.add(milestone.after)
+        if milestone is not None:
+            starts |= self._begins(milestone.run) if milestone.after is None else {milestone.after}
         chain: list[StoredIncrement] = []
         while (found := self._youngest_child(starts)) and found not in chain:  # a chain is no ring
             chain.append(found)
@@ -122,6 +122,11 @@ class History:
     def expired(self, oldest_step: int) -> Iterator[StoredIncrement]:
         """The increments that no full checkpoint from `oldest_step` on needs."""
         return (stored for stored in self.increments if stored.increment.to_step <= oldest_step)
+
+    def _begins(self, run: str) -> set[str | CheckpointId]:
+        """The full checkpoint that a run begins at."""
+        parents = (stored.increment.parent for stored in self.increments if stored.increment.run == run)
+        return {parent for parent in parents if isinstance(parent, CheckpointId)}
 
     def _youngest_child(self, parents: set[str | CheckpointId]) -> StoredIncrement | None:
         children = [stored for stored in self.increments if stored.increment.parent in parents]

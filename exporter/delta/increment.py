@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,11 @@ HEX = re.compile(r"[0-9a-f]{16,64}")
 class CheckpointId:
     """A full checkpoint by content: `digest` is the SHA-256 of its index, which holds a crc of every tensor.
 
-    `name` is its prefix without the path.
+    `name` is its prefix without the path; it does not count: a trainer that restores a checkpoint whose step
+    is ahead of its name (workers went on while it was saved) saves the same contents under another name.
     """
 
-    name: str
+    name: str = field(compare=False)
     step: int
     digest: str
 

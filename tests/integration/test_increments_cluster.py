@@ -40,11 +40,12 @@ def test_every_optimizer_is_exact_with_asynchronous_workers(tmp_path: Path) -> N
         optimizers=("sgd", "adagrad", "ftrl", "rmsprop", "momentum", "adam"),
         save_increment_steps=5,
         save_checkpoint_steps=60,
+        pause_s=0.1,
     )
     with Cluster(job) as cluster:
         cluster.wait(100)
     history = assert_exact(job)
-    assert len(history.increments) >= 5
+    assert len(history.increments) >= 3
     assert len({stored.increment.run for stored in history.increments}) == 1
 
 
