@@ -1,0 +1,289 @@
+"""Builders that return Keras models and modules: signatures, names and objects; nothing is ever allocated."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from exporter.errors import BuilderError, MappingError, MissingTensors, ObjectMismatch, ShapeMismatch
+from exporter.graph.inference_graph import InferenceGraph
+from exporter.graph.load import GraphRequest, load_graph
+from exporter.inspection import signatures_of
+from exporter.options import ExportRequest
+from exporter.pipeline import Plan, plan
+from tests.object_trainers import chain, scorer, tower
+
+KERASES = [pytest.param(keras, id="keras3"), pytest.param(tf_keras, id="keras2")]
+
+
+def loaded(builder: Callable[[], Any]) -> InferenceGraph:
+    return load_graph(GraphRequest(builder))
+
+
+def signatures(graph: InferenceGraph) -> list[str]:
+    return [str(signature) for signature in signatures_of(graph.meta_graph)]
+
+
+def paths(graph: InferenceGraph) -> dict[str, str]:
+    """A path to each served variable's object."""
+    assert graph.objects is not None
+    nodes = {variable.node: variable.key for variable in graph.variables}
+    entries = ((path, graph.objects.objects[number].variable) for number, path in graph.objects.paths.items())
+    return {nodes[v.tensor]: path for path, v in entries if v is not None and v.tensor in nodes}
+
+
+# --- signatures ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", KERASES)
+def test_a_functional_model_in_inference_mode(library: ModuleType) -> None:
+    graph = loaded(lambda: tower(library))
+    assert signatures(graph) == ["serving_default(ids int64[?,3]) -> out float32[?,2]"]
+    assert not graph.notes  # neither dropout nor the batch's own mean
+    assert len(graph.variables) == len(paths(graph)) == 11
+    assert {variable.key for variable in graph.variables} >= {"table/embeddings", "norm/moving_mean"}
+
+
+@pytest.mark.parametrize("library", KERASES)
+def test_several_inputs_and_outputs_keep_their_names(library: ModuleType) -> None:
+    def build(as_dict: bool) -> Any:
+        a, b = library.Input([3], name="a"), library.Input([2], name="b")
+        both = library.layers.Concatenate()([a, b])
+        p, q = (library.layers.Dense(size, name=f"of{size}")(both) for size in (1, 2))
+        return library.Model({"b": b, "a": a}, {"p": p, "q": q}) if as_dict else library.Model([a, b], [p, q])
+
+    inputs = "serving_default(a float32[?,3], b float32[?,2])"
+    assert signatures(loaded(lambda: build(True))) == [f"{inputs} -> p float32[?,1], q float32[?,2]"]
+    assert signatures(loaded(lambda: build(False))) == [f"{inputs} -> of1 float32[?,1], of2 float32[?,2]"]
+
+
+@pytest.mark.parametrize("library", KERASES)
+def test_a_subclassed_model_that_was_called(library: ModuleType) -> None:
+    graph = loaded(lambda: chain(library))
+    (signature,) = signatures_of(graph.meta_graph)
+    assert signature.inputs[0].shape == (-1, 3)
+    assert len(graph.variables) == 9
+
+
+def test_inputs_without_names_get_stable_ones() -> None:
+    def build() -> Any:
+        model = keras.Sequential([keras.layers.Dense(2)])
+        model.build([None, 3])
+        return model
+
+    assert [text.partition(" ")[0] for text in signatures(loaded(build))] == ["serving_default(inputs"]
+
+
+def test_a_module_serves_its_functions() -> None:
+    graph = loaded(scorer)
+    assert signatures(graph) == [
+        "rows(ids int64[?]) -> output_0 float32[?,4]",
+        "serving_default(ids int64[?,3]) -> buy float32[?,2], click float32[?,2]",
+    ]
+    assert paths(graph) == {
+        "table": "table",
+        "mixers/0": "mixers/0",
+        "mixers/1": "mixers/1",
+        "heads/click": "heads/click",
+        "heads/buy": "heads/buy",
+    }
+
+
+def test_a_vocabulary_is_an_asset(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("apple\nplum\n")
+
+    def build() -> Any:
+        words = keras.Input([2], dtype="string", name="words")
+        ids = keras.layers.StringLookup(vocabulary=str(tmp_path / "words.txt"))(words)
+        return keras.Model(words, keras.layers.Embedding(4, 2)(ids))
+
+    graph = loaded(build)
+    assert [asset.source.name for asset in graph.assets] == ["words.txt"]
+    assert graph.init_op
+
+
+@pytest.mark.parametrize("library", KERASES)
+def test_nothing_is_allocated(library: ModuleType) -> None:
+    """A table of 1 TB is a symbol."""
+
+    def build() -> Any:
+        ids = library.Input([1], dtype="int64")
+        return library.Model(ids, library.layers.Embedding(4_000_000_000, 64)(ids))
+
+    assert loaded(build).variables[0].shape == (4_000_000_000, 64)
+
+
+# --- what a builder may not do ------------------------------------------------------------------------------
+
+
+def test_a_module_without_signatures_is_refused() -> None:
+    with pytest.raises(BuilderError, match="no signatures"):
+        loaded(tf.Module)
+
+
+def test_a_signature_that_is_no_function_is_refused() -> None:
+    module = tf.Module()
+    module.signatures = {"serving_default": print}
+    with pytest.raises(BuilderError, match=r"signature 'serving_default' is no tf\.function"):
+        loaded(lambda: module)
+
+
+def test_a_function_without_input_signature_is_refused() -> None:
+    def build() -> Any:
+        module = tf.Module()
+        module.signatures = {"serving_default": tf.function(lambda x: x)}
+        return module
+
+    with pytest.raises(BuilderError, match="tracing"):
+        loaded(build)
+
+
+@pytest.mark.parametrize("library", KERASES)
+def test_a_model_whose_inputs_nobody_knows_is_refused(library: ModuleType) -> None:
+    with pytest.raises(BuilderError, match="nothing tells the inputs") as caught:
+        loaded(lambda: library.Sequential([library.layers.Dense(2)]))
+    assert "keras.Input" in caught.value.hint
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_users_own_classes_stay_as_they_are() -> None:
+    """tf-keras swaps base classes in graphs; a model that is being trained here must not notice."""
+
+    class Net(tf_keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = tf_keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            return self.out(x)
+
+    def build() -> Any:
+        model = Net()
+        model(tf_keras.Input([3]))
+        return model
+
+    trained, bases = Net(), Net.__bases__
+    loaded(build)
+    assert Net.__bases__ == bases
+    trained.compile("sgd", "mse")
+    trained.fit(np.ones((2, 3), np.float32), np.ones((2, 1), np.float32), verbose=0)
+
+
+def test_keras_is_not_imported_for_a_module(tmp_path: Path) -> None:
+    """Only the user's own code decides whether there is a Keras, and which."""
+    import subprocess
+
+    program = (
+        "import sys; from exporter.graph.load import GraphRequest, load_graph; "
+        "from tests.object_trainers import scorer; load_graph(GraphRequest(scorer)); "
+        "sys.exit(bool({'keras', 'tf_keras'} & set(sys.modules)))"
+    )
+    root = Path(__file__).parent.parent
+    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=root).returncode == 0
+
+
+# --- against checkpoints by the real frameworks --------------------------------------------------------------
+
+
+def stack(library: ModuleType, names: tuple[str | None, ...], dtype: str | None = None) -> Any:
+    """Dense layers of one shape in a row."""
+    hidden = inputs = library.Input([4], name="x")
+    layers = [library.layers.Dense(4, name=name, dtype=dtype) for name in names]
+    for layer in layers:
+        hidden = layer(hidden)
+    return library.Model(inputs, hidden)
+
+
+def planned(model: Any, builder: Callable[[], Any], directory: Path, **options: Any) -> Plan:
+    prefix = tf.train.Checkpoint(model=model).write(str(directory / "ckpt"))
+    return plan(ExportRequest(Path(prefix), directory / "out", model=builder, **options))
+
+
+NAMED = ("a", "b", "c")
+
+
+@pytest.mark.parametrize("library", KERASES)
+@pytest.mark.parametrize("order", [("a", "c", "b"), ("b", "a", "c"), ("c", "b", "a"), ("b", "c", "a")])
+def test_same_shaped_layers_are_never_swapped(library: ModuleType, order: tuple[str], tmp_path: Path) -> None:
+    with pytest.raises(ObjectMismatch, match="do not correspond"):
+        planned(stack(library, NAMED), lambda: stack(library, order), tmp_path)
+
+
+@pytest.mark.parametrize("library", KERASES)
+def test_a_layer_more_or_less(library: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(MappingError):
+        planned(stack(library, NAMED), lambda: stack(library, NAMED[:2]), tmp_path)
+    with pytest.raises(MissingTensors, match="2 of 8"):
+        planned(stack(library, NAMED), lambda: stack(library, (*NAMED, "d")), tmp_path)
+    with pytest.raises(MappingError):
+        planned(stack(library, (None,) * 3), lambda: stack(library, (None,) * 2), tmp_path)
+
+
+@pytest.mark.parametrize("library", KERASES)
+def test_numbers_of_the_process_do_not_matter(library: ModuleType, tmp_path: Path) -> None:
+    stack(library, (None,) * 5)
+    found = planned(stack(library, (None,) * 3), lambda: stack(library, (None,) * 3), tmp_path)
+    assert {source.via for source in found.mapping.sources} == {"object"}
+
+
+@pytest.mark.parametrize("library", KERASES)
+def test_renamed_layers_need_a_word(library: ModuleType, tmp_path: Path) -> None:
+    build = lambda: stack(library, ("k", "l", "m"))  # noqa: E731 - a builder
+    with pytest.raises(ObjectMismatch, match="do not correspond"):
+        planned(stack(library, NAMED), build, tmp_path)
+    renames = tuple(f"{new}/(.*)={old}/\\1" for new, old in zip("klm", NAMED, strict=True))
+    found = planned(stack(library, NAMED), build, tmp_path, renames=renames)
+    assert {source.via for source in found.mapping.sources} == {"rename"}
+
+
+@pytest.mark.parametrize("library", KERASES)
+def test_another_precision(library: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ShapeMismatch, match="is float16 in the graph"):
+        planned(stack(library, NAMED), lambda: stack(library, NAMED, "float16"), tmp_path)
+    mixed = planned(stack(library, NAMED), lambda: stack(library, NAMED, "mixed_float16"), tmp_path)
+    assert len(mixed.mapping.sources) == 6
+
+
+def test_one_keras_reads_the_other_by_names(tmp_path: Path) -> None:
+    """Their objects have nothing in common; distinct names correspond, numbered ones only if complete."""
+    found = planned(stack(tf_keras, NAMED), lambda: stack(keras, NAMED), tmp_path)
+    assert {source.key: source.tensor.name.partition("/.A")[0] for source in found.mapping.sources}[
+        "b/kernel"
+    ] == "model/layer_with_weights-1/kernel"
+    with pytest.raises(MappingError):
+        planned(stack(tf_keras, NAMED), lambda: stack(keras, (None,) * 3), tmp_path)
+
+
+@pytest.mark.parametrize("library", KERASES)
+def test_a_graph_by_names(library: ModuleType, tmp_path: Path) -> None:
+    """A builder that returns tensors, for a checkpoint by objects."""
+
+    def build() -> Any:
+        x = tf.compat.v1.placeholder(tf.float32, [None, 4])
+        kernel = tf.compat.v1.get_variable("b/kernel", [4, 4])
+        return {"x": x}, {"y": x @ kernel}
+
+    found = planned(stack(library, NAMED), build, tmp_path)
+    assert [source.via for source in found.mapping.sources] == ["name"]
+
+
+def test_a_restored_checkpoint_that_was_not_built_yet(tmp_path: Path) -> None:
+    """Variables that a trainer makes late are there under their objects like any other."""
+    model = keras.Sequential([keras.layers.Dense(4, name="late")])
+    model(np.ones((1, 4), np.float32))
+
+    def build() -> Any:
+        served = keras.Sequential([keras.layers.Dense(4, name="late")])
+        served.build([None, 4])
+        return served
+
+    assert len(planned(model, build, tmp_path).mapping.sources) == 2
