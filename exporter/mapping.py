@@ -15,6 +15,7 @@ from exporter.dtypes import DType
 from exporter.errors import AmbiguousRename, MissingTensors, ShapeMismatch, UsageError
 from exporter.extras import TF_AVERAGE, Extra, classify_extras
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
+from exporter.object_averages import averages
 from exporter.object_matching import Matched, Trained, match_objects
 from exporter.row_order import row_order
 from exporter.unnamed import match_unnamed
@@ -227,12 +228,18 @@ def _find_objects(
     trained: Trained,
     rules: MappingRules,
 ) -> dict[str, _Match]:
+    shadows = averages(trained, rules.average) if rules.average else {}
     known = {key: rules.tensors[key] for key in wanted if rules.tensors.get(key) in trained.tensors}
     renamed = {key: name for key in wanted if (name := _renamed(key, rules)) is not None}
     rest = {key: variables[0] for key, variables in wanted.items() if key not in known}
     found = match_objects(rest, graph.objects, trained, renamed)
     found |= {key: Matched(name, "object") for key, name in known.items()}
-    return {key: _Match(found[key].tensor, found[key].tensor, found[key].via) for key in wanted}
+    matches = {}
+    for key in wanted:
+        tensor, via = found[key].tensor, found[key].via
+        average = tensor if tensor in shadows.values() else shadows.get(tensor)
+        matches[key] = _Match(average or tensor, tensor, "average" if average else via)
+    return matches
 
 
 def _find_name(
@@ -241,7 +248,8 @@ def _find_name(
     renamed = _renamed(key, rules)
     name, via = (renamed, "rename") if renamed is not None else (key, "name")
     if unnamed and renamed is None and key in unnamed:
-        name, via = unnamed[key], catalog.naming.value
+        name = unnamed[key]
+        via = "name" if name == key else catalog.naming.value
     if rules.average:
         suffixes = (TF_AVERAGE, "ema") if rules.average == "ema" else (rules.average,)
         for suffix in suffixes:

@@ -30,6 +30,7 @@ STAGES = [
     {"graph"},
     {"extras", "row_order", "name_evidence"},
     {"object_matching", "unnamed"},
+    {"object_averages"},
     {"mapping"},
     {"rename_file"},
     {"delta"},

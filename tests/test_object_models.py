@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+from exporter.checkpoint.tensor_bundle import read_array
 from exporter.errors import BuilderError, MappingError, MissingTensors, ObjectMismatch, ShapeMismatch
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph
@@ -178,20 +178,7 @@ def test_the_users_own_classes_stay_as_they_are() -> None:
     trained.fit(np.ones((2, 3), np.float32), np.ones((2, 1), np.float32), verbose=0)
 
 
-def test_keras_is_not_imported_for_a_module(tmp_path: Path) -> None:
-    """Only the user's own code decides whether there is a Keras, and which."""
-    import subprocess
-
-    program = (
-        "import sys; from exporter.graph.load import GraphRequest, load_graph; "
-        "from tests.object_trainers import scorer; load_graph(GraphRequest(scorer)); "
-        "sys.exit(bool({'keras', 'tf_keras'} & set(sys.modules)))"
-    )
-    root = Path(__file__).parent.parent
-    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=root).returncode == 0
-
-
-# --- against checkpoints by the real frameworks --------------------------------------------------------------
+# --- against checkpoints by the real frameworks -------------------------------------------------------------
 
 
 def stack(library: ModuleType, names: tuple[str | None, ...], dtype: str | None = None) -> Any:
@@ -287,3 +274,52 @@ def test_a_restored_checkpoint_that_was_not_built_yet(tmp_path: Path) -> None:
         return served
 
     assert len(planned(model, build, tmp_path).mapping.sources) == 2
+
+
+@pytest.mark.parametrize("library", KERASES)
+def test_moving_averages_of_an_optimizer(library: ModuleType, tmp_path: Path) -> None:
+    """`--average ema` serves what the optimizer would overwrite the variables with; statistics stay raw."""
+
+    def build() -> Any:
+        x = library.Input([4], name="x")
+        return library.Model(
+            x, library.layers.BatchNormalization(name="norm")(library.layers.Dense(4, name="d")(x))
+        )
+
+    model = build()
+    model.compile(library.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), "mse")
+    model.fit(np.random.rand(8, 4), np.ones((8, 4)), batch_size=2, verbose=0)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    prefix = Path(checkpoint.write(str(tmp_path / "ckpt")))
+    found = plan(ExportRequest(prefix, tmp_path / "out", model=build, average="ema"))
+    model.optimizer.finalize_variable_values(model.trainable_variables)
+    averaged = {getattr(v, "path", v.name.partition(":")[0]): np.asarray(v) for v in model.variables}
+    assert {source.key: source.via for source in found.mapping.sources} == {
+        **dict.fromkeys(("d/kernel", "d/bias", "norm/gamma", "norm/beta"), "average"),
+        **dict.fromkeys(("norm/moving_mean", "norm/moving_variance"), "object"),
+    }
+    for source in found.mapping.sources:
+        stored = read_array(found.catalog, source.tensor)
+        np.testing.assert_allclose(stored, averaged[source.key], rtol=1e-6)
+    assert "norm/moving_mean" in " ".join(found.notes)
+
+
+def test_averages_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(MissingTensors, match="--average ema"):
+        planned(stack(keras, NAMED), lambda: stack(keras, NAMED), tmp_path, average="ema")
+
+
+def test_averages_by_their_names(tmp_path: Path) -> None:
+    """Such as TensorFlow's own averages, tracked beside the variables."""
+    weights = tf.Variable([1.0, 2.0], name="w")
+    shadow = tf.Variable([3.0, 4.0], name="w/ExponentialMovingAverage")
+    prefix = Path(tf.train.Checkpoint(w=weights, shadow=shadow).write(str(tmp_path / "ckpt")))
+
+    def build() -> Any:
+        w = tf.compat.v1.get_variable("w", [2])
+        x = tf.compat.v1.placeholder(tf.float32, [None, 2])
+        return {"x": x}, {"y": x * w}
+
+    for average, tensor in (("ema", "shadow"), (None, "w")):
+        found = plan(ExportRequest(prefix, tmp_path / "out", model=build, average=average))
+        assert found.mapping.sources[0].tensor.name.partition("/.A")[0] == tensor
