@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 .PHONY: help demo test lint unit bench clean
 help:
-	@echo "make demo    train on a loopback cluster, export, serve, predict"
+	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
 	@echo "make test    lint, types and all tests"
 	@echo "make bench   the speed suite, as ratios against stock TensorFlow"
 
@@ -17,6 +17,8 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)
 	@$(BIN)/python examples/digits/demo.py
+	@echo
+	@$(BIN)/python examples/ranker/demo.py
 
 test: lint unit
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,13 +56,15 @@ class Task:
 
 
 def run(train: Callable[[Task, str], None]) -> None:
-    """Be a parameter server for ever; or call `train` with the task and its server's address."""
+    """Be a parameter server for ever; or call `train` with the task and its server's address, then exit."""
     task = Task.from_environment()
     server = tf.distribute.Server(task.cluster, task.role, task.index, config=task.session_config())
     if task.role == "ps":
         server.join()
     with tf.Graph().as_default():
         train(task, server.target)
+    sys.stdout.flush()
+    os._exit(0)  # a server of TensorFlow's cannot be shut down; taking it apart took up to half a minute
 
 
 def await_chief(target: str, task: Task) -> None:

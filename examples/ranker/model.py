@@ -21,19 +21,22 @@ class Batch:
     item: Any
 
 
-def click_logit(batch: Batch, *, parts: int = PARTS) -> Any:
+def click_logit(batch: Batch, *, parts: int = PARTS, users: int = USERS, items: int = ITEMS) -> Any:
     """The logit of a click, float32 [n]; tables are looked up by TF1's default strategy, `mod`."""
     with tf.compat.v1.variable_scope("ranker", reuse=tf.compat.v1.AUTO_REUSE):
-        user = _lookup("user_embedding", USERS, batch.user, parts)
-        item = _lookup("item_embedding", ITEMS, batch.item, parts)
+        user = _lookup("user_embedding", users, batch.user, parts)
+        item = _lookup("item_embedding", items, batch.item, parts)
         hidden = tf.nn.relu(_dense(tf.concat([user, item, user * item], axis=1), 32, "hidden"))
         return tf.squeeze(_dense(hidden, 1, "logit"), axis=1)
 
 
-def serving(parts: int | str = PARTS) -> tuple[dict[str, Any], dict[str, Any]]:
+def serving(
+    parts: int | str = PARTS, users: int | str = USERS, items: int | str = ITEMS
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The signature to serve: ids in, click probability out. `--model-arg parts=1` merges the tables."""
     batch = Batch(*(tf.compat.v1.placeholder(tf.int64, [None], name=name) for name in ("user", "item")))
-    return vars(batch).copy(), {"click": tf.sigmoid(click_logit(batch, parts=int(parts)), name="click")}
+    logit = click_logit(batch, parts=int(parts), users=int(users), items=int(items))
+    return vars(batch).copy(), {"click": tf.sigmoid(logit, name="click")}
 
 
 def _lookup(name: str, rows: int, ids: Any, parts: int) -> Any:

@@ -9,10 +9,13 @@ from pathlib import Path
 
 from tests.clusters import DIGITS
 
+ROOT = DIGITS.parents[1]
+RANKER = DIGITS.with_name("ranker")
+
 
 def test_the_demo_serves_what_it_trained(tmp_path: Path) -> None:
     command = [sys.executable, DIGITS / "demo.py", "--keep", tmp_path, "--steps", "200"]
-    done = subprocess.run(command, cwd=DIGITS.parents[1], capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--model examples/digits/model.py:serving" in done.stdout
@@ -21,6 +24,28 @@ def test_the_demo_serves_what_it_trained(tmp_path: Path) -> None:
     assert done.stdout.count("\n") < 40
     assert done.stderr == ""
     assert list((tmp_path / "models" / "digits").glob("*/saved_model.pb"))
+
+
+def test_the_demo_keeps_a_running_model_fresh(tmp_path: Path) -> None:
+    command = [sys.executable, RANKER / "demo.py", "--keep", tmp_path, "--updates", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    base = re.search(r"serving ranker version (\d+) on 127\.0\.0\.1:\d+", done.stdout)
+    row = r"^ +(\d+) +([\d,]+) +[\d,]+ KiB +([\d.]+)% +[\d.]+ s +([\d,]+) of 1,000 +0\.\d{4}$"
+    rows = re.findall(row, done.stdout, re.MULTILINE)
+    steps = [int(step) for step, *_ in rows]
+    assert base
+    assert len(rows) >= 2
+    assert sorted({int(base[1]), *steps}) == [int(base[1]), *steps]
+    assert all(touched != "0" and float(part) < 50 and changed != "0" for _, touched, part, changed in rows)
+    assert f"training ended at step {steps[-1]}: " in done.stdout
+    assert "equal to the trainer's own" in done.stdout
+    assert f"the server has loaded version {base[1]} and nothing else" in done.stdout
+    assert done.stdout.count("\n") < 30
+    assert done.stderr == ""
+    assert [path.parent.name for path in (tmp_path / "models/ranker").glob("*/saved_model.pb")] == [base[1]]
+    assert (tmp_path / f"models/ranker/deltas/{int(base[1]):020d}").is_dir()
 
 
 def test_the_readme_of_the_examples_names_files_that_exist() -> None:
