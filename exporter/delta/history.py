@@ -109,10 +109,7 @@ class History:
 
     def after(self, checkpoint: CheckpointId) -> tuple[StoredIncrement, ...]:
         """The increments that lead on from a full checkpoint, in order; of two forks the younger one."""
-        starts: set[str | CheckpointId] = {checkpoint}
-        milestone = self.milestone(checkpoint)
-        if milestone is not None:
-            starts |= self._begins(milestone.run) if milestone.after is None else {milestone.after}
+        starts = self.parents(checkpoint)
         chain: list[StoredIncrement] = []
         while (found := self._youngest_child(starts)) and found not in chain:  # a chain is no ring
             chain.append(found)
@@ -123,10 +120,17 @@ class History:
         """The increments that no full checkpoint from `oldest_step` on needs."""
         return (stored for stored in self.increments if stored.increment.to_step <= oldest_step)
 
-    def _begins(self, run: str) -> set[str | CheckpointId]:
-        """The full checkpoint that a run begins at."""
-        parents = (stored.increment.parent for stored in self.increments if stored.increment.run == run)
-        return {parent for parent in parents if isinstance(parent, CheckpointId)}
+    def parents(self, checkpoint: CheckpointId) -> set[str | CheckpointId]:
+        """What the parent of an increment may be that leads on from a full checkpoint: itself, by content, the
+        increment that it was written after, or, before a run's first increment, what the run begins at.
+        """
+        milestone = self.milestone(checkpoint)
+        if milestone is None:
+            return {checkpoint}
+        if milestone.after is not None:
+            return {checkpoint, milestone.after}
+        found = [stored.increment for stored in self.increments if stored.increment.run == milestone.run]
+        return {checkpoint, *(each.parent for each in found if isinstance(each.parent, CheckpointId))}
 
     def _youngest_child(self, parents: set[str | CheckpointId]) -> StoredIncrement | None:
         children = [stored for stored in self.increments if stored.increment.parent in parents]
