@@ -121,8 +121,10 @@ class History:
         return (stored for stored in self.increments if stored.increment.to_step <= oldest_step)
 
     def parents(self, checkpoint: CheckpointId) -> set[str | CheckpointId]:
-        """What the parent of an increment may be that leads on from a full checkpoint: itself, by content, the
-        increment that it was written after, or, before a run's first increment, what the run begins at.
+        """What the parent of an increment may be that leads on from a full checkpoint.
+
+        The checkpoint itself, by content; the increment that it was written after; before a run's first
+        increment, the full checkpoint that the run begins at.
         """
         milestone = self.milestone(checkpoint)
         if milestone is None:
