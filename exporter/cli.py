@@ -72,6 +72,22 @@ def export(
             metavar="PATTERN=NAME", help="Variable name (regular expression) to tensor name. Repeat."
         ),
     ] = None,
+    rename_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Table of names, one 'variable tensor' a line; # for comments."),
+    ] = None,
+    by_order: Annotated[
+        bool,
+        typer.Option("--by-order", help="Match a list of arrays without names by the graph's order."),
+    ] = False,
+    allow_code: Annotated[
+        bool,
+        typer.Option("--allow-code", help="Trust a Keras archive: run the code that it carries or names."),
+    ] = False,
+    custom_objects: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PKG.MOD", help="Module whose classes a Keras archive may name. Repeat."),
+    ] = None,
     average: Annotated[
         str | None,
         typer.Option(metavar="ema|NAME", help="Serve moving averages in place of raw weights."),
@@ -79,6 +95,10 @@ def export(
     partition_strategy: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=mod|div", help="How training looked a partitioned table up. Repeat."),
+    ] = None,
+    object_path: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="The served model among a TF2 checkpoint's objects: net/tower."),
     ] = None,
     cast: Annotated[
         list[str] | None,
@@ -146,9 +166,14 @@ def export(
             signatures=signatures,
             feeds=pairs("--feed", feed),
             renames=tuple(rename or ()),
+            rename_file=rename_file,
+            by_order=by_order,
+            allow_code=allow_code,
+            custom_objects=tuple(custom_objects or ()),
             average=average,
             casts=tuple(cast or ()),
             partition_strategies=pairs("--partition-strategy", partition_strategy),
+            object_path=object_path,
             data=data,
             warmup=warmup,
             version=version,

@@ -12,22 +12,25 @@ from typing import TypeAlias
 
 from exporter.baseline import Difference, Request, compare_outputs
 from exporter.bundle.saved_model import write_saved_model
-from exporter.bundle.variables import VariablesReport, write_variables
+from exporter.bundle.variables import VariablesReport, as_rewritten, write_variables
 from exporter.bundle.warmup import WarmupRequest, read_requests, write_warmup
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
+from exporter.checkpoint.convert import write_bundle
+from exporter.checkpoint.families import describes_model
 from exporter.delta.history import identify
 from exporter.delta.recipe import Recipe
-from exporter.errors import CheckpointChanged, UsageError
+from exporter.errors import CheckpointChanged, LinkRefused, UsageError
 from exporter.graph.inference_graph import InferenceGraph, PartitionStrategy
 from exporter.graph.load import GraphRequest, SourceGraph, clean, load_source
 from exporter.graph.metagraph import read_metagraph
 from exporter.graph.partition import trained_strategies
 from exporter.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.mapping import CastRule, Mapping, MappingRules, RenameRule, build_mapping
-from exporter.options import ExportRequest, Verify
+from exporter.options import DataMode, ExportRequest, Verify
 from exporter.output import NoProgress, Progress
 from exporter.publish import Published, Staging, VersionRule, next_place, publish_version
+from exporter.rename_file import read_renames
 from exporter.updatable import UpdatableBase, make_base
 from exporter.verify import verify_bytes, verify_files
 
@@ -85,10 +88,16 @@ def plan(request: ExportRequest) -> Plan:
         raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
     rules = parse_rules(request)
     catalog = open_checkpoint(request.ckpt_dir)
+    if request.updates and not catalog.is_bundle:
+        raise UsageError(f"{catalog.prefix} is no tensor bundle: what changes in it cannot be followed")
     meta = catalog.prefix.with_name(f"{catalog.prefix.name}.meta")
-    source = load_source(_graph_request(request, meta))
+    source = load_source(_graph_request(request, catalog))
     graph = clean(source)
     rules = _with_trained(rules, meta)
+    if request.rename_file:
+        table = read_renames(request.rename_file)
+        table.check(graph, catalog)
+        rules = replace(rules, renames=(*rules.renames, *table.rules))
     mapping = build_mapping(graph, catalog, rules)
     return Plan(
         request,
@@ -112,8 +121,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
     """
     started, request = time.monotonic(), planned.request
     with Staging(request.out) as staging:
-        with progress("variables", planned.mapping.bytes_) as bar:
-            variables = write_variables(planned.mapping, staging.path, data=request.data, progress=bar)
+        planned, variables = _write_variables(planned, staging, progress)
         base = _updatable(planned, staging) if request.updates else None
         graph, mapping = (base.graph, base.mapping) if base else (planned.graph, planned.mapping)
         write_saved_model(graph, mapping, staging.path)
@@ -149,6 +157,32 @@ def export(request: ExportRequest, progress: ProgressFactory = no_progress) -> E
     raise AssertionError("the loop returns or raises")
 
 
+def _write_variables(
+    planned: Plan, staging: Staging, progress: ProgressFactory
+) -> tuple[Plan, VariablesReport]:
+    """Write `variables/`; what is in no tensor bundle goes into one first, from which the plan goes on."""
+    data, catalog = planned.request.data, planned.catalog
+    if not catalog.is_bundle:
+        if data is DataMode.LINK:
+            raise LinkRefused(f"{catalog.prefix} is no tensor bundle: its bytes are written anew")
+        planned, data = _in_bundle(planned, staging.path.with_name("source"), progress), DataMode.AUTO
+    with progress("variables", planned.mapping.bytes_) as bar:
+        variables = write_variables(planned.mapping, staging.path, data=data, progress=bar)
+    if not catalog.is_bundle:
+        variables = as_rewritten(variables, catalog.prefix, catalog.family)
+    return planned, variables
+
+
+def _in_bundle(planned: Plan, directory: Path, progress: ProgressFactory) -> Plan:
+    """The plan with the mapped tensors in a bundle under `directory`, which goes with the staging."""
+    mapping = planned.mapping
+    tensors = [source.tensor for source in mapping.sources]
+    with progress("read", sum(ref.bytes_ for ref in tensors)) as bar:
+        catalog = write_bundle(mapping.catalog, tensors, directory / "model.ckpt", bar)
+    sources = tuple(replace(item, tensor=catalog.tensors[item.tensor.name]) for item in mapping.sources)
+    return replace(planned, mapping=replace(mapping, catalog=catalog, sources=sources))
+
+
 def _updatable(planned: Plan, staging: Staging) -> UpdatableBase:
     """The planned graph as it takes deltas, at the position that it will be published at."""
     step, updates = planned.catalog.step, planned.request.updates
@@ -166,14 +200,24 @@ def _updatable(planned: Plan, staging: Staging) -> UpdatableBase:
     )
 
 
-def _graph_request(request: ExportRequest, meta: Path) -> GraphRequest:
+def _model_beside(catalog: Catalog) -> str | None:
+    """What a checkpoint itself brings along to serve: the trainer's `.meta`, or an archive's own config."""
+    meta = catalog.prefix.with_name(f"{catalog.prefix.name}.meta")
+    if meta.exists():
+        return str(meta)
+    return str(catalog.prefix) if describes_model(catalog.prefix) else None
+
+
+def _graph_request(request: ExportRequest, catalog: Catalog) -> GraphRequest:
     return GraphRequest(
-        model=str(meta) if request.model is None and meta.exists() else request.model,
+        model=_model_beside(catalog) if request.model is None else request.model,
         inputs=request.inputs,
         outputs=request.outputs,
         signatures_file=request.signatures,
         model_args=request.model_args,
         feeds=request.feeds,
+        allow_code=request.allow_code,
+        custom_objects=request.custom_objects,
     )
 
 
