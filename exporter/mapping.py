@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass, field
 
-from exporter.catalog import Catalog, TensorRef
+from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.object_graph import read_object_graph
 from exporter.dtypes import DType
 from exporter.errors import AmbiguousRename, MissingTensors, ShapeMismatch, UsageError
@@ -21,6 +21,7 @@ from exporter.row_order import row_order
 from exporter.unnamed import match_unnamed
 
 _REPORTED_MISSES = 20
+_VIA = {Naming.NAMES: "number", Naming.LAYERS: "layer", Naming.ORDER: "order"}
 _CASTABLE = {DType.FLOAT, DType.DOUBLE}
 
 
@@ -249,7 +250,7 @@ def _find_name(
     name, via = (renamed, "rename") if renamed is not None else (key, "name")
     if unnamed and renamed is None and key in unnamed:
         name = unnamed[key]
-        via = "name" if name == key else catalog.naming.value
+        via = "name" if name == key else _VIA[catalog.naming]
     if rules.average:
         suffixes = (TF_AVERAGE, "ema") if rules.average == "ema" else (rules.average,)
         for suffix in suffixes:

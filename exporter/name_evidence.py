@@ -33,26 +33,28 @@ def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
     for pair in pairs:
         if _SAYS_NOTHING.fullmatch(pair.served) or _SAYS_NOTHING.fullmatch(pair.trained):
             continue
-        served, trained = _stems(pair.served), _stems(pair.trained)
+        served, trained = stems(pair.served), stems(pair.trained)
         if not _agree(served, trained):
             yield f"{pair.served!r} would get the values of {pair.trained!r}"
             continue
         groups.setdefault((served, trained, pair.kind), []).append(pair)
     for group in groups.values():
-        group.sort(key=lambda pair: _numbers(pair.served))
+        group.sort(key=lambda pair: numbers(pair.served))
         for before, after in pairwise(group):
-            if _numbers(before.trained) > _numbers(after.trained):
+            if numbers(before.trained) > numbers(after.trained):
                 yield (
                     f"{before.served!r} would get the values of {before.trained!r}, and "
                     f"{after.served!r} those of {after.trained!r}, which is the reverse order"
                 )
 
 
-def _stems(name: str) -> tuple[str, ...]:
+def stems(name: str) -> tuple[str, ...]:
+    """The parts of a name without the numbers that a framework puts behind names in use."""
     return tuple(_NUMBER.sub("", part) for part in name.split("/"))
 
 
-def _numbers(name: str) -> tuple[int, ...]:
+def numbers(name: str) -> tuple[int, ...]:
+    """Those numbers, 0 where there is none: what tells names of equal stems apart."""
     found = (_NUMBER.search(part) for part in name.split("/"))
     return tuple(int(number[1]) if number else 0 for number in found)
 

@@ -1,4 +1,4 @@
-"""Variables for values that have no names of their own: Keras 3's layers by class and number, numpy's lists.
+"""Variables for values without names of their own: Keras' layers by class and number, numpy's lists.
 
 A match is taken only where nothing else would fit: by the layer's name and then by the only values in it that
 fit, by the order that Keras' own layers keep, by the whole list's shapes. What fits in two ways is refused.
@@ -14,7 +14,7 @@ from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.dtypes import DType
 from exporter.errors import NoCertainMatch
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.name_evidence import NamedPair, conflicts
+from exporter.name_evidence import NamedPair, conflicts, numbers, stems
 
 _NORMALISED = ("gamma", "beta", "moving_mean", "moving_variance")
 _RECURRENT = ("kernel", "recurrent_kernel", "bias")
@@ -51,13 +51,45 @@ def match_unnamed(
     """
     wanted = {variable.key: variable for variable in graph.variables}
     open_ = {key: v for key, v in wanted.items() if key not in catalog.tensors and key not in {*named}}
-    if catalog.naming is Naming.NAMES or not open_:
+    if catalog.naming is Naming.NAMES:
+        return _by_number({key: v for key, v in wanted.items() if key not in {*named}}, catalog)
+    if not open_:
         return {}
     if catalog.naming is Naming.ORDER:
         return _by_order(list(wanted.values()), list(catalog.tensors.values()), by_order)
     if graph.layers:
         return _by_path(open_, graph.layers, catalog)
     return _by_layer(open_, catalog)
+
+
+# --- names but for their numbers ---------------------------------------------------------------------------
+
+
+def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
+    """Layers that a framework named by class and number, which count what a process made before.
+
+    `dense_3/kernel` and `dense_4/kernel` are `dense/kernel` and `dense_1/kernel` of another process, if both
+    sides have as many of one shape. Only legacy files are so: their tensors have owners and names.
+    """
+    stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for ref in catalog.tensors.values():
+        if ref.owner:
+            stored[stems(ref.name), *_kind(ref)].append(ref.name)
+    served: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for key, variable in wanted.items():
+        served[stems(key), *_kind(variable)].append(key)
+    found: dict[str, str] = {}
+    for group, keys in served.items():
+        names = stored.get(group, [])
+        if len(names) == len(keys):
+            found |= zip(sorted(keys, key=numbers), sorted(names, key=numbers), strict=True)
+        elif len(names) > 1:
+            raise NoCertainMatch(
+                f"the checkpoint has {len(names)} tensors for {len(keys)} variables of the same kind",
+                cause=f"{', '.join(names[:_SHOWN])} for {', '.join(keys[:_SHOWN])}; with a layer more or "
+                "less, numbered names stand for other layers",
+            )
+    return found
 
 
 # --- a Keras model in hand ---------------------------------------------------------------------------------

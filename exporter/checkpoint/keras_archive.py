@@ -182,17 +182,21 @@ def _by_names(path: Path, contents: Contents) -> Iterator[TensorRef]:
     """Tensors under the variables' names; two variables of one name get their layer's name in front."""
     datasets = {dataset.path: dataset for dataset in contents.datasets}
     found: list[tuple[str, Dataset]] = []
+    owners: dict[str, str] = {}
     for group, texts in contents.attributes.items():
         for name in texts.get("weight_names", ()):
             place = f"{group}/{name}" if group else name
             if place not in datasets:
                 raise CorruptFile(f"{path} lists {place!r}, which is not in it")
             found.append((name.partition(":")[0], datasets[place]))
+            if "optimizer_weights" not in group:
+                owners[place] = group.rpartition("/")[2]
     counts: dict[str, int] = {}
     for name, _ in found:
         counts[name] = counts.get(name, 0) + 1
     for name, dataset in found:
-        yield replace(_tensor(dataset), name=name if counts[name] == 1 else dataset.path.partition(":")[0])
+        unique = name if counts[name] == 1 else dataset.path.partition(":")[0]
+        yield replace(_tensor(dataset), name=unique, owner=owners.get(dataset.path, ""))
 
 
 def _version(contents: Contents) -> str:
