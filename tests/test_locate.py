@@ -263,7 +263,7 @@ def test_a_trainer_that_prunes_everything_while_we_look_is_followed(
             write(tmp_path / f"model.ckpt-{step}")
         return read(prefix)
 
-    monkeypatch.setattr(locate, "read_catalog", prune_then_read)
+    monkeypatch.setattr(locate, "read_family", prune_then_read)
     monkeypatch.setattr(time, "sleep", lambda _: None)
     with pytest.raises(CheckpointNotFound) as caught:
         open_checkpoint(tmp_path)
@@ -311,7 +311,7 @@ def shards(directory: Path) -> None:
 
 
 def below(directory: Path) -> None:
-    write(directory / "chief" / "ckpt-1")
+    write(directory / "older" / "ckpt-1")
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def below(directory: Path) -> None:
         (empty, "it is empty"),
         (metas, "found: 3 .meta files but no .index"),
         (shards, "found: 1 .data-* files but no .index"),
-        (below, "chief"),
+        (below, "older"),
     ],
 )
 def test_a_directory_without_a_checkpoint_says_what_it_holds(
@@ -356,23 +356,23 @@ V1 = ["model.ckpt-7", "model.ckpt-7-00000-of-00002"]
 
 
 @pytest.mark.parametrize("file", V1)
-def test_format_v1_is_refused_however_it_is_named(tmp_path: Path, file: str) -> None:
-    (tmp_path / file).write_bytes(b"values")
+def test_damaged_files_of_format_v1_are_refused_however_they_are_named(tmp_path: Path, file: str) -> None:
+    """Never passed over for an older checkpoint. (Whole ones: integration/test_families_archives.py.)"""
+    for shard in (file, file.replace("00000-of", "00001-of")):
+        (tmp_path / shard).write_bytes(b"values")
     (tmp_path / "model.ckpt-7.meta").touch()
     write(tmp_path / "model.ckpt-1")
     state(tmp_path, file.replace("00000-of", "?????-of"))
     for path in (tmp_path, tmp_path / "model.ckpt-7", tmp_path / "model.ckpt-7.meta"):
-        with pytest.raises(UnsupportedFormat, match="format V1") as caught:
+        with pytest.raises(CorruptFile, match=r"model\.ckpt-7.* is no checkpoint"):
             open_checkpoint(path)
-        assert file in caught.value.message
-        assert "Saver" in caught.value.hint
 
 
 @pytest.mark.parametrize("file", V1)
 def test_a_directory_of_format_v1_without_a_state_file(tmp_path: Path, file: str) -> None:
     (tmp_path / file).write_bytes(b"values")
     (tmp_path / "model.ckpt-7.meta").touch()
-    with pytest.raises(UnsupportedFormat, match="format V1"):
+    with pytest.raises((CorruptFile, MissingShard), match=r"model\.ckpt-7"):
         open_checkpoint(tmp_path)
 
 
