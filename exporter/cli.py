@@ -140,6 +140,15 @@ def export(
     full_on_mismatch: Annotated[
         bool, typer.Option("--full-on-mismatch", help="With --incr: publish a new base where no delta fits.")
     ] = False,
+    rebase: Annotated[
+        bool, typer.Option("--rebase", help="With --incr: merge base and deltas into a new base, too.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="With --incr: go on, publishing whatever the trainer leaves.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.05, help="How often --watch looks.")
+    ] = 1.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -183,10 +192,13 @@ def export(
             tolerance=tolerance,
             updates=Updates(isolation, snapshot_max_rows, stamp) if updatable or incr else None,
         )
+        if not incr and (rebase or watch or full_on_mismatch):
+            raise UsageError("--rebase, --watch and --full-on-mismatch go with --incr")
         if incr and not updatable:
             from exporter import incremental_command
 
-            incremental_command.run(request, sink, full_on_mismatch=full_on_mismatch, dry_run=dry_run)
+            how = incremental_command.How(full_on_mismatch, rebase, interval if watch else None)
+            incremental_command.run(request, sink, how, dry_run=dry_run)
             return
         from exporter import pipeline, report
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from exporter import incremental_pipeline as incremental
-from exporter.incremental_pipeline import ExportedDelta, IncrementalPlan
+from exporter.errors import CheckpointChanged, CheckpointNotFound
+from exporter.incremental_pipeline import ExportedDelta, Incremental, IncrementalPlan
 from exporter.options import ExportRequest
 from exporter.output import Output, escape, human_bytes
 
 Document = dict[str, Any]
 
 
-def run(request: ExportRequest, sink: Output, *, full_on_mismatch: bool, dry_run: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class How:
+    """What an incremental export does besides; without `interval_seconds` it ends after one publication."""
+
+    full_on_mismatch: bool = False
+    rebase: bool = False
+    interval_seconds: float | None = None
+
+
+def run(request: ExportRequest, sink: Output, how: How, *, dry_run: bool) -> None:
     """Publish the next delta, or the base; or print what would be published.
 
     Raises:
@@ -21,8 +33,37 @@ def run(request: ExportRequest, sink: Output, *, full_on_mismatch: bool, dry_run
     """
     if dry_run:
         _dry_run(request, sink)
-        return
-    done = incremental.export_incremental(request, sink.progress, full_on_mismatch=full_on_mismatch)
+    elif how.interval_seconds is None:
+        _report(_publish(request, sink, how), sink)
+    else:
+        _watch(request, sink, how, how.interval_seconds)
+
+
+def _publish(request: ExportRequest, sink: Output, how: How) -> Incremental:
+    done = incremental.export_incremental(request, sink.progress, full_on_mismatch=how.full_on_mismatch)
+    if how.rebase:
+        from exporter.rebase import rebase
+
+        rebase(request.out, keep=request.keep)
+    return done
+
+
+def _watch(request: ExportRequest, sink: Output, how: How, interval_seconds: float) -> None:
+    """Publish until interrupted; a trainer that has saved nothing yet, or is saving, is waited for."""
+    said = ""
+    while True:
+        try:
+            done = _publish(request, sink, how)
+            if not isinstance(done, ExportedDelta) or done.published is not None:
+                _report(done, sink)
+        except (CheckpointNotFound, CheckpointChanged) as waiting:
+            if waiting.message != said:
+                said = waiting.message
+                sink.note(said)
+        time.sleep(interval_seconds)
+
+
+def _report(done: Incremental, sink: Output) -> None:
     if isinstance(done, ExportedDelta):
         exported(done, sink)
         return

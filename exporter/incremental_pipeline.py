@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from exporter.chain import tidy
 from exporter.checkpoint import candidates
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.entry import Made
@@ -22,11 +23,13 @@ from exporter.delta.row_hashes import BlockHasher, HashIndex, read_index, write_
 from exporter.delta_publication import Publication, count_rows, publish_changes
 from exporter.errors import CheckpointChanged, PositionError, PositionMoved
 from exporter.filesystem import writing
+from exporter.mapping import MappingRules
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline import Exported, ProgressFactory, export, no_progress, parse_rules
 from exporter.publish import PublishedDelta, Staging, next_position
 from exporter.published import children
 from exporter.published_log import HASHES, PublishedLog, read_log
+from exporter.rename_file import read_renames
 from exporter.trainer_state import TrainerState, read_trainer
 
 _ATTEMPTS = 3
@@ -88,7 +91,7 @@ def plan_incremental(request: ExportRequest) -> IncrementalPlan:
     """
     log = read_log(request.out)
     entry = log.base.entry
-    entry.recipe.check_rules(parse_rules(request))
+    entry.recipe.check_rules(_rules(request))
     trainer = read_trainer(request.ckpt_dir, entry.recipe, log.schema, log.trained)
     last = log.at.position
     step = None if trainer.catalog.step is None else trainer.way.step
@@ -110,8 +113,6 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         scratch = staging.path.with_name("scratch")
         scratch.mkdir()
         found = _changes(planned, scratch, progress)
-        if not found.changes and planned.position != way.step:
-            return ExportedDelta(planned, None, 0, 0, found.compared_bytes, time.monotonic() - started)
         made = Made.INCREMENTS if way.is_known else Made.COMPARISON
         what = Publication(planned.span, way.step, made, way.target)
         published = publish_changes(log, staging, found.changes, what, last=log.at.position)
@@ -138,7 +139,10 @@ def export_incremental(
         return export(as_base(request), progress)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return execute_incremental(plan_incremental(request), progress)
+            done = execute_incremental(plan_incremental(request), progress)
+            if done.published is not None:
+                tidy(request.out)
+            return done
         except PositionMoved:
             if attempt == _ATTEMPTS:
                 raise
@@ -160,6 +164,14 @@ def is_begun(request: ExportRequest) -> bool:
 def as_base(request: ExportRequest) -> ExportRequest:
     """The full export that begins a log."""
     return request if request.updates else replace(request, updates=Updates())
+
+
+def _rules(request: ExportRequest) -> MappingRules:
+    """All rules that a request gives, as the base has them."""
+    rules = parse_rules(request)
+    if request.rename_file is None:
+        return rules
+    return replace(rules, renames=(*rules.renames, *read_renames(request.rename_file).rules))
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def _updatable(planned: Plan, staging: Staging) -> UpdatableBase:
     return make_base(
         planned.graph,
         planned.mapping,
-        Recipe.of(planned.graph, planned.rules),
+        Recipe.of(planned.graph, planned.rules, planned.mapping),
         identify(planned.catalog.prefix, step or 0),
         next_place(planned.request.out, step),
         updates,

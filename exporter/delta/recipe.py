@@ -37,9 +37,10 @@ class Recipe:
     rules: MappingRules = field(default_factory=MappingRules)
 
     @classmethod
-    def of(cls, graph: InferenceGraph, rules: MappingRules) -> Recipe:
-        """The recipe that a full export follows."""
-        return cls(graph.variables, graph.lookups, rules)
+    def of(cls, graph: InferenceGraph, rules: MappingRules, mapping: Mapping) -> Recipe:
+        """The recipe that a full export followed: what it found among a trainer's objects is kept by name."""
+        found = {source.key: source.tensor.name for source in mapping.sources}
+        return cls(graph.variables, graph.lookups, replace(rules, tensors=found))
 
     def mapping(self, catalog: Catalog) -> Mapping:
         """The mapping of another checkpoint of the same model.
@@ -73,10 +74,10 @@ class Recipe:
         Raises:
             SchemaChanged: they differ, which would change the values of rows that nobody touched.
         """
-        given = replace(given, trained={})
+        given = replace(given, trained={}, tensors={})
         if given == MappingRules():
             return
-        was, now = _rules_to_json(replace(self.rules, trained={})), _rules_to_json(given)
+        was, now = _rules_to_json(replace(self.rules, trained={}, tensors={})), _rules_to_json(given)
         differing = [name for name in was if was[name] != now[name]]
         if differing:
             raise SchemaChanged(
@@ -133,8 +134,11 @@ def _rules_to_json(rules: MappingRules) -> dict[str, Any]:
         "renames": [{"pattern": rule.pattern.pattern, "name": rule.replacement} for rule in rules.renames],
         "average": rules.average,
         "casts": [{"pattern": rule.pattern.pattern, "dtype": rule.dtype.label} for rule in rules.casts],
+        "by_order": rules.by_order,
         "strategies": _strategies_to_json(rules.strategies),
         "trained": _strategies_to_json(rules.trained),
+        "object_path": rules.object_path,
+        "tensors": dict(sorted(rules.tensors.items())),
     }
 
 
@@ -150,11 +154,18 @@ def _rules_from_json(fields: Fields) -> MappingRules:
                 CastRule(re.compile(rule.text("pattern")), _dtype(rule, "dtype"))
                 for rule in fields.objects("casts")
             ),
+            by_order=fields.document.get("by_order") is True,
             strategies=_strategies_from_json(fields, "strategies"),
             trained=_strategies_from_json(fields, "trained"),
+            object_path=fields.or_null(fields.text, "object_path"),
+            tensors=_texts(fields.object("tensors")),
         )
     except (re.error, AmbiguousRename) as error:
         raise FieldError(f"{fields.where} holds a rule that does not parse: {error}") from error
+
+
+def _texts(fields: Fields) -> dict[str, str]:
+    return {key: fields.text(key) for key in fields.document}
 
 
 def _strategies_to_json(strategies: MappingOf[str, PartitionStrategy]) -> dict[str, str]:

@@ -2,89 +2,30 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from exporter.errors import DiskFull, TargetNotWritable
 from exporter.publish import Staging, publish_version
 from exporter.published import lease
+from tests.kills import FORKS, count_steps, ended, killed_at, run
 from tests.publishing import draft, fill, hidden, names, publish, versions, whole_versions
-
-# One server forks a fresh, single-threaded process in milliseconds, with the modules loaded already.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.publishing"])
-
-CHANGES = {
-    "os.mkdir",
-    "os.rename",
-    "os.remove",
-    "os.rmdir",
-    "os.chmod",
-    "os.truncate",
-    "fcntl.flock",
-    "fsync",
-}
-LOOKS = {"open", "os.scandir", "os.listdir", "shutil.rmtree"}
-
-
-def run(target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    process = FORKS.Process(target=target, args=arguments)
-    process.start()
-    return process
-
-
-def ended(process: ForkServerProcess) -> int | None:
-    process.join(60)
-    return process.exitcode
-
 
 # --- SIGKILL -----------------------------------------------------------------------------------------------
 
 
-def die_at(point: int, model: Path, keep: int | None, steps: Connection) -> None:
-    """Publish, and be killed as step `point` begins, which is when the one before has ended.
-
-    CPython announces each call to the system that changes or looks up files; fsync alone is silent.
-    """
-    count = 0
-
-    def step(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal count
-        if event in CHANGES or (event in LOOKS and str(model) in str(arguments)):
-            count += 1
-            if count == point:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    real_fsync = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        step("fsync", (descriptor,))
-        real_fsync(descriptor)
-
-    os.fsync = fsync  # type: ignore[assignment]
-    sys.addaudithook(step)
+def publish_300(model: Path, keep: int | None) -> None:
     publish(model, 300, keep=keep)
-    steps.send(count)
-
-
-def count_steps(model: Path, keep: int | None) -> int:
-    receiver, sender = FORKS.Pipe(duplex=False)
-    assert ended(run(die_at, 0, model, keep, sender)) == 0
-    return int(receiver.recv())
 
 
 def two_versions(model: Path) -> None:
@@ -99,13 +40,12 @@ def test_a_kill_at_any_step_leaves_whole_versions_and_a_next_run_that_works(
 ) -> None:
     model = tmp_path / "model"
     two_versions(model)
-    steps = count_steps(model, keep)
+    steps = count_steps(publish_300, model, keep)
     assert steps > 40, "the steps are seen"
     outcomes = set()
     for point in range(1, steps + 1):
         two_versions(model)
-        _, sender = FORKS.Pipe(duplex=False)
-        assert ended(run(die_at, point, model, keep, sender)) == -signal.SIGKILL
+        assert killed_at(point, publish_300, model, keep) == -signal.SIGKILL
         found = [manifest.position for manifest in whole_versions(model)]
         outcomes.add(tuple(found))
         assert found[-1] in (200, 300), "what was served is served"
@@ -118,12 +58,11 @@ def test_a_kill_at_any_step_leaves_whole_versions_and_a_next_run_that_works(
 
 
 def test_a_kill_at_any_step_of_the_first_publication(tmp_path: Path) -> None:
-    steps = count_steps(tmp_path / "counted" / "model", None)
+    steps = count_steps(publish_300, tmp_path / "counted" / "model", None)
     outcomes = set()
     for point in range(1, steps + 1):
         model = tmp_path / str(point) / "model"
-        _, sender = FORKS.Pipe(duplex=False)
-        assert ended(run(die_at, point, model, None, sender)) == -signal.SIGKILL
+        assert killed_at(point, publish_300, model, None) == -signal.SIGKILL
         outcomes.add(tuple(manifest.position for manifest in whole_versions(model)))
         publish(model, 300)
         assert hidden(model) == []

@@ -1,0 +1,82 @@
+"""Processes that are killed at a chosen step: at every call to the system that changes or looks up files."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+# One server forks a fresh, single-threaded process in milliseconds, with the modules loaded already.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["pytest", "tests.publishing", "tests.logs", "exporter.incremental_pipeline"])
+
+CHANGES = {
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.chmod",
+    "os.truncate",
+    "fcntl.flock",
+    "fsync",
+}
+LOOKS = {"open", "os.scandir", "os.listdir", "shutil.rmtree"}
+
+Action = Callable[..., object]
+"""What is interrupted: a function of a module and its arguments, the first of them the directory watched."""
+
+
+def run(target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    process = FORKS.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def ended(process: ForkServerProcess) -> int | None:
+    process.join(60)
+    return process.exitcode
+
+
+def killed_at(point: int, action: Action, directory: Path, *arguments: Any) -> int | None:
+    """The exit code of a process that does an action and is to die as its step `point` begins."""
+    _, sender = FORKS.Pipe(duplex=False)
+    return ended(run(_die_at, point, sender, action, directory, *arguments))
+
+
+def count_steps(action: Action, directory: Path, *arguments: Any) -> int:
+    """How many steps `action(directory, *arguments)` takes."""
+    receiver, sender = FORKS.Pipe(duplex=False)
+    assert ended(run(_die_at, 0, sender, action, directory, *arguments)) == 0
+    return int(receiver.recv())
+
+
+def _die_at(point: int, steps: Connection, action: Action, directory: Path, *arguments: Any) -> None:
+    """Be killed as step `point` begins, which is when the one before has ended.
+
+    CPython announces each call to the system that changes or looks up files; fsync alone is silent.
+    """
+    count = 0
+
+    def step(event: str, audited: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event in CHANGES or (event in LOOKS and str(directory) in str(audited)):
+            count += 1
+            if count == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        step("fsync", (descriptor,))
+        real_fsync(descriptor)
+
+    os.fsync = fsync  # type: ignore[assignment]
+    sys.addaudithook(step)
+    action(directory, *arguments)
+    steps.send(count)

@@ -1,0 +1,185 @@
+"""Comparing two states by rows: every bit counts, hashes only spare reading, large results go to disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exporter.catalog import SliceSpec
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
+from exporter.delta import diff as diff_module
+from exporter.delta.diff import Comparison, RowSpill, diff, differing_rows
+from exporter.delta.format import Kind, Rows, Schema, ServedVariable
+from exporter.delta.merge import merge_changes
+from exporter.delta.row_hashes import BlockHasher, HashIndex, block_rows, read_index, write_index
+from exporter.delta.state import State
+from exporter.delta.stored import StoredVariable
+from exporter.dtypes import DType
+
+SHAPE = (3000, 5)
+TABLE = ServedVariable("t", DType.FLOAT, SHAPE, Kind.TABLE)
+
+
+def state(prefix: Path, **tensors: np.ndarray) -> State:
+    with BundleWriter(prefix) as writer:
+        writer.add("pad", np.zeros(3, np.uint8))  # so that nothing is aligned
+        for name, value in tensors.items():
+            writer.add(name, value)
+    catalog = read_catalog(prefix)
+    stored = {}
+    for name in tensors:
+        ref = catalog.tensors[name]
+        box = SliceSpec(ref.shape, (0,) * len(ref.shape), ref.shape)
+        stored[name] = StoredVariable(name, catalog, ref, box, ref.dtype)
+    return State(stored)
+
+
+@pytest.fixture
+def table() -> np.ndarray:
+    return np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["compared", "hashed"])
+def test_every_row_that_differs_in_a_bit_is_found(
+    tmp_path: Path, table: np.ndarray, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diff_module, "CHUNK_BYTES", 8192)
+    table[7, 0], table[8, 0], table[9, 0] = 0.0, np.nan, np.nan
+    changed = table.copy()
+    bits = changed.view(np.uint32)
+    changed[7, 0] = -0.0
+    bits[9, 0] ^= 1  # another NaN
+    for row in (0, 203, 204, 205, 2999):
+        bits[row, row % 5] ^= np.uint32(1 << row % 32)
+    old, new = state(tmp_path / "a", t=table), state(tmp_path / "b", t=changed)
+    schema, hasher = Schema.of([TABLE]), BlockHasher.fresh()
+    index = None
+    if known:
+        hashes = diff(old, old, schema, Comparison(tmp_path, hasher=hasher)).hashes
+        index = HashIndex("l", 1, hasher, hashes)
+    found = diff(old, new, schema, Comparison(tmp_path, index))
+    rows = found.changes["t"]
+    assert isinstance(rows, Rows)
+    assert rows.ids.tolist() == [0, 7, 9, 203, 204, 205, 2999]
+    assert rows.values.tobytes() == changed[rows.ids].tobytes()
+    assert diff(new, new, schema, Comparison(tmp_path)).changes == {}
+
+
+def test_hashes_of_equal_rows_are_equal_and_of_others_are_not(table: np.ndarray) -> None:
+    hasher = BlockHasher.fresh()
+    hashes = hasher.hash_rows(table)
+    assert len(hashes) == -(-SHAPE[0] // block_rows(20))
+    assert (hasher.hash_rows(table.copy()) == hashes).all()
+    assert (BlockHasher.fresh().hash_rows(table) != hashes).all(), "keys are nobody's to foresee"
+    negated = table.copy()
+    negated[0, :2] *= -1  # two differences that a sum of products modulo 2**64 would let cancel out
+    assert (hasher.hash_rows(negated) != hashes).tolist() == [True] + [False] * (len(hashes) - 1)
+
+
+@pytest.mark.parametrize("width", [1, 3, 4, 5000])
+def test_rows_of_any_width_are_hashed(width: int) -> None:
+    rows = np.random.default_rng(0).integers(0, 256, (50, width), np.uint8)
+    hasher = BlockHasher.fresh()
+    hashes = hasher.hash_rows(rows)
+    for row in range(len(rows)):
+        other = rows.copy()
+        other[row, width // 2] ^= 0x80
+        assert np.flatnonzero(hasher.hash_rows(other) != hashes).tolist() == [row // block_rows(width)]
+
+
+@pytest.fixture
+def index() -> HashIndex:
+    return HashIndex("l", 7, BlockHasher((1, 2)), {"a/b[0]": np.arange(3, dtype=np.uint64)})
+
+
+def test_a_cache_is_read_back(tmp_path: Path, index: HashIndex) -> None:
+    write_index(tmp_path / ".state/hashes", index)
+    found = read_index(tmp_path / ".state/hashes", lineage="l", position=7)
+    assert found is not None
+    assert found.hasher == index.hasher
+    assert {name: hashes.tolist() for name, hashes in found.tables.items()} == {"a/b[0]": [0, 1, 2]}
+    assert found.find("a/b[0]", 3, 5000) is not None
+    assert found.find("a/b[0]", 4, 5000) is None, "of a table of another size"
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "empty", "other position", "other log"])
+def test_a_cache_that_cannot_be_trusted_is_no_cache(tmp_path: Path, index: HashIndex, damage: str) -> None:
+    path = tmp_path / "hashes"
+    write_index(path, index)
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "short":
+        path.write_bytes(content[:-20])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    lineage, position = ("m" if damage == "other log" else "l"), (8 if damage == "other position" else 7)
+    assert read_index(path, lineage=lineage, position=position) is None
+
+
+@given(st.data())
+def test_a_cache_with_a_flipped_bit_is_no_cache(data: st.DataObject) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "hashes"
+        write_index(path, HashIndex("l", 7, BlockHasher((1, 2)), {"a": np.arange(3, dtype=np.uint64)}))
+        content = bytearray(path.read_bytes())
+        at = data.draw(st.integers(0, len(content) * 8 - 1))
+        content[at // 8] ^= 1 << at % 8
+        path.write_bytes(content)
+        assert read_index(path, lineage="l", position=7) is None
+
+
+def test_many_rows_go_to_disk_and_come_back(tmp_path: Path, table: np.ndarray) -> None:
+    with RowSpill(TABLE, tmp_path, limit=1000) as spill:
+        for start in range(0, 3000, 70):
+            ids = np.arange(start, min(start + 70, 3000))
+            spill.add(ids, table[ids])
+        rows = spill.rows()
+    assert rows is not None
+    assert rows.ids.tolist() == list(range(3000))
+    assert rows.values.tobytes() == table.tobytes()
+    assert list(tmp_path.iterdir()) == [], "the file has no name"
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64])
+def test_rows_of_every_word_size_are_compared(dtype: type) -> None:
+    old: np.ndarray = np.arange(21).reshape(7, 3).astype(dtype)
+    new = old.copy()
+    new[2, 2], new[6, 0] = 99, 99
+    assert differing_rows(old, new).tolist() == [2, 6]
+
+
+layers = st.lists(st.dictionaries(st.integers(0, 20), st.integers(0, 99)), min_size=1, max_size=6)
+
+
+@given(layers, st.booleans())
+def test_a_merger_holds_the_newest_value_of_each_row(changes: list[dict[int, int]], small: bool) -> None:
+    import tempfile
+
+    from exporter.delta import merge
+
+    variable = ServedVariable("t", DType.INT64, (21, 1), Kind.TABLE)
+    tables = [
+        {"t": Rows(np.array(sorted(rows), np.int64), np.array([[rows[i]] for i in sorted(rows)], np.int64))}
+        for rows in changes
+        if rows
+    ]
+    expected: dict[int, int] = {}
+    for rows in changes:
+        expected |= rows
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge, "_ROWS_AT_ONCE", 2 if small else 1 << 16)
+        found = merge_changes(tables, Schema.of([variable]), Path(directory)).get("t")
+    held = (
+        {}
+        if not isinstance(found, Rows)
+        else dict(zip(found.ids.tolist(), found.values[:, 0].tolist(), strict=True))
+    )
+    assert held == expected
+    assert list(held) == sorted(held)

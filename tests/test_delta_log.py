@@ -1,0 +1,282 @@
+"""The algebra of a log: what fits, in which order, what may be merged and dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exporter.delta.entry import Trained
+from exporter.delta.format import DeltaHeader
+from exporter.delta.history import History, Milestone
+from exporter.delta.increment import CheckpointId, Increment, StoredIncrement
+from exporter.delta.log import (
+    FANOUT,
+    Position,
+    Span,
+    check_fits,
+    expendable,
+    merge_due,
+    merged,
+    nearest_base,
+    plan_chain,
+)
+from exporter.delta.way import find_way
+from exporter.errors import DeltaGap, ForeignLineage, PositionUnknown, SchemaChanged, StaleDelta
+
+HEADER = DeltaHeader("a", "digest", 10, 20, 200)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    header: DeltaHeader
+    position: int
+    error: type[Exception] | None
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("first", HEADER, 10, None),
+        Case("inside", HEADER, 19, None),
+        Case("gap", HEADER, 9, DeltaGap),
+        Case("stale", HEADER, 20, StaleDelta),
+        Case("foreign", DeltaHeader("b", "digest", 10, 20, 200), 10, ForeignLineage),
+        Case("schema", DeltaHeader("a", "other", 10, 20, 200), 10, SchemaChanged),
+        Case("only from", DeltaHeader("a", "digest", 10, 20, 200, only_from=True), 10, None),
+        Case("rounded", DeltaHeader("a", "digest", 10, 20, 200, only_from=True), 11, DeltaGap),
+    ],
+    ids=lambda case: case.name,
+)
+def test_each_reason_why_a_delta_does_not_fit_has_its_name(case: Case) -> None:
+    if case.error is None:
+        check_fits(case.header, lineage="a", schema_digest="digest", position=case.position)
+        return
+    with pytest.raises(case.error) as caught:
+        check_fits(case.header, lineage="a", schema_digest="digest", position=case.position)
+    assert type(caught.value) is case.error
+
+
+def test_a_position_says_its_step_where_there_is_one() -> None:
+    assert [str(Position(7)), str(Position(7, 3))] == ["7", "7 (step 3)"]
+
+
+def test_a_span_goes_forward() -> None:
+    with pytest.raises(ValueError, match="cannot lead from 5 to 5"):
+        Span(5, 5)
+
+
+def chain_of(ends: list[int]) -> list[Span]:
+    return [Span(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+ends = st.lists(st.integers(1, 10_000), min_size=1, max_size=60, unique=True).map(sorted)
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> tuple[list[int], list[Span]]:
+    """The ends of a log's deltas, and the deltas: the smallest, and mergers of neighbours."""
+    found = draw(ends)
+    spans = chain_of(found)
+    for _ in range(draw(st.integers(0, 8))):
+        first = draw(st.integers(0, len(found) - 1))
+        last = draw(st.integers(first, len(found) - 1))
+        run = spans[first : last + 1]
+        spans.append(merged(run))
+    return found, list(dict.fromkeys(spans))
+
+
+@given(logs(), st.data())
+def test_a_chain_leads_to_the_newest_position_from_everywhere(
+    log: tuple[list[int], list[Span]], data: st.DataObject
+) -> None:
+    positions, spans = log
+    start = data.draw(st.sampled_from([0, *positions]))
+    chain = plan_chain(spans, start)
+    position = start
+    for span in chain:
+        assert span.accepts(position)
+        position = span.end
+    assert position == positions[-1]
+    assert len(chain) <= sum(end > start for end in positions)
+
+
+@given(logs(), st.data())
+def test_a_chain_reaches_every_position_exactly(
+    log: tuple[list[int], list[Span]], data: st.DataObject
+) -> None:
+    positions, spans = log
+    target = data.draw(st.sampled_from(positions))
+    chain = plan_chain(spans, 0, target)
+    assert chain[-1].end == target
+    with pytest.raises(StaleDelta):
+        plan_chain(spans, target + 1, target)
+
+
+@given(ends, st.data())
+def test_a_missing_delta_is_a_gap(positions: list[int], data: st.DataObject) -> None:
+    spans = chain_of(positions)
+    if len(spans) > 1:
+        del spans[data.draw(st.integers(0, len(spans) - 2))]
+        with pytest.raises(DeltaGap, match="no delta leads on"):
+            plan_chain(spans, 0)
+
+
+def test_a_rounded_delta_is_not_taken_from_inside() -> None:
+    rounded = Span(10, 40, only_from=True)
+    assert plan_chain([rounded, Span(10, 20), Span(20, 40)], 10) == (rounded,)
+    assert plan_chain([rounded, Span(10, 20), Span(20, 40)], 15) == (Span(10, 20), Span(20, 40))
+
+
+def test_only_neighbours_merge_and_what_was_rounded_stays_so() -> None:
+    assert merged([Span(1, 4), Span(4, 6)]) == Span(1, 6, parts=2)
+    assert merged([Span(1, 4, only_from=True), Span(4, 6)]) == Span(1, 6, only_from=True, parts=2)
+    with pytest.raises(DeltaGap, match="1-4 and 5-6 are no neighbours"):
+        merged([Span(1, 4), Span(5, 6)])
+    with pytest.raises(ValueError, match="nothing to merge"):
+        merged([])
+
+
+@given(st.integers(1, 700))
+def test_merging_as_it_becomes_due_keeps_chains_short_and_work_small(count: int) -> None:
+    spans: list[Span] = []
+    work = 0
+    for end in range(1, count + 1):
+        spans.append(Span(end - 1, end))
+        while run := merge_due(spans):
+            spans.append(merged(run))
+            work += sum(span.parts for span in run)
+            for span in run:
+                spans.remove(span)
+    magnitudes = 1
+    while FANOUT**magnitudes <= count:
+        magnitudes += 1
+    assert len(plan_chain(spans, 0)) <= (FANOUT - 1) * magnitudes
+    assert work <= count * magnitudes
+
+
+@given(logs(), st.data())
+def test_what_is_expendable_is_missed_by_nobody(
+    log: tuple[list[int], list[Span]], data: st.DataObject
+) -> None:
+    positions, spans = log
+    bases = data.draw(st.lists(st.sampled_from([0, *positions]), min_size=1, max_size=3, unique=True))
+    needed = data.draw(st.lists(st.sampled_from(positions), max_size=3))
+    spare = expendable(spans, bases, needed=needed)
+    rest = [span for span in spans if span not in spare]
+    for base in bases:
+        assert plan_chain(rest, base) == plan_chain(spans, base)
+        for goal in needed:
+            if goal >= base:
+                assert plan_chain(rest, base, goal) == plan_chain(spans, base, goal)
+
+
+def test_the_nearest_base_is_the_one_with_the_fewest_deltas() -> None:
+    spans = [Span(0, 10), Span(10, 20), Span(20, 30)]
+    assert nearest_base(spans, [0, 20], 30) == 20
+    assert nearest_base(spans, [0, 20], 10) == 0
+    with pytest.raises(PositionUnknown, match="nothing published leads to position 5"):
+        nearest_base(spans, [0, 20], 5)
+
+
+# --- the way from what was published to what the trainer has ------------------------------------------------
+
+
+def checkpoint(step: int, content: str = "0") -> CheckpointId:
+    return CheckpointId(f"model.ckpt-{step}", step, content * 64)
+
+
+def increment(
+    name: str, parent: str | CheckpointId, start: int, end: int, generation: int = 1
+) -> StoredIncrement:
+    return StoredIncrement(
+        Path(name),
+        Increment(
+            id=name * 16,
+            run="f" * 16,
+            generation=generation,
+            parent=parent,
+            from_step=start,
+            to_step=end,
+            variables=(),
+        ),
+    )
+
+
+A = increment("a", checkpoint(10), 10, 20)
+B = increment("b", A.increment.id, 20, 30)
+C = increment("c", checkpoint(10), 10, 15, generation=2)
+F25 = Milestone(checkpoint(25), "f" * 16, A.increment.id, is_equal=False)
+F30 = Milestone(checkpoint(30), "f" * 16, B.increment.id, is_equal=True)
+
+
+@dataclass(frozen=True)
+class WayCase:
+    name: str
+    published: Trained
+    full: CheckpointId
+    history: History
+    increments: tuple[StoredIncrement, ...]
+    is_known: bool = True
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        WayCase("the same checkpoint", Trained(checkpoint(10)), checkpoint(10), History(), ()),
+        WayCase("another checkpoint", Trained(checkpoint(10)), checkpoint(20), History(), (), is_known=False),
+        WayCase(
+            "the same step, other values", Trained(checkpoint(10)), checkpoint(10, "1"), History(), (), False
+        ),
+        WayCase("increments", Trained(checkpoint(10)), checkpoint(10), History((A, B)), (A, B)),
+        WayCase("the rest", Trained(checkpoint(10), A.increment.id), checkpoint(10), History((A, B)), (B,)),
+        WayCase("all done", Trained(checkpoint(10), B.increment.id), checkpoint(10), History((A, B)), ()),
+        WayCase(
+            "over a full checkpoint",
+            Trained(checkpoint(10), A.increment.id),
+            checkpoint(25),
+            History((A, B), (F25,)),
+            (B,),
+        ),
+        WayCase(
+            "from a full one inside", Trained(checkpoint(25)), checkpoint(25), History((A, B), (F25,)), (B,)
+        ),
+        WayCase(
+            "a full one that equals the end",
+            Trained(checkpoint(10), A.increment.id),
+            checkpoint(30),
+            History((A, B), (F30,)),
+            (B,),
+        ),
+        WayCase(
+            "a full one ahead of the end",
+            Trained(checkpoint(10), A.increment.id),
+            checkpoint(25),
+            History((A,), (F25,)),
+            (),
+            is_known=False,
+        ),
+        WayCase(
+            "a fork",
+            Trained(checkpoint(10), A.increment.id),
+            checkpoint(10),
+            History((A, C)),
+            (C,),
+            is_known=False,
+        ),
+        WayCase("a fork at its root", Trained(checkpoint(10)), checkpoint(10), History((A, C)), (C,)),
+        WayCase(
+            "pruned", Trained(checkpoint(5), "9" * 16), checkpoint(10), History((A,)), (A,), is_known=False
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_the_way_to_what_the_trainer_has(case: WayCase) -> None:
+    way = find_way(case.published, case.full, case.history)
+    assert (way.increments, way.is_known) == (case.increments, case.is_known)
+    assert bool(way.why) is not case.is_known
+    assert way.target.checkpoint == case.full
