@@ -154,6 +154,16 @@ def test_a_model_whose_inputs_nobody_knows_is_refused(library: ModuleType) -> No
     assert "keras.Input" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: tower(keras), lambda: tower(tf_keras), scorer], ids=["keras3", "keras2", "module"]
+)
+def test_a_model_that_was_made_before_is_refused(make: Callable[[], Any]) -> None:
+    model = make()
+    with pytest.raises(BuilderError, match="was made before") as caught:
+        loaded(lambda: model)
+    assert "inside" in caught.value.hint
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_users_own_classes_stay_as_they_are() -> None:
     """tf-keras swaps base classes in graphs; a model that is being trained here must not notice."""

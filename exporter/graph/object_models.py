@@ -45,8 +45,9 @@ def signatures_of(model: Any, label: str) -> dict[str, tuple[Tensors, Tensors]]:
     `signatures`: functions with an input signature, by name.
 
     Raises:
-        BuilderError: nothing tells the inputs, or calling the object failed.
+        BuilderError: nothing tells the inputs, calling the object failed, or it was made somewhere else.
     """
+    _refuse_foreign_variables(model, label)
     if _is_keras_model(model):
         inputs, arguments = _keras_inputs(model, label)
         with _failures(f"calling the model of {label}"):
@@ -60,6 +61,21 @@ def signatures_of(model: Any, label: str) -> dict[str, tuple[Tensors, Tensors]]:
             hint="module.signatures = {'serving_default': module.serve}",
         )
     return {name: _call(function, f"{label}, signature {name!r}") for name, function in functions.items()}
+
+
+def _refuse_foreign_variables(model: Any, label: str) -> None:
+    """Variables that have values already, as those of a model that is kept in a global."""
+    import tensorflow as tf
+
+    graph = tf.compat.v1.get_default_graph()
+    for item in tf.train.TrackableView(model).descendants():
+        variable = _value_of(item)
+        if variable is not None and getattr(variable.handle, "graph", None) is not graph:
+            raise BuilderError(
+                f"what {label} returned was made before: its variable {variable.name!r} has a value",
+                cause="an export builds the model anew, out of symbols, and takes values from the checkpoint",
+                hint="make the model inside of the builder",
+            )
 
 
 @dataclass(frozen=True)
@@ -148,15 +164,21 @@ def _is_keras_model(value: Any) -> bool:
 
 
 def _variable(item: Any) -> TrackedVariable | None:
+    variable = _value_of(item)
+    if variable is None:
+        return None
+    node = variable.handle.op.name
+    return TrackedVariable(node, node)
+
+
+def _value_of(item: Any) -> Any:
+    """The TensorFlow variable that an object is, or stands for; None for others."""
     import tensorflow as tf
 
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(item, keras.Variable):
         item = item.value
-    if not isinstance(item, tf.Variable):
-        return None
-    node = item.handle.op.name if hasattr(item, "handle") else item.op.name
-    return TrackedVariable(node, node)
+    return item if isinstance(item, tf.Variable) and hasattr(item, "handle") else None
 
 
 def _keras_inputs(model: Any, label: str) -> tuple[Tensors, Any]:

@@ -77,7 +77,7 @@ def await_port(port: int) -> None:
 
 def test_every_command_of_the_guide_works(workspace: Path) -> None:
     published = {path.name for path in (workspace / "models").iterdir()}
-    assert published >= {"ranker", "from-meta", "averaged", "merged", "small", "checked"}
+    assert published >= {"ranker", "from-meta", "averaged", "merged", "small", "checked", "tower"}
     assert "renamed" not in published  # it was a dry run
     assert len(COMMANDS) >= 14
 
