@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from exporter.chain import tidy
 from exporter.checkpoint import candidates
@@ -25,12 +25,16 @@ from exporter.errors import CheckpointChanged, PositionError, PositionMoved
 from exporter.filesystem import writing
 from exporter.mapping import MappingRules
 from exporter.options import ExportRequest, Updates
-from exporter.pipeline import Exported, ProgressFactory, export, no_progress, parse_rules
+from exporter.output import ProgressFactory, no_progress
 from exporter.publish import PublishedDelta, Staging, next_position
 from exporter.published import children
 from exporter.published_log import HASHES, PublishedLog, read_log
 from exporter.rename_file import read_renames
+from exporter.request_rules import parse_rules
 from exporter.trainer_state import TrainerState, read_trainer
+
+if TYPE_CHECKING:
+    from exporter.pipeline import Exported
 
 _ATTEMPTS = 3
 """Times that a trainer may prune, or another exporter publish, under our hands."""
@@ -78,7 +82,7 @@ class ExportedDelta:
         return Position(self.published.manifest.position, self.published.manifest.step)
 
 
-Incremental: TypeAlias = Exported | ExportedDelta
+Incremental: TypeAlias = "Exported | ExportedDelta"
 
 
 def plan_incremental(request: ExportRequest) -> IncrementalPlan:
@@ -136,7 +140,7 @@ def export_incremental(
         ExportError: any of errors.py.
     """
     if not is_begun(request):
-        return export(as_base(request), progress)
+        return export_base(request, progress)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             done = execute_incremental(plan_incremental(request), progress)
@@ -149,7 +153,7 @@ def export_incremental(
         except PositionError:
             if not full_on_mismatch:
                 raise
-            return export(as_base(request), progress)
+            return export_base(request, progress)
         except CheckpointChanged:
             if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [request.ckpt_dir]:
                 raise
@@ -159,6 +163,19 @@ def export_incremental(
 def is_begun(request: ExportRequest) -> bool:
     """True if something is published under the target already."""
     return any(child.is_ours for child in children(request.out))
+
+
+def export_base(request: ExportRequest, progress: ProgressFactory = no_progress) -> Exported:
+    """Begin a log by a full export.
+
+    Raises:
+        ExportError: any of errors.py.
+    """
+    from exporter.pipeline import (
+        export,
+    )  # the stages of a full export take as long to import as a delta to make
+
+    return export(as_base(request), progress)
 
 
 def as_base(request: ExportRequest) -> ExportRequest:

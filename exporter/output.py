@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from exporter.errors import ExportError
 
@@ -35,6 +35,15 @@ class NoProgress:
 
     def advance(self, amount: int) -> None:
         """Do nothing."""
+
+
+ProgressFactory: TypeAlias = Callable[[str, int], AbstractContextManager[Progress]]
+"""Makes the progress bar of one piece of long work from a label and its number of bytes."""
+
+
+def no_progress(label: str, total: int) -> AbstractContextManager[Progress]:
+    """A progress bar that nobody sees."""
+    return nullcontext(NoProgress())
 
 
 class Mode(Enum):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeAlias
 
 from exporter.baseline import Difference, Request, compare_outputs
 from exporter.bundle.saved_model import write_saved_model
@@ -21,24 +18,22 @@ from exporter.checkpoint.families import describes_model
 from exporter.delta.history import identify
 from exporter.delta.recipe import Recipe
 from exporter.errors import CheckpointChanged, LinkRefused, UsageError
-from exporter.graph.inference_graph import InferenceGraph, PartitionStrategy
+from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, SourceGraph, clean, load_source
 from exporter.graph.metagraph import read_metagraph
 from exporter.graph.partition import trained_strategies
 from exporter.manifest import ManifestDraft, Origin, tensor_entries
-from exporter.mapping import CastRule, Mapping, MappingRules, RenameRule, build_mapping
+from exporter.mapping import Mapping, MappingRules, build_mapping
 from exporter.options import DataMode, ExportRequest, Verify
-from exporter.output import NoProgress, Progress
+from exporter.output import ProgressFactory, no_progress
 from exporter.publish import Published, Staging, VersionRule, next_place, publish_version
 from exporter.rename_file import read_renames
+from exporter.request_rules import parse_rules
 from exporter.updatable import UpdatableBase, make_base
 from exporter.verify import verify_bytes, verify_files
 
 _ATTEMPTS = 3
 """Checkpoints that may vanish under our hands before we give up."""
-
-ProgressFactory: TypeAlias = Callable[[str, int], AbstractContextManager[Progress]]
-"""Makes the progress bar of one piece of long work from a label and its number of bytes."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +65,6 @@ class Exported:
     variables: VariablesReport
     differences: tuple[Difference, ...]
     seconds: float
-
-
-def no_progress(label: str, total: int) -> AbstractContextManager[Progress]:
-    """A progress bar that nobody sees."""
-    return nullcontext(NoProgress())
 
 
 def plan(request: ExportRequest) -> Plan:
@@ -218,27 +208,6 @@ def _graph_request(request: ExportRequest, catalog: Catalog) -> GraphRequest:
         feeds=request.feeds,
         allow_code=request.allow_code,
         custom_objects=request.custom_objects,
-    )
-
-
-def parse_rules(request: ExportRequest) -> MappingRules:
-    """The rules about names and layouts in a request.
-
-    Raises:
-        UsageError, AmbiguousRename: a rule does not parse.
-    """
-    strategies = {}
-    for name, text in request.partition_strategies.items():
-        if text not in (PartitionStrategy.MOD.value, PartitionStrategy.DIV.value):
-            raise UsageError(f"--partition-strategy {name}={text}: expected mod or div")
-        strategies[name] = PartitionStrategy(text)
-    return MappingRules(
-        renames=tuple(map(RenameRule.parse, request.renames)),
-        average=request.average,
-        by_order=request.by_order,
-        casts=tuple(map(CastRule.parse, request.casts)),
-        strategies=strategies,
-        object_path=request.object_path,
     )
 
 

@@ -32,6 +32,7 @@ STAGES = [
     {"object_matching", "unnamed"},
     {"object_averages"},
     {"mapping"},
+    {"request_rules"},
     {"rename_file"},
     {"delta"},
     {"bundle"},

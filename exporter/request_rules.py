@@ -1,0 +1,29 @@
+"""The rules about names and layouts that a request gives, parsed."""
+
+from __future__ import annotations
+
+from exporter.errors import UsageError
+from exporter.graph.inference_graph import PartitionStrategy
+from exporter.mapping import CastRule, MappingRules, RenameRule
+from exporter.options import ExportRequest
+
+
+def parse_rules(request: ExportRequest) -> MappingRules:
+    """The rules about names and layouts in a request.
+
+    Raises:
+        UsageError, AmbiguousRename: a rule does not parse.
+    """
+    strategies = {}
+    for name, text in request.partition_strategies.items():
+        if text not in (PartitionStrategy.MOD.value, PartitionStrategy.DIV.value):
+            raise UsageError(f"--partition-strategy {name}={text}: expected mod or div")
+        strategies[name] = PartitionStrategy(text)
+    return MappingRules(
+        renames=tuple(map(RenameRule.parse, request.renames)),
+        average=request.average,
+        by_order=request.by_order,
+        casts=tuple(map(CastRule.parse, request.casts)),
+        strategies=strategies,
+        object_path=request.object_path,
+    )
