@@ -10,7 +10,7 @@ import typer
 from exporter import delta_cli
 from exporter.command import EXIT_CODES, DebugFlag, JsonFlag, QuietFlag, command, new_app, pairs, run
 from exporter.errors import UsageError
-from exporter.options import DataMode, ExportRequest, Isolation, Updates, Verify
+from exporter.options import DataMode, ExportFormat, ExportRequest, Isolation, Updates, Verify
 
 app = new_app("export-model")
 
@@ -104,6 +104,12 @@ def export(
         list[str] | None,
         typer.Option(metavar="[PATTERN=]bfloat16|float16", help="Store matching variables smaller. Repeat."),
     ] = None,
+    format_: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format", help="What a version holds: a SavedModel, Cloud ML's export.meta pair, both."
+        ),
+    ] = ExportFormat.SAVED_MODEL,
     data: Annotated[DataMode, typer.Option(help="How variable bytes reach the bundle.")] = DataMode.AUTO,
     warmup: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Warm-up requests, one in REST's JSON a line.")
@@ -183,6 +189,7 @@ def export(
             casts=tuple(cast or ()),
             partition_strategies=pairs("--partition-strategy", partition_strategy),
             object_path=object_path,
+            format=format_,
             data=data,
             warmup=warmup,
             version=version,
@@ -228,6 +235,26 @@ def inspect(
         Path, typer.Argument(metavar="PATH", help="Checkpoint, .meta, SavedModel or model base path.")
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    unmatched: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Compare a checkpoint with a graph, as --model names it: what fits nowhere."
+        ),
+    ] = None,
+    model_arg: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="With --unmatched: a builder's argument.")
+    ] = None,
+    input_: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="NAME=TENSOR", help="With --unmatched: an input of a .meta's graph."),
+    ] = None,
+    output: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=TENSOR", help="With --unmatched: an output of a .meta's graph."),
+    ] = None,
+    rename_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --unmatched: the table of names so far.")
+    ] = None,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -240,8 +267,25 @@ def inspect(
       export-model inspect train/model.ckpt-900 --tensors
       export-model inspect train/model.ckpt-900.meta
       export-model inspect models/ranker/900 --json
+      export-model inspect weights.npz --unmatched my_model.py:serving
     """
     with command(json_, quiet, debug) as sink:
+        if unmatched is not None:
+            from exporter import pipeline, report
+
+            request = ExportRequest(
+                ckpt_dir=path,
+                out=Path(),
+                model=unmatched,
+                model_args=pairs("--model-arg", model_arg),
+                inputs=pairs("--input", input_),
+                outputs=pairs("--output", output),
+                rename_file=rename_file,
+            )
+            report.compared(pipeline.compare_names(request), sink)
+            return
+        if model_arg or input_ or output or rename_file:
+            raise UsageError("--model-arg, --input, --output and --rename-file go with --unmatched")
         from exporter import inspection, report
 
         report.inspected(inspection.inspect(path), sink, tensors=tensors)

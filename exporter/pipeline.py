@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from exporter.baseline import Difference, Request, compare_outputs
+from exporter.bundle.metagraph_pair import keep_pair_alone, write_pair
 from exporter.bundle.saved_model import write_saved_model
 from exporter.bundle.variables import VariablesReport, as_rewritten, write_variables
 from exporter.bundle.warmup import WarmupRequest, read_requests, write_warmup
@@ -24,11 +25,12 @@ from exporter.graph.metagraph import read_metagraph
 from exporter.graph.partition import trained_strategies
 from exporter.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.mapping import Mapping, MappingRules, build_mapping
-from exporter.options import DataMode, ExportRequest, Verify
+from exporter.options import DataMode, ExportFormat, ExportRequest, Verify
 from exporter.output import ProgressFactory, no_progress
 from exporter.publish import Published, Staging, VersionRule, next_place, publish_version
 from exporter.rename_file import read_renames
 from exporter.request_rules import parse_rules
+from exporter.unmatched import Unmatched, find_unmatched
 from exporter.updatable import UpdatableBase, make_base
 from exporter.verify import verify_bytes, verify_files
 
@@ -67,6 +69,15 @@ class Exported:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """A checkpoint and a graph, and what of them fits together by no rule."""
+
+    catalog: Catalog
+    graph: InferenceGraph
+    unmatched: Unmatched
+
+
 def plan(request: ExportRequest) -> Plan:
     """Read the checkpoint and the graph and decide where every variable comes from.
 
@@ -76,6 +87,34 @@ def plan(request: ExportRequest) -> Plan:
     number = VersionRule.parse(request.version)
     if request.updates and request.version:
         raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
+    if request.updates and request.format is not ExportFormat.SAVED_MODEL:
+        raise UsageError(f"--format {request.format.value}: only a SavedModel takes deltas")
+    found = _read(request)
+    mapping = build_mapping(found.graph, found.catalog, found.rules)
+    return Plan(
+        request,
+        found.catalog,
+        found.source,
+        found.graph,
+        mapping,
+        number,
+        found.rules,
+        read_requests(request.warmup, found.graph.meta_graph) if request.warmup else (),
+        read_requests(request.verify_inputs, found.graph.meta_graph) if request.verify_inputs else (),
+    )
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Both sides of a mapping, and the rules for it."""
+
+    catalog: Catalog
+    source: SourceGraph
+    graph: InferenceGraph
+    rules: MappingRules
+
+
+def _read(request: ExportRequest) -> _Read:
     rules = parse_rules(request)
     catalog = open_checkpoint(request.ckpt_dir)
     if request.updates and not catalog.is_bundle:
@@ -88,18 +127,17 @@ def plan(request: ExportRequest) -> Plan:
         table = read_renames(request.rename_file)
         table.check(graph, catalog)
         rules = replace(rules, renames=(*rules.renames, *table.rules))
-    mapping = build_mapping(graph, catalog, rules)
-    return Plan(
-        request,
-        catalog,
-        source,
-        graph,
-        mapping,
-        number,
-        rules,
-        read_requests(request.warmup, graph.meta_graph) if request.warmup else (),
-        read_requests(request.verify_inputs, graph.meta_graph) if request.verify_inputs else (),
-    )
+    return _Read(catalog, source, graph, rules)
+
+
+def compare_names(request: ExportRequest) -> Comparison:
+    """What an export of this request would leave unmatched on both sides; nothing about that is an error.
+
+    Raises:
+        UsageError, CheckpointError, GraphError: see errors.py.
+    """
+    found = _read(request)
+    return Comparison(found.catalog, found.graph, find_unmatched(found.graph, found.catalog, found.rules))
 
 
 def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
@@ -115,10 +153,14 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
         base = _updatable(planned, staging) if request.updates else None
         graph, mapping = (base.graph, base.mapping) if base else (planned.graph, planned.mapping)
         write_saved_model(graph, mapping, staging.path)
+        if request.format is not ExportFormat.SAVED_MODEL:
+            write_pair(graph, mapping, staging.path)
         warmup = (*(base.warmup if base else ()), *planned.warmup)
         if warmup:
             write_warmup(warmup, staging.path)
         differences = _verify(planned, staging.path, variables, progress)
+        if request.format is ExportFormat.METAGRAPH:
+            keep_pair_alone(staging.path)
         draft = ManifestDraft(
             tensors=tensor_entries(variables.catalog),
             source=Origin.of(planned.catalog.prefix),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import Any
 
 from exporter.bundle.variables import How
 from exporter.catalog import Catalog, TensorRef
+from exporter.dtypes import DType
 from exporter.extras import Extra, ExtraKind
 from exporter.inspection import (
     BundleView,
@@ -23,7 +25,8 @@ from exporter.inspection import (
 from exporter.mapping import Source
 from exporter.options import Verify
 from exporter.output import Output, escape, human_bytes
-from exporter.pipeline import Exported, Plan
+from exporter.pipeline import Comparison, Exported, Plan
+from exporter.unmatched import Unmatched
 
 Document = dict[str, Any]
 
@@ -145,6 +148,62 @@ def _plan_document(planned: Plan) -> Document:
         "ignored": _kinds_document(planned.mapping.extras),
         "notes": list(planned.notes),
     }
+
+
+def compared(found: Comparison, sink: Output) -> None:
+    """What `inspect --unmatched` prints: both left-over lists, and the beginning of a table of names."""
+    left = found.unmatched
+    document = {
+        "checkpoint": _catalog_document(found.catalog),
+        "graph": found.graph.source,
+        "matched": left.matched,
+        "reason": left.reason or None,
+        "variables": [
+            {
+                "name": item.variable.key,
+                "dtype": item.variable.dtype.label,
+                "shape": list(item.variable.full_shape),
+                "candidates": [ref.name for ref in item.candidates],
+            }
+            for item in left.variables
+        ],
+        "tensors": [{**_tensor_document(ref), "owner": ref.owner or None} for ref in left.tensors],
+        "table": list(left.table),
+    }
+    lines = [
+        _line("checkpoint", _catalog_text(found.catalog)),
+        _line("graph", found.graph.source),
+        _line("matched", f"{left.matched} of {len(found.graph.variables)} variables"),
+        *([_line("because", left.reason)] if left.reason else []),
+        *_two_lists(left),
+        *(["", escape("# rename file: variable, tensor"), *map(escape, left.table)] if left.table else []),
+    ]
+    sink.result(document, lines)
+
+
+def _two_lists(left: Unmatched) -> Iterator[str]:
+    """Variables to the left, tensors to the right, both in order of shape so that partners lie close."""
+    ours = [
+        (v.full_shape, f"{v.key} {_typed(v.dtype, v.full_shape)}")
+        for v in (i.variable for i in left.variables)
+    ]
+    theirs = [
+        (ref.shape, f"{ref.name} {_typed(ref.dtype, ref.shape)}{f' of {ref.owner}' if ref.owner else ''}")
+        for ref in left.tensors
+    ]
+    if not ours and not theirs:
+        return
+    rows = list(
+        zip_longest((text for _, text in sorted(ours)), (text for _, text in sorted(theirs)), fillvalue="")
+    )
+    width = max(len("variable without a tensor"), *(len(row[0]) for row in rows))
+    yield ""
+    yield f"[bold]{'variable without a tensor':<{width}}  tensor without a variable[/]"
+    yield from (escape(f"{one:<{width}}  {other}".rstrip()) for one, other in rows)
+
+
+def _typed(dtype: DType, shape: tuple[int, ...]) -> str:
+    return f"{dtype.label}[{','.join(map(str, shape))}]"
 
 
 def _plan_lines(planned: Plan) -> Iterator[str]:

@@ -59,7 +59,10 @@ def match_unnamed(
         return _by_order(list(wanted.values()), list(catalog.tensors.values()), by_order)
     if graph.layers:
         return _by_path(open_, graph.layers, catalog)
-    return _by_layer(open_, catalog)
+    found = _by_layer(open_, catalog)
+    if not {*named}:
+        _refuse_left_over_twins(found, catalog)
+    return found
 
 
 # --- names but for their numbers ---------------------------------------------------------------------------
@@ -167,6 +170,19 @@ def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str,
         taken[group] = scope
         found |= _within(scope, variables, groups[group])
     return found
+
+
+def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
+    """With a layer less, `dense` and `dense_1` of the graph may stand for other layers than in the file."""
+    taken = {_group(name) for name in found.values()}
+    used = {(stems(ref.owner), *_kind(ref)) for ref in catalog.tensors.values() if _group(ref.name) in taken}
+    for ref in catalog.tensors.values():
+        is_layer = ref.owner and not _NO_LAYER.search(ref.name)
+        if is_layer and _group(ref.name) not in taken and (stems(ref.owner), *_kind(ref)) in used:
+            raise NoCertainMatch(
+                f"the checkpoint has the layer {ref.owner!r} beside what the graph has, of the same kind",
+                cause="with a layer more or less, numbered names stand for other layers",
+            )
 
 
 def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | None:

@@ -18,6 +18,8 @@ from exporter.output import NoProgress, Progress
 from exporter.published import read_manifest
 
 VARIABLES_PREFIX = Path("variables", "variables")
+PAIR_PREFIX = Path("export")
+"""Cloud ML's pair, which has its bundle beside the graph (`--format metagraph`)."""
 
 _BATCH_BYTES = 32 << 20
 """What one thread reads at a time: small enough to stop soon, large enough for the hand-over not to count."""
@@ -72,10 +74,12 @@ def verify_files(
     listed = {entry.path: entry for entry in files or ()}
     for entry in listed.values():
         _verify_file(bundle, entry, found)
-    if "saved_model.pb" not in found:
+    is_pair = "saved_model.pb" not in found and f"{PAIR_PREFIX}.meta" in found
+    if "saved_model.pb" not in found and not is_pair:
         raise VerificationError(f"{bundle} has no saved_model.pb", hint=_DAMAGED_HINT)
-    if expected or f"{VARIABLES_PREFIX}.index" in found:
-        _verify_index(bundle, expected)
+    prefix = PAIR_PREFIX if is_pair else VARIABLES_PREFIX
+    if expected or f"{prefix}.index" in found:
+        _verify_index(bundle, prefix, expected)
     unlisted = () if files is None else tuple(sorted(found.keys() - listed.keys() - {FILE_NAME}))
     return FilesReport(len(found), len(expected), sum(found.values()), unlisted)
 
@@ -141,9 +145,9 @@ def _verify_file(bundle: Path, entry: FileEntry, found: dict[str, int]) -> None:
         )
 
 
-def _verify_index(bundle: Path, expected: dict[str, TensorEntry]) -> None:
+def _verify_index(bundle: Path, prefix: Path, expected: dict[str, TensorEntry]) -> None:
     try:
-        catalog = read_catalog(bundle / VARIABLES_PREFIX)
+        catalog = read_catalog(bundle / prefix)
     except CheckpointError as exc:
         raise VerificationError(
             f"the bundle is damaged: {exc.message}", cause=exc.cause, hint=_DAMAGED_HINT

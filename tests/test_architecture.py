@@ -33,7 +33,7 @@ STAGES = [
     {"object_averages"},
     {"mapping"},
     {"request_rules"},
-    {"rename_file"},
+    {"rename_file", "unmatched"},
     {"delta"},
     {"bundle"},
     {"manifest"},

@@ -44,8 +44,7 @@ def write_saved_model(graph: InferenceGraph, mapping: Mapping, directory: Path) 
     """
     saved_model = message_class("SavedModel")(saved_model_schema_version=_SCHEMA_VERSION)
     meta_graph = saved_model.meta_graphs.add()
-    meta_graph.CopyFrom(graph.meta_graph)
-    _add_variables(meta_graph, mapping)
+    meta_graph.CopyFrom(restorable_graph(graph, mapping))
     if graph.init_op:
         meta_graph.collection_def[_MAIN_OP_COLLECTION].node_list.value.append(graph.init_op)
     if graph.assets:
@@ -60,10 +59,18 @@ def write_saved_model(graph: InferenceGraph, mapping: Mapping, directory: Path) 
         raise os_error(exc, target) from exc
 
 
-def _add_variables(meta_graph: Proto, mapping: Mapping) -> None:
+def restorable_graph(graph: InferenceGraph, mapping: Mapping) -> Proto:
+    """The MetaGraphDef of a graph with the nodes that restore its variables as they are stored.
+
+    Raises:
+        MappingError: a variable that is to be cast is used in a way that forbids it.
+    """
+    meta_graph = message_class("MetaGraphDef")()
+    meta_graph.CopyFrom(graph.meta_graph)
     served = served_variables(mapping.sources)
     cast_variables(meta_graph.graph_def, {entry.variable.node: entry.dtype for entry in served})
     add_restore(meta_graph, served)
+    return meta_graph
 
 
 def _describe(info: Proto) -> None:

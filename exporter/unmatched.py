@@ -1,0 +1,96 @@
+"""Variables and tensors that no rule brings together, side by side: what a table of names is made from."""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from exporter.catalog import Catalog, TensorRef
+from exporter.errors import MappingError
+from exporter.extras import ExtraKind, classify_extras
+from exporter.graph.inference_graph import GraphVariable, InferenceGraph
+from exporter.mapping import MappingRules, build_mapping
+from exporter.unnamed import match_unnamed
+
+_CANDIDATES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A variable without a tensor, and the free tensors of its shape and dtype, most alike in name first."""
+
+    variable: GraphVariable
+    candidates: tuple[TensorRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unmatched:
+    """What is left on both sides; `reason` says why rules and names alone give no mapping, "" if they do."""
+
+    variables: tuple[Leftover, ...]
+    tensors: tuple[TensorRef, ...]
+    matched: int
+    reason: str
+
+    @property
+    def table(self) -> tuple[str, ...]:
+        """Lines for a rename file: certain ones, and as comments those with a choice or without any."""
+        lines = []
+        for left in self.variables:
+            names = [ref.name for ref in left.candidates]
+            if len(names) == 1:
+                lines.append(f"{left.variable.key} {names[0]}")
+            else:
+                lines.append(f"# {left.variable.key} {' | '.join(names) or '(nothing has its shape)'}")
+        return tuple(lines)
+
+
+def find_unmatched(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:
+    """Compare a graph with a checkpoint as far as rules and names go; nothing is an error here."""
+    try:
+        mapping = build_mapping(graph, catalog, rules)
+    except MappingError as error:
+        return _by_name(graph, catalog, rules, error.message)
+    left = tuple(extra.tensor for extra in mapping.extras if extra.kind is ExtraKind.OTHER)
+    return Unmatched((), left, len(mapping.sources), "")
+
+
+def _by_name(graph: InferenceGraph, catalog: Catalog, rules: MappingRules, reason: str) -> Unmatched:
+    """What names of variables and of layers, with shapes and dtypes, leave over."""
+    wanted = {variable.key: variable for variable in graph.variables}
+    names = {key: key for key in wanted} | _by_layer(graph, catalog)
+    names |= {key: new for rule in rules.renames for key in wanted if (new := rule.apply(key)) is not None}
+    matched = {key for key, variable in wanted.items() if _fits(catalog.tensors.get(names[key]), variable)}
+    extras = [*classify_extras(catalog, {names[key] for key in matched})]
+    free = [extra.tensor for extra in extras if extra.kind is not ExtraKind.SLOT]
+    by_kind = defaultdict(list)
+    for ref in free:
+        by_kind[ref.dtype, ref.shape].append(ref)
+    variables = tuple(
+        Leftover(variable, _ranked(key, by_kind[variable.dtype, variable.full_shape]))
+        for key, variable in wanted.items()
+        if key not in matched
+    )
+    return Unmatched(variables, tuple(free), len(matched), reason)
+
+
+def _by_layer(graph: InferenceGraph, catalog: Catalog) -> dict[str, str]:
+    """The matches by layers' names alone, if these contradict nothing."""
+    try:
+        return match_unnamed(replace(graph, layers={}), catalog)
+    except MappingError:
+        return {}
+
+
+def _fits(ref: TensorRef | None, variable: GraphVariable) -> bool:
+    return ref is not None and (ref.dtype, ref.shape) == (variable.dtype, variable.full_shape)
+
+
+def _ranked(key: str, refs: Iterable[TensorRef]) -> tuple[TensorRef, ...]:
+    def likeness(ref: TensorRef) -> float:
+        name = f"{ref.owner}/{ref.name.rpartition('/')[2]}" if ref.owner else ref.name
+        return difflib.SequenceMatcher(None, key, name).ratio()
+
+    return tuple(sorted(refs, key=likeness, reverse=True)[:_CANDIDATES])
