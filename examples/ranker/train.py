@@ -1,6 +1,8 @@
 """Train the click model in one process and leave a sharded checkpoint, as the guide's starting point.
 
 python examples/ranker/train.py --out train
+
+Once more, it goes on from that checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def main() -> None:
 
 
 def train(out: Path, steps: int) -> str:
-    """Train for some steps and save; returns the checkpoint's prefix."""
+    """Train for some more steps and save; returns the checkpoint's prefix."""
     user, item, clicked = batches()
     logit = click_logit(Batch(user, item))
     step = tf.compat.v1.train.get_or_create_global_step()
@@ -44,10 +46,13 @@ def train(out: Path, steps: int) -> str:
     with tf.control_dependencies([minimize]):
         average = tf.compat.v1.train.ExponentialMovingAverage(0.9, step)
         train_op = average.apply(tf.compat.v1.trainable_variables())
-    saver = tf.compat.v1.train.Saver(sharded=True)
+    saver = tf.compat.v1.train.Saver(sharded=True, save_relative_paths=True)
     with tf.compat.v1.Session() as session:
         out.mkdir(parents=True, exist_ok=True)
-        session.run(tf.compat.v1.global_variables_initializer())
+        if newest := tf.train.latest_checkpoint(out):
+            saver.restore(session, newest)
+        else:
+            session.run(tf.compat.v1.global_variables_initializer())
         for _ in range(steps):
             session.run(train_op)
         return str(saver.save(session, str(out / "model.ckpt"), global_step=step))

@@ -49,7 +49,7 @@ def test_a_delta_from_a_full_checkpoint_serves_what_a_full_export_serves(
     first = export_model(*common, "--out", model, "--incr", "--stamp", "--json")
     assert first.code == 0, first.err
     assert first.document["position"] == 20
-    train(checkpoints, 30)
+    train(checkpoints, 10)
     second = export_model(*common, "--out", model, "--incr", "--json")
     assert second.code == 0, second.err
     assert (second.document["from_position"], second.document["position"]) == (20, 30)
