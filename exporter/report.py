@@ -173,7 +173,7 @@ def compared(found: Comparison, sink: Output) -> None:
     lines = [
         _line("checkpoint", _catalog_text(found.catalog)),
         _line("graph", found.graph.source),
-        _line("matched", f"{left.matched} of {len(found.graph.variables)} variables"),
+        _line("matched", f"{left.matched} of {left.matched + len(left.variables)} variables"),
         *([_line("because", left.reason)] if left.reason else []),
         *_two_lists(left),
         *(["", escape("# rename file: variable, tensor"), *map(escape, left.table)] if left.table else []),

@@ -1,4 +1,4 @@
-"""Trains the tower for a moment and leaves an object-based checkpoint, as TensorFlow 2 programs do."""
+"""Trains the tower for a moment and leaves an object-based checkpoint and a Keras archive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def main() -> None:
     things = np.random.default_rng(1).integers(0, 1000, (512, 3))
     model.fit(things, things.argmax(axis=1), batch_size=64, epochs=2, verbose=0)
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    print(f"trained {int(model.optimizer.iterations)} steps: {checkpoint.save(out / 'ckpt')}")
+    saved = checkpoint.save(out / "ckpt")
+    model.save(out / "tower.keras")
+    print(f"trained {int(model.optimizer.iterations)} steps: {saved}")
 
 
 if __name__ == "__main__":
