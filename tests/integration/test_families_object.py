@@ -147,7 +147,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert not [*tmp_path.iterdir()]
 
 
-def test_sharded_variables_of_a_parameter_server_strategy(sharded: Path, tmp_path: Path, model: str) -> None:
+def test_sharded_variables_of_a_parameter_server_strategy(sharded: Path, tmp_path: Path) -> None:
     """Every variable lies in two parts on two servers' shards; served, each is one, its rows in order."""
     done = export(request_for(sharded / "ckpt", "tower2", tmp_path, data=DataMode.LINK))
     check(done, sharded / "expected.npz")
