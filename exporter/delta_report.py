@@ -6,9 +6,7 @@ from typing import Any
 
 from exporter.chain import Merged, TakenBack
 from exporter.comparison import Differences, Side
-from exporter.delta.log import Position
 from exporter.output import Output, escape, human_bytes
-from exporter.published_log import positions
 from exporter.rebase import Rebased
 from exporter.verify_log import VerifiedModel
 
@@ -119,23 +117,23 @@ def differences(found: Differences, sink: Output) -> None:
 
 def verified(found: VerifiedModel, sink: Output) -> None:
     """What `verify` prints."""
-    known = sorted(positions(found.log).values()) if found.log else []
+    deltas = len(found.log.deltas) if found.log else 0
     document: Document = {
         "versions": found.versions,
-        "deltas": found.deltas,
+        "deltas": deltas,
         "log": found.log.base.entry.log if found.log else None,
         "lineage": found.log.lineage if found.log else None,
         "position": found.at.position if found.at else None,
         "step": found.at.step if found.at else None,
-        "positions": [at.position for at in known],
+        "positions": list(found.positions),
         "hold": found.hold,
         "problems": [{"error": type(e).__name__, "message": e.message} for e in found.problems],
     }
     lines = [
         _line("versions", str(found.versions)),
-        _line("deltas", str(found.deltas)),
-        _line("position", str(found.at) if found.at else "the newest version takes no deltas"),
-        *([_line("positions", _positions(known))] if known else []),
+        _line("deltas", str(deltas)),
+        _line("position", _newest(found)),
+        *([_line("positions", _positions(found.positions))] if found.positions else []),
         *([_line("hold", f"at {found.hold}")] if found.hold is not None else []),
         _line("problems", str(len(found.problems)) if found.problems else "none"),
         *(_line("", problem.message) for problem in found.problems[1:]),
@@ -143,8 +141,14 @@ def verified(found: VerifiedModel, sink: Output) -> None:
     sink.result(document, lines)
 
 
-def _positions(known: list[Position]) -> str:
-    shown = ", ".join(str(at.position) for at in known[-10:])
+def _newest(found: VerifiedModel) -> str:
+    if found.log is None:
+        return "the newest version takes no deltas"
+    return str(found.at) if found.at else "unknown"
+
+
+def _positions(known: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, known[-10:]))
     return shown if len(known) <= 10 else f"{len(known)}, the last {shown}"
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from exporter.delta.format import POSITION_LIMIT
 from exporter.errors import ManifestError
 from exporter.filesystem import still_at, try_lock
 from exporter.manifest import FILE_NAME, Manifest, Stamp, from_json, stamp_from_json
@@ -21,7 +22,7 @@ MAX_MANIFEST_BYTES = 256 << 20
 
 _INT64 = range(-(1 << 63), 1 << 63)
 _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
-_DELTA = re.compile(r"[0-9]+-([0-9]+)", re.ASCII)
+_DELTA = re.compile(r"([0-9]{20})-([0-9]{20})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +136,21 @@ def _parse(descriptor: int, path: Path, parse: Callable[[bytes], T]) -> T:
         raise ManifestError(f"{path}: {exc.message}", cause=exc.cause, hint=exc.hint) from exc
 
 
+def delta_names(log: Path) -> list[tuple[str, int, int]]:
+    """Name, start and end of every delta in a log's directory; whatever is not one is passed over."""
+    found = []
+    for entry in _entries(log):
+        match = _DELTA.fullmatch(entry.name)
+        if match and int(match[1]) < int(match[2]) < POSITION_LIMIT and entry.is_dir(follow_symlinks=False):
+            found.append((entry.name, int(match[1]), int(match[2])))
+    return sorted(found, key=lambda delta: delta[1:])
+
+
 def _delta_positions(deltas: Path) -> Iterator[int]:
     """Where each delta of each log ends, from the directories' names alone: there may be thousands."""
     for log in _entries(deltas):
         if log.is_dir(follow_symlinks=False):
-            for delta in _entries(Path(log.path)):
-                if (match := _DELTA.fullmatch(delta.name)) and int(match[1]) in _INT64:
-                    yield int(match[1])
+            yield from (end for _, _, end in delta_names(Path(log.path)))
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:

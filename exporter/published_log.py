@@ -8,17 +8,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from exporter.checkpoint.tensor_bundle import check_values, read_catalog
 from exporter.delta.entry import BaseEntry, DeltaEntry, Trained
-from exporter.delta.format import FILE_PREFIX, POSITION_LIMIT, Delta, Schema, log_name, read_delta
+from exporter.delta.format import FILE_PREFIX, Delta, Schema, log_name, read_delta
 from exporter.delta.log import Position, check_fits, nearest_base, plan_chain
 from exporter.delta.state import State
 from exporter.delta.stored import StoredVariable, served_in
@@ -30,14 +28,12 @@ from exporter.errors import (
 )
 from exporter.filesystem import make_directories, sync, write_durably, writing
 from exporter.manifest import FILE_NAME, Manifest
-from exporter.published import children, read_manifest
+from exporter.published import children, delta_names, read_manifest
 
 DELTAS_DIRECTORY = "deltas"
 HOLD_FILE = "hold"
 HASHES = Path(".state", "hashes")
 VARIABLES_PREFIX = Path("variables", "variables")
-
-_NAME = re.compile(r"([0-9]{20})-([0-9]{20})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -279,17 +275,7 @@ def log_path(model: Path, log: int) -> Path:
 
 def list_deltas(log: Path) -> tuple[PublishedDelta, ...]:
     """Every delta in a log's directory, by its name; whatever is not one is passed over."""
-    try:
-        with os.scandir(log) as entries:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except (FileNotFoundError, NotADirectoryError):
-        return ()
-    found = []
-    for name in names:
-        match = _NAME.fullmatch(name)
-        if match and int(match[1]) < int(match[2]) < POSITION_LIMIT:
-            found.append(PublishedDelta(log / name, int(match[1]), int(match[2])))
-    return tuple(sorted(found, key=lambda delta: (delta.start, delta.end)))
+    return tuple(PublishedDelta(log / name, start, end) for name, start, end in delta_names(log))
 
 
 def set_hold(log: PublishedLog, position: int | None) -> None:
@@ -309,9 +295,3 @@ def set_hold(log: PublishedLog, position: int | None) -> None:
             temporary.replace(path)
         if log.path.exists():
             sync(log.path)
-
-
-def positions(log: PublishedLog) -> Mapping[int, Position]:
-    """Every position at which something published stands."""
-    found = {base.at.position: base.at for base in log.bases}
-    return found | {delta.end: delta.at for delta in log.deltas}

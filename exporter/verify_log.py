@@ -8,7 +8,7 @@ from pathlib import Path
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.log import Position
-from exporter.errors import ExportError, NotUpdatable, VerificationError
+from exporter.errors import ExportError, ManifestError, NotUpdatable, VerificationError
 from exporter.published import children
 from exporter.published_log import VARIABLES_PREFIX, PublishedDelta, PublishedLog, read_log
 from exporter.verify import verify_bytes, verify_published
@@ -19,15 +19,25 @@ class VerifiedModel:
     """What was looked at. `log` is None if the newest version takes no deltas."""
 
     versions: int
-    deltas: int
     log: PublishedLog | None
     hold: int | None
     problems: tuple[ExportError, ...]
 
     @property
+    def positions(self) -> tuple[int, ...]:
+        """Every position of the log at which something stands, by names alone."""
+        if self.log is None:
+            return ()
+        bases = {base.at.position for base in self.log.bases}
+        return tuple(sorted(bases | {delta.end for delta in self.log.deltas}))
+
+    @property
     def at(self) -> Position | None:
-        """The newest position of the log."""
-        return self.log.at if self.log else None
+        """The newest position of the log; None if it cannot be told."""
+        try:
+            return self.log.at if self.log else None
+        except ManifestError:
+            return None
 
 
 def verify_model(model: Path, *, bytes_: bool = False) -> VerifiedModel:
@@ -53,16 +63,16 @@ def verify_model(model: Path, *, bytes_: bool = False) -> VerifiedModel:
     try:
         log = read_log(model)
     except NotUpdatable:
-        return VerifiedModel(len(versions), 0, None, None, tuple(problems))
+        return VerifiedModel(len(versions), None, None, tuple(problems))
     except ExportError as error:
-        return VerifiedModel(len(versions), 0, None, None, (*problems, error))
+        return VerifiedModel(len(versions), None, None, (*problems, error))
     problems += _problems_of(log)
     try:
         hold = log.hold()
     except ExportError as error:
         hold = None
         problems.append(error)
-    return VerifiedModel(len(versions), len(log.deltas), log, hold, tuple(problems))
+    return VerifiedModel(len(versions), log, hold, tuple(problems))
 
 
 def _problems_of(log: PublishedLog) -> Iterator[ExportError]:

@@ -1,0 +1,327 @@
+"""The commands that work on a log, as their users meet them, and each way an input is bad."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exporter.checkpoint.tensor_bundle import BundleWriter, shard_path
+from exporter.delta.format import DeltaHeader, write_delta
+from exporter.published_log import list_deltas, log_path, read_log, set_hold
+from tests.commands import Ran, export_model
+from tests.logs import Serving, Trainer, assert_same_bits, publish_base, served_now, values_at
+
+SERVING = Serving(parts=2, cast=True)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Published: a base at 10, deltas to 20 and 30; the trainer has written an increment to 40."""
+
+    directory: Path
+
+    @property
+    def model(self) -> Path:
+        return self.directory / "model"
+
+    @property
+    def train(self) -> Path:
+        return self.directory / "train"
+
+    @property
+    def log(self) -> Path:
+        return log_path(self.model, 10)
+
+    @property
+    def delta(self) -> Path:
+        """The newest delta."""
+        return list_deltas(self.log)[-1].path
+
+    @property
+    def increment(self) -> Path:
+        """The newest increment."""
+        return sorted((self.train / "increments").glob("0*"))[-1]
+
+    def export(self, *options: object) -> Ran:
+        return export_model("--ckpt-dir", self.train, "--out", self.model, "--incr", "--json", *options)
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
+    directory = tmp_path_factory.mktemp("origin")
+    trainer = Trainer(directory / "train", parts=3)
+    trainer.save()
+    publish_base(trainer, SERVING, directory / "model")
+    for step in (20, 30, 40):
+        trainer.train()
+        trainer.step = step
+        trainer.increment()
+        if step < 40:
+            assert Setting(directory).export().code == 0
+    return directory, trainer
+
+
+@pytest.fixture
+def setting(origin: tuple[Path, Trainer], tmp_path: Path) -> Setting:
+    shutil.copytree(origin[0], tmp_path / "copy")
+    return Setting(tmp_path / "copy")
+
+
+def test_an_export_says_what_it_did(setting: Setting, origin: tuple[Path, Trainer]) -> None:
+    done = setting.export().document
+    assert next(iter(done)) == "format_version"
+    assert (done["from_position"], done["position"], done["step"]) == (30, 40, 40)
+    assert done["increments"] == [setting.increment.name]
+    assert (done["compares"], done["bytes_compared"]) == (False, 0)
+    assert done["rows"] == 8
+    assert Path(done["path"]) == setting.delta
+    assert_same_bits(values_at(read_log(setting.model)), served_now(origin[1], SERVING))
+    again = setting.export().document
+    assert (again["path"], again["position"], again["rows"]) == (None, 40, 0)
+
+
+def test_a_dry_run_writes_nothing_and_agrees_with_the_run(setting: Setting) -> None:
+    before = sorted(map(str, setting.model.rglob("*")))
+    dry = setting.export("--dry-run").document
+    assert sorted(map(str, setting.model.rglob("*"))) == before
+    real = setting.export().document
+    assert dry.pop("dry_run") is True
+    assert dry == {key: real[key] for key in dry}
+
+
+def test_people_read_lines(setting: Setting) -> None:
+    ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr")
+    assert ran.code == 0
+    lines = dict(line.split(maxsplit=1) for line in ran.out.splitlines())
+    assert lines["delta"].startswith("8 rows in ")
+    assert lines["published"].startswith(str(setting.delta))
+
+
+def test_merge_rollback_resume_and_verify_go_together(setting: Setting) -> None:
+    model = setting.model
+    merged = export_model("merge", model, "--json").document
+    assert (merged["from_position"], merged["position"], len(merged["merged"])) == (10, 30, 2)
+    assert export_model("merge", model, "--json").document["path"] is None
+    before = values_at(read_log(model))
+    back = export_model("rollback", model, "--to", 20, "--json").document
+    assert (back["values_of"], back["position"], back["hold"]) == (20, 31, 31)
+    assert export_model("diff", f"{model}@20", model, "--exit-code", "-q").code == 0
+    assert export_model("diff", f"{model}@30", model, "--exit-code", "-q").code == 10
+    assert setting.export().document["position"] == 40, "publishing goes on beyond the hold"
+    assert export_model("verify", model, "--json").document["hold"] == 31
+    lifted = export_model("resume", model, "--json").document
+    assert (lifted["path"], lifted["hold"]) == (None, None)
+    assert export_model("rollback", model, "--to", 30, "-q").code == 0
+    assert export_model("resume", model, "--json").document["values_of"] == 40
+    verified = export_model("verify", model, "--bytes", "--json").document
+    assert verified["positions"] == [10, 20, 30, 31, 40, 41, 42]
+    assert verified["problems"] == []
+    assert_same_bits(values_at(read_log(model), 30), before)
+
+
+def test_diff_shows_rows_and_norms_of_checkpoints(setting: Setting, tmp_path: Path) -> None:
+    for name, value in (("a-1", 1.0), ("b-2", 4.0)):
+        rows = np.zeros((5, 2), np.float32)
+        rows[3] = value
+        with BundleWriter(tmp_path / name) as writer:
+            writer.add("table", rows)
+            writer.add("same", np.ones(3, np.float32))
+            writer.add("name", np.array(b"x", object))
+            writer.add(f"only/{name}", np.ones(3, np.float32))
+    found = export_model("diff", tmp_path / "a-1", tmp_path / "b-2", "--json").document
+    (table,) = found["variables"]
+    assert table == {
+        "name": "table",
+        "changed_rows": 1,
+        "rows": 5,
+        "norm": pytest.approx(18**0.5),
+        "largest": 3.0,
+    }
+    assert (found["compared"], found["only_a"], found["only_b"]) == (3, ["only/a-1"], ["only/b-2"])
+    assert export_model("diff", setting.model, setting.train, "--json").document["equal"] is False
+
+
+# --- bad input ---------------------------------------------------------------------------------------------
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def other_shape(setting: Setting) -> None:
+    trainer = Trainer(setting.train, parts=3, step=50)
+    for name in [name for name in trainer.values if name.startswith("net/users")]:
+        trainer.values[name] = np.zeros((24, 3), np.float32)
+    trainer.save()
+
+
+def other_checkpoint(setting: Setting) -> None:
+    shutil.rmtree(setting.train / "increments")
+    Trainer(setting.train, parts=3, step=50, seed=9).save()
+
+
+def plain_version_on_top(setting: Setting) -> None:
+    version = setting.model / "99"
+    shutil.copytree(setting.model / "10", version)
+    manifest = json.loads((version / "manifest.json").read_text())
+    del manifest["incremental"]
+    (version / "manifest.json").write_text(json.dumps(manifest | {"position": 99}))
+
+
+def foreign_delta(setting: Setting) -> None:
+    log = read_log(setting.model)
+    other_checkpoint(setting)
+    newest = log.deltas[-1]
+    header = DeltaHeader("0" * 32, log.schema.digest, newest.start, newest.end, 30)
+    write_delta(newest.path / "delta", log.schema, header, log.open(newest).changes)
+
+
+def missing_delta(setting: Setting) -> None:
+    other_checkpoint(setting)
+    shutil.rmtree(list_deltas(setting.log)[0].path)
+
+
+def damaged_delta(damage: Callable[[Path], None], name: str) -> Callable[[Setting], None]:
+    def spoil(setting: Setting) -> None:
+        other_checkpoint(setting)
+        damage(setting.delta / name)
+
+    return spoil
+
+
+SHARD, INDEX = shard_path(Path("delta"), 0, 1).name, "delta.index"
+
+
+@dataclass(frozen=True)
+class Bad:
+    name: str
+    spoil: Callable[[Setting], None]
+    error: str
+    code: int
+
+
+BAD = [
+    Bad("increment truncated", lambda s: truncate(s.increment / SHARD), "TruncatedFile", 3),
+    Bad("increment flipped", lambda s: flip(s.increment / SHARD), "CorruptFile", 3),
+    Bad("increment without shard", lambda s: (s.increment / SHARD).unlink(), "MissingShard", 3),
+    Bad("increment's index flipped", lambda s: flip(s.increment / INDEX), "CorruptFile", 3),
+    Bad("increment's manifest flipped", lambda s: truncate(s.increment / "manifest.json"), "CorruptFile", 3),
+    Bad("another shape", other_shape, "SchemaChanged", 5),
+    Bad("a version that takes no deltas", plain_version_on_top, "NotUpdatable", 5),
+    Bad("base's manifest", lambda s: truncate(s.model / "10/manifest.json"), "ManifestError", 6),
+    Bad("base's shard", lambda s: _unlink_shards(s.model / "10/variables"), "MissingShard", 3),
+    Bad("delta missing", missing_delta, "PositionUnknown", 5),
+    Bad("delta truncated", damaged_delta(truncate, SHARD), "TruncatedFile", 3),
+    Bad("delta flipped", damaged_delta(flip, SHARD), "CorruptFile", 3),
+    Bad("delta's index flipped", damaged_delta(flip, INDEX), "CorruptFile", 3),
+    Bad("delta of another log", foreign_delta, "ForeignLineage", 5),
+]
+
+
+def _unlink_shards(variables: Path) -> None:
+    other_checkpoint(Setting(variables.parent.parent.parent))
+    for path in variables.glob("*.data-*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: case.name)
+def test_bad_input_is_named_and_nothing_is_published(setting: Setting, case: Bad) -> None:
+    case.spoil(setting)
+    before = sorted(path.name for path in setting.log.iterdir())
+    ran = setting.export()
+    assert (ran.error["error"], ran.code) == (case.error, case.code), ran.err
+    assert ran.error["hint"]
+    assert sorted(path.name for path in setting.log.iterdir()) == before
+
+
+def test_what_differs_in_a_changed_schema_is_said(setting: Setting) -> None:
+    other_shape(setting)
+    ran = setting.export()
+    assert "'s/users' has shape [23, 3] in the graph" in ran.error["message"]
+    assert "[24, 3] in the checkpoint" in ran.error["message"]
+
+
+def test_other_rules_than_the_base_has_are_refused(setting: Setting) -> None:
+    ran = setting.export("--average", "ema")
+    assert (ran.error["error"], ran.code) == ("SchemaChanged", 5)
+    ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr", "--average", "ema")
+    assert "average was None, is 'ema'" in ran.err
+
+
+def test_options_of_incremental_exports_go_with_incr(setting: Setting) -> None:
+    for option in ("--watch", "--rebase", "--full-on-mismatch"):
+        ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, option)
+        assert ran.code == 2
+        assert "go with --incr" in ran.err
+
+
+@pytest.mark.parametrize(
+    "name", ["999", "a-b", "1-2", f"{30:020d}-{20:020d}", f"{7:020d}-{10**19:020d}", "*"]
+)
+def test_hostile_names_among_the_deltas_are_passed_over(setting: Setting, name: str) -> None:
+    (setting.log / name).mkdir()
+    (setting.log / f"{30:020d}-{90:020d}").write_text("a file")
+    (setting.log / f"{30:020d}-{91:020d}").symlink_to(setting.delta)
+    assert setting.export().document["position"] == 40
+    assert export_model("verify", setting.model, "-q").code == 0
+
+
+@pytest.mark.parametrize("damage", ["shard", "manifest", "hold", "gap"])
+def test_verify_names_what_is_wrong(setting: Setting, damage: str) -> None:
+    if damage == "shard":
+        flip(setting.delta / SHARD)
+    elif damage == "manifest":
+        truncate(setting.delta / "manifest.json")
+    elif damage == "hold":
+        (setting.log / "hold").write_text("soon")
+    else:
+        shutil.rmtree(list_deltas(setting.log)[0].path)
+    ran = export_model("verify", setting.model, "--json")
+    expected = {"shard": 3, "manifest": 6, "hold": 6, "gap": 5}[damage]
+    assert ran.code == expected
+    assert len(ran.document["problems"]) >= 1
+    assert ran.document["problems"][0]["error"] == ran.error["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("rollback", "--to", "25"), 5, "nothing published stands at position 25"),
+        (("rollback", "--to", "30"), 2, "is the newest"),
+        (("resume",), 2, "is not held"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    setting: Setting, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    name, *options = arguments
+    ran = export_model(name, setting.model, *options)
+    assert ran.code == code
+    assert words in ran.err
+
+
+def test_commands_on_nothing_say_so(tmp_path: Path) -> None:
+    for name in ("merge", "resume", "verify"):
+        ran = export_model(name, tmp_path)
+        assert ran.code == 5
+        assert "nothing is published" in ran.err
+
+
+def test_a_hold_is_read_back(setting: Setting) -> None:
+    log = read_log(setting.model)
+    set_hold(log, 20)
+    assert log.hold() == 20
+    set_hold(log, None)
+    assert log.hold() is None
