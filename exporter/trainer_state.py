@@ -7,14 +7,14 @@ from pathlib import Path
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
+from exporter.delta.deeprec import find_deeprec_way, read_increment
 from exporter.delta.entry import Trained
 from exporter.delta.format import Schema
 from exporter.delta.history import identify, read_history
-from exporter.delta.increment import StoredIncrement
 from exporter.delta.recipe import Recipe
 from exporter.delta.state import Changes, State
 from exporter.delta.stored import stored_variables, translate
-from exporter.delta.way import Way, find_way
+from exporter.delta.way import AnyIncrement, Way, find_way
 from exporter.errors import SchemaChanged
 from exporter.mapping import Mapping, Source
 
@@ -46,7 +46,7 @@ class TrainerState:
         layers = () if self.way.is_known else self.layers()
         return State({variable.name: variable for variable in stored}, layers)
 
-    def _translated(self, stored: StoredIncrement, by_tensor: dict[str, Source]) -> Changes:
+    def _translated(self, stored: AnyIncrement, by_tensor: dict[str, Source]) -> Changes:
         kinds = {variable.name: variable for variable in self.schema.variables}
         layer: Changes = {}
         for changed, change in stored.changes():
@@ -73,4 +73,9 @@ def read_trainer(ckpt_dir: Path, recipe: Recipe, schema: Schema, published: Trai
     catalog = open_checkpoint(ckpt_dir)
     full = identify(catalog.prefix, catalog.step or 0)
     history = read_history(catalog.prefix.parent)
-    return TrainerState(catalog, recipe.mapping(catalog), schema, find_way(published, full, history))
+    deeprec = None if history.increments else read_increment(catalog)
+    if deeprec is not None:
+        way = find_deeprec_way(published, full, deeprec)
+    else:
+        way = find_way(published, full, history)
+    return TrainerState(catalog, recipe.mapping(catalog), schema, way)

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from exporter.delta.entry import Trained
+from exporter.delta.format import Change
 from exporter.delta.history import History
-from exporter.delta.increment import CheckpointId, StoredIncrement
+from exporter.delta.increment import Changed, CheckpointId, StoredIncrement
+
+
+class AnyIncrement(Protocol):
+    """What a trainer, of whatever family, left between full checkpoints."""
+
+    @property
+    def path(self) -> Path:
+        """What it is called by."""
+
+    def changes(self) -> Iterator[tuple[Changed, Change]]:
+        """The trainer's variables with their new values; rows are numbered as the trainer stores them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +34,7 @@ class Way:
 
     target: Trained
     step: int
-    increments: tuple[StoredIncrement, ...] = ()
+    increments: tuple[AnyIncrement, ...] = ()
     is_known: bool = True
     why: str = ""
 

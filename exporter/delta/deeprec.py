@@ -1,0 +1,156 @@
+"""DeepRec's incremental checkpoints, for ordinary variables.
+
+    <ckpt-dir>/.incremental_checkpoint/incremental_model.ckpt-<step>.{index,data-*}
+
+Each is a tensor bundle that holds what changed since the last full save, so that the newest one of a higher
+step than the full checkpoint's tells everything. Ordinary variables are there whole, under their names;
+with the option for ordinary tables, rows of `<var>` or of its part p are in
+
+    <var>[/part_<p>]-sparse_incr_keys    int64|int32 [n]    row numbers, local to the part
+    <var>[/part_<p>]-sparse_incr_values  dtype [n, ...]
+
+and a table that nobody touched is absent. Source: DeepRec's incremental_saver and its documentation.
+Embedding variables, whose keys are no row numbers, are not read here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.tensor_bundle import index_path, read_array, read_catalog
+from exporter.delta.entry import Trained
+from exporter.delta.format import Change, Kind, Rows, ServedVariable
+from exporter.delta.increment import Changed, CheckpointId
+from exporter.delta.way import Way
+from exporter.errors import CheckpointChanged, CheckpointNotFound, CorruptFile, MissingShard
+
+Array = np.ndarray[Any, Any]
+
+DIRECTORY = ".incremental_checkpoint"
+
+_PREFIX = re.compile(r"(incremental_.+-([0-9]{1,18}))\.index", re.ASCII)
+_KEYS, _VALUES = "-sparse_incr_keys", "-sparse_incr_values"
+_PART = re.compile(r"(.+)/part_([0-9]{1,6})", re.ASCII)
+_ID = "deeprec:"
+
+
+@dataclass(frozen=True)
+class DeepRecIncrement:
+    """An incremental checkpoint on top of the full one in `full`."""
+
+    full: Catalog
+    catalog: Catalog
+    step: int
+
+    @property
+    def path(self) -> Path:
+        """What it is called by."""
+        return self.catalog.prefix
+
+    @property
+    def id(self) -> str:
+        """Its step and a digest of its index."""
+        digest = hashlib.sha256(index_path(self.catalog.prefix).read_bytes()).hexdigest()
+        return f"{_ID}{self.step}:{digest[:32]}"
+
+    def changes(self) -> Iterator[tuple[Changed, Change]]:
+        """The variables with their new values, every checksum verified; rows are numbered as they are stored.
+
+        Raises:
+            CorruptFile: a checksum is wrong, rows lie outside their part, or keys and values do not fit.
+        """
+        rows: dict[str, list[Rows]] = {}
+        for name, ref in self.catalog.tensors.items():
+            if name.endswith(_KEYS):
+                owner, part = _owner(name.removesuffix(_KEYS))
+                if (tensor := self.full.tensors.get(owner)) is not None:
+                    rows.setdefault(owner, []).append(self._rows(name, tensor, part))
+            elif (whole := self.full.tensors.get(name)) is not None and not name.endswith(_VALUES):
+                yield _changed(whole, Kind.DENSE, 1), read_array(self.catalog, ref)
+        for owner, parts in rows.items():
+            ids = np.concatenate([part.ids for part in parts])
+            values = np.concatenate([part.values for part in parts])
+            unique, first = np.unique(ids, return_index=True)
+            yield _changed(self.full.tensors[owner], Kind.TABLE, len(unique)), Rows(unique, values[first])
+
+    def _rows(self, name: str, tensor: TensorRef, part: int | None) -> Rows:
+        values_ref = self.catalog.tensors.get(name.removesuffix(_KEYS) + _VALUES)
+        if values_ref is None:
+            raise CorruptFile(f"{self.path}: {name!r} has no values beside it")
+        ids = read_array(self.catalog, self.catalog.tensors[name]).astype(np.int64)
+        values = read_array(self.catalog, values_ref)
+        start, count = _range_of(tensor, part)
+        fits = values.shape == (*ids.shape, *tensor.shape[1:]) and values.dtype == tensor.dtype.numpy
+        if not fits or (len(ids) and not 0 <= ids.min() <= ids.max() < count):
+            raise CorruptFile(
+                f"{self.path}: {name!r} and its values are no rows of {count} x {list(tensor.shape[1:])}"
+            )
+        return Rows(ids + start, values)
+
+
+def read_increment(full: Catalog) -> DeepRecIncrement | None:
+    """The newest incremental checkpoint beside a full one, if there is one of a higher step.
+
+    One that is incomplete (it is being written, or pruned) is passed over for the one before.
+
+    Raises:
+        CheckpointError: it is damaged, see errors.py.
+    """
+    directory = full.prefix.parent / DIRECTORY
+    try:
+        names = [found for path in directory.iterdir() if (found := _PREFIX.fullmatch(path.name))]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    newer = [(int(name[2]), name[1]) for name in names if int(name[2]) > (full.step or 0)]
+    for step, name in sorted(newer, reverse=True):
+        try:
+            return DeepRecIncrement(full, read_catalog(directory / name), step)
+        except (CheckpointNotFound, CheckpointChanged, MissingShard):
+            continue
+    return None
+
+
+def find_deeprec_way(published: Trained, full: CheckpointId, increment: DeepRecIncrement) -> Way:
+    """The way from the state that was published last to a full checkpoint and its increment."""
+    target = Trained(full, increment.id)
+    if published == target:
+        return Way(target, increment.step)
+    before = _step_of(published.increment)
+    if published.checkpoint == full and before is not None and before <= increment.step:
+        return Way(target, increment.step, (increment,))
+    why = f"{full.name} is another full checkpoint than the one that was published last"
+    return Way(target, increment.step, (increment,), is_known=False, why=why)
+
+
+def _step_of(increment: str | None) -> int | None:
+    """The step of a state on top of a full checkpoint; None if it is not of this kind of increments."""
+    if increment is None:
+        return 0
+    return int(increment.split(":")[1]) if increment.startswith(_ID) else None
+
+
+def _owner(name: str) -> tuple[str, int | None]:
+    part = _PART.fullmatch(name)
+    return (part[1], int(part[2])) if part else (name, None)
+
+
+def _range_of(tensor: TensorRef, part: int | None) -> tuple[int, int]:
+    """First row and number of rows of a part, as the tensor is stored."""
+    if part is None:
+        return 0, tensor.shape[0]
+    boxes = sorted((found.spec for found in tensor.slices), key=lambda spec: spec.starts)
+    if part >= len(boxes):
+        raise CorruptFile(f"there is an increment of part {part} of {tensor.name!r}, which has {len(boxes)}")
+    return boxes[part].starts[0], boxes[part].lengths[0]
+
+
+def _changed(tensor: TensorRef, kind: Kind, rows: int) -> Changed:
+    return Changed(ServedVariable(tensor.name, tensor.dtype, tensor.shape, kind), rows)

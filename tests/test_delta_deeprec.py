@@ -1,0 +1,143 @@
+"""DeepRec's incremental checkpoints, written as its format is described: cumulative, rows local to their
+parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exporter.checkpoint.tensor_bundle import BundleWriter
+from exporter.delta.deeprec import DIRECTORY
+from exporter.delta.entry import Made
+from exporter.errors import CorruptFile
+from exporter.incremental_pipeline import ExportedDelta, export_incremental
+from exporter.published_log import read_log
+from tests.logs import Serving, Trainer, assert_same_bits, boxes, publish_base, request, served_now, values_at
+
+
+def save_increment(trainer: Trainer, *, keys: type = np.int64) -> Path:
+    """Everything since the last full save; rows in the order in which a hash table might give them."""
+    prefix = trainer.directory / DIRECTORY / f"incremental_model.ckpt-{trainer.step}"
+    prefix.parent.mkdir(exist_ok=True)
+    with BundleWriter(prefix) as writer:
+        writer.add("global_step", np.array(trainer.step, np.int64))
+        for name, value in trainer.values.items():
+            if not trainer.is_table(name):
+                writer.add(name, value)
+            elif trainer.touched.get(name):
+                save_rows(writer, trainer, name, np.array(list(trainer.touched[name]), np.int64), keys)
+    return prefix
+
+
+def save_rows(writer: BundleWriter, trainer: Trainer, name: str, ids: np.ndarray, keys: type) -> None:
+    value = trainer.values[name]
+    parts = boxes(value.shape, trainer.parts) if trainer.parts > 1 else [None]
+    for number, box in enumerate(parts):
+        start, count = (box.starts[0], box.lengths[0]) if box else (0, len(value))
+        local = ids[(ids >= start) & (ids < start + count)] - start
+        prefix = f"{name}/part_{number}" if box else name
+        writer.add(f"{prefix}-sparse_incr_keys", local.astype(keys))
+        writer.add(f"{prefix}-sparse_incr_values", value[local + start])
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.sampled_from([np.int32, np.int64]), st.integers(0, 99), st.data()
+)
+def test_full_checkpoints_and_increments_in_any_order(
+    tmp_path_factory: pytest.TempPathFactory,
+    parts: int,
+    served: int,
+    keys: type,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    directory = tmp_path_factory.mktemp("deeprec")
+    trainer, serving = Trainer(directory / "train", parts=parts, seed=seed), Serving(parts=served, cast=True)
+    trainer.save()
+    publish_base(trainer, serving, directory / "model")
+    for what in data.draw(st.lists(st.sampled_from(["save", "increment", "increment"]), max_size=6)):
+        trainer.train()
+        if what == "save":
+            trainer.save()
+            trainer.touched = {}
+        else:
+            save_increment(trainer, keys=keys)
+        visible = served_now(trainer, serving)
+        if data.draw(st.booleans()):
+            done = export_incremental(request(trainer, directory / "model"))
+            assert isinstance(done, ExportedDelta)
+            log = read_log(directory / "model")
+            assert_same_bits(values_at(log), visible)
+            assert log.at.step == trainer.step
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> tuple[Trainer, Path]:
+    trainer = Trainer(tmp_path / "train", parts=2)
+    trainer.save()
+    publish_base(trainer, Serving(), tmp_path / "model")
+    trainer.train()
+    return trainer, tmp_path / "model"
+
+
+def test_rows_are_taken_from_the_increment_and_nothing_is_compared(published: tuple[Trainer, Path]) -> None:
+    trainer, model = published
+    save_increment(trainer)
+    done = export_incremental(request(trainer, model))
+    assert isinstance(done, ExportedDelta)
+    assert (done.rows, done.compared_bytes) == (8, 0)
+    assert read_log(model).deltas[0].entry.made is Made.INCREMENTS
+    again = export_incremental(request(trainer, model))
+    assert isinstance(again, ExportedDelta)
+    assert again.published is None
+
+
+def test_an_increment_that_is_being_written_is_passed_over(published: tuple[Trainer, Path]) -> None:
+    trainer, model = published
+    complete = save_increment(trainer)
+    visible = served_now(trainer, Serving())
+    trainer.train()
+    incomplete = save_increment(trainer)
+    next(incomplete.parent.glob(f"{incomplete.name}.data-*")).unlink()
+    export_incremental(request(trainer, model))
+    assert read_log(model).at.step == int(complete.name.rpartition("-")[2])
+    assert_same_bits(values_at(read_log(model)), visible)
+
+
+def test_an_older_increment_than_the_full_checkpoint_is_history(published: tuple[Trainer, Path]) -> None:
+    trainer, model = published
+    save_increment(trainer)
+    trainer.train()
+    trainer.save()
+    export_incremental(request(trainer, model))
+    assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "words"),
+    [
+        ([0, 12], np.zeros((2, 3), np.float32), "are no rows of 12 x"),
+        ([0, -1], np.zeros((2, 3), np.float32), "are no rows of 12 x"),
+        ([0, 1], np.zeros((1, 3), np.float32), "are no rows of 12 x"),
+        ([0, 1], np.zeros((2, 4), np.float32), "are no rows of 12 x"),
+        ([0, 1], np.zeros((2, 3), np.float64), "are no rows of 12 x"),
+        ([0, 1], None, "has no values beside it"),
+    ],
+)
+def test_rows_that_fit_no_part_are_named(
+    published: tuple[Trainer, Path], keys: list[int], values: np.ndarray | None, words: str
+) -> None:
+    trainer, model = published
+    prefix = trainer.directory / DIRECTORY / "incremental_model.ckpt-99"
+    prefix.parent.mkdir()
+    with BundleWriter(prefix) as writer:
+        writer.add("net/users/part_0-sparse_incr_keys", np.array(keys, np.int64))
+        if values is not None:
+            writer.add("net/users/part_0-sparse_incr_values", values)
+    with pytest.raises(CorruptFile, match=words):
+        export_incremental(request(trainer, model))
