@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,14 +153,12 @@ def _nodes(
                 task = {"cluster": cluster, "task": {"type": role, "index": index}}
                 with log.open("wb") as sink:
                     process = subprocess.Popen(
-                        [sys.executable, "-u", *map(str, command)],
+                        [sys.executable, "-c", _WITH_ALARM, str(int(timeout_s) + 10), *map(str, command)],
                         env={**os.environ, **_FRUGAL, **env, "TF_CONFIG": json.dumps(task)},
                         cwd=cwd,
                         stdin=subprocess.DEVNULL,
                         stdout=sink,
                         stderr=subprocess.STDOUT,
-                        # An alarm survives exec: a node ends soon after its launcher was killed, too.
-                        preexec_fn=partial(signal.alarm, int(timeout_s) + 10),
                     )
                 nodes.append(Node(role, index, process, log))
         yield nodes
@@ -170,6 +166,12 @@ def _nodes(
         _end(nodes)
 
 
+# An alarm survives exec: a node ends soon after its launcher was killed, too. It is set behind an exec of its
+# own, because a launcher with gRPC threads must run no Python between fork and exec.
+_WITH_ALARM = (
+    "import os, signal, sys; signal.alarm(int(sys.argv[1])); "
+    "os.execv(sys.executable, [sys.executable, '-u', *sys.argv[2:]])"
+)
 _FRUGAL = {
     "CUDA_VISIBLE_DEVICES": "-1",
     "OMP_NUM_THREADS": "1",

@@ -44,7 +44,8 @@ def test_served_answers_are_the_trained_ones_bit_for_bit(
     tmp_path: Path, trained_parts: int, served_parts: int, sharded: bool
 ) -> None:
     trained = train(embedding(11, trained_parts), FEEDS, tmp_path / "train/model.ckpt", sharded=sharded)
-    report = export(inference_graph(embedding(11, served_parts)), trained.prefix, tmp_path / "1", rules=DIV)
+    graph = inference_graph(embedding(11, served_parts), lookups=DIV.trained)
+    report = export(graph, trained.prefix, tmp_path / "1", rules=DIV)
     assert (len(report.shards) > 1) is sharded
     assert_same(answers_in_session(tmp_path / "1", FEEDS), trained.answers)
     assert_same(answers_eagerly(tmp_path / "1", FEEDS), trained.answers)
@@ -55,7 +56,8 @@ def test_parts_along_another_axis_are_joined_and_cut(
     tmp_path: Path, trained_axis: int, served_axis: int
 ) -> None:
     trained = train(embedding(11, 2, axis=trained_axis), FEEDS, tmp_path / "model.ckpt")
-    export(inference_graph(embedding(11, 2, axis=served_axis)), trained.prefix, tmp_path / "1", rules=DIV)
+    graph = inference_graph(embedding(11, 2, axis=served_axis), lookups=DIV.trained)
+    export(graph, trained.prefix, tmp_path / "1", rules=DIV)
     assert_same(answers_in_session(tmp_path / "1", FEEDS), trained.answers)
 
 

@@ -1,6 +1,5 @@
 """Each way an index can be bad, and crowds of random ones: a named error, and never a wrong result."""
 
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -285,20 +284,18 @@ def test_bombs_end_in_bounded_time_and_memory(tmp_path: Path, name: str) -> None
     """In a process with 10 s of CPU and 1 GiB of address space."""
     (tmp_path / "m.index").write_bytes(BOMBS[name])
     program = (
-        "import sys\nfrom pathlib import Path\n"
+        "import resource, sys\nfrom pathlib import Path\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (10, 10))\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
         "from exporter.checkpoint.tensor_bundle import read_catalog\n"
         "from exporter.errors import CheckpointError\n"
         "try:\n    read_catalog(Path(sys.argv[1]))\nexcept CheckpointError as error:\n"
         "    print(type(error).__name__, len(str(error)))\n"
     )
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-
     run = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "m")],
-        preexec_fn=limit, capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     kind, length = run.stdout.split() if run.returncode == 0 else (run.stderr, 0)
     assert kind == "CorruptFile"
