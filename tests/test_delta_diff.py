@@ -19,6 +19,7 @@ from exporter.delta.row_hashes import BlockHasher, HashIndex, block_rows, read_i
 from exporter.delta.state import State
 from exporter.delta.stored import StoredVariable
 from exporter.dtypes import DType
+from exporter.errors import CorruptFile
 
 SHAPE = (3000, 5)
 TABLE = ServedVariable("t", DType.FLOAT, SHAPE, Kind.TABLE)
@@ -67,6 +68,20 @@ def test_every_row_that_differs_in_a_bit_is_found(
     assert rows.ids.tolist() == [0, 7, 9, 203, 204, 205, 2999]
     assert rows.values.tobytes() == changed[rows.ids].tobytes()
     assert diff(new, new, schema, Comparison(tmp_path)).changes == {}
+
+
+@pytest.mark.parametrize("row", [0, 1500, 2999])
+def test_a_flipped_bit_gets_no_checksum_that_calls_it_right(
+    tmp_path: Path, table: np.ndarray, row: int
+) -> None:
+    old, new = state(tmp_path / "a", t=table), state(tmp_path / "b", t=table)
+    extent = new.stored["t"].tensor.extents[0]
+    shard = new.stored["t"].catalog.path_of(extent)
+    content = bytearray(shard.read_bytes())
+    content[extent.offset + row * 20] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CorruptFile, match="is damaged at 't'"):
+        diff(old, new, Schema.of([TABLE]), Comparison(tmp_path))
 
 
 def test_hashes_of_equal_rows_are_equal_and_of_others_are_not(table: np.ndarray) -> None:

@@ -19,9 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from exporter.checkpoint.crc import combine, extend, mask
 from exporter.delta.format import Change, Kind, Rows, Schema, ServedVariable
 from exporter.delta.row_hashes import BlockHasher, HashIndex, block_rows
 from exporter.delta.state import State
+from exporter.errors import CorruptFile
 from exporter.output import NoProgress, Progress
 
 Array = np.ndarray[Any, Any]
@@ -30,6 +32,7 @@ CHUNK_BYTES = 1 << 20
 SPILL_BYTES = 256 << 20
 """Changed rows of a table in memory before they go to the scratch file."""
 
+_FEW = 8  # gathering single blocks costs several times what reading all in a row does
 _AHEAD = 2  # chunks in work for each thread: enough to keep it busy, few enough to bound memory
 
 
@@ -56,7 +59,11 @@ class Comparison:
 def diff(old: State, new: State, schema: Schema, how: Comparison) -> Compared:
     """What of `new` differs from `old`, for the variables of `schema`.
 
+    The checksums of everything stored of `new` are compared on the way: a damaged row must not get a checksum
+    that calls it right.
+
     Raises:
+        CorruptFile: one of them differs.
         CheckpointError: a file cannot be read, see errors.py.
         MappingError: a value does not fit the dtype it is served in.
         DiskFull, PublishError: the scratch file cannot be written.
@@ -109,6 +116,7 @@ class _Found:
     ids: Array
     values: Array
     hashes: Array
+    crc: int
     bytes_: int
 
 
@@ -120,6 +128,8 @@ class _Table:
     ) -> None:
         self._old, self._new, self._name = old, new, variable.name
         self._variable, self._hasher, self._how = variable, hasher, how
+        self._stored = new.stored[variable.name]
+        self._extent = self._stored.extent
         self._rows = variable.shape[0]
         self.row_bytes = math.prod(variable.shape[1:]) * variable.dtype.numpy.itemsize
         self._block = block_rows(self.row_bytes)
@@ -128,14 +138,25 @@ class _Table:
     def run(self, pool: ThreadPoolExecutor) -> tuple[Rows | None, Array]:
         """The changed rows, and the hashes of all."""
         hashes = np.empty(-(-self._rows // self._block), np.uint64)
-        at = 0
+        at = crc = 0
         with RowSpill(self._variable, self._how.scratch) as spill:
             for found in _in_order(pool, self._compare, self._chunks()):
+                crc = combine(crc, found.crc, found.bytes_)
                 hashes[at : at + len(found.hashes)] = found.hashes
                 at += len(found.hashes)
                 spill.add(found.ids, found.values)
                 self._how.progress.advance(found.bytes_)
+            self._check(crc)
             return spill.rows(), hashes
+
+    def _check(self, crc: int) -> None:
+        if self._extent is None:
+            self._stored.check()
+        elif mask(crc) != self._extent.crc32c:
+            raise CorruptFile(
+                f"{self._stored.catalog.path_of(self._extent)} is damaged at {self._stored.tensor.name!r}: "
+                f"its checksum is {mask(crc):08x}, expected {self._extent.crc32c:08x}"
+            )
 
     def _chunks(self) -> Iterator[tuple[int, int]]:
         step = max(1, CHUNK_BYTES // max(1, self.row_bytes * self._block)) * self._block
@@ -146,13 +167,20 @@ class _Table:
         start, stop = chunk
         new = self._new.rows(self._name, start, stop)
         hashes = self._hasher.hash_rows(new)
-        if self._known is None:
+        suspects = self._suspects(start, hashes)
+        if len(suspects) > len(hashes) // _FEW:
             local = differing_rows(self._old.rows(self._name, start, stop), new)
         else:
-            first = start // self._block
-            suspects = np.flatnonzero(hashes != self._known[first : first + len(hashes)])
             local = self._among(suspects, new, start)
-        return _Found(local + start, np.array(new[local]), hashes, new.nbytes)
+        crc = extend(0, self._stored.rows(start, stop).tobytes()) if self._extent is not None else 0
+        return _Found(local + start, np.array(new[local]), hashes, crc, new.nbytes)
+
+    def _suspects(self, start: int, hashes: Array) -> Array:
+        """The blocks of a chunk that may differ."""
+        if self._known is None:
+            return np.arange(len(hashes))
+        first = start // self._block
+        return np.flatnonzero(hashes != self._known[first : first + len(hashes)])
 
     def _among(self, suspects: Array, new: Array, start: int) -> Array:
         """The rows that differ in these blocks of a chunk."""

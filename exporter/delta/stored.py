@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from exporter.catalog import Catalog, SliceSpec, TensorRef
-from exporter.checkpoint.tensor_bundle import memory_map, read_array
+from exporter.catalog import Catalog, Extent, SliceSpec, TensorRef
+from exporter.checkpoint.tensor_bundle import check_values, memory_map, read_array
 from exporter.delta.format import Change, Kind, Rows, ServedVariable
 from exporter.dtypes import DType
 from exporter.errors import CorruptFile, MappingError
@@ -87,6 +87,27 @@ class StoredVariable:
         values = read_array(self.catalog, self.tensor)
         box = tuple(slice(s, s + n) for s, n in zip(self.box.starts, self.box.lengths, strict=True))
         return self._cast(values[box] if box else values)
+
+    @property
+    def extent(self) -> Extent | None:
+        """The run of bytes that holds exactly the served rows, in order; None if they are made of others."""
+        if self.order != RowOrder() or self.dtype is not self.tensor.dtype:
+            return None
+        if self.tensor.extent is not None:
+            return self.tensor.extent if self.box.is_full else None
+        return next((part.extent for part in self.tensor.slices if part.spec == self.box), None)
+
+    def check(self) -> None:
+        """Compare the checksums of everything that the values are made of.
+
+        Raises:
+            CorruptFile: one differs.
+        """
+        if self.tensor.extent is not None:
+            check_values(self.catalog, self.tensor)
+        for part in self.tensor.slices:
+            if part.extent is not None and (self.order != RowOrder() or _overlaps(part.spec, self.box)):
+                check_values(self.catalog, self.tensor, part)
 
     @property
     def is_row_addressable(self) -> bool:
