@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Annotated
 
@@ -296,4 +297,5 @@ delta_cli.register(app)
 
 def main() -> None:
     """The console script."""
+    gc.set_threshold(100_000, 20, 20)  # plans of thousands of tensors are many small objects without cycles
     run(app)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.object_graph import read_object_graph
@@ -66,8 +67,12 @@ class Mapping:
 
     catalog: Catalog
     sources: tuple[Source, ...]
-    extras: tuple[Extra, ...]
     notes: tuple[str, ...] = ()
+
+    @cached_property
+    def extras(self) -> tuple[Extra, ...]:
+        """The tensors that nobody needs, by kind; for reports, so found when one is made."""
+        return tuple(classify_extras(self.catalog, {source.tensor.name for source in self.sources}))
 
     @property
     def bytes_(self) -> int:
@@ -189,8 +194,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         sources.append(
             Source(key, variables, tensor, match.via, cast, order.gather_parts, order.scatter_parts)
         )
-    extras = classify_extras(catalog, {source.tensor.name for source in sources})
-    return Mapping(catalog, tuple(sources), tuple(extras), tuple(_notes(sources, rules)))
+    return Mapping(catalog, tuple(sources), tuple(_notes(sources, rules)))
 
 
 def _group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:

@@ -122,7 +122,7 @@ def _read(request: ExportRequest) -> _Read:
     meta = catalog.prefix.with_name(f"{catalog.prefix.name}.meta")
     source = load_source(_graph_request(request, catalog))
     graph = clean(source)
-    rules = _with_trained(rules, meta)
+    rules = _with_trained(rules, meta, catalog, source)
     if request.rename_file:
         table = read_renames(request.rename_file)
         table.check(graph, catalog)
@@ -253,11 +253,12 @@ def _graph_request(request: ExportRequest, catalog: Catalog) -> GraphRequest:
     )
 
 
-def _with_trained(rules: MappingRules, meta: Path) -> MappingRules:
+def _with_trained(rules: MappingRules, meta: Path, catalog: Catalog, source: SourceGraph) -> MappingRules:
     """The rules, with how the trainer's own graph (if it is beside the checkpoint) looks its tables up."""
-    if not meta.exists():
+    if not meta.exists() or not any(ref.slices for ref in catalog.tensors.values()):
         return rules
-    return replace(rules, trained=trained_strategies(read_metagraph(meta)))
+    trainers = source.meta_graph if source.label == str(meta) else read_metagraph(meta)
+    return replace(rules, trained=trained_strategies(trainers))
 
 
 def _verify(

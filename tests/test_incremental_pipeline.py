@@ -31,7 +31,18 @@ servings = st.builds(
     cast=st.booleans(),
     dense=st.sampled_from([frozenset(), frozenset({"items"})]),
 )
-HAPPENINGS = "train save increment export merge tidy rollback resume back repartition".split()
+HAPPENINGS = [
+    "train",
+    "save",
+    "increment",
+    "export",
+    "merge",
+    "tidy",
+    "rollback",
+    "resume",
+    "back",
+    "repartition",
+]
 happenings = st.lists(st.sampled_from([*HAPPENINGS, "train", "export"]), min_size=4, max_size=25)
 
 

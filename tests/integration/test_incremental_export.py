@@ -61,3 +61,88 @@ def test_a_delta_from_a_full_checkpoint_serves_what_a_full_export_serves(
     assert not np.array_equal(before["click"], after["click"])
     np.testing.assert_array_equal(after["click"], wanted["click"])
     assert set(after["model_position"]) == {30}
+
+
+@pytest.fixture(scope="module")
+def followed(ranker: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Checkpoints of steps 20, 30 and 40, and what following them published: a base and two deltas."""
+    directory = tmp_path_factory.mktemp("followed")
+    checkpoints, model = directory / "train", directory / "model"
+    shutil.copytree(ranker, checkpoints)
+    for position in (20, 30, 40):
+        if position > 20:
+            train(checkpoints, 10)
+        ran = export_model(
+            *("--ckpt-dir", checkpoints, "--model", MODEL, "--out", model, "--incr", "--stamp", "--json")
+        )
+        assert ran.document["position"] == position
+    return checkpoints, model
+
+
+def test_merged_deltas_rollback_and_resumption_serve_what_their_positions_served(
+    followed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(followed[1], model)
+    with loaded(model / "20") as server:
+        answers = {20: server.predict(**FEEDS)["click"]}
+        for position in (30, 40):
+            server.update(position)
+            answers[position] = server.predict(**FEEDS)["click"]
+        assert export_model("merge", model, "-q").code == 0
+        assert export_model("rollback", model, "--to", 30, "-q").code == 0
+        assert server.update()["position"] == 41
+        np.testing.assert_array_equal(server.predict(**FEEDS)["click"], answers[30])
+        assert export_model("resume", model, "-q").code == 0
+        assert server.update()["position"] == 42
+        np.testing.assert_array_equal(server.predict(**FEEDS)["click"], answers[40])
+    with loaded(model / "20") as server:
+        done = server.update()
+        assert (done["position"], done["deltas"]) == (42, 3)
+        np.testing.assert_array_equal(server.predict(**FEEDS)["click"], answers[40])
+
+
+def test_a_rebased_base_stands_where_its_deltas_led_and_goes_on(
+    followed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    checkpoints, model = tmp_path / "train", tmp_path / "model"
+    shutil.copytree(followed[0], checkpoints)
+    shutil.copytree(followed[1], model)
+    assert export_model("merge", model, "--rebase", "--json").document["position"] == 40
+    assert export_model("verify", model, "--bytes", "-q").code == 0
+    with loaded(model / "20") as old, loaded(model / "40") as new:
+        assert old.update()["position"] == new.position() == 40
+        np.testing.assert_array_equal(old.predict(**FEEDS)["click"], new.predict(**FEEDS)["click"])
+        train(checkpoints, 10)
+        assert export_model("--ckpt-dir", checkpoints, "--out", model, "--incr", "-q").code == 0
+        for server in (old, new):
+            assert server.update()["position"] == 50
+        np.testing.assert_array_equal(old.predict(**FEEDS)["click"], new.predict(**FEEDS)["click"])
+        assert set(new.predict(**FEEDS)["model_step"]) == {50}
+
+
+def test_a_new_base_is_published_where_no_delta_fits_and_only_if_asked(
+    followed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(followed[1], model)
+    common = [
+        "--ckpt-dir",
+        followed[0],
+        "--model",
+        MODEL,
+        "--out",
+        model,
+        "--incr",
+        "--average",
+        "ema",
+        "--json",
+    ]
+    refused = export_model(*common)
+    assert (refused.code, refused.error["error"]) == (5, "SchemaChanged")
+    assert "--full-on-mismatch" in refused.error["hint"]
+    done = export_model(*common, "--full-on-mismatch")
+    assert (done.code, done.document["position"]) == (0, 41)
+    assert export_model(*common).document["from_position"] == 41
+    with loaded(model / "41") as server:
+        assert server.update()["position"] == 41, "the deltas of the log before are not its own"

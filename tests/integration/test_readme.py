@@ -31,12 +31,13 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("readme")
     (directory / "examples").symlink_to(ROOT / "examples")
     servers: list[subprocess.Popen[bytes]] = []
-    port = free_port()
+    ports = {name: free_port() for name in ("8500", "8501")}
     for command in COMMANDS:
-        text = command.replace("8500", str(port))
+        text = re.sub("850[01]", lambda name: str(ports[name[0]]), command)
         if text.endswith("&"):
-            servers.append(subprocess.Popen(shlex.split(text.rstrip(" &")), cwd=directory, env=environment()))
-            await_port(port)
+            words = shlex.split(text.rstrip(" &"))  # serve-model run MODEL --port PORT
+            servers.append(subprocess.Popen(words, cwd=directory, env=environment()))
+            await_server(f"127.0.0.1:{words[-1]}", Path(words[2]).name)
         else:
             done = subprocess.run(
                 text,
@@ -65,19 +66,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def await_port(port: int) -> None:
+def await_server(address: str, model: str) -> None:
+    """The port is open before the model is loaded."""
     deadline = time.monotonic() + 60
+    command = ["serve-model", "status", address, "--model", model]
     while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
+        if subprocess.run(command, env=environment(), capture_output=True, check=False).returncode == 0:
+            return
         time.sleep(0.2)
-    raise AssertionError("the server never listened")
+    raise AssertionError(f"{model} was never available at {address}")
 
 
 def test_every_command_of_the_guide_works(workspace: Path) -> None:
     published = {path.name for path in (workspace / "models").iterdir()}
-    assert published >= {"ranker", "from-meta", "averaged", "merged", "small", "checked", "tower"}
+    assert published >= {"ranker", "from-meta", "averaged", "merged", "small", "checked", "tower", "fresh"}
     assert "renamed" not in published  # it was a dry run
     assert len(COMMANDS) >= 14
 
