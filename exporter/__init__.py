@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from exporter.options import DataMode as DataMode
     from exporter.options import ExportRequest as ExportRequest
     from exporter.options import Verify as Verify
-    from exporter.pipeline import Exported as Exported
-    from exporter.pipeline import Plan as Plan
-    from exporter.pipeline import execute as execute
-    from exporter.pipeline import export as export
-    from exporter.pipeline import plan as plan
+    from exporter.pipeline.full import Exported as Exported
+    from exporter.pipeline.full import Plan as Plan
+    from exporter.pipeline.full import execute as execute
+    from exporter.pipeline.full import export as export
+    from exporter.pipeline.full import plan as plan
 
 _HOMES = {
     "Catalog": "exporter.catalog",
     "DataMode": "exporter.options",
     "ExportError": "exporter.errors",
     "ExportRequest": "exporter.options",
-    "Exported": "exporter.pipeline",
-    "Plan": "exporter.pipeline",
+    "Exported": "exporter.pipeline.full",
+    "Plan": "exporter.pipeline.full",
     "Verify": "exporter.options",
-    "execute": "exporter.pipeline",
-    "export": "exporter.pipeline",
+    "execute": "exporter.pipeline.full",
+    "export": "exporter.pipeline.full",
     "inspect": "exporter.inspection",
     "open_checkpoint": "exporter.checkpoint",
-    "plan": "exporter.pipeline",
+    "plan": "exporter.pipeline.full",
 }
 __all__ = sorted(_HOMES)
 

@@ -208,7 +208,8 @@ def export(
             how = incremental_command.How(full_on_mismatch, rebase, interval if watch else None)
             incremental_command.run(request, sink, how, dry_run=dry_run)
             return
-        from exporter import pipeline, report
+        from exporter import report
+        from exporter.pipeline import full as pipeline
 
         if dry_run:
             report.plan(pipeline.plan(request), sink)
@@ -272,7 +273,8 @@ def inspect(
     """
     with command(json_, quiet, debug) as sink:
         if unmatched is not None:
-            from exporter import pipeline, report
+            from exporter import report
+            from exporter.pipeline import full as pipeline
 
             request = ExportRequest(
                 ckpt_dir=path,

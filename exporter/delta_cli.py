@@ -44,8 +44,9 @@ def merge(
       export-model merge models/ranker --rebase --keep 2
     """
     with command(json_, quiet, debug) as sink:
-        from exporter import chain, delta_report
-        from exporter import rebase as bases
+        from exporter import delta_report
+        from exporter.pipeline import chain
+        from exporter.pipeline import rebase as bases
 
         if rebase:
             delta_report.rebased(bases.rebase(model, keep=keep), sink)
@@ -67,7 +68,8 @@ def rollback(
       export-model rollback models/ranker --to 900
     """
     with command(json_, quiet, debug) as sink:
-        from exporter import chain, delta_report
+        from exporter import delta_report
+        from exporter.pipeline import chain
 
         delta_report.taken_back(chain.rollback(model, to), sink)
 
@@ -85,7 +87,8 @@ def resume(
       export-model resume models/ranker
     """
     with command(json_, quiet, debug) as sink:
-        from exporter import chain, delta_report
+        from exporter import delta_report
+        from exporter.pipeline import chain
 
         delta_report.taken_back(chain.resume(model), sink)
 
@@ -109,7 +112,8 @@ def diff(
       export-model diff models/ranker train/
     """
     with command(json_, quiet, debug) as sink:
-        from exporter import comparison, delta_report
+        from exporter import delta_report
+        from exporter.pipeline import comparison
 
         found = comparison.compare(comparison.parse_side(a), comparison.parse_side(b))
         delta_report.differences(found, sink)
@@ -132,7 +136,8 @@ def verify(
       export-model verify models/ranker --bytes --json
     """
     with command(json_, quiet, debug) as sink:
-        from exporter import delta_report, verify_log
+        from exporter import delta_report
+        from exporter.verify import log as verify_log
 
         found = verify_log.verify_model(model, bytes_=bytes_)
         delta_report.verified(found, sink)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from exporter.chain import Merged, TakenBack
-from exporter.comparison import Differences, Side
 from exporter.output import Output, escape, human_bytes
-from exporter.rebase import Rebased
-from exporter.verify_log import VerifiedModel
+from exporter.pipeline.chain import Merged, TakenBack
+from exporter.pipeline.comparison import Differences, Side
+from exporter.pipeline.rebase import Rebased
+from exporter.verify.log import VerifiedModel
 
 Document = dict[str, Any]
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from exporter import incremental_pipeline as incremental
 from exporter.errors import CheckpointChanged, CheckpointNotFound
-from exporter.incremental_pipeline import ExportedDelta, Incremental, IncrementalPlan
 from exporter.options import ExportRequest
 from exporter.output import Output, escape, human_bytes
+from exporter.pipeline import incremental
+from exporter.pipeline.incremental import ExportedDelta, Incremental, IncrementalPlan
 
 Document = dict[str, Any]
 
@@ -42,7 +42,7 @@ def run(request: ExportRequest, sink: Output, how: How, *, dry_run: bool) -> Non
 def _publish(request: ExportRequest, sink: Output, how: How) -> Incremental:
     done = incremental.export_incremental(request, sink.progress, full_on_mismatch=how.full_on_mismatch)
     if how.rebase:
-        from exporter.rebase import rebase
+        from exporter.pipeline.rebase import rebase
 
         rebase(request.out, keep=request.keep)
     return done
@@ -98,7 +98,8 @@ def exported(done: ExportedDelta, sink: Output) -> None:
 
 def _dry_run(request: ExportRequest, sink: Output) -> None:
     if not incremental.is_begun(request):
-        from exporter import pipeline, report
+        from exporter import report
+        from exporter.pipeline import full as pipeline
 
         report.plan(pipeline.plan(incremental.as_base(request)), sink)
         return

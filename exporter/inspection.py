@@ -12,12 +12,12 @@ from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.dtypes import DType
 from exporter.errors import CheckpointNotFound
-from exporter.extras import Extra, classify_extras
 from exporter.graph.metagraph import read_metagraph
 from exporter.graph.saved_model import read_saved_model
-from exporter.manifest import FILE_NAME, Manifest
+from exporter.mapping.extras import Extra, classify_extras
 from exporter.protos import Proto
-from exporter.published import children, read_manifest
+from exporter.publish.manifest import FILE_NAME, Manifest
+from exporter.publish.published import children, read_manifest
 
 SAVED_MODEL_FILE = "saved_model.pb"
 

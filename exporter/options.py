@@ -69,9 +69,9 @@ class ExportRequest:
     `div` for tables; `object_path` leads to the served model among the objects of an object-based checkpoint;
     `version` is None (the position), a number, or `"time"`. `tolerance` is the largest
     absolute difference that `Verify.OUTPUTS` accepts. With `updates` the version takes deltas.
-    `rename_file` is a table of names (see `exporter.rename_file`); `by_order` takes a list of values without
-    names to be in the order of the graph's variables. `allow_code` and `custom_objects` (modules) say which
-    code a model's own archive may ask for.
+    `rename_file` is a table of names (`exporter.mapping.rename_file`); `by_order` takes a list of values
+    without names to be in the order of the graph's variables. `allow_code` and `custom_objects` (modules) say
+    which code a model's own archive may ask for.
     """
 
     ckpt_dir: Path

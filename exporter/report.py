@@ -11,7 +11,6 @@ from typing import Any
 from exporter.bundle.variables import How
 from exporter.catalog import Catalog, TensorRef
 from exporter.dtypes import DType
-from exporter.extras import Extra, ExtraKind
 from exporter.inspection import (
     BundleView,
     CheckpointView,
@@ -22,11 +21,12 @@ from exporter.inspection import (
     TensorSpec,
     signatures_of,
 )
-from exporter.mapping import Source
+from exporter.mapping.build import Source
+from exporter.mapping.extras import Extra, ExtraKind
+from exporter.mapping.unmatched import Unmatched
 from exporter.options import Verify
 from exporter.output import Output, escape, human_bytes
-from exporter.pipeline import Comparison, Exported, Plan
-from exporter.unmatched import Unmatched
+from exporter.pipeline.full import Comparison, Exported, Plan
 
 Document = dict[str, Any]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 # One server forks a fresh, single-threaded process in milliseconds, with the modules loaded already.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["pytest", "tests.publishing", "tests.logs", "exporter.incremental_pipeline"])
+FORKS.set_forkserver_preload(["pytest", "tests.publishing", "tests.logs", "exporter.pipeline.incremental"])
 
 CHANGES = {
     "os.mkdir",

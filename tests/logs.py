@@ -23,11 +23,11 @@ from exporter.delta.recipe import Recipe
 from exporter.delta.stored import served_name
 from exporter.dtypes import DType
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
-from exporter.manifest import ManifestDraft, Origin, tensor_entries
-from exporter.mapping import CastRule, MappingRules, RenameRule
+from exporter.mapping.build import CastRule, MappingRules, RenameRule
 from exporter.options import ExportRequest
-from exporter.publish import Published, Staging, next_place, publish_version
-from exporter.published_log import PublishedLog
+from exporter.publish.commit import Published, Staging, next_place, publish_version
+from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
+from exporter.publish.published_log import PublishedLog
 from exporter.training.store import Store
 
 Values = Mapping[str, np.ndarray]

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from exporter.dtypes import DType
-from exporter.manifest import Manifest, ManifestDraft, Origin, TensorEntry
-from exporter.publish import Published, Staging, VersionRule, publish_version
-from exporter.published import children, read_manifest
+from exporter.publish.commit import Published, Staging, VersionRule, publish_version
+from exporter.publish.manifest import Manifest, ManifestDraft, Origin, TensorEntry
+from exporter.publish.published import children, read_manifest
 
 SAVED_MODEL = b"a graph"
 SHARD = "variables/variables.data-00000-of-00001"

@@ -17,7 +17,7 @@ from exporter.bundle.saved_model import write_saved_model
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.dtypes import DType
 from exporter.errors import MappingError
-from exporter.mapping import CastRule, MappingRules, build_mapping
+from exporter.mapping.build import CastRule, MappingRules, build_mapping
 from tests.trained import answers_eagerly, answers_in_session, assert_same, export, inference_graph, train
 
 tf1 = tf.compat.v1

@@ -20,9 +20,9 @@ from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_cat
 from exporter.dtypes import DType
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
-from exporter.mapping import CastRule, Mapping, MappingRules, Source
+from exporter.mapping.build import CastRule, Mapping, MappingRules, Source
+from exporter.mapping.row_order import mod_lengths
 from exporter.options import DataMode
-from exporter.row_order import mod_lengths
 from tests.trained import (
     answers_eagerly,
     answers_in_session,

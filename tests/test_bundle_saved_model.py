@@ -15,7 +15,7 @@ from exporter.bundle.saved_model import write_saved_model
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.errors import NotServable, TargetNotWritable
 from exporter.graph.inference_graph import InferenceGraph, PartitionStrategy
-from exporter.mapping import Mapping, MappingRules, build_mapping
+from exporter.mapping.build import Mapping, MappingRules, build_mapping
 from tests.trained import (
     answers_eagerly,
     answers_in_session,

@@ -29,7 +29,7 @@ from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused, PublishError, TargetNotWritable
 from exporter.graph.inference_graph import GraphVariable
-from exporter.mapping import Mapping, Source
+from exporter.mapping.build import Mapping, Source
 from exporter.options import DataMode
 from exporter.output import NoProgress
 

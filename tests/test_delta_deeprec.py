@@ -14,8 +14,8 @@ from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta.deeprec import DIRECTORY
 from exporter.delta.entry import Made
 from exporter.errors import CorruptFile
-from exporter.incremental_pipeline import ExportedDelta, export_incremental
-from exporter.published_log import read_log
+from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.publish.published_log import read_log
 from tests.logs import Serving, Trainer, assert_same_bits, boxes, publish_base, request, served_now, values_at
 
 

@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exporter import chain
 from exporter.delta.history import identify
 from exporter.errors import ExportError
-from exporter.incremental_pipeline import ExportedDelta, export_incremental
-from exporter.published_log import read_log
+from exporter.pipeline import chain
+from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.publish.published_log import read_log
 from tests.logs import (
     Serving,
     Trainer,

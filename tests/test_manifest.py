@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.dtypes import DType
 from exporter.errors import Exit, ManifestError
-from exporter.manifest import (
+from exporter.publish.manifest import (
     FileEntry,
     Kind,
     Manifest,

@@ -12,9 +12,9 @@ from exporter.errors import (
     ShapeMismatch,
     UsageError,
 )
-from exporter.extras import ExtraKind
 from exporter.graph.inference_graph import PartitionStrategy
-from exporter.mapping import CastRule, Mapping, MappingRules, RenameRule, build_mapping
+from exporter.mapping.build import CastRule, Mapping, MappingRules, RenameRule, build_mapping
+from exporter.mapping.extras import ExtraKind
 from tests.values import catalog, graph, parts, tensor, variable
 
 MOD, DIV, NONE = PartitionStrategy.MOD, PartitionStrategy.DIV, PartitionStrategy.NONE

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from exporter.dtypes import DType
 from exporter.errors import AmbiguousRename, MappingError, MissingTensors, ObjectMismatch, UsageError
-from exporter.object_matching import Trained, match_objects
+from exporter.mapping.object_matching import Trained, match_objects
 from tests.object_graphs import SHAPE, Slotted, Tree, Var, graph_of, tensors_of, wanted_of
 
 

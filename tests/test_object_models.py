@@ -19,7 +19,7 @@ from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.inspection import signatures_of
 from exporter.options import ExportRequest
-from exporter.pipeline import Plan, plan
+from exporter.pipeline.full import Plan, plan
 from tests.object_trainers import chain, scorer, tower
 
 KERASES = [pytest.param(keras, id="keras3"), pytest.param(tf_keras, id="keras2")]

@@ -26,9 +26,9 @@ from exporter.errors import (
     VersionExists,
 )
 from exporter.filesystem import writing
-from exporter.publish import Staging, VersionRule, next_position, publish_version
-from exporter.published import children, last_position, lease, read_manifest, served_version
-from exporter.staging import remove_leftovers
+from exporter.publish.commit import Staging, VersionRule, next_position, publish_version
+from exporter.publish.published import children, last_position, lease, read_manifest, served_version
+from exporter.publish.staging import remove_leftovers
 from tests.publishing import FILES, SHARD, draft, fill, hidden, names, publish, versions, whole_versions
 
 GREATEST = 2**63 - 1

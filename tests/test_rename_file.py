@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exporter.errors import UsageError
-from exporter.mapping import MappingRules, build_mapping
-from exporter.rename_file import parse_renames, read_renames
-from exporter.unmatched import find_unmatched
+from exporter.mapping.build import MappingRules, build_mapping
+from exporter.mapping.rename_file import parse_renames, read_renames
+from exporter.mapping.unmatched import find_unmatched
 from tests.commands import export_model
 from tests.values import catalog, graph, tensor, variable
 

@@ -13,8 +13,8 @@ from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.dtypes import DType
 from exporter.errors import MappingError, NoCertainMatch
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.mapping import MappingRules, build_mapping
-from exporter.unnamed import match_unnamed
+from exporter.mapping.build import MappingRules, build_mapping
+from exporter.mapping.unnamed import match_unnamed
 from tests.values import graph, tensor, variable
 
 NAMES = ["first", "second", "third", "fourth", "fifth"]

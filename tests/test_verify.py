@@ -12,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exporter import verify
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint.crc import combine, extend
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.errors import Exit, ManifestError, VerificationError
-from exporter.manifest import ManifestDraft, Origin, TensorEntry, tensor_entries
-from exporter.publish import Staging, publish_version
-from exporter.verify import verify_bytes, verify_files, verify_published
+from exporter.publish.commit import Staging, publish_version
+from exporter.publish.manifest import ManifestDraft, Origin, TensorEntry, tensor_entries
+from exporter.verify import files as verify
+from exporter.verify.files import verify_bytes, verify_files, verify_published
 
 PREFIX = Path("variables", "variables")
 SHARD = "variables/variables.data-00000-of-00001"

@@ -17,7 +17,7 @@ from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.dtypes import DType
 from exporter.graph.inference_graph import Asset, GraphVariable, InferenceGraph, PartitionStrategy
-from exporter.mapping import MappingRules, build_mapping
+from exporter.mapping.build import MappingRules, build_mapping
 from exporter.options import DataMode
 
 tf1 = tf.compat.v1

@@ -14,7 +14,7 @@ from exporter.bundle.calls import CALLS, LOOPS
 from exporter.dtypes import DType
 from exporter.errors import MappingError
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.mapping import Source
+from exporter.mapping.build import Source
 from exporter.protos import Proto, message_class
 
 _READS = {"ReadVariableOp": "value", "ResourceGather": "output", "ResourceGatherNd": "output"}

@@ -16,7 +16,7 @@ from exporter.bundle.variables import VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.errors import NotServable, os_error
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.signatures import DEFAULT_SIGNATURE
-from exporter.mapping import Mapping
+from exporter.mapping.build import Mapping
 from exporter.protos import Proto
 
 PAIR_NAME = "export"

@@ -13,7 +13,7 @@ from functools import cache
 
 from exporter.dtypes import DType
 from exporter.graph.inference_graph import GraphVariable
-from exporter.mapping import Source
+from exporter.mapping.build import Source
 from exporter.protos import Proto, message_class
 
 VARIABLES_COLLECTION = "variables"

@@ -21,7 +21,7 @@ from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint import crc
 from exporter.dtypes import DType
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError
-from exporter.mapping import Source
+from exporter.mapping.build import Source
 
 Array = np.ndarray[Any, Any]
 

@@ -18,7 +18,7 @@ from exporter.bundle.cast import cast_variables
 from exporter.bundle.restore_graph import add_restore, served_variables
 from exporter.errors import NotServable, os_error
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.mapping import Mapping
+from exporter.mapping.build import Mapping
 from exporter.output import human_bytes
 from exporter.protos import Proto, message_class
 

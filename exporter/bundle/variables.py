@@ -20,7 +20,7 @@ from exporter.bundle.link import NewFile, link_shard
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_path
 from exporter.errors import LinkRefused, os_error
-from exporter.mapping import Mapping, Source
+from exporter.mapping.build import Mapping, Source
 from exporter.options import DataMode
 from exporter.output import NoProgress, Progress
 

@@ -17,7 +17,7 @@ from exporter.dtypes import DType
 from exporter.errors import AmbiguousRename, MappingError, SchemaChanged
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.json_fields import FieldError, Fields
-from exporter.mapping import (
+from exporter.mapping.build import (
     CastRule,
     Mapping,
     MappingRules,

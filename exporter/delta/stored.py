@@ -23,7 +23,7 @@ from exporter.delta.format import Change, Kind, Rows, ServedVariable
 from exporter.dtypes import DType
 from exporter.errors import CorruptFile, MappingError
 from exporter.graph.inference_graph import GraphVariable
-from exporter.mapping import Source
+from exporter.mapping.build import Source
 
 Array = np.ndarray[Any, Any]
 

@@ -15,7 +15,7 @@ from exporter.delta.history import DIRECTORY, History, Milestone, identify, read
 from exporter.delta.increment import MANIFEST, Changed, CheckpointId, Increment, StoredIncrement, to_json
 from exporter.errors import CheckpointError
 from exporter.filesystem import make_directories, remove_tree, sync, write_durably, writing
-from exporter.staging import TRASH_PREFIX, Staging
+from exporter.publish.staging import TRASH_PREFIX, Staging
 
 _UNFINISHED = ".milestone-"
 

@@ -16,11 +16,11 @@ from exporter.bundle.variables import How, write_variables
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.crc import chunks_of, extend
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.mapping import MappingRules, build_mapping
+from exporter.mapping.build import MappingRules, build_mapping
 from exporter.options import DataMode, ExportRequest
-from exporter.pipeline import export as run_export
-from exporter.pipeline import plan
-from exporter.verify import VARIABLES_PREFIX, verify_bytes
+from exporter.pipeline.full import export as run_export
+from exporter.pipeline.full import plan
+from exporter.verify.files import VARIABLES_PREFIX, verify_bytes
 from tests.benchmarks.job import Timer
 
 

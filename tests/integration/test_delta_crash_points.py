@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exporter import chain
 from exporter.errors import UsageError
-from exporter.incremental_pipeline import export_incremental
 from exporter.options import ExportRequest
-from exporter.publish import Staging
-from exporter.published_log import read_log
-from exporter.verify_log import verify_model
+from exporter.pipeline import chain
+from exporter.pipeline.incremental import export_incremental
+from exporter.publish.commit import Staging
+from exporter.publish.published_log import read_log
+from exporter.verify.log import verify_model
 from tests.kills import count_steps, killed_at
 from tests.logs import Serving, Trainer, assert_same_bits, publish_base, values_at
 from tests.publishing import hidden

@@ -20,7 +20,7 @@ from exporter.errors import (
     UsageError,
 )
 from exporter.options import DataMode, ExportRequest, Verify
-from exporter.pipeline import Exported, export, plan
+from exporter.pipeline.full import Exported, export, plan
 from tests.once import once_a_run
 
 ROOT = Path(__file__).parent.parent.parent

@@ -13,7 +13,7 @@ import pytest
 from exporter.checkpoint import open_checkpoint
 from exporter.errors import AmbiguousRename, MappingError
 from exporter.options import DataMode, ExportRequest, Verify
-from exporter.pipeline import Exported, export, plan
+from exporter.pipeline.full import Exported, export, plan
 from tests.clusters import run_cluster
 from tests.object_trainers import JOBS
 from tests.once import once_a_run

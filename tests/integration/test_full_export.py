@@ -15,7 +15,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
 from exporter.graph.metagraph import read_metagraph
 from exporter.options import DataMode, ExportRequest, Verify
-from exporter.pipeline import Exported, export
+from exporter.pipeline.full import Exported, export
 from tests.clusters import DigitsTraining
 
 AVERAGES = [None, "ema"]

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exporter.baseline import Request, compare_outputs
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, VerificationError
 from exporter.options import ExportRequest, Verify
-from exporter.pipeline import execute, export, plan
+from exporter.pipeline.full import execute, export, plan
+from exporter.verify.outputs import Request, compare_outputs
 from tests.commands import export_model
 
 

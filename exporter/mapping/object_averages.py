@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from exporter.extras import TF_AVERAGE
-from exporter.object_matching import Trained
+from exporter.mapping.extras import TF_AVERAGE
+from exporter.mapping.object_matching import Trained
 
 _AVERAGES = "_model_variables_moving_average"
 _VARIABLES = "_trainable_variables"

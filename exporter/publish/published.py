@@ -13,7 +13,7 @@ from typing import TypeVar
 from exporter.delta.format import POSITION_LIMIT
 from exporter.errors import ManifestError
 from exporter.filesystem import still_at, try_lock
-from exporter.manifest import FILE_NAME, Manifest, Stamp, from_json, stamp_from_json
+from exporter.publish.manifest import FILE_NAME, Manifest, Stamp, from_json, stamp_from_json
 
 T = TypeVar("T")
 

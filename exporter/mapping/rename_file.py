@@ -16,7 +16,7 @@ from pathlib import Path
 from exporter.catalog import Catalog
 from exporter.errors import UsageError
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.mapping import RenameRule
+from exporter.mapping.build import RenameRule
 
 _MAX_BYTES = 64 << 20
 _COMMENT = re.compile(r"(^|\s)#.*$")

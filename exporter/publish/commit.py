@@ -32,10 +32,10 @@ from exporter.filesystem import (
     write_durably,
     writing,
 )
-from exporter.manifest import FILE_NAME, FileEntry, Manifest, ManifestDraft, to_json
-from exporter.published import children, last_position
-from exporter.retention import GRACE_SECONDS, Kept, Retired, retire
-from exporter.staging import Staging
+from exporter.publish.manifest import FILE_NAME, FileEntry, Manifest, ManifestDraft, to_json
+from exporter.publish.published import children, last_position
+from exporter.publish.retention import GRACE_SECONDS, Kept, Retired, retire
+from exporter.publish.staging import Staging
 
 __all__ = [
     "Place",

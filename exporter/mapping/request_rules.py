@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from exporter.errors import UsageError
 from exporter.graph.inference_graph import PartitionStrategy
-from exporter.mapping import CastRule, MappingRules, RenameRule
+from exporter.mapping.build import CastRule, MappingRules, RenameRule
 from exporter.options import ExportRequest
 
 

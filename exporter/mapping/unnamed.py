@@ -14,7 +14,7 @@ from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.dtypes import DType
 from exporter.errors import NoCertainMatch
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.name_evidence import NamedPair, conflicts, numbers, stems
+from exporter.mapping.name_evidence import NamedPair, conflicts, numbers, stems
 
 _NORMALISED = ("gamma", "beta", "moving_mean", "moving_variance")
 _RECURRENT = ("kernel", "recurrent_kernel", "bias")

@@ -17,13 +17,13 @@ from exporter.delta.entry import Made
 from exporter.delta.invert import restoring
 from exporter.delta.log import Position, Span, merge_due, merged
 from exporter.delta.merge import merge_changes
-from exporter.delta_publication import Publication, publish_changes
 from exporter.errors import PositionMoved, PositionUnknown, UsageError
 from exporter.filesystem import remove_tree, writing
-from exporter.publish import PublishedDelta as Published
-from exporter.publish import Staging, model_lock
-from exporter.published_log import PublishedDelta, PublishedLog, read_log, set_hold
-from exporter.retention import RetiredDeltas, retire_deltas
+from exporter.publish.commit import PublishedDelta as Published
+from exporter.publish.commit import Staging, model_lock
+from exporter.publish.delta_publication import Publication, publish_changes
+from exporter.publish.published_log import PublishedDelta, PublishedLog, read_log, set_hold
+from exporter.publish.retention import RetiredDeltas, retire_deltas
 
 
 @dataclass(frozen=True)

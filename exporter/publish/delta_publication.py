@@ -11,9 +11,9 @@ from exporter.delta.entry import DeltaEntry, Made, Trained
 from exporter.delta.format import FILE_PREFIX, Change, DeltaHeader, Rows, write_delta
 from exporter.delta.log import Span
 from exporter.filesystem import writing
-from exporter.manifest import Kind, ManifestDraft, Origin, tensor_entries
-from exporter.publish import PublishedDelta, Staging, publish_delta
-from exporter.published_log import PublishedLog
+from exporter.publish.commit import PublishedDelta, Staging, publish_delta
+from exporter.publish.manifest import Kind, ManifestDraft, Origin, tensor_entries
+from exporter.publish.published_log import PublishedLog
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from exporter.errors import (
     PositionUnknown,
 )
 from exporter.filesystem import make_directories, sync, write_durably, writing
-from exporter.manifest import FILE_NAME, Manifest
-from exporter.published import children, delta_names, read_manifest
+from exporter.publish.manifest import FILE_NAME, Manifest
+from exporter.publish.published import children, delta_names, read_manifest
 
 DELTAS_DIRECTORY = "deltas"
 HOLD_FILE = "hold"

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from exporter.chain import tidy
 from exporter.checkpoint import candidates
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.entry import Made
@@ -20,21 +19,22 @@ from exporter.delta.format import Change
 from exporter.delta.log import Position, Span
 from exporter.delta.merge import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_hashes import BlockHasher, HashIndex, read_index, write_index
-from exporter.delta_publication import Publication, count_rows, publish_changes
 from exporter.errors import CheckpointChanged, PositionError, PositionMoved
 from exporter.filesystem import writing
-from exporter.mapping import MappingRules
+from exporter.mapping.build import MappingRules
+from exporter.mapping.rename_file import read_renames
+from exporter.mapping.request_rules import parse_rules
 from exporter.options import ExportRequest, Updates
 from exporter.output import ProgressFactory, no_progress
-from exporter.publish import PublishedDelta, Staging, next_position
-from exporter.published import children
-from exporter.published_log import HASHES, PublishedLog, read_log
-from exporter.rename_file import read_renames
-from exporter.request_rules import parse_rules
-from exporter.trainer_state import TrainerState, read_trainer
+from exporter.pipeline.chain import tidy
+from exporter.pipeline.trainer_state import TrainerState, read_trainer
+from exporter.publish.commit import PublishedDelta, Staging, next_position
+from exporter.publish.delta_publication import Publication, count_rows, publish_changes
+from exporter.publish.published import children
+from exporter.publish.published_log import HASHES, PublishedLog, read_log
 
 if TYPE_CHECKING:
-    from exporter.pipeline import Exported
+    from exporter.pipeline.full import Exported
 
 _ATTEMPTS = 3
 """Times that a trainer may prune, or another exporter publish, under our hands."""
@@ -171,7 +171,7 @@ def export_base(request: ExportRequest, progress: ProgressFactory = no_progress)
     Raises:
         ExportError: any of errors.py.
     """
-    from exporter.pipeline import (
+    from exporter.pipeline.full import (
         export,
     )  # the stages of a full export take as long to import as a delta to make
 

@@ -3,7 +3,7 @@
 Tensors' names spell one of many paths through the trainer's objects and cannot be compared. So both graphs of
 objects are walked side by side, from a pair of objects that correspond, along edges of equal names: so does
 TensorFlow restore. It restores what it finds and leaves the rest; here every variable that is served must be
-found, at one place, with a name that does not speak against it (`exporter.name_evidence`), or nothing is.
+found, at one place, with a name that does not speak against it (see `name_evidence`), or nothing is.
 
 Which objects correspond is said by `--object-path`, or found out: the served model is compared with every
 object near the checkpoint's root, and exactly one set of tensors may fit. A graph without objects (a builder
@@ -23,7 +23,7 @@ from exporter.catalog import TensorRef
 from exporter.checkpoint.object_graph import ROOT, SUFFIX, ObjectGraph, TrackedVariable
 from exporter.errors import AmbiguousRename, MissingTensors, ObjectMismatch, UsageError
 from exporter.graph.inference_graph import GraphVariable
-from exporter.name_evidence import NamedPair, conflicts
+from exporter.mapping.name_evidence import NamedPair, conflicts
 
 _SEARCH_DEPTH = 3  # edges between a checkpoint's root and the model in it
 _WRAPPER_DEPTH = 2  # edges between what a builder returned and the model in it

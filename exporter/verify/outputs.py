@@ -21,8 +21,8 @@ from exporter.errors import VerificationError
 from exporter.graph.runnable import runnable_graph
 from exporter.graph.signatures import tensor_names
 from exporter.graph.source_graph import SourceGraph
-from exporter.mapping import Mapping as TensorMapping
-from exporter.mapping import Source
+from exporter.mapping.build import Mapping as TensorMapping
+from exporter.mapping.build import Source
 from exporter.protos import Proto
 
 Feeds = Mapping[str, NDArray[Any]]

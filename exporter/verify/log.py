@@ -9,9 +9,9 @@ from pathlib import Path
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.log import Position
 from exporter.errors import ExportError, ManifestError, NotUpdatable, VerificationError
-from exporter.published import children
-from exporter.published_log import VARIABLES_PREFIX, PublishedDelta, PublishedLog, read_log
-from exporter.verify import verify_bytes, verify_published
+from exporter.publish.published import children
+from exporter.publish.published_log import VARIABLES_PREFIX, PublishedDelta, PublishedLog, read_log
+from exporter.verify.files import verify_bytes, verify_published
 
 
 @dataclass(frozen=True)

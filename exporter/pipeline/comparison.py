@@ -25,8 +25,8 @@ from exporter.delta.state import State
 from exporter.delta.stored import StoredVariable, stored_variables
 from exporter.dtypes import DType
 from exporter.errors import UsageError
-from exporter.published import children
-from exporter.published_log import VARIABLES_PREFIX, PublishedLog, read_log
+from exporter.publish.published import children
+from exporter.publish.published_log import VARIABLES_PREFIX, PublishedLog, read_log
 
 Array = np.ndarray[Any, Any]
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from exporter.baseline import Difference, Request, compare_outputs
 from exporter.bundle.metagraph_pair import keep_pair_alone, write_pair
 from exporter.bundle.saved_model import write_saved_model
 from exporter.bundle.variables import VariablesReport, as_rewritten, write_variables
@@ -23,16 +22,17 @@ from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, SourceGraph, clean, load_source
 from exporter.graph.metagraph import read_metagraph
 from exporter.graph.partition import trained_strategies
-from exporter.manifest import ManifestDraft, Origin, tensor_entries
-from exporter.mapping import Mapping, MappingRules, build_mapping
+from exporter.mapping.build import Mapping, MappingRules, build_mapping
+from exporter.mapping.rename_file import read_renames
+from exporter.mapping.request_rules import parse_rules
+from exporter.mapping.unmatched import Unmatched, find_unmatched
 from exporter.options import DataMode, ExportFormat, ExportRequest, Verify
 from exporter.output import ProgressFactory, no_progress
-from exporter.publish import Published, Staging, VersionRule, next_place, publish_version
-from exporter.rename_file import read_renames
-from exporter.request_rules import parse_rules
-from exporter.unmatched import Unmatched, find_unmatched
-from exporter.updatable import UpdatableBase, make_base
-from exporter.verify import verify_bytes, verify_files
+from exporter.pipeline.updatable import UpdatableBase, make_base
+from exporter.publish.commit import Published, Staging, VersionRule, next_place, publish_version
+from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
+from exporter.verify.files import verify_bytes, verify_files
+from exporter.verify.outputs import Difference, Request, compare_outputs
 
 _ATTEMPTS = 3
 """Checkpoints that may vanish under our hands before we give up."""

@@ -19,10 +19,10 @@ from exporter.delta.entry import BaseEntry, Trained
 from exporter.delta.increment import CheckpointId
 from exporter.delta.recipe import Recipe
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.mapping import Mapping
+from exporter.mapping.build import Mapping
 from exporter.options import Updates
 from exporter.protos import message_class
-from exporter.publish import Place
+from exporter.publish.commit import Place
 
 _CATCH_UP = f'{{"signature_name": "{UPDATE_SIGNATURE}", "inputs": {{"up_to": [-1]}}}}'
 

@@ -24,10 +24,10 @@ from exporter.delta.stored import served_name
 from exporter.errors import ManifestError
 from exporter.filesystem import writing
 from exporter.graph.saved_model import read_saved_model
-from exporter.manifest import ManifestDraft, tensor_entries
-from exporter.publish import Place, Published, Staging, publish_version
-from exporter.published_log import VARIABLES_PREFIX, PublishedLog, read_log
-from exporter.verify import verify_bytes, verify_files
+from exporter.publish.commit import Place, Published, Staging, publish_version
+from exporter.publish.manifest import ManifestDraft, tensor_entries
+from exporter.publish.published_log import VARIABLES_PREFIX, PublishedLog, read_log
+from exporter.verify.files import verify_bytes, verify_files
 
 FIRST_POSITION = "incremental/first_position"
 """The constant of the incremental subgraph that holds position and step of its base, and -1."""

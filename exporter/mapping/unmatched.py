@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.errors import MappingError
-from exporter.extras import ExtraKind, classify_extras
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.mapping import MappingRules, build_mapping
-from exporter.unnamed import match_unnamed
+from exporter.mapping.build import MappingRules, build_mapping
+from exporter.mapping.extras import ExtraKind, classify_extras
+from exporter.mapping.unnamed import match_unnamed
 
 _CANDIDATES = 5
 

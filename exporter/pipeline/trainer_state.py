@@ -16,7 +16,7 @@ from exporter.delta.state import Changes, State
 from exporter.delta.stored import stored_variables, translate
 from exporter.delta.way import AnyIncrement, Way, find_way
 from exporter.errors import SchemaChanged
-from exporter.mapping import Mapping, Source
+from exporter.mapping.build import Mapping, Source
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.object_graph import read_object_graph
 from exporter.dtypes import DType
 from exporter.errors import AmbiguousRename, MissingTensors, ShapeMismatch, UsageError
-from exporter.extras import TF_AVERAGE, Extra, classify_extras
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
-from exporter.object_averages import averages
-from exporter.object_matching import Matched, Trained, match_objects
-from exporter.row_order import row_order
-from exporter.unnamed import match_unnamed
+from exporter.mapping.extras import TF_AVERAGE, Extra, classify_extras
+from exporter.mapping.object_averages import averages
+from exporter.mapping.object_matching import Matched, Trained, match_objects
+from exporter.mapping.row_order import row_order
+from exporter.mapping.unnamed import match_unnamed
 
 _REPORTED_MISSES = 20
 _VIA = {Naming.NAMES: "number", Naming.LAYERS: "layer", Naming.ORDER: "order"}

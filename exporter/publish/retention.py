@@ -15,10 +15,10 @@ from pathlib import Path
 from exporter.delta.log import expendable
 from exporter.errors import ManifestError
 from exporter.filesystem import open_lock, try_lock
-from exporter.manifest import FILE_NAME
-from exporter.published import Child, read_stamp
-from exporter.published_log import PublishedDelta, PublishedLog
-from exporter.staging import TRASH_PREFIX
+from exporter.publish.manifest import FILE_NAME
+from exporter.publish.published import Child, read_stamp
+from exporter.publish.published_log import PublishedDelta, PublishedLog
+from exporter.publish.staging import TRASH_PREFIX
 
 GRACE_SECONDS = 300.0
 """How long a superseded version stays: a server polls each second but loads for minutes, and one that began
@@ -46,7 +46,7 @@ def retire(versions: Iterable[Child], *, keep: int, now: float, grace_seconds: f
     """Move all but the newest `keep` versions out of sight; the caller holds the model's lock.
 
     Only versions with a manifest count and go: what this program did not publish is not its to remove. A
-    version stays if someone has a lease of it (`exporter.published.lease`), or while less than
+    version stays if someone has a lease of it (`exporter.publish.published.lease`), or while less than
     `grace_seconds` have passed between the publication of its successor and `now` (seconds since 1970).
     """
     ours = sorted((child for child in versions if child.is_ours), key=lambda child: child.version)

@@ -13,9 +13,9 @@ from exporter.checkpoint.crc import chunks_of, combine, extend, mask
 from exporter.checkpoint.tensor_bundle import check_values, read_catalog
 from exporter.dtypes import DType
 from exporter.errors import CheckpointError, VerificationError
-from exporter.manifest import FILE_NAME, FileEntry, TensorEntry
 from exporter.output import NoProgress, Progress
-from exporter.published import read_manifest
+from exporter.publish.manifest import FILE_NAME, FileEntry, TensorEntry
+from exporter.publish.published import read_manifest
 
 VARIABLES_PREFIX = Path("variables", "variables")
 PAIR_PREFIX = Path("export")

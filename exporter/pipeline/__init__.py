@@ -1,0 +1,1 @@
+"""The order of the stages: full exports, increments, and the tools of a log. Nothing else knows the order."""

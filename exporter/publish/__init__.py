@@ -1,0 +1,1 @@
+"""Staging -> immutable version or delta: manifest, locks, retention, and reading what is published."""
