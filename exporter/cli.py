@@ -144,6 +144,12 @@ def export(
     stamp: Annotated[
         bool, typer.Option("--stamp", help="Predict answers with model_position and model_step.")
     ] = False,
+    with_digest: Annotated[
+        bool, typer.Option("--with-digest", help="Add a signature that gives checksums of what is served.")
+    ] = False,
+    require_finite: Annotated[
+        bool, typer.Option("--require-finite", help="The model refuses deltas that hold NaN or infinity.")
+    ] = False,
     full_on_mismatch: Annotated[
         bool, typer.Option("--full-on-mismatch", help="With --incr: publish a new base where no delta fits.")
     ] = False,
@@ -172,6 +178,7 @@ def export(
             raise UsageError(
                 f"{missing} is missing", hint="export-model --ckpt-dir DIR --out MODEL; see --help"
             )
+        updates = Updates(isolation, snapshot_max_rows, stamp, with_digest, require_finite)
         request = ExportRequest(
             ckpt_dir=ckpt_dir,
             out=out,
@@ -198,7 +205,7 @@ def export(
             verify=verify,
             verify_inputs=verify_inputs,
             tolerance=tolerance,
-            updates=Updates(isolation, snapshot_max_rows, stamp) if updatable or incr else None,
+            updates=updates if updatable or incr else None,
         )
         if not incr and (rebase or watch or full_on_mismatch):
             raise UsageError("--rebase, --watch and --full-on-mismatch go with --incr")

@@ -58,6 +58,8 @@ class Updates:
     isolation: Isolation = Isolation.SNAPSHOT
     snapshot_max_rows: int = 4_000_000
     stamp: bool = False
+    digest: bool = False
+    finite: bool = False
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,8 @@ def make_base(
         isolation=IsolationMode(updates.isolation.value),
         snapshot_max_rows=updates.snapshot_max_rows,
         stamp=updates.stamp,
+        digest=updates.digest,
+        finite=updates.finite,
     )
     updatable = make_updatable(graph, options, scratch)
     entry = BaseEntry(place.position, schema, recipe, Trained(checkpoint))

@@ -10,6 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from exporter.bundle.digest import chunk_digest, chunks
+from exporter.delta.entry import Made
+from exporter.delta.format import Kind, Rows
+from exporter.delta.log import Span
+from exporter.publish.commit import Staging
+from exporter.publish.delta_publication import Publication, publish_changes
+from exporter.publish.published_log import read_log
 from tests.commands import export_model
 from tests.conftest import ROOT
 from tests.updatable import loaded
@@ -146,3 +153,50 @@ def test_a_new_base_is_published_where_no_delta_fits_and_only_if_asked(
     assert export_model(*common).document["from_position"] == 41
     with loaded(model / "41") as server:
         assert server.update()["position"] == 41, "the deltas of the log before are not its own"
+
+
+def test_a_server_tells_digests_that_the_published_log_predicts(
+    followed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    checkpoints, model = tmp_path / "train", tmp_path / "model"
+    shutil.copytree(followed[0], checkpoints)
+    common = ["--ckpt-dir", checkpoints, "--model", MODEL, "--out", model, "--incr", "--with-digest", "-q"]
+    assert export_model(*common).code == 0
+    train(checkpoints, 10)
+    assert export_model(*common).code == 0
+    kinds = {variable.name: variable.kind for variable in read_log(model).schema.variables}
+
+    def predicted(position: int) -> list[int]:
+        state = read_log(model).state(position)
+        return [
+            chunk_digest(
+                state.rows(chunk.variable, chunk.start, chunk.stop)
+                if kinds[chunk.variable] is Kind.TABLE
+                else np.atleast_1d(state.whole(chunk.variable))[chunk.start : chunk.stop]
+            )
+            for chunk in chunks(read_log(model).schema)
+        ]
+
+    assert predicted(40) != predicted(50)
+    with loaded(model / "40") as server:
+        for position in (40, 50):
+            server.update(position)
+            found = server.call("incremental_digest", rows=list(range(len(predicted(40)))))
+            assert found["digest"].tolist() == predicted(position)
+            assert set(found["position_before"]) == set(found["position_after"]) == {position}
+
+
+def test_a_model_that_requires_finite_values_refuses_others(tmp_path: Path, ranker: Path) -> None:
+    model = tmp_path / "model"
+    options = ["--ckpt-dir", ranker, "--model", MODEL, "--out", model, "--updatable", "--require-finite"]
+    assert export_model(*options, "-q").code == 0
+    log = read_log(model)
+    variable = next(v for v in log.schema.variables if v.kind is Kind.TABLE)
+    rows = Rows(np.array([1]), np.full((1, *variable.shape[1:]), np.nan, variable.dtype.numpy))
+    with Staging(model) as staging:
+        what = Publication(Span(20, 21), 21, Made.COMPARISON, log.trained)
+        publish_changes(log, staging, {variable.name: rows}, what, last=20)
+    with loaded(model / "20") as server:
+        done = server.update()
+        assert done["position"] == 20
+        assert "finite" in done["status"]
