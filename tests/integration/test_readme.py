@@ -103,10 +103,11 @@ def test_options_and_exit_codes_that_the_readme_names_exist() -> None:
     from serving.cli import app as serve_app
     from tests.commands import export_model, run_app
 
-    helps = export_model("--help").out + "".join(
-        run_app(serve_app, command, "--help").out for command in ("run", "predict", "status")
-    )
-    helps += export_model("inspect", "--help").out
+    exporting = ("inspect", "merge", "rollback", "resume", "diff", "verify")
+    asking = ("run", "predict", "status", "update")
+    helps = export_model("--help").out
+    helps += "".join(export_model(command, "--help").out for command in exporting)
+    helps += "".join(run_app(serve_app, command, "--help").out for command in asking)
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)):
         assert option in helps, f"the README names {option}, which no command has"
     rows = re.findall(r"^\| (\d+) \|.*\| (\d+) \|", README, re.MULTILINE)
