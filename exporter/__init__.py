@@ -18,12 +18,20 @@ if TYPE_CHECKING:
     from exporter.inspection import inspect as inspect
     from exporter.options import DataMode as DataMode
     from exporter.options import ExportRequest as ExportRequest
+    from exporter.options import Updates as Updates
     from exporter.options import Verify as Verify
+    from exporter.pipeline.chain import merge as merge
+    from exporter.pipeline.chain import resume as resume
+    from exporter.pipeline.chain import rollback as rollback
     from exporter.pipeline.full import Exported as Exported
     from exporter.pipeline.full import Plan as Plan
     from exporter.pipeline.full import execute as execute
     from exporter.pipeline.full import export as export
     from exporter.pipeline.full import plan as plan
+    from exporter.pipeline.incremental import ExportedDelta as ExportedDelta
+    from exporter.pipeline.incremental import export_incremental as export_incremental
+    from exporter.pipeline.rebase import rebase as rebase
+    from exporter.verify.log import verify_model as verify_model
 
 _HOMES = {
     "Catalog": "exporter.catalog",
@@ -31,13 +39,21 @@ _HOMES = {
     "ExportError": "exporter.errors",
     "ExportRequest": "exporter.options",
     "Exported": "exporter.pipeline.full",
+    "ExportedDelta": "exporter.pipeline.incremental",
     "Plan": "exporter.pipeline.full",
+    "Updates": "exporter.options",
     "Verify": "exporter.options",
     "execute": "exporter.pipeline.full",
     "export": "exporter.pipeline.full",
+    "export_incremental": "exporter.pipeline.incremental",
     "inspect": "exporter.inspection",
+    "merge": "exporter.pipeline.chain",
     "open_checkpoint": "exporter.checkpoint",
     "plan": "exporter.pipeline.full",
+    "rebase": "exporter.pipeline.rebase",
+    "resume": "exporter.pipeline.chain",
+    "rollback": "exporter.pipeline.chain",
+    "verify_model": "exporter.verify.log",
 }
 __all__ = sorted(_HOMES)
 
