@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -153,6 +154,12 @@ def export(
     full_on_mismatch: Annotated[
         bool, typer.Option("--full-on-mismatch", help="With --incr: publish a new base where no delta fits.")
     ] = False,
+    min_change: Annotated[
+        float,
+        typer.Option(
+            metavar="X", min=0.0, help="With --incr: rows that moved less (norm) wait for a later delta."
+        ),
+    ] = 0.0,
     rebase: Annotated[
         bool, typer.Option("--rebase", help="With --incr: merge base and deltas into a new base, too.")
     ] = False,
@@ -205,10 +212,13 @@ def export(
             verify=verify,
             verify_inputs=verify_inputs,
             tolerance=tolerance,
+            min_change=min_change,
             updates=updates if updatable or incr else None,
         )
-        if not incr and (rebase or watch or full_on_mismatch):
-            raise UsageError("--rebase, --watch and --full-on-mismatch go with --incr")
+        if not incr and (min_change or rebase or watch or full_on_mismatch):
+            raise UsageError("--min-change, --rebase, --watch and --full-on-mismatch go with --incr")
+        if not math.isfinite(min_change):
+            raise UsageError(f"--min-change {min_change} is no distance", hint="as in --min-change 0.001")
         if incr and not updatable:
             from exporter import incremental_command
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,13 @@ class Fields:
     def integers(self, key: str) -> tuple[int, ...]:
         """A list of integers in [0, 2**63)."""
         return tuple(self._integer(key, item) for item in self._list(key))
+
+    def number(self, key: str) -> float:
+        """A finite number that is not negative."""
+        value = self._value(key)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise self.fail(key, "a finite number, 0 or more")
+        return float(value)
 
     def text(self, key: str, pattern: re.Pattern[str] | None = None) -> str:
         """A string, all of which matches `pattern`."""

@@ -73,7 +73,8 @@ class ExportRequest:
     absolute difference that `Verify.OUTPUTS` accepts. With `updates` the version takes deltas.
     `rename_file` is a table of names (`exporter.mapping.rename_file`); `by_order` takes a list of values
     without names to be in the order of the graph's variables. `allow_code` and `custom_objects` (modules) say
-    which code a model's own archive may ask for.
+    which code a model's own archive may ask for. With `min_change` a delta leaves out rows of floating-point
+    tables that are less than this (a Euclidean norm) from what is published.
     """
 
     ckpt_dir: Path
@@ -102,3 +103,4 @@ class ExportRequest:
     format: ExportFormat = ExportFormat.SAVED_MODEL
     allow_code: bool = False
     custom_objects: tuple[str, ...] = ()
+    min_change: float = 0.0

@@ -24,18 +24,50 @@ class Made(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Rows that were not sent: how many, and how far what is served stays behind, as Euclidean norms.
+
+    Each row's distance is below `bound`; the largest of them is `largest`.
+    """
+
+    bound: float
+    rows: int
+    largest: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as a JSON object."""
+        return {"bound": self.bound, "rows": self.rows, "largest": self.largest}
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> LeftOut:
+        """What `to_json` gave.
+
+        Raises:
+            FieldError: it is something else.
+        """
+        return cls(fields.number("bound"), fields.integer("rows"), fields.number("largest"))
+
+
+@dataclass(frozen=True, slots=True)
 class Trained:
     """The trainer's state that was published: a full checkpoint, and the last increment on top of it.
 
     `increment` is an id of the trainer's, or what a reader of another kind of increments calls its own.
+    `left_out` tells of rows that are not what the trainer had then; without it every bit is.
     """
 
     checkpoint: CheckpointId
     increment: str | None = None
+    left_out: LeftOut | None = None
+
+    def is_within(self, distance: float) -> bool:
+        """True if no row is further than this from what the trainer had."""
+        return self.left_out is None or self.left_out.bound <= distance
 
     def to_json(self) -> dict[str, Any]:
         """The state as a JSON object."""
-        return {"checkpoint": self.checkpoint.to_json(), "increment": self.increment}
+        left_out = None if self.left_out is None else self.left_out.to_json()
+        return {"checkpoint": self.checkpoint.to_json(), "increment": self.increment, "left_out": left_out}
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Trained:
@@ -45,7 +77,10 @@ class Trained:
             FieldError: it is something else.
         """
         increment = fields.or_null(lambda key: fields.text(key, _INCREMENT), "increment")
-        return cls(CheckpointId.from_fields(fields.object("checkpoint")), increment)
+        checkpoint = CheckpointId.from_fields(fields.object("checkpoint"))
+        if fields.document.get("left_out") is None:
+            return cls(checkpoint, increment)
+        return cls(checkpoint, increment, LeftOut.from_fields(fields.object("left_out")))
 
 
 @dataclass(frozen=True)

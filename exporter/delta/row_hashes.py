@@ -101,6 +101,14 @@ class HashIndex:
         return found if found is not None and len(found) == -(-rows // block_rows(row_bytes)) else None
 
 
+def without_rows(hashes: Array, rows: Array, row_bytes: int) -> Array:
+    """A table's hashes, such that the blocks of these rows equal none: they are read and compared again."""
+    forgotten = hashes.copy()
+    blocks = np.unique(rows // block_rows(row_bytes))
+    forgotten[blocks] = ~forgotten[blocks]
+    return forgotten
+
+
 def write_index(path: Path, index: HashIndex) -> None:
     """Write the cache; a reader sees the old or the new one."""
     buffer = io.BytesIO()

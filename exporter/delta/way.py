@@ -12,6 +12,8 @@ from exporter.delta.format import Change
 from exporter.delta.history import History
 from exporter.delta.increment import Changed, CheckpointId, StoredIncrement
 
+LEFT_OUT = "rows that moved little were left out of what was published last"
+
 
 class AnyIncrement(Protocol):
     """What a trainer, of whatever family, left between full checkpoints."""
@@ -44,17 +46,21 @@ class Way:
         return self.is_known and not self.increments
 
 
-def find_way(published: Trained, full: CheckpointId, history: History) -> Way:
-    """The way from the state that was published last to the newest full checkpoint and its increments."""
+def find_way(published: Trained, full: CheckpointId, history: History, within: float = 0.0) -> Way:
+    """The way from the state that was published last to the newest full checkpoint and its increments.
+
+    Of the state that was published last, rows may stay behind by less than `within`.
+    """
     after = history.after(full)
     milestone = history.milestone(full)
     before = milestone.after if milestone else None
     tip = after[-1].increment.id if after else before if milestone and milestone.is_equal else None
     target = Trained(full, tip)
     step = after[-1].increment.to_step if after else full.step
-    if published == target or (tip is not None and published.increment == tip):
+    is_there = published.increment == tip and (tip is not None or published.checkpoint == full)
+    if is_there and published.is_within(within):
         return Way(target, step)
-    chain = _chain_to(tip, published, history) if tip is not None else None
+    chain = _chain_to(tip, published, history) if tip is not None and published.left_out is None else None
     if chain is not None:
         return Way(target, step, chain)
     return Way(target, step, after, is_known=False, why=_why(published, full, history))
@@ -84,6 +90,8 @@ def _starts(published: Trained, history: History) -> set[str | CheckpointId]:
 
 
 def _why(published: Trained, full: CheckpointId, history: History) -> str:
+    if published.left_out is not None:
+        return LEFT_OUT
     if not history.increments:
         return "the trainer writes no increments"
     if published.increment is None:

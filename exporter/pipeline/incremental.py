@@ -7,18 +7,23 @@ TensorFlow is not imported unless a base has to be made.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from exporter.checkpoint import candidates
 from exporter.delta.diff import Comparison, diff
-from exporter.delta.entry import Made
-from exporter.delta.format import Change
+from exporter.delta.entry import LeftOut, Made
+from exporter.delta.format import Change, Schema
 from exporter.delta.log import Position, Span
 from exporter.delta.merge import fold_whole, merge_changes, needs_folding
-from exporter.delta.row_hashes import BlockHasher, HashIndex, read_index, write_index
+from exporter.delta.row_hashes import BlockHasher, HashIndex, read_index, without_rows, write_index
+from exporter.delta.state import Array, State
+from exporter.delta.threshold import sift
 from exporter.errors import CheckpointChanged, PositionError, PositionMoved
 from exporter.filesystem import writing
 from exporter.mapping.build import MappingRules
@@ -75,6 +80,14 @@ class ExportedDelta:
     seconds: float
 
     @property
+    def left_out(self) -> LeftOut | None:
+        """The rows that are not what the trainer has, and how far they are from it; None if all are."""
+        if self.published is None:
+            return self.plan.log.trained.left_out
+        entry = self.published.manifest.incremental
+        return None if entry is None else entry.trained.left_out
+
+    @property
     def at(self) -> Position:
         """The newest position now."""
         if self.published is None:
@@ -96,14 +109,15 @@ def plan_incremental(request: ExportRequest) -> IncrementalPlan:
     log = read_log(request.out)
     entry = log.base.entry
     entry.recipe.check_rules(_rules(request))
-    trainer = read_trainer(request.ckpt_dir, entry.recipe, log.schema, log.trained)
+    bound = request.min_change
+    trainer = read_trainer(request.ckpt_dir, entry.recipe, log.schema, log.trained, bound)
     last = log.at.position
     step = None if trainer.catalog.step is None else trainer.way.step
     return IncrementalPlan(request, log, trainer, next_position(step, last))
 
 
 def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
-    """Publish the planned delta.
+    """Publish the planned delta; rows that it leaves out are sent by a later one.
 
     Raises:
         PositionMoved: something else was published since the plan was made.
@@ -118,7 +132,8 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         scratch.mkdir()
         found = _changes(planned, scratch, progress)
         made = Made.INCREMENTS if way.is_known else Made.COMPARISON
-        what = Publication(planned.span, way.step, made, way.target)
+        span = replace(planned.span, only_from=found.left_out is not None)
+        what = Publication(span, way.step, made, replace(way.target, left_out=found.left_out))
         published = publish_changes(log, staging, found.changes, what, last=log.at.position)
         if found.hashes is not None:
             write_index(log.path / HASHES, found.hashes)
@@ -196,19 +211,44 @@ class _Found:
     changes: dict[str, Change]
     compared_bytes: int = 0
     hashes: HashIndex | None = None
+    left_out: LeftOut | None = None
 
 
 def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory) -> _Found:
+    """What the delta will hold."""
+    published = cache(planned.log.state)
+    found = _all_changes(planned, published, scratch, progress)
+    log, bound = planned.log, planned.request.min_change
+    if bound == 0:
+        return found
+    sifted = sift(found.changes, published(), log.schema, bound, scratch)
+    hashes = None if found.hashes is None else _of_published(found.hashes, sifted.rows, log.schema)
+    return replace(found, changes=sifted.changes, hashes=hashes, left_out=sifted.left_out)
+
+
+def _of_published(index: HashIndex, left_out: Mapping[str, Array], schema: Schema) -> HashIndex:
+    """The hashes of what is published, given those of the trainer's rows."""
+    tables = dict(index.tables)
+    for variable in schema.variables:
+        if variable.name in left_out:
+            row_bytes = math.prod(variable.shape[1:]) * variable.dtype.numpy.itemsize
+            tables[variable.name] = without_rows(tables[variable.name], left_out[variable.name], row_bytes)
+    return replace(index, tables=tables)
+
+
+def _all_changes(
+    planned: IncrementalPlan, published: Callable[[], State], scratch: Path, progress: ProgressFactory
+) -> _Found:
     log, trainer = planned.log, planned.trainer
     if trainer.way.is_known:
         layers = trainer.layers()
         if needs_folding(layers, log.schema):
-            layers = fold_whole(layers, log.schema, log.state())
+            layers = fold_whole(layers, log.schema, published())
         return _Found(merge_changes(layers, log.schema, scratch))
     known = read_index(log.path / HASHES, lineage=log.lineage, position=log.at.position)
     with progress("compare", trainer.mapping.bytes_) as bar:
         hasher = known.hasher if known else BlockHasher.fresh()
         how = Comparison(scratch, known, hasher, progress=bar)
-        found = diff(log.state(), trainer.state(), log.schema, how)
+        found = diff(published(), trainer.state(), log.schema, how)
     hashes = HashIndex(log.lineage, planned.position, hasher, found.hashes)
     return _Found(found.changes, found.bytes_, hashes)

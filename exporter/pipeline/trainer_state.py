@@ -63,8 +63,11 @@ class TrainerState:
         return layer
 
 
-def read_trainer(ckpt_dir: Path, recipe: Recipe, schema: Schema, published: Trained) -> TrainerState:
-    """What is in a checkpoint directory (or at a prefix), seen from the state that was published last.
+def read_trainer(
+    ckpt_dir: Path, recipe: Recipe, schema: Schema, published: Trained, within: float = 0.0
+) -> TrainerState:
+    """What is in a checkpoint directory (or at a prefix), seen from the state that was published last, of
+    which rows may stay behind by less than `within`.
 
     Raises:
         CheckpointError: it cannot be read, see errors.py.
@@ -75,7 +78,7 @@ def read_trainer(ckpt_dir: Path, recipe: Recipe, schema: Schema, published: Trai
     history = read_history(catalog.prefix.parent)
     deeprec = None if history.increments else read_increment(catalog)
     if deeprec is not None:
-        way = find_deeprec_way(published, full, deeprec)
+        way = find_deeprec_way(published, full, deeprec, within)
     else:
-        way = find_way(published, full, history)
+        way = find_way(published, full, history, within)
     return TrainerState(catalog, recipe.mapping(catalog), schema, way)

@@ -1,0 +1,245 @@
+"""`--min-change`: what stays behind stays within the bound, is told, and is sent later."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exporter.delta.entry import LeftOut
+from exporter.delta.format import Kind, read_delta
+from exporter.json_fields import FieldError, parse_object
+from exporter.pipeline import chain
+from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.publish.published_log import PublishedDelta, read_log
+from tests.commands import export_model
+from tests.logs import (
+    TABLES,
+    Serving,
+    Trainer,
+    Values,
+    assert_same_bits,
+    publish_base,
+    request,
+    served_now,
+    values_at,
+)
+
+
+def drift(trainer: Trainer, size: float, rows: int = 4) -> None:
+    """Move some rows of every table a little."""
+    trainer.step += 1
+    for name, value in trainer.values.items():
+        if name.split("/")[1] in TABLES:
+            ids = trainer.rng.choice(len(value), rows, replace=False)
+            value = value.copy()
+            value[ids] += trainer.rng.normal(size=(rows, value.shape[1])).astype(np.float32) * size
+            trainer.values[name] = value
+            trainer.touched.setdefault(name, set()).update(ids.tolist())
+
+
+def export(trainer: Trainer, model: Path, bound: float = 0.0) -> ExportedDelta:
+    done = export_incremental(replace(request(trainer, model), min_change=bound))
+    assert isinstance(done, ExportedDelta)
+    return done
+
+
+def behind(served: Values, trained: Values) -> dict[str, np.ndarray]:
+    """The distance of each row that is not the same bit for bit; 0 of the others."""
+    found = {}
+    for name, value in trained.items():
+        rows = value.reshape(len(value) if value.ndim else 1, -1)
+        old = served[name].reshape(rows.shape)
+        same = np.array([a.tobytes() == b.tobytes() for a, b in zip(old, rows, strict=True)])
+        moved = np.linalg.norm(rows.astype(np.float64) - old.astype(np.float64), axis=1)
+        found[name] = np.where(same, 0.0, moved)
+    return found
+
+
+@dataclass
+class World:
+    directory: Path
+    serving: Serving
+    seed: int
+    visible: Values = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.model = self.directory / "model"
+        self.trainer = Trainer(self.directory / "train", parts=2, seed=self.seed)
+        self.trainer.save()
+        self.visible = served_now(self.trainer, self.serving)
+        publish_base(self.trainer, self.serving, self.model)
+
+    def do(self, what: str, rng: np.random.Generator) -> None:
+        log = read_log(self.model)
+        match what:
+            case "train":
+                self.trainer.train()
+            case "drift":
+                drift(self.trainer, float(rng.choice([0.001, 0.01, 0.05])))
+            case "save":
+                self.trainer.save(is_equal=not self.trainer.touched)
+                self.visible = served_now(self.trainer, self.serving)
+            case "increment":
+                before = self.trainer.parent
+                self.trainer.increment()
+                if self.trainer.parent != before:
+                    self.visible = served_now(self.trainer, self.serving)
+            case "export":
+                self.export(float(rng.choice([0.0, 0.02, 0.1])))
+            case "merge":
+                chain.merge(self.model)
+            case "tidy":
+                chain.tidy(self.model, clock=lambda: 1e12)
+            case "rollback" if log.deltas:
+                before_ = values_at(log, log.newest.start) if isinstance(log.newest, PublishedDelta) else None
+                if before_ is not None:
+                    assert isinstance(log.newest, PublishedDelta)
+                    chain.rollback(self.model, log.newest.start)
+                    assert_same_bits(values_at(read_log(self.model)), before_)
+            case "resume" if log.hold() is not None:
+                chain.resume(self.model)
+
+    def export(self, bound: float) -> None:
+        done = export(self.trainer, self.model, bound)
+        log = read_log(self.model)
+        dense = {v.name for v in log.schema.variables if v.kind is Kind.DENSE}
+        distances = behind(values_at(log), self.visible)
+        for name, found in distances.items():
+            assert not found.any() if bound == 0 or name in dense else (found < bound).all(), name
+        if bound == 0:
+            assert_same_bits(values_at(log), self.visible)
+            assert done.left_out is None
+        elif done.left_out is not None:
+            assert done.left_out.bound <= bound
+            assert done.left_out.largest == pytest.approx(max(map(np.max, distances.values())))
+            assert done.left_out.rows >= sum(np.count_nonzero(found) for found in distances.values())
+        else:
+            assert_same_bits(values_at(log), self.visible)
+        assert export(self.trainer, self.model, bound).published is None, "nothing to do"
+
+
+HAPPENINGS = ["train", "drift", "drift", "save", "increment", "export", "export", "merge", "tidy"]
+
+
+@settings(max_examples=40)
+@given(
+    st.builds(
+        Serving,
+        parts=st.integers(1, 3),
+        cast=st.booleans(),
+        dense=st.sampled_from([frozenset(), frozenset({"items"})]),
+    ),
+    st.lists(st.sampled_from([*HAPPENINGS, "rollback", "resume"]), min_size=4, max_size=25),
+    st.integers(0, 1000),
+)
+def test_what_is_served_stays_within_the_bound_and_becomes_exact_when_asked(
+    serving: Serving, what: list[str], seed: int
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        world = World(Path(directory), serving, seed)
+        rng = np.random.default_rng(seed)
+        for each in what:
+            world.do(each, rng)
+        world.export(0.02)
+        world.export(0.0)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    trainer = Trainer(tmp_path / "train")
+    trainer.save()
+    publish_base(trainer, Serving(), tmp_path / "model")
+    return trainer
+
+
+def test_a_row_that_keeps_drifting_is_sent_once_it_has_gone_far_enough(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    users = trainer.values["net/users"]
+    sent = []
+    for step in range(1, 8):
+        users = users.copy()
+        users[5, 0] += 0.25
+        users[6, 1] += 0.01
+        trainer.values["net/users"], trainer.step = users, 10 + step
+        trainer.touched["net/users"] = {5, 6}
+        trainer.increment() if step % 3 else trainer.save()
+        done = export(trainer, model, 0.6)
+        assert done.left_out is not None
+        sent.append(done.rows)
+    assert sent == [0, 0, 1, 0, 0, 1, 0]
+    assert done.left_out == LeftOut(0.6, 2, pytest.approx(0.25, abs=1e-5))
+    assert export(trainer, model).rows == 2
+
+
+def test_a_delta_says_what_it_leaves_out(trainer: Trainer, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    drift(trainer, 0.01)
+    trainer.increment()
+    done = export(trainer, model, 1.0)
+    log = read_log(model)
+    assert done.published is not None
+    assert log.deltas[-1].only_from
+    assert read_delta(done.published.path / "delta", log.schema).header.only_from
+    assert log.trained.left_out == done.left_out == LeftOut(1.0, 8, done.left_out.largest)
+    assert 0 < done.left_out.largest < 0.1
+    exact = export(trainer, model)
+    assert (exact.rows, exact.left_out, read_log(model).deltas[-1].only_from) == (8, None, False)
+
+
+def test_a_smaller_bound_sends_what_a_larger_one_left_out(trainer: Trainer, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    drift(trainer, 0.01)
+    trainer.save()
+    assert export(trainer, model, 1.0).rows == 0
+    assert export(trainer, model, 2.0).published is None
+    assert export(trainer, model, 1e-6).rows == 8
+
+
+def test_values_that_are_no_numbers_are_no_small_changes(trainer: Trainer, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    users = trainer.values["net/users"].copy()
+    users[1], users[2], users[3] = np.nan, np.inf, -np.inf
+    trainer.values["net/users"], trainer.step = users, 11
+    trainer.save()
+    assert export(trainer, model, 1e300).rows == 3
+    assert export(trainer, model).published is None
+
+
+def test_the_command_says_what_was_left_out(trainer: Trainer, tmp_path: Path) -> None:
+    drift(trainer, 0.01)
+    trainer.save()
+    command = ["--ckpt-dir", trainer.directory, "--out", tmp_path / "model", "--incr", "--min-change"]
+    shown = export_model(*command, "1.5")
+    assert "left out" in shown.out and "8 rows that moved less than 1.5" in shown.out
+    drift(trainer, 0.01)
+    trainer.save()
+    told = export_model(*command, "1.5", "--json").document["left_out"]
+    assert told["bound"] == 1.5 and 8 <= told["rows"] <= 16 and 0 < told["largest"] < 0.2
+
+
+@pytest.mark.parametrize("bound", [math.nan, math.inf, -1.0])
+def test_a_bound_is_a_distance(trainer: Trainer, tmp_path: Path, bound: float) -> None:
+    command = ["--ckpt-dir", trainer.directory, "--out", tmp_path / "model", "--incr", "--min-change", bound]
+    assert export_model(*command).code == 2
+    assert export_model(*command[:-3], "--min-change", "1").code == 2
+
+
+def test_what_was_left_out_survives_a_manifest() -> None:
+    said = LeftOut(0.1, 7, 0.09999999999999999)
+    assert LeftOut.from_fields(parse_object(json.dumps(said.to_json()), "it")) == said
+
+
+@pytest.mark.parametrize("value", ["-0.5", "1e999", '"0.1"', "true", "null"])
+def test_a_damaged_distance_is_named(value: str) -> None:
+    with pytest.raises(FieldError, match=r"it\.largest is .* expected a finite number"):
+        LeftOut.from_fields(parse_object(f'{{"bound": 0.1, "rows": 1, "largest": {value}}}', "it"))
