@@ -243,3 +243,35 @@ def test_what_was_left_out_survives_a_manifest() -> None:
 def test_a_damaged_distance_is_named(value: str) -> None:
     with pytest.raises(FieldError, match=r"it\.largest is .* expected a finite number"):
         LeftOut.from_fields(parse_object(f'{{"bound": 0.1, "rows": 1, "largest": {value}}}', "it"))
+
+
+@pytest.mark.parametrize("lost", ["nothing", "file", "bit"])
+def test_increments_tell_what_changed_as_long_as_what_was_left_out_is_remembered(
+    trainer: Trainer, tmp_path: Path, lost: str
+) -> None:
+    model = tmp_path / "model"
+    for _ in range(3):
+        drift(trainer, 0.01)
+        trainer.increment()
+        done = export(trainer, model, 1.0)
+    assert done.compared_bytes == 0
+    (kept,) = (read_log(model).path / ".state").glob("left-out-*.data*")
+    if lost == "file":
+        kept.unlink()
+    elif lost == "bit":
+        content = bytearray(kept.read_bytes())
+        content[len(content) // 2] ^= 1
+        kept.write_bytes(content)
+    trainer.values["net/users"] = trainer.values["net/users"] + np.float32(0)
+    trainer.values["net/users"][7] += 5
+    trainer.touched["net/users"] = {7}
+    trainer.step += 1
+    trainer.increment()
+    done = export(trainer, model, 1.0)
+    assert done.rows == 1
+    assert (done.compared_bytes == 0) is (lost == "nothing")
+    found = behind(values_at(read_log(model)), served_now(trainer, Serving()))
+    assert done.left_out is not None
+    assert done.left_out.rows == sum(np.count_nonzero(rows) for rows in found.values())
+    assert export(trainer, model).left_out is None
+    assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))

@@ -13,28 +13,39 @@ from typing import Any
 
 import numpy as np
 
+from exporter.checkpoint.tensor_bundle import check_values
 from exporter.delta.diff import RowSpill, differing_rows
 from exporter.delta.entry import LeftOut
-from exporter.delta.format import Change, Rows, Schema, ServedVariable
-from exporter.delta.state import State
+from exporter.delta.format import (
+    Change,
+    DeltaHeader,
+    Rows,
+    Schema,
+    ServedVariable,
+    read_delta,
+    write_delta,
+)
+from exporter.delta.state import Changes, State
 from exporter.dtypes import DType
+from exporter.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
 
 _FLOATS = {DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16}
+_REMEMBERED = "left-out-"
 _ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Sifted:
-    """`changes` without the rows that moved less than the bound: their numbers are in `rows`, by table.
+    """`changes` without the rows that moved less than the bound, which are in `stay`, by table.
 
     `left_out` is None if there are none.
     """
 
     changes: dict[str, Change]
     left_out: LeftOut | None = None
-    rows: Mapping[str, Array] = field(default_factory=dict)
+    stay: Mapping[str, Rows] = field(default_factory=dict)
 
 
 def sift(
@@ -49,7 +60,7 @@ def sift(
         DiskFull, PublishError: the scratch file cannot be written.
     """
     kept: dict[str, Change] = {}
-    rows: dict[str, Array] = {}
+    stay: dict[str, Rows] = {}
     largest = 0.0
     for variable in schema.variables:
         change = changes.get(variable.name)
@@ -61,10 +72,10 @@ def sift(
         far, near, furthest = _sift_table(change, published, variable, bound, scratch)
         if far is not None:
             kept[variable.name] = far
-        if len(near):
-            rows[variable.name], largest = near, max(largest, furthest)
-    count = sum(map(len, rows.values()))
-    return Sifted(kept, LeftOut(bound, count, largest) if count else None, rows)
+        if near is not None:
+            stay[variable.name], largest = near, max(largest, furthest)
+    count = sum(len(rows.ids) for rows in stay.values())
+    return Sifted(kept, LeftOut(bound, count, largest) if count else None, stay)
 
 
 def row_distances(a: Array, b: Array) -> Array:
@@ -74,13 +85,40 @@ def row_distances(a: Array, b: Array) -> Array:
         return np.asarray(np.sqrt(np.einsum("ij,ij->i", moved, moved)))
 
 
+def remember(directory: Path, schema: Schema, header: DeltaHeader, stay: Mapping[str, Rows]) -> None:
+    """Keep the trainer's values of rows that the delta `header` left out, in the form of a delta.
+
+    What is kept is a cache of the exporter's: if it is lost or damaged, states are compared instead.
+
+    Raises:
+        DiskFull, PublishError: it cannot be written.
+    """
+    directory.mkdir(exist_ok=True)
+    name = f"{_REMEMBERED}{header.to_position}"
+    write_delta(directory / name, schema, header, stay)
+    for path in directory.glob(f"{_REMEMBERED}*"):
+        if path.name.partition(".")[0] != name:
+            path.unlink(missing_ok=True)
+
+
+def recall(directory: Path, schema: Schema, *, lineage: str, position: int) -> Changes | None:
+    """What `remember` kept for the state at a position of a log, None if it is not whole."""
+    try:
+        found = read_delta(directory / f"{_REMEMBERED}{position}", schema)
+        for ref in found.catalog.tensors.values():
+            check_values(found.catalog, ref)
+    except CheckpointError:
+        return None
+    header = found.header
+    return found.changes if (header.lineage, header.to_position) == (lineage, position) else None
+
+
 def _sift_table(
     change: Rows, published: State, variable: ServedVariable, bound: float, scratch: Path
-) -> tuple[Rows | None, Array, float]:
-    """The rows to send, the numbers of those that stay behind, and the largest of their distances."""
-    near: list[Array] = [np.empty(0, np.int64)]
+) -> tuple[Rows | None, Rows | None, float]:
+    """The rows to send, those that stay behind, and the largest of their distances."""
     largest = 0.0
-    with RowSpill(variable, scratch) as spill:
+    with RowSpill(variable, scratch) as far, RowSpill(variable, scratch) as near:
         for start in range(0, len(change.ids), _ROWS_AT_ONCE):
             ids = change.ids[start : start + _ROWS_AT_ONCE]
             values = change.values[start : start + _ROWS_AT_ONCE]
@@ -89,7 +127,7 @@ def _sift_table(
             ids, values = ids[moved], values[moved]
             distances = row_distances(values, before[moved])
             stays = distances < bound
-            spill.add(ids[~stays], values[~stays])
-            near.append(ids[stays])
+            far.add(ids[~stays], values[~stays])
+            near.add(ids[stays], values[stays])
             largest = max(largest, float(distances[stays].max(initial=0.0)))
-        return spill.rows(), np.concatenate(near), largest
+        return far.rows(), near.rows(), largest

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, TypeAlias
 from exporter.checkpoint import candidates
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.entry import LeftOut, Made
-from exporter.delta.format import Change, Schema
+from exporter.delta.format import Change, DeltaHeader, Rows, Schema
 from exporter.delta.log import Position, Span
 from exporter.delta.merge import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_hashes import BlockHasher, HashIndex, read_index, without_rows, write_index
-from exporter.delta.state import Array, State
-from exporter.delta.threshold import sift
+from exporter.delta.state import Changes, State
+from exporter.delta.threshold import recall, remember, sift
 from exporter.errors import CheckpointChanged, PositionError, PositionMoved
 from exporter.filesystem import writing
 from exporter.mapping.build import MappingRules
@@ -36,7 +36,7 @@ from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.publish.commit import PublishedDelta, Staging, next_position
 from exporter.publish.delta_publication import Publication, count_rows, publish_changes
 from exporter.publish.published import children
-from exporter.publish.published_log import HASHES, PublishedLog, read_log
+from exporter.publish.published_log import CACHES, HASHES, PublishedLog, read_log
 
 if TYPE_CHECKING:
     from exporter.pipeline.full import Exported
@@ -47,12 +47,16 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class IncrementalPlan:
-    """What an incremental export will do; `position` is where the log will stand."""
+    """What an incremental export will do; `position` is where the log will stand.
+
+    `remembered` are rows that were left out so far: what is published and they are what the trainer had.
+    """
 
     request: ExportRequest
     log: PublishedLog
     trainer: TrainerState
     position: int
+    remembered: Changes = field(default_factory=dict)
 
     @property
     def is_nothing(self) -> bool:
@@ -110,10 +114,12 @@ def plan_incremental(request: ExportRequest) -> IncrementalPlan:
     entry = log.base.entry
     entry.recipe.check_rules(_rules(request))
     bound = request.min_change
-    trainer = read_trainer(request.ckpt_dir, entry.recipe, log.schema, log.trained, bound)
+    remembered = _remembered(log, bound)
+    published = replace(log.trained, left_out=None) if remembered else log.trained
+    trainer = read_trainer(request.ckpt_dir, entry.recipe, log.schema, published, bound)
     last = log.at.position
     step = None if trainer.catalog.step is None else trainer.way.step
-    return IncrementalPlan(request, log, trainer, next_position(step, last))
+    return IncrementalPlan(request, log, trainer, next_position(step, last), remembered)
 
 
 def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
@@ -137,6 +143,8 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         published = publish_changes(log, staging, found.changes, what, last=log.at.position)
         if found.hashes is not None:
             write_index(log.path / HASHES, found.hashes)
+        if found.stay:
+            remember(log.path / CACHES, log.schema, _header(planned), found.stay)
     rows, variables = count_rows(found.changes), len(found.changes)
     return ExportedDelta(
         planned, published, rows, variables, found.compared_bytes, time.monotonic() - started
@@ -206,12 +214,27 @@ def _rules(request: ExportRequest) -> MappingRules:
     return replace(rules, renames=(*rules.renames, *read_renames(request.rename_file).rules))
 
 
+def _header(planned: IncrementalPlan) -> DeltaHeader:
+    log, span = planned.log, planned.span
+    step = planned.trainer.way.step
+    return DeltaHeader(log.lineage, log.schema.digest, span.start, span.end, step, only_from=True)
+
+
+def _remembered(log: PublishedLog, bound: float) -> Changes:
+    """Rows that may stay behind further; none if some may not: then everything is compared."""
+    if log.trained.left_out is None or not log.trained.is_within(bound):
+        return {}
+    at = log.at.position
+    return recall(log.path / CACHES, log.schema, lineage=log.lineage, position=at) or {}
+
+
 @dataclass(frozen=True)
 class _Found:
     changes: dict[str, Change]
     compared_bytes: int = 0
     hashes: HashIndex | None = None
     left_out: LeftOut | None = None
+    stay: Mapping[str, Rows] = field(default_factory=dict)
 
 
 def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory) -> _Found:
@@ -222,17 +245,17 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
     if bound == 0:
         return found
     sifted = sift(found.changes, published(), log.schema, bound, scratch)
-    hashes = None if found.hashes is None else _of_published(found.hashes, sifted.rows, log.schema)
-    return replace(found, changes=sifted.changes, hashes=hashes, left_out=sifted.left_out)
+    hashes = None if found.hashes is None else _of_published(found.hashes, sifted.stay, log.schema)
+    return _Found(sifted.changes, found.compared_bytes, hashes, sifted.left_out, sifted.stay)
 
 
-def _of_published(index: HashIndex, left_out: Mapping[str, Array], schema: Schema) -> HashIndex:
+def _of_published(index: HashIndex, stay: Mapping[str, Rows], schema: Schema) -> HashIndex:
     """The hashes of what is published, given those of the trainer's rows."""
     tables = dict(index.tables)
     for variable in schema.variables:
-        if variable.name in left_out:
+        if variable.name in stay:
             row_bytes = math.prod(variable.shape[1:]) * variable.dtype.numpy.itemsize
-            tables[variable.name] = without_rows(tables[variable.name], left_out[variable.name], row_bytes)
+            tables[variable.name] = without_rows(tables[variable.name], stay[variable.name].ids, row_bytes)
     return replace(index, tables=tables)
 
 
@@ -241,7 +264,7 @@ def _all_changes(
 ) -> _Found:
     log, trainer = planned.log, planned.trainer
     if trainer.way.is_known:
-        layers = trainer.layers()
+        layers = (planned.remembered, *trainer.layers()) if planned.remembered else trainer.layers()
         if needs_folding(layers, log.schema):
             layers = fold_whole(layers, log.schema, published())
         return _Found(merge_changes(layers, log.schema, scratch))

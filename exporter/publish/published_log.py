@@ -3,7 +3,7 @@
 <model>/<position>/                       a base; its manifest names log, schema and recipe
 <model>/deltas/<log>/<from>-<to>/         deltas; names that are no delta's, files and links are ignored
 <model>/deltas/<log>/hold                 a position that `up_to = -1` does not pass
-<model>/deltas/<log>/.state/              caches of the exporter, see `exporter.delta.row_hashes`
+<model>/deltas/<log>/.state/              caches of the exporter, see `exporter.delta.row_hashes`, `threshold`
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from exporter.publish.published import children, delta_names, read_manifest
 
 DELTAS_DIRECTORY = "deltas"
 HOLD_FILE = "hold"
-HASHES = Path(".state", "hashes")
+CACHES = Path(".state")
+HASHES = CACHES / "hashes"
 VARIABLES_PREFIX = Path("variables", "variables")
 
 
