@@ -27,9 +27,9 @@ from tests.benchmarks.job import Timer
 def export(timer: Timer, tiny: str, prefix: str, out: str, data: str = "auto") -> dict[str, int]:
     """Our export of a `.meta` model; what became of the bytes."""
     with tempfile.TemporaryDirectory() as scratch:
-        run_export(_request(tiny, scratch, data))
+        run_export(export_request(tiny, scratch, data))
     with timer:
-        done = run_export(_request(prefix, out, data))
+        done = run_export(export_request(prefix, out, data))
     shards = [shard.path.name for shard in done.variables.shards if shard.how is not How.LINKED]
     own = [path for path in done.published.path.rglob("*") if path.is_file() and path.stat().st_nlink == 1]
     assert sum(path.name in shards for path in own) == len(shards)
@@ -41,14 +41,14 @@ def export(timer: Timer, tiny: str, prefix: str, out: str, data: str = "auto") -
 
 def variables(timer: Timer, prefix: str, out: str, data: str = "auto") -> int:
     """The tensors' way alone: read the index, map, link or copy, write the index. The bytes served."""
-    graph = plan(_request(prefix, out)).graph  # also warms what is imported late
+    graph = plan(export_request(prefix, out)).graph  # also warms what is imported late
     with timer:
         mapping = build_mapping(graph, open_checkpoint(Path(prefix)), MappingRules())
         done = write_variables(mapping, Path(out), data=DataMode(data))
     return done.catalog.bytes_
 
 
-def _request(prefix: str, out: str, data: str = "auto") -> ExportRequest:
+def export_request(prefix: str, out: str, data: str = "auto") -> ExportRequest:
     tensors = {"inputs": {"ids": "ids:0"}, "outputs": {"score": "score:0"}}
     return ExportRequest(Path(prefix), Path(out), **tensors, data=DataMode(data))
 
@@ -56,12 +56,12 @@ def _request(prefix: str, out: str, data: str = "auto") -> ExportRequest:
 def stock_export(timer: Timer, tiny: str, prefix: str, out: str, kept: str = "all") -> None:
     """TensorFlow's own way: import the training graph, restore and save "all" or the "served" variables."""
     with tempfile.TemporaryDirectory() as scratch:
-        _restore_and_save(tiny, f"{scratch}/1", kept)
+        restore_and_save(tiny, f"{scratch}/1", kept)
     with timer:
-        _restore_and_save(prefix, out, kept)
+        restore_and_save(prefix, out, kept)
 
 
-def _restore_and_save(prefix: str, out: str, kept: str) -> None:
+def restore_and_save(prefix: str, out: str, kept: str) -> None:
     import tensorflow as tf
 
     v1 = tf.compat.v1
