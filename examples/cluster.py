@@ -107,7 +107,7 @@ def started_cluster(
     workers: int = 2,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    timeout_s: float = 120,
+    timeout_s: float = 300,
     on_line: Callable[[str], None] | None = None,
 ) -> Iterator[Cluster]:
     """Start `command`, a Python script and its arguments, as `ps` parameter servers, a chief and `workers`.

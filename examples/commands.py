@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-_STARTUP_S = 60
+_STARTUP_S = 180
 _SHUTDOWN_S = 10
 
 Words = list[str | Path]

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 v1 = tf.compat.v1
 
-_LEAVE_TIMEOUT_MS = 60_000
+_LEAVE_TIMEOUT_MS = 180_000
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def run_cluster(
     ps: int = 2,
     workers: int = 2,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 120,
+    timeout_s: float = 300,
 ) -> dict[str, str]:
     """Run `script` as every node in the directory `cwd`; the finished logs by node: `ps-0`, `chief-0`, ..."""
     logs = cluster.run_cluster(
@@ -75,7 +75,7 @@ def train_digits(factory: pytest.TempPathFactory, *, steps: int = 300) -> Digits
         if not directory.exists():
             attempt = factory.mktemp("digits-attempt")
             options = ["--ckpt-dir", attempt / "checkpoints", "--expected", attempt / "expected.npz"]
-            run_cluster(DIGITS / "train.py", [*options, "--steps", str(steps)], cwd=attempt, timeout_s=240)
+            run_cluster(DIGITS / "train.py", [*options, "--steps", str(steps)], cwd=attempt, timeout_s=400)
             attempt.rename(directory)
     return DigitsTraining(directory)
 

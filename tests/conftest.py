@@ -23,7 +23,7 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def train(directory: Path) -> None:
         command = [sys.executable, ROOT / "examples/ranker/train.py", "--out", directory, "--steps", "20"]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
 
     return once_a_run(tmp_path_factory, "ranker", train)
 

@@ -127,6 +127,6 @@ def test_the_command_lines_start_without_tensorflow(module: str) -> None:
     heavy = "{'tensorflow', 'tensorflow_serving', 'grpc', 'keras', 'numpy'}"
     code = f"import sys, {module}; print(*sorted({heavy} & set(sys.modules)))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=300
     )
     assert done.stdout.strip() == ""

@@ -153,7 +153,7 @@ def test_colours_are_decided_for_each_stream(ranker: Path) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=300,
         )
         return "\x1b[" not in done.stdout
 
@@ -167,7 +167,7 @@ def test_a_closed_pipe_is_no_crash(ranker: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-c", code, "inspect", str(ranker), "--tensors", "--json"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(writer)
     assert "Traceback" not in done.stderr
 
@@ -189,4 +189,4 @@ for arguments in {json.loads(json.dumps(runs, default=str))!r}:
     assert export_model(*arguments).code == 0, arguments
     assert "tensorflow" not in sys.modules, arguments
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

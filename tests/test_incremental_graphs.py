@@ -373,7 +373,7 @@ def test_v1_behaviour_of_the_process_does_not_matter(tmp_path: Path) -> None:
         "    assert_holds(server, model, 110)\n"
         "    print(server.predict(user=[1], item=[2])['model_position'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "[110]", done.stderr[-3000:]
 
 

@@ -198,7 +198,7 @@ from serving.cli import main
 main()
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, cwd=ROOT
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, cwd=ROOT
     )
     assert done.stderr.splitlines()[-1] == "LOADED"
     assert "Traceback" not in done.stderr

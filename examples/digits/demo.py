@@ -20,7 +20,7 @@ from exporter.quiet_import import quiet_tensorflow
 HERE = Path(__file__).parent
 TOLERANCE = 1e-6
 
-_RPC_S = 30
+_RPC_S = 60
 _INK = " .:-=+*#%@"
 
 

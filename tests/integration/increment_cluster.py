@@ -23,7 +23,10 @@ _FORKS.set_forkserver_preload(["tensorflow", "tests.integration.increment_nodes"
 
 @dataclass(frozen=True)
 class Job:
-    """What every node is told. The chief ends at `steps`, when all of `workers` have ended, too."""
+    """What every node is told. The chief ends at `steps`, when all of `workers` have ended, too.
+
+    All end sooner, and as well, once there is a file `end`.
+    """
 
     directory: Path
     steps: int
@@ -39,6 +42,10 @@ class Job:
     @property
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
+
+    @property
+    def end(self) -> Path:
+        return self.directory / "end"
 
     @property
     def names(self) -> list[str]:
@@ -90,7 +97,7 @@ class Cluster:
             cluster.setdefault(node.partition("-")[0], []).append(address)
         return json.dumps({"cluster": cluster, "task": {"type": role, "index": int(index)}})
 
-    def wait(self, timeout_s: float = 50.0) -> None:
+    def wait(self, timeout_s: float = 240.0) -> None:
         """Wait until the chief has ended well.
 
         Raises:
@@ -104,7 +111,7 @@ class Cluster:
     def logs(self) -> str:
         return "\n".join(f"--- {name}\n" + log(self.job.directory, name)[-3000:] for name in self.nodes)
 
-    def wait_for(self, what: str, condition: Any, timeout_s: float = 40.0) -> None:
+    def wait_for(self, what: str, condition: Any, timeout_s: float = 180.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:

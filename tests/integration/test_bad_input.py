@@ -288,7 +288,7 @@ def test_interrupted_exports_leave_nothing(train: Path, tmp_path: Path, number: 
         assert time.monotonic() < deadline, "the builder was never called"
         time.sleep(0.05)
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=300)
     assert process.returncode == Exit.INTERRUPTED
     assert "interrupted" in stderr
     assert "Traceback" not in stderr

@@ -40,7 +40,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def train(directory: Path) -> None:
         script = Path(__file__).with_name("sharded_node.py")
-        run_cluster(script, [directory], cwd=directory, workers=1, timeout_s=180)
+        run_cluster(script, [directory], cwd=directory, workers=1, timeout_s=400)
 
     return once_a_run(tmp_path_factory, "sharded-tower", train)
 

@@ -43,7 +43,7 @@ def test_every_optimizer_is_exact_with_asynchronous_workers(tmp_path: Path) -> N
         pause_s=0.1,
     )
     with Cluster(job) as cluster:
-        cluster.wait(100)
+        cluster.wait()
     history = assert_exact(job)
     assert len(history.increments) >= 3
     assert len({stored.increment.run for stored in history.increments}) == 1
@@ -60,7 +60,7 @@ def test_workers_die_at_random(tmp_path: Path) -> None:
             name = f"worker-{dice.randrange(job.workers)}"
             cluster.kill(name)
             cluster.start(name)
-        cluster.wait(100)
+        cluster.wait()
     history = assert_exact(job)
     assert len(history.increments) > 30
 
@@ -79,7 +79,7 @@ def test_chief_and_parameter_servers_die_and_training_goes_on_where_it_stopped(t
                 cluster.kill(name)
             for name in victims:
                 cluster.start(name)
-        cluster.wait(100)
+        cluster.wait()
     assert_exact(job)
     assert "restored" in log(tmp_path, "chief-0")
 

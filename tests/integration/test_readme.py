@@ -46,13 +46,13 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 env=environment(),
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=300,
             )
             assert done.returncode == 0, f"$ {text}\n{done.stdout}\n{done.stderr}"
     yield directory
     for server in servers:
         server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=30) == 0
+        assert server.wait(timeout=300) == 0
 
 
 def environment() -> dict[str, str]:
@@ -92,7 +92,7 @@ def test_the_python_of_the_guide_works(workspace: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[0] == "models/api/200"
