@@ -34,7 +34,7 @@ def train(directory: Path, steps: int) -> None:
         "--steps",
         str(steps),
     ]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -200,3 +200,29 @@ def test_a_model_that_requires_finite_values_refuses_others(tmp_path: Path, rank
         done = server.update()
         assert done["position"] == 20
         assert "finite" in done["status"]
+
+
+def test_a_server_follows_deltas_that_leave_rows_out_and_ends_where_an_exact_one_leads(
+    followed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    checkpoints, model = tmp_path / "train", tmp_path / "model"
+    shutil.copytree(followed[0], checkpoints)
+    shutil.copytree(followed[1], model)
+    common = ["--ckpt-dir", checkpoints, "--out", model, "--incr", "--json"]
+    with loaded(model / "20") as server:
+        for position in (50, 60):
+            train(checkpoints, 10)
+            done = export_model(*common, "--min-change", "0.002").document
+            assert (done["position"], done["left_out"]["bound"]) == (position, 0.002)
+            assert 0 < done["left_out"]["largest"] < 0.002
+            assert done["left_out"]["rows"] > 0
+            assert done["rows"] > 0
+            assert server.update()["position"] == position
+        exact = export_model(*common).document
+        assert (exact["position"], exact["left_out"]) == (61, None)
+        assert exact["rows"] >= done["left_out"]["rows"]
+        assert server.update()["position"] == 61
+        found = server.predict(**FEEDS)
+    assert export_model("--ckpt-dir", checkpoints, "--model", MODEL, "--out", tmp_path / "full").code == 0
+    with loaded(tmp_path / "full/60") as expected:
+        np.testing.assert_array_equal(found["click"], expected.predict(**FEEDS)["click"])
