@@ -4,10 +4,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test lint unit bench clean
+.PHONY: help demo test lint unit soak bench clean
 help:
 	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
 	@echo "make test    lint, types and all tests"
+	@echo "make soak    hundreds of increments of a cluster whose processes die at random; some minutes"
 	@echo "make bench   the speed suite, as ratios against stock TensorFlow"
 
 $(STAMP): pyproject.toml
@@ -29,6 +30,9 @@ lint: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -s tests/integration/soak_increments.py
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks '$(ONLY)'

@@ -50,6 +50,8 @@ def run(job: Job, name: str) -> None:
         train(job, name, server, config)
     (job.directory / "done").mkdir(exist_ok=True)
     (job.directory / "done" / name).touch()
+    if task["type"] == "worker":
+        server.join()  # a session begins when it has reached every server, also of those that are done
 
 
 def train(job: Job, name: str, server: Any, config: dict[str, Any]) -> None:
@@ -82,7 +84,7 @@ def train(job: Job, name: str, server: Any, config: dict[str, Any]) -> None:
         hooks=hooks,
         max_wait_secs=60,
     ) as session:
-        while session.run(step) < job.steps:
+        while session.run(step) < job.steps and not job.end.exists():
             session.run(train_op)
             time.sleep(job.pause_s)
         while is_chief and not all_done(job):
