@@ -127,9 +127,12 @@ def _first_try_or(
         device=CPU,
         dtype=DType.INT64,
     )
+    # The mask is for the sequence before: one that is odd equals nothing then, nor does one that turned odd.
     mask = graft.constant(f"{signature}/even", ~1, DType.INT64)
-    even = graft.node(f"{signature}/after_even", "BitwiseAnd", [after_read, mask], device=CPU, T=DType.INT64)
-    same = graft.node(f"{signature}/same", "Equal", [isolation.before, even], device=CPU, T=DType.INT64)
+    even = graft.node(
+        f"{signature}/before_even", "BitwiseAnd", [isolation.before, mask], device=CPU, T=DType.INT64
+    )
+    same = graft.node(f"{signature}/same", "Equal", [even, after_read], device=CPU, T=DType.INT64)
     is_warm = graft.node(f"{signature}/is_warm", "ReadVariableOp", [warm], device=CPU, dtype=DType.BOOL)
     clean = graft.node(f"{signature}/clean", "LogicalAnd", [same, is_warm], device=CPU)
     first = [
@@ -184,7 +187,7 @@ class _Retry:
             with tf.control_dependencies(outputs):
                 after = read(sequence, DType.INT64, ())
                 late = self._is_late(after, since, deadline)
-            clean = tf.equal(before, tf.bitwise.bitwise_and(after, ~1))
+            clean = tf.equal(tf.bitwise.bitwise_and(before, ~1), after)
             if self.with_position:
                 nowhere = tf.fill([3], tf.constant(SETTLED, tf.int64))
                 outputs[-1] = tf.where(clean, outputs[-1], nowhere)
