@@ -80,6 +80,8 @@ class Cluster:
     def start(self, name: str, **changes: Any) -> None:
         from tests.integration.increment_nodes import run
 
+        if name in self.nodes:
+            self.kill(name)  # a worker that is done keeps its server, and its port, until it is told
         job = replace(self.job, **changes)
         (job.directory / "done" / name).unlink(missing_ok=True)
         node = _FORKS.Process(target=_logged, args=(run, job, name, self.tf_config(name)), daemon=True)
