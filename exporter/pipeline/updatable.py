@@ -8,7 +8,7 @@ from pathlib import Path
 
 from exporter.bundle.cast import cast_variables
 from exporter.bundle.incremental import (
-    UPDATE_SIGNATURE,
+    CATCH_UP_REQUEST,
     IncrementalOptions,
     IsolationMode,
     make_updatable,
@@ -23,8 +23,6 @@ from exporter.mapping.build import Mapping
 from exporter.options import Updates
 from exporter.protos import message_class
 from exporter.publish.commit import Place
-
-_CATCH_UP = f'{{"signature_name": "{UPDATE_SIGNATURE}", "inputs": {{"up_to": [-1]}}}}'
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def make_base(
     )
     updatable = make_updatable(graph, options, scratch)
     entry = BaseEntry(place.position, schema, recipe, Trained(checkpoint))
-    catch_up = parse_request(_CATCH_UP, updatable.meta_graph.signature_def)
+    catch_up = parse_request(CATCH_UP_REQUEST, updatable.meta_graph.signature_def)
     return UpdatableBase(updatable, mapping, lineage, entry, place, (catch_up,))
 
 
