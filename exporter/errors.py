@@ -2,6 +2,7 @@
 
     ExportError                      1   anything not listed below
     ├── UsageError                   2   the command line or the arguments are wrong
+    │   └── RoleUnknown                  the environment does not tell what this node of a cluster is
     ├── CheckpointError              3   the source cannot be read
     │   ├── CheckpointNotFound           no complete checkpoint where one was named
     │   ├── MissingShard                 the index names a shard that is not there
@@ -87,6 +88,12 @@ class UsageError(ExportError):
 
     exit_code = Exit.USAGE
     default_hint = "see export-model --help"
+
+
+class RoleUnknown(UsageError):
+    """The environment speaks of a training cluster, and not clearly of this node's place in it."""
+
+    default_hint = "mend the environment variable, or export whatever this node is: --any-role"
 
 
 class CheckpointError(ExportError):

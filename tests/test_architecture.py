@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 STAGES = [
     {"errors", "dtypes", "protos", "options", "quiet_import"},
     {"catalog", "tensor_proto", "rest_json", "output", "json_fields", "filesystem"},
-    {"command"},
+    {"command", "roles"},
     {"checkpoint"},
     {"graph"},
     {"mapping"},

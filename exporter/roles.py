@@ -1,0 +1,203 @@
+"""The role of this node in a training cluster, as its launcher tells it in the environment.
+
+    TF_CONFIG='{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+    JOB_NAME=worker TASK_INDEX=1 PS_HOSTS=a:1 WORKER_HOSTS=b:1,c:1        (TensorLayer, TensorPort)
+    AUTODIST_WORKER=10.0.0.2                                              (AutoDist: the chief has none)
+    HOROVOD_RANK=1, OMPI_COMM_WORLD_RANK=1                                (Horovod, Open MPI)
+
+The first line that says something counts. Where none does, the node is alone, and its own chief. A cluster
+has one chief: its `chief` or `master`; without those its worker 0, as in
+tensorflow/python/distribute/multi_worker_util.py. An evaluator is never the chief here: it saves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from exporter.errors import RoleUnknown
+from exporter.json_fields import FieldError, Fields, parse_object
+
+_RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+_INDEX = re.compile(r"[0-9]{1,9}", re.ASCII)
+
+
+class NodeType(StrEnum):
+    """What a node does in training; the values are TensorFlow's job names."""
+
+    SINGLE = "single"
+    CHIEF = "chief"
+    MASTER = "master"
+    WORKER = "worker"
+    PARAMETER_SERVER = "ps"
+    EVALUATOR = "evaluator"
+
+
+_ALONE_IN_THEIR_JOB = {NodeType.CHIEF, NodeType.MASTER, NodeType.EVALUATOR}
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What this node is: its type, its number among those, and whether it saves for all.
+
+    `index` is None where the launcher does not number its nodes. `source` is the environment variable that
+    the role was read from, empty for a node that no launcher started.
+    """
+
+    type: NodeType
+    index: int | None
+    is_chief: bool
+    source: str = ""
+
+    def __str__(self) -> str:
+        name = "parameter server" if self.type is NodeType.PARAMETER_SERVER else self.type.value
+        return name if self.index is None or self.type in _ALONE_IN_THEIR_JOB else f"{name} {self.index}"
+
+
+SINGLE = Role(NodeType.SINGLE, None, is_chief=True)
+"""A node that is no part of a cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A node's place in its cluster; `jobs` has the indices in use for each job that the launcher lists."""
+
+    type: NodeType
+    index: int
+    jobs: Mapping[str, frozenset[int]]
+    source: str
+
+    def role(self) -> Role:
+        has_chief = bool({NodeType.CHIEF, NodeType.MASTER} & self.jobs.keys())
+        is_first_worker = self.type is NodeType.WORKER and self.index == 0
+        is_chief = self.type in (NodeType.CHIEF, NodeType.MASTER) or (is_first_worker and not has_chief)
+        return Role(self.type, self.index, is_chief, self.source)
+
+    def last_worker_evaluates(self) -> Role:
+        workers = self.jobs.get(NodeType.WORKER, frozenset())
+        training = self.jobs.keys() & {NodeType.CHIEF, NodeType.MASTER}
+        if len(workers) + len(training) < 2 or not workers:
+            raise RoleUnknown(
+                f"the last worker cannot evaluate: {self.source} lists {len(workers)} workers",
+                hint="give the cluster another worker, or a chief",
+            )
+        role = self.role()
+        is_last = self.type is NodeType.WORKER and self.index == max(workers)
+        return replace(role, type=NodeType.EVALUATOR, index=0, is_chief=False) if is_last else role
+
+
+def node_role(environ: Mapping[str, str] = os.environ, *, last_worker_evaluates: bool = False) -> Role:
+    """The role of this node.
+
+    Args:
+        environ: the environment variables to read it from.
+        last_worker_evaluates: the cluster's last worker is no worker but the evaluator.
+
+    Raises:
+        RoleUnknown: what the environment says is malformed or contradicts itself, or there is no worker
+            to spare as the evaluator.
+    """
+    task = _task(environ)
+    if task is not None:
+        return task.last_worker_evaluates() if last_worker_evaluates else task.role()
+    if environ.get("AUTODIST_WORKER", "").strip():
+        return Role(NodeType.WORKER, None, is_chief=False, source="AUTODIST_WORKER")
+    for name in _RANKS:
+        if environ.get(name, "").strip():
+            rank = _index(environ[name], name)
+            return Role(NodeType.WORKER, rank, is_chief=rank == 0, source=name)
+    return SINGLE
+
+
+def is_chief(environ: Mapping[str, str] = os.environ) -> bool:
+    """True if this node is the one that saves and exports: the chief of its cluster, or a node alone.
+
+    Raises:
+        RoleUnknown: as `node_role`.
+    """
+    return node_role(environ).is_chief
+
+
+def _task(environ: Mapping[str, str]) -> _Task | None:
+    if text := environ.get("TF_CONFIG", "").strip():
+        try:
+            task = _in_tf_config(parse_object(text, "TF_CONFIG"))
+        except FieldError as error:
+            raise RoleUnknown("TF_CONFIG does not tell what this node is", cause=str(error)) from error
+        if task is not None:
+            return task
+    # JOB_NAME alone says nothing: build servers set it, too.
+    beside = ("TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS")
+    if environ.get("JOB_NAME", "").strip() and any(environ.get(name, "").strip() for name in beside):
+        return _in_hosts(environ)
+    return None
+
+
+def _in_tf_config(config: Fields) -> _Task | None:
+    cluster = config.object("cluster") if config.document.get("cluster") else None
+    jobs = {name: _indices(cluster, name) for name in cluster.document} if cluster else {}
+    jobs = {name: indices for name, indices in jobs.items() if indices}
+    task = config.object("task") if config.document.get("task") or jobs else None
+    if task is None or ("type" not in task.document and not jobs):
+        return None
+    type_ = _type(task.text("type"), "TF_CONFIG")
+    given = task.document.get("index")
+    index = 0 if given is None and type_ in _ALONE_IN_THEIR_JOB else _index(given, "TF_CONFIG.task.index")
+    return _checked(_Task(type_, index, jobs, "TF_CONFIG"))
+
+
+def _indices(cluster: Fields, job: str) -> frozenset[int]:
+    """The tasks of a job, which lists their addresses, or maps some of their indices to addresses."""
+    match cluster.document[job]:
+        case list() as addresses:
+            return frozenset(range(len(addresses)))
+        case dict() as sparse:
+            return frozenset(_index(index, f"TF_CONFIG.cluster.{job}") for index in sparse)
+        case None:
+            return frozenset()
+    raise cluster.fail(job, "a list of addresses")
+
+
+def _in_hosts(environ: Mapping[str, str]) -> _Task:
+    def hosts(name: str) -> frozenset[int]:
+        return frozenset(range(len([host for host in environ.get(name, "").split(",") if host.strip()])))
+
+    listed = {
+        NodeType.PARAMETER_SERVER: hosts("PS_HOSTS"),
+        NodeType.WORKER: hosts("WORKER_HOSTS"),
+        NodeType.MASTER: hosts("MASTER_HOST"),
+    }
+    jobs = {job.value: indices for job, indices in listed.items() if indices}
+    type_ = _type(environ["JOB_NAME"].strip(), "JOB_NAME")
+    given = environ.get("TASK_INDEX", "").strip() or None
+    index = 0 if given is None and type_ in _ALONE_IN_THEIR_JOB else _index(given, "TASK_INDEX")
+    return _checked(_Task(type_, index, jobs, "JOB_NAME"))
+
+
+def _checked(task: _Task) -> _Task:
+    """The task, if the cluster has it. Evaluators need not be listed, and a launcher may list nothing."""
+    is_listed = not task.jobs or task.index in task.jobs.get(task.type, ())
+    if is_listed or (task.type is NodeType.EVALUATOR and NodeType.EVALUATOR not in task.jobs):
+        return task
+    lists = ", ".join(f"{len(indices)} {job}" for job, indices in sorted(task.jobs.items()))
+    raise RoleUnknown(f"this node is {task.type} {task.index}, and {task.source}'s cluster has {lists}")
+
+
+def _type(text: str, where: str) -> NodeType:
+    known = {kind.value: kind for kind in NodeType if kind is not NodeType.SINGLE}
+    if text not in known:
+        raise RoleUnknown(f"{where} calls this node {text!r}, expected {', '.join(known)}")
+    return known[text]
+
+
+def _index(value: Any, where: str) -> int:
+    """A task's index, which some launchers write as text."""
+    if type(value) is int and value >= 0:  # bool is an int to isinstance
+        return value
+    if isinstance(value, str) and _INDEX.fullmatch(value.strip()):
+        return int(value)
+    raise RoleUnknown(f"{where} is {value!r}, expected an index from 0")
