@@ -196,6 +196,14 @@ def test_a_delta_says_what_it_leaves_out(trainer: Trainer, tmp_path: Path) -> No
     assert (exact.rows, exact.left_out, read_log(model).deltas[-1].only_from) == (8, None, False)
 
 
+def test_rows_that_were_touched_and_did_not_move_are_no_change(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.step += 1
+    trainer.touched["net/users"] = {3, 4}
+    trainer.increment()
+    done = export(trainer, tmp_path / "model", 1.0)
+    assert (done.rows, done.left_out) == (0, None)
+
+
 def test_a_smaller_bound_sends_what_a_larger_one_left_out(trainer: Trainer, tmp_path: Path) -> None:
     model = tmp_path / "model"
     drift(trainer, 0.01)

@@ -6,6 +6,7 @@ small one. Tables of other types than floating point, and variables that are ser
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +82,7 @@ def sift(
 def row_distances(a: Array, b: Array) -> Array:
     """float64 [n]: the Euclidean distances of the rows of two arrays [n, ...] of one shape."""
     with np.errstate(invalid="ignore", over="ignore"):
-        moved = (a.astype(np.float64) - b.astype(np.float64)).reshape(len(a), -1)
+        moved = (a.astype(np.float64) - b.astype(np.float64)).reshape(len(a), math.prod(a.shape[1:]))
         return np.asarray(np.sqrt(np.einsum("ij,ij->i", moved, moved)))
 
 
