@@ -40,7 +40,12 @@ def run(request: ExportRequest, sink: Output, how: How, *, dry_run: bool) -> Non
 
 
 def _publish(request: ExportRequest, sink: Output, how: How) -> Incremental:
-    done = incremental.export_incremental(request, sink.progress, full_on_mismatch=how.full_on_mismatch)
+    done = incremental.export_incremental(
+        request,
+        sink.progress,
+        full_on_mismatch=how.full_on_mismatch,
+        is_watching=how.interval_seconds is not None,
+    )
     if how.rebase:
         from exporter.pipeline.rebase import rebase
 

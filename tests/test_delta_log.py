@@ -222,6 +222,7 @@ class WayCase:
     history: History
     increments: tuple[StoredIncrement, ...]
     is_known: bool = True
+    awaits: bool = False
 
 
 @pytest.mark.parametrize(
@@ -261,6 +262,38 @@ class WayCase:
             is_known=False,
         ),
         WayCase(
+            "up to a full one whose increment is awaited",
+            Trained(checkpoint(10)),
+            checkpoint(25),
+            History((A,), (F25,)),
+            (A,),
+            awaits=True,
+        ),
+        WayCase(
+            "the awaited increment came",
+            Trained(checkpoint(10), A.increment.id),
+            checkpoint(25),
+            History((A, B), (F25,)),
+            (B,),
+            awaits=True,
+        ),
+        WayCase(
+            "awaited in vain by what is on no way to it",
+            Trained(checkpoint(5)),
+            checkpoint(25),
+            History((A,), (F25,)),
+            (),
+            is_known=False,
+            awaits=True,
+        ),
+        WayCase(
+            "from a full one that was saved before the first increment",
+            Trained(checkpoint(12)),
+            checkpoint(12),
+            History((A,), (Milestone(checkpoint(12), "f" * 16, None, is_equal=False),)),
+            (A,),
+        ),
+        WayCase(
             "a fork",
             Trained(checkpoint(10), A.increment.id),
             checkpoint(10),
@@ -276,7 +309,18 @@ class WayCase:
     ids=lambda case: case.name,
 )
 def test_the_way_to_what_the_trainer_has(case: WayCase) -> None:
-    way = find_way(case.published, case.full, case.history)
+    way = find_way(case.published, case.full, case.history, awaits_increment=case.awaits)
     assert (way.increments, way.is_known) == (case.increments, case.is_known)
     assert bool(way.why) is not case.is_known
-    assert way.target.checkpoint == case.full
+    if case.is_known and way.increments:
+        assert way.target.increment == way.increments[-1].increment.id
+
+
+def test_what_lies_before_a_full_checkpoint_is_no_state_of_it() -> None:
+    """Until its increment comes there is nothing to do; then the way goes on from where it ended."""
+    history = History((A,), (F25,))
+    published = find_way(Trained(checkpoint(10)), checkpoint(25), history, awaits_increment=True).target
+    assert published == Trained(checkpoint(10), A.increment.id)
+    assert find_way(published, checkpoint(25), history, awaits_increment=True).is_nothing
+    assert not find_way(published, checkpoint(25), history).is_nothing
+    assert find_way(published, checkpoint(25), History((A, B), (F25,))).increments == (B,)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exporter.delta.history import identify
+from exporter.delta.history import identify, read_history
 from exporter.errors import ExportError
 from exporter.pipeline import chain
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
@@ -36,6 +36,7 @@ HAPPENINGS = [
     "save",
     "increment",
     "export",
+    "watch",
     "merge",
     "tidy",
     "rollback",
@@ -53,6 +54,7 @@ class World:
         self.serving, self.model = serving, directory / "model"
         self.trainer = Trainer(directory / "train", parts=parts, seed=seed)
         self.visible: dict[str, np.ndarray] = {}
+        self.told: dict[str, np.ndarray] = {}
         self.saved = [self.trainer.save()]
         self.see()
         publish_base(self.trainer, serving, self.model)
@@ -75,8 +77,11 @@ class World:
                 trainer.increment()
                 if trainer.parent != before:
                     self.see()
+                    self.told = self.visible
             case "export":
                 self.export()
+            case "watch":
+                self.watch()
             case "merge":
                 chain.merge(self.model)
             case "tidy":
@@ -108,6 +113,27 @@ class World:
         log = read_log(self.model)
         assert_same_bits(values_at(log), self.visible)
         self.history.setdefault(log.at.position, self.visible)
+
+    def watch(self) -> None:
+        """What is published is the newest state, or that of the last increment, whose successor is awaited."""
+        before = read_log(self.model)
+        known = values_at(before)
+        done = export_incremental(request(self.trainer, self.model), is_watching=True)
+        assert isinstance(done, ExportedDelta)
+        log = read_log(self.model)
+        found = values_at(log)
+        if done.published is None:
+            assert_same_bits(found, known)
+        awaits = self.is_ahead() and done.compared_bytes == 0
+        assert_same_bits(found, self.told if awaits else self.visible)
+        self.history[log.at.position] = found
+
+    def is_ahead(self) -> bool:
+        """True if the newest full checkpoint is newer than the last increment, and not equal to it."""
+        history = read_history(self.trainer.directory)
+        full = identify(self.trainer.directory / f"model.ckpt-{self.saved[-1].step}", self.saved[-1].step)
+        milestone = history.milestone(full)
+        return bool(milestone and milestone.after and not history.after(full) and not milestone.is_equal)
 
     def take_back(self, to: int) -> None:
         log = read_log(self.model)
@@ -148,5 +174,18 @@ def test_every_position_holds_what_a_full_export_of_its_moment_holds(
             world.do(each, rng)
         world.trainer.train()
         world.do("save", rng)
+        world.export()
+        world.check()
+
+
+@settings(max_examples=40)
+@given(st.lists(st.sampled_from(["train", "save", "increment", "watch"]), min_size=8, max_size=40), servings)
+def test_who_watches_has_the_state_of_an_increment_and_compares_nothing_while_the_next_is_awaited(
+    what: list[str], serving: Serving
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        world = World(Path(directory), serving, parts=2, seed=1)
+        for each in ["train", "increment", "train", "save", "watch", *what]:
+            world.do(each, np.random.default_rng(1))
         world.export()
         world.check()

@@ -46,14 +46,28 @@ class Way:
         return self.is_known and not self.increments
 
 
-def find_way(published: Trained, full: CheckpointId, history: History, within: float = 0.0) -> Way:
+def find_way(
+    published: Trained,
+    full: CheckpointId,
+    history: History,
+    within: float = 0.0,
+    *,
+    awaits_increment: bool = False,
+) -> Way:
     """The way from the state that was published last to the newest full checkpoint and its increments.
 
-    Of the state that was published last, rows may stay behind by less than `within`.
+    Of the state that was published last, rows may stay behind by less than `within`. What changed between an
+    increment and the full checkpoint after it, only the next increment tells. If one is awaited, the way ends
+    before the checkpoint: nothing has to be compared.
     """
     after = history.after(full)
     milestone = history.milestone(full)
     before = milestone.after if milestone else None
+    if awaits_increment and before is not None and not after and published.left_out is None:
+        chain = _chain_to(before, published, history)
+        if chain is not None:
+            step = chain[-1].increment.to_step if chain else _step_of(before, history, full)
+            return Way(Trained(published.checkpoint, before), step, chain)
     tip = after[-1].increment.id if after else before if milestone and milestone.is_equal else None
     target = Trained(full, tip)
     step = after[-1].increment.to_step if after else full.step
@@ -84,9 +98,12 @@ def _starts(published: Trained, history: History) -> set[str | CheckpointId]:
     """What the parent of the first increment may be: the published state, by all its names."""
     if published.increment is not None:
         return {published.increment}
-    milestone = history.milestone(published.checkpoint)
-    after = milestone.after if milestone else None
-    return {published.checkpoint} if after is None else {published.checkpoint, after}
+    return history.parents(published.checkpoint)
+
+
+def _step_of(increment: str, history: History, full: CheckpointId) -> int:
+    found = history.find(increment)
+    return found.increment.to_step if found else full.step
 
 
 def _why(published: Trained, full: CheckpointId, history: History) -> str:
@@ -98,4 +115,7 @@ def _why(published: Trained, full: CheckpointId, history: History) -> str:
         return f"no increments lead on from {published.checkpoint.name}, which was published last"
     if history.find(published.increment) is None:
         return "the increment that was published last is gone"
+    milestone = history.milestone(full)
+    if milestone and milestone.after and not history.after(full):
+        return f"no increment tells yet what changed until {full.name}"
     return f"the trainer went back: {full.name} does not continue what was published last"

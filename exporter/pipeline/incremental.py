@@ -102,8 +102,10 @@ class ExportedDelta:
 Incremental: TypeAlias = "Exported | ExportedDelta"
 
 
-def plan_incremental(request: ExportRequest) -> IncrementalPlan:
+def plan_incremental(request: ExportRequest, *, is_watching: bool = False) -> IncrementalPlan:
     """Find the newest position under the target and the way there from the trainer's files.
+
+    Who is watching waits for the increment after a full checkpoint, instead of comparing.
 
     Raises:
         NotUpdatable: nothing is published that takes deltas.
@@ -116,7 +118,9 @@ def plan_incremental(request: ExportRequest) -> IncrementalPlan:
     bound = request.min_change
     remembered = _remembered(log, bound)
     published = replace(log.trained, left_out=None) if remembered else log.trained
-    trainer = read_trainer(request.ckpt_dir, entry.recipe, log.schema, published, bound)
+    trainer = read_trainer(
+        request.ckpt_dir, entry.recipe, log.schema, published, bound, is_watching=is_watching
+    )
     last = log.at.position
     step = None if trainer.catalog.step is None else trainer.way.step
     return IncrementalPlan(request, log, trainer, next_position(step, last), remembered)
@@ -156,6 +160,7 @@ def export_incremental(
     progress: ProgressFactory = no_progress,
     *,
     full_on_mismatch: bool = False,
+    is_watching: bool = False,
 ) -> Incremental:
     """Publish the next delta; a base if nothing is published yet, or if the log does not go on and may break.
 
@@ -166,7 +171,7 @@ def export_incremental(
         return export_base(request, progress)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            done = execute_incremental(plan_incremental(request), progress)
+            done = execute_incremental(plan_incremental(request, is_watching=is_watching), progress)
             if done.published is not None:
                 tidy(request.out)
             return done

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint.tensor_bundle import index_path
 from exporter.delta.deeprec import find_deeprec_way, read_increment
 from exporter.delta.entry import Trained
 from exporter.delta.format import Schema
-from exporter.delta.history import identify, read_history
+from exporter.delta.history import History, identify, read_history
 from exporter.delta.recipe import Recipe
 from exporter.delta.state import Changes, State
 from exporter.delta.stored import stored_variables, translate
@@ -64,10 +67,17 @@ class TrainerState:
 
 
 def read_trainer(
-    ckpt_dir: Path, recipe: Recipe, schema: Schema, published: Trained, within: float = 0.0
+    ckpt_dir: Path,
+    recipe: Recipe,
+    schema: Schema,
+    published: Trained,
+    within: float = 0.0,
+    *,
+    is_watching: bool = False,
 ) -> TrainerState:
     """What is in a checkpoint directory (or at a prefix), seen from the state that was published last, of
-    which rows may stay behind by less than `within`.
+    which rows may stay behind by less than `within`. Who is watching waits for the increment that comes
+    after a new full checkpoint.
 
     Raises:
         CheckpointError: it cannot be read, see errors.py.
@@ -80,5 +90,22 @@ def read_trainer(
     if deeprec is not None:
         way = find_deeprec_way(published, full, deeprec, within)
     else:
-        way = find_way(published, full, history, within)
+        awaits = is_watching and _is_increment_due(catalog.prefix, history)
+        way = find_way(published, full, history, within, awaits_increment=awaits)
     return TrainerState(catalog, recipe.mapping(catalog), schema, way)
+
+
+def _is_increment_due(prefix: Path, history: History) -> bool:
+    """True while the trainer, as often as it has written increments lately, may still write the next one."""
+    try:
+        times = sorted(stored.path.stat().st_mtime for stored in history.increments)[-_LATELY:]
+        age = time.time() - index_path(prefix).stat().st_mtime
+    except FileNotFoundError:
+        return False
+    longest = max((later - earlier for earlier, later in pairwise(times)), default=0.0)
+    return age < 2 * longest + _GRACE_SECONDS
+
+
+_LATELY = 5
+_GRACE_SECONDS = 20.0
+"""For the trainer to write the increment, and for clocks of file servers that differ from ours."""
