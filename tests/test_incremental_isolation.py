@@ -218,3 +218,21 @@ def test_tables_are_read_by_rows_alone(model: Model) -> None:
     forwarded = {node.name for node in graph_def.node if node.op == "Identity" and set(node.input) & tables}
     readers = {node.op for node in graph_def.node if set(node.input) & forwarded}
     assert readers <= {"ResourceGather", "StatefulPartitionedCall"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_clean"),
+    [(6, 6, True), (7, 7, False), (6, 8, False), (6, 7, False), (7, 8, False)],
+)
+def test_a_response_is_clean_if_one_even_sequence_stood_before_and_after_it(
+    server: Loaded, mode: IsolationMode, before: int, after: int, is_clean: bool
+) -> None:
+    """(6, 7): an update began while the response was computed, and may have written already."""
+    if mode is not IsolationMode.SNAPSHOT:
+        pytest.skip("row isolation compares nothing")
+    nodes = server.session.graph.as_graph_def().node
+    (clean,) = [node.name for node in nodes if node.name.endswith("serving_default/clean")]
+    (read_before,) = [node.name for node in nodes if node.name.endswith("incremental/before")]
+    (read_after,) = [node.name for node in nodes if node.name.endswith("serving_default/after")]
+    found = server.session.run(f"{clean}:0", {f"{read_before}:0": before, f"{read_after}:0": after})
+    assert bool(found) is is_clean

@@ -115,7 +115,7 @@ class World:
         self.history.setdefault(log.at.position, self.visible)
 
     def watch(self) -> None:
-        """What is published is the newest state, or that of the last increment, whose successor is awaited."""
+        """The newest state is published, or that of the last increment if the next one is awaited."""
         before = read_log(self.model)
         known = values_at(before)
         done = export_incremental(request(self.trainer, self.model), is_watching=True)
