@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
+from exporter.delta.files import read_delta, read_header, write_delta
 from exporter.delta.format import (
     FORMAT_VERSION,
     POSITION_LIMIT,
@@ -21,9 +22,6 @@ from exporter.delta.format import (
     Rows,
     Schema,
     ServedVariable,
-    read_delta,
-    read_header,
-    write_delta,
 )
 from exporter.dtypes import DType
 from exporter.errors import CheckpointError, CorruptFile, UnsupportedFormat

@@ -275,7 +275,7 @@ def test_a_chain_stops_before_its_damaged_end(server: Loaded, model: Model) -> N
 def test_row_numbers_outside_or_out_of_order(
     server: Loaded, model: Model, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("exporter.delta.format._check_ids", lambda *_: None)
+    monkeypatch.setattr("exporter.delta.files._check_ids", lambda *_: None)
     rows = Rows(np.array(ids, np.int64), np.ones((2, 4), np.float32))
     model.publish(100, 110, random_changes(model.schema, seed=1) | {"items": rows})
     assert server.update()["status"].endswith("has wrong rows for items")
@@ -283,7 +283,7 @@ def test_row_numbers_outside_or_out_of_order(
 
 
 def test_fewer_values_than_ids(server: Loaded, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exporter.delta.format._check_ids", lambda *_: None)
+    monkeypatch.setattr("exporter.delta.files._check_ids", lambda *_: None)
     rows = Rows(np.array([1, 2, 3], np.int64), np.ones((2, 4), np.float32))
     model.publish(100, 110, {"items": rows})
     assert server.update()["status"].endswith("has wrong rows for items")

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exporter.delta.entry import LeftOut
-from exporter.delta.format import Kind, read_delta
+from exporter.delta.files import read_delta
+from exporter.delta.format import Kind
 from exporter.json_fields import FieldError, parse_object
 from exporter.pipeline import chain
 from exporter.pipeline.incremental import ExportedDelta, export_incremental

@@ -19,7 +19,8 @@ from exporter.bundle.incremental import (
     make_updatable,
     schema_of,
 )
-from exporter.delta.format import Change, DeltaHeader, Rows, Schema, log_name, write_delta
+from exporter.delta.files import write_delta
+from exporter.delta.format import Change, DeltaHeader, Rows, Schema, log_name
 from exporter.graph.inference_graph import InferenceGraph
 from tests.trained import export, inference_graph, train
 

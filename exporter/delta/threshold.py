@@ -17,15 +17,8 @@ import numpy as np
 from exporter.checkpoint.tensor_bundle import check_values
 from exporter.delta.diff import RowSpill, differing_rows
 from exporter.delta.entry import LeftOut
-from exporter.delta.format import (
-    Change,
-    DeltaHeader,
-    Rows,
-    Schema,
-    ServedVariable,
-    read_delta,
-    write_delta,
-)
+from exporter.delta.files import read_delta, write_delta
+from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.state import Changes, State
 from exporter.dtypes import DType
 from exporter.errors import CheckpointError

@@ -8,7 +8,8 @@ from importlib.metadata import version
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.entry import DeltaEntry, Made, Trained
-from exporter.delta.format import FILE_PREFIX, Change, DeltaHeader, Rows, write_delta
+from exporter.delta.files import write_delta
+from exporter.delta.format import FILE_PREFIX, Change, DeltaHeader, Rows
 from exporter.delta.log import Span
 from exporter.filesystem import writing
 from exporter.publish.commit import PublishedDelta, Staging, publish_delta

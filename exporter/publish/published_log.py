@@ -16,7 +16,8 @@ from pathlib import Path
 
 from exporter.checkpoint.tensor_bundle import check_values, read_catalog
 from exporter.delta.entry import BaseEntry, DeltaEntry, Trained
-from exporter.delta.format import FILE_PREFIX, Delta, Schema, log_name, read_delta
+from exporter.delta.files import read_delta
+from exporter.delta.format import FILE_PREFIX, Delta, Schema, log_name
 from exporter.delta.log import Position, check_fits, nearest_base, plan_chain
 from exporter.delta.state import State
 from exporter.delta.stored import StoredVariable, served_in

@@ -14,7 +14,8 @@ import numpy as np
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_catalog
-from exporter.delta.format import FILE_PREFIX, Change, DeltaHeader, Kind, Rows, ServedVariable, write_delta
+from exporter.delta.files import write_delta
+from exporter.delta.format import FILE_PREFIX, Change, DeltaHeader, Kind, Rows, ServedVariable
 from exporter.delta.history import identify
 from exporter.delta.increment import Changed, Increment
 from exporter.dtypes import DType
