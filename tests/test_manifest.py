@@ -35,7 +35,7 @@ MANIFEST = Manifest(
     kind=Kind.BASE,
     position=4200,
     step=4100,
-    source=Origin("run7", "model.ckpt-4100"),
+    source=Origin("run7", "model.ckpt-4100", "0f" * 32),
     exporter="0.1.0",
     created=datetime(2025, 1, 31, 9, 30, tzinfo=UTC),
     tensors=(
@@ -65,7 +65,7 @@ MANIFESTS = st.builds(
     position=COUNTS,
     step=st.none() | COUNTS,
     lineage=st.none() | st.text(),
-    source=st.builds(Origin, st.text(), st.text()),
+    source=st.builds(Origin, st.text(), st.text(), st.none() | st.just("0f" * 32)),
     exporter=st.text(),
     created=TIMES,
     tensors=st.lists(TENSORS, unique_by=lambda tensor: tensor.name, max_size=5).map(tuple),
@@ -87,7 +87,7 @@ def test_round_trip_of_a_delta(start: int, data: st.DataObject) -> None:
 
 @given(MANIFESTS)
 def test_the_stamp_needs_no_tensors(manifest: Manifest) -> None:
-    assert stamp_from_json(to_json(manifest)) == Stamp(manifest.position, manifest.created)
+    assert stamp_from_json(to_json(manifest)) == Stamp(manifest.position, manifest.created, manifest.source)
 
 
 def test_the_text_is_the_documented_one() -> None:
@@ -98,7 +98,7 @@ def test_the_text_is_the_documented_one() -> None:
         ' "step": 4100,\n'
         ' "lineage": null,\n'
         f' "schema_digest": "{MANIFEST.schema_digest}",\n'
-        ' "source": {"directory":"run7","checkpoint":"model.ckpt-4100"},\n'
+        f' "source": {{"directory":"run7","checkpoint":"model.ckpt-4100","digest":"{"0f" * 32}"}},\n'
         ' "created": "2025-01-31T09:30:00.000000Z",\n'
         ' "exporter": "0.1.0",\n'
         ' "tensors": [\n'
@@ -202,6 +202,10 @@ HOSTILE = {
     "no step": (drop("step"), "step is missing"),
     "lineage as a number": (put("lineage", value=1), "lineage"),
     "source as a string": (put("source", value="run7"), "source"),
+    "source with another digest": (
+        put("source", value={"directory": "a", "checkpoint": "b", "digest": "0F"}),
+        "source.digest",
+    ),
     "source without directory": (drop("source", "directory"), "source.directory is missing"),
     "local time": (put("created", value="2025-01-31T09:30:00"), "created"),
     "other zone": (put("created", value="2025-01-31T09:30:00+01:00"), "created"),

@@ -13,7 +13,6 @@ import os
 import re
 import stat
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from exporter.checkpoint.families import (
     v1_files,
     v1_pattern,
 )
+from exporter.checkpoint.identity import look
 from exporter.checkpoint.tensor_bundle import step_in_name
 from exporter.errors import (
     CheckpointChanged,
@@ -41,6 +41,8 @@ from exporter.errors import (
 )
 
 STATE_FILE = "checkpoint"
+WORKER_PREFIX = "workertemp_"
+"""Begins the name of a directory into which a worker saves what only the chief keeps, in that directory."""
 
 _SUFFIX = re.compile(r"\.(index|meta|data-[0-9]{5,}-of-[0-9]{5,})$")
 _STATE_PATH = re.compile(
@@ -187,24 +189,15 @@ def _read_settled(prefix: Path) -> Catalog:
     except (CheckpointNotFound, UnsupportedFormat, UnsafeArchive):
         raise
     except CheckpointError:
-        before = _look(prefix)
+        before = look(prefix)
         time.sleep(_SETTLE_SECONDS)
-        is_settled = _look(prefix) == before
+        is_settled = look(prefix) == before
     try:
         return read_family(prefix)
     except CheckpointError as error:
         if is_settled:
             raise
         raise CheckpointChanged(f"{prefix} is being written or removed", cause=error.message) from error
-
-
-def _look(prefix: Path) -> list[tuple[str, int, int, int]]:
-    """Names, sizes, times and inodes of a checkpoint's files."""
-    with suppress(OSError):
-        files = [path for path in prefix.parent.iterdir() if f"{path.name}.".startswith(f"{prefix.name}.")]
-        found = [(path.name, path.stat()) for path in sorted(files)]
-        return [(name, now.st_size, now.st_mtime_ns, now.st_ino) for name, now in found]
-    return []
 
 
 def _exists(path: Path) -> bool:
@@ -242,7 +235,8 @@ def _nothing_in(directory: Path, names: list[str], named: Path | None) -> Checkp
     shards = sum(".data-" in name for name in names)
     kinds = [f"{count} {kind} files" for count, kind in ((metas, ".meta"), (shards, ".data-*")) if count]
     found = f"found: {' and '.join(kinds)} but no .index" if kinds else "" if names else "it is empty"
-    below = [name for name in names if "_temp_" not in name and any((directory / name).glob("*.index"))]
+    kept = [name for name in names if "_temp_" not in name and not name.startswith(WORKER_PREFIX)]
+    below = [name for name in kept if any((directory / name).glob("*.index"))]
     hint = f"there are checkpoints in {directory / below[0]}" if below else ""
     cause = "; ".join(filter(None, (state, found)))
     return CheckpointNotFound(f"there is no complete checkpoint in {directory}", cause=cause, hint=hint)

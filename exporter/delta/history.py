@@ -16,14 +16,13 @@ trainer really restored, and its generation is higher than every one before.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from exporter.checkpoint.tensor_bundle import index_path
+from exporter.checkpoint.identity import index_digest
 from exporter.delta.increment import (
     FORMAT_VERSION,
     HEX,
@@ -33,7 +32,7 @@ from exporter.delta.increment import (
     document,
     from_json,
 )
-from exporter.errors import CheckpointError, CheckpointNotFound, CorruptFile
+from exporter.errors import CheckpointError, CorruptFile
 from exporter.json_fields import FieldError
 
 DIRECTORY = "increments"
@@ -145,11 +144,7 @@ def identify(prefix: Path, step: int) -> CheckpointId:
     Raises:
         CheckpointNotFound: its index cannot be read.
     """
-    try:
-        digest = hashlib.sha256(index_path(prefix).read_bytes()).hexdigest()
-    except OSError as error:
-        raise CheckpointNotFound(f"cannot read {index_path(prefix)}", cause=str(error)) from None
-    return CheckpointId(prefix.name, step, digest)
+    return CheckpointId(prefix.name, step, index_digest(prefix))
 
 
 def read_history(ckpt_dir: Path) -> History:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeAlias
 
 from exporter.bundle.metagraph_pair import keep_pair_alone, write_pair
 from exporter.bundle.saved_model import write_saved_model
@@ -15,6 +17,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.convert import write_bundle
 from exporter.checkpoint.families import describes_model
+from exporter.checkpoint.identity import Identity
 from exporter.delta.history import identify
 from exporter.delta.recipe import Recipe
 from exporter.errors import CheckpointChanged, LinkRefused, UsageError
@@ -44,6 +47,7 @@ class Plan:
 
     request: ExportRequest
     catalog: Catalog
+    checkpoint: Identity
     source: SourceGraph
     graph: InferenceGraph
     mapping: Mapping
@@ -78,7 +82,11 @@ class Comparison:
     unmatched: Unmatched
 
 
-def plan(request: ExportRequest) -> Plan:
+GraphSource: TypeAlias = Callable[[GraphRequest], SourceGraph]
+"""Where a plan gets the graph from: `load_source`, or one that remembers."""
+
+
+def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
     """Read the checkpoint and the graph and decide where every variable comes from.
 
     Raises:
@@ -89,11 +97,12 @@ def plan(request: ExportRequest) -> Plan:
         raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
     if request.updates and request.format is not ExportFormat.SAVED_MODEL:
         raise UsageError(f"--format {request.format.value}: only a SavedModel takes deltas")
-    found = _read(request)
+    found = _read(request, load)
     mapping = build_mapping(found.graph, found.catalog, found.rules)
     return Plan(
         request,
         found.catalog,
+        found.checkpoint,
         found.source,
         found.graph,
         mapping,
@@ -109,25 +118,27 @@ class _Read:
     """Both sides of a mapping, and the rules for it."""
 
     catalog: Catalog
+    checkpoint: Identity
     source: SourceGraph
     graph: InferenceGraph
     rules: MappingRules
 
 
-def _read(request: ExportRequest) -> _Read:
+def _read(request: ExportRequest, load: GraphSource = load_source) -> _Read:
     rules = parse_rules(request)
     catalog = open_checkpoint(request.ckpt_dir)
+    checkpoint = Identity.of(catalog)
     if request.updates and not catalog.is_bundle:
         raise UsageError(f"{catalog.prefix} is no tensor bundle: what changes in it cannot be followed")
     meta = catalog.prefix.with_name(f"{catalog.prefix.name}.meta")
-    source = load_source(_graph_request(request, catalog))
+    source = load(_graph_request(request, catalog))
     graph = clean(source)
     rules = _with_trained(rules, meta, catalog, source)
     if request.rename_file:
         table = read_renames(request.rename_file)
         table.check(graph, catalog)
         rules = replace(rules, renames=(*rules.renames, *table.rules))
-    return _Read(catalog, source, graph, rules)
+    return _Read(catalog, checkpoint, source, graph, rules)
 
 
 def compare_names(request: ExportRequest) -> Comparison:
@@ -150,6 +161,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
     started, request = time.monotonic(), planned.request
     with Staging(request.out) as staging:
         planned, variables = _write_variables(planned, staging, progress)
+        planned.checkpoint.require_same_files()
         base = _updatable(planned, staging) if request.updates else None
         graph, mapping = (base.graph, base.mapping) if base else (planned.graph, planned.mapping)
         write_saved_model(graph, mapping, staging.path)
@@ -163,7 +175,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
             keep_pair_alone(staging.path)
         draft = ManifestDraft(
             tensors=tensor_entries(variables.catalog),
-            source=Origin.of(planned.catalog.prefix),
+            source=Origin.of(planned.catalog.prefix, planned.checkpoint.digest),
             exporter=version("export-model"),
             step=planned.catalog.step,
             lineage=base.lineage if base else None,
@@ -174,19 +186,41 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
     return Exported(planned, published, variables, differences, time.monotonic() - started)
 
 
-def export(request: ExportRequest, progress: ProgressFactory = no_progress) -> Exported:
+def export(
+    request: ExportRequest, progress: ProgressFactory = no_progress, load: GraphSource | None = None
+) -> Exported:
     """Plan and execute; when a trainer prunes the checkpoint meanwhile, take the next newest.
 
     Raises:
         ExportError: any of errors.py.
     """
+    load = load or run_builders_once()
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return execute(plan(request), progress)
+            return execute(plan(request, load), progress)
         except CheckpointChanged:
             if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [request.ckpt_dir]:
                 raise
     raise AssertionError("the loop returns or raises")
+
+
+def run_builders_once() -> GraphSource:
+    """A source of graphs that runs a builder once, however often it is asked.
+
+    A second run would be slow, and wrong: Keras names layers by counting all that a process has made.
+    """
+    built: list[tuple[GraphRequest, SourceGraph]] = []
+
+    def load(request: GraphRequest) -> SourceGraph:
+        if isinstance(request.model, str) and Path(request.model).exists():
+            return load_source(request)
+        for known, source in built:
+            if known == request:
+                return source
+        built.append((request, load_source(request)))
+        return built[-1][1]
+
+    return load
 
 
 def _write_variables(

@@ -1,7 +1,8 @@
 """`manifest.json`: what a published version holds and where it stands; written last, read with suspicion.
 
     {"format_version": 1, "kind": "base", "position": 4200, "step": 4200, "lineage": null,
-     "schema_digest": "<sha256>", "source": {"directory": "run7", "checkpoint": "model.ckpt-4200"},
+     "schema_digest": "<sha256>",
+     "source": {"directory": "run7", "checkpoint": "model.ckpt-4200", "digest": "<sha256>"},
      "created": "2025-01-31T09:30:00.000000Z", "exporter": "0.1.0",
      "tensors": [{"name": "w", "dtype": "float32", "shape": [3, 2], "bytes": 24, "crc32c": ["9a4f01c2"]}],
      "files": [{"path": "saved_model.pb", "bytes": 812, "crc32c": "00c0ffee"}]}
@@ -71,15 +72,34 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The checkpoint that was exported, without the rest of its path: that is the trainer's own business."""
+    """The checkpoint that was exported, without the rest of its path: that is the trainer's own business.
+
+    `digest` tells it from others of the same name (`exporter.checkpoint.identity`); a delta has none.
+    """
 
     directory: str
     checkpoint: str
+    digest: str | None = None
 
     @classmethod
-    def of(cls, prefix: Path) -> Origin:
+    def of(cls, prefix: Path, digest: str | None = None) -> Origin:
         """The origin named by a checkpoint prefix."""
-        return cls(prefix.absolute().parent.name, prefix.name)
+        return cls(prefix.absolute().parent.name, prefix.name, digest)
+
+    @classmethod
+    def from_fields(cls, source: Fields) -> Origin:
+        """The origin in a manifest.
+
+        Raises:
+            FieldError: a field is missing or malformed.
+        """
+        digest = source.text("digest", _SHA256) if "digest" in source.document else None
+        return cls(source.text("directory"), source.text("checkpoint"), digest)
+
+    def to_json(self) -> dict[str, str]:
+        """Its fields in a manifest."""
+        told = {"directory": self.directory, "checkpoint": self.checkpoint}
+        return told if self.digest is None else {**told, "digest": self.digest}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +136,11 @@ class Manifest(ManifestDraft):
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Where in the order of publications a directory stands, and when it was published."""
+    """Where in the order of publications a directory stands, when it was published, and from what."""
 
     position: int
     created: datetime
+    source: Origin
 
 
 def tensor_entries(catalog: Catalog) -> tuple[TensorEntry, ...]:
@@ -143,7 +164,7 @@ def to_json(manifest: Manifest) -> str:
         "step": manifest.step,
         "lineage": manifest.lineage,
         "schema_digest": manifest.schema_digest,
-        "source": {"directory": manifest.source.directory, "checkpoint": manifest.source.checkpoint},
+        "source": manifest.source.to_json(),
         "created": manifest.created.astimezone(UTC).isoformat(timespec="microseconds")[:-6] + "Z",
         "exporter": manifest.exporter,
         **({} if manifest.incremental is None else {"incremental": manifest.incremental.to_json()}),
@@ -173,7 +194,8 @@ def stamp_from_json(text: str | bytes) -> Stamp:
     """
     with _damage_named():
         fields = _known_version(parse_object(text, "manifest"))
-        return Stamp(fields.integer("position"), _created(fields))
+        source = Origin.from_fields(fields.object("source"))
+        return Stamp(fields.integer("position"), _created(fields), source)
 
 
 @contextmanager
@@ -195,14 +217,13 @@ def _known_version(fields: Fields) -> Fields:
 
 def _manifest(fields: Fields) -> Manifest:
     kind = Kind(fields.text("kind", _KIND))
-    source = fields.object("source")
     manifest = Manifest(
         kind=kind,
         from_position=fields.integer("from_position") if kind is Kind.DELTA else None,
         position=fields.integer("position"),
         step=fields.or_null(fields.integer, "step"),
         lineage=fields.or_null(fields.text, "lineage"),
-        source=Origin(source.text("directory"), source.text("checkpoint")),
+        source=Origin.from_fields(fields.object("source")),
         created=_created(fields),
         exporter=fields.text("exporter"),
         tensors=tuple(map(_tensor_entry, fields.objects("tensors"))),
@@ -270,6 +291,7 @@ def is_inside(path: str) -> bool:
 
 _dump = json.JSONEncoder(separators=(",", ":")).encode
 _KIND = re.compile("base|delta")
+_SHA256 = re.compile("[0-9a-f]{64}")
 _CRC = re.compile("[0-9a-f]{8}")
 _RFC3339_UTC = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{6})?Z")
 

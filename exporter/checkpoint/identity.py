@@ -1,0 +1,85 @@
+"""Which checkpoint this is: told by what it holds and by its files, never by its name, step or directory.
+
+A trainer that was set back writes `model.ckpt-500` again, with other values; others keep one name for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from exporter.catalog import Catalog
+from exporter.checkpoint.bundle_writer import index_path
+from exporter.errors import CheckpointChanged, CheckpointNotFound
+
+Looks: TypeAlias = tuple[tuple[str, int, int, int], ...]
+"""Names, sizes in bytes, modification times in nanoseconds and inodes of files, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A checkpoint, and what its files looked like when it was identified.
+
+    `digest` is a lower-case SHA-256: of a tensor bundle's index, which has every tensor's checksum; of other
+    families, that have none, of their files' names, sizes and modification times.
+    """
+
+    prefix: Path
+    digest: str
+    files: Looks
+
+    @classmethod
+    def of(cls, catalog: Catalog) -> Identity:
+        """The identity of the checkpoint that a catalog was just read from.
+
+        Raises:
+            CheckpointChanged: it is gone.
+        """
+        files = look(catalog.prefix)
+        if index_path(catalog.prefix).name in {name for name, *_ in files}:
+            try:
+                return cls(catalog.prefix, index_digest(catalog.prefix), files)
+            except CheckpointNotFound as error:
+                raise CheckpointChanged(error.message, cause=error.cause) from error
+        seen = [entry[:3] for path in catalog.shards for entry in look(path)]
+        if not seen:
+            raise CheckpointChanged(f"{catalog.prefix} vanished after it was read")
+        return cls(catalog.prefix, hashlib.sha256(repr(seen).encode()).hexdigest(), files)
+
+    def require_same_files(self) -> None:
+        """Refuse files that were replaced; that some are gone (pruned), or new, does no harm.
+
+        Raises:
+            CheckpointChanged: another checkpoint of the same name is there now, or is being written.
+        """
+        now = {entry[0]: entry for entry in look(self.prefix)}
+        replaced = [entry[0] for entry in self.files if now.get(entry[0], entry) != entry]
+        if replaced:
+            raise CheckpointChanged(
+                f"{self.prefix.with_name(replaced[0])} was replaced while it was exported",
+                cause="a trainer wrote another checkpoint of the same name",
+            )
+
+
+def index_digest(prefix: Path) -> str:
+    """The digest of a tensor bundle's index.
+
+    Raises:
+        CheckpointNotFound: its index cannot be read.
+    """
+    try:
+        return hashlib.sha256(index_path(prefix).read_bytes()).hexdigest()
+    except OSError as error:
+        raise CheckpointNotFound(f"cannot read {index_path(prefix)}", cause=str(error)) from None
+
+
+def look(prefix: Path) -> Looks:
+    """What the files of a checkpoint, or one file, look like; nothing if it is gone, or vanishing."""
+    with suppress(OSError):
+        files = [path for path in prefix.parent.iterdir() if f"{path.name}.".startswith(f"{prefix.name}.")]
+        found = [(path.name, path.stat()) for path in sorted(files)]
+        return tuple((name, now.st_size, now.st_mtime_ns, now.st_ino) for name, now in found)
+    return ()

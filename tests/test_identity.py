@@ -1,0 +1,66 @@
+"""Checkpoints are told apart by content, and a checkpoint that is replaced under our hands is noticed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exporter import open_checkpoint
+from exporter.checkpoint.identity import Identity
+from exporter.checkpoint.tensor_bundle import BundleWriter, shard_path
+from exporter.errors import CheckpointChanged
+
+
+def save(prefix: Path, value: float) -> Identity:
+    with BundleWriter(prefix) as writer:
+        writer.add("w", np.full(3, value, np.float32))
+    return Identity.of(open_checkpoint(prefix))
+
+
+def test_a_bundle_is_its_content_whatever_it_is_called(tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    first, other = save(tmp_path / "model.ckpt-1", 1), save(tmp_path / "model.ckpt-2", 2)
+    assert save(tmp_path / "copy/renamed-7", 1).digest == first.digest != other.digest
+    assert save(tmp_path / "model.ckpt-1", 3).digest != first.digest, "the same name again"
+
+
+def test_an_archive_is_its_name_size_and_time(tmp_path: Path) -> None:
+    path = tmp_path / "weights.npz"
+    np.savez(path, w=np.ones(3, np.float32))
+    first = Identity.of(open_checkpoint(path))
+    assert Identity.of(open_checkpoint(path)) == first
+    os.utime(path, ns=(0, 10**18))
+    assert Identity.of(open_checkpoint(path)).digest != first.digest
+
+
+@pytest.mark.parametrize("suffix", [".index", ".data-00000-of-00001"])
+def test_a_replaced_file_is_refused(tmp_path: Path, suffix: str) -> None:
+    identity = save(tmp_path / "model.ckpt", 1)
+    path = tmp_path / f"model.ckpt{suffix}"
+    identity.require_same_files()
+    other = tmp_path / "other"
+    other.write_bytes(path.read_bytes())
+    other.rename(path)
+    with pytest.raises(CheckpointChanged, match="replaced"):
+        identity.require_same_files()
+
+
+def test_a_pruned_checkpoint_and_a_late_meta_do_no_harm(tmp_path: Path) -> None:
+    identity = save(tmp_path / "model.ckpt", 1)
+    (tmp_path / "model.ckpt.meta").write_bytes(b"late")
+    identity.require_same_files()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    identity.require_same_files()
+
+
+def test_a_checkpoint_that_is_gone_has_none(tmp_path: Path) -> None:
+    save(tmp_path / "model.ckpt", 1)
+    catalog = open_checkpoint(tmp_path)
+    for path in (tmp_path / "model.ckpt.index", shard_path(tmp_path / "model.ckpt", 0, 1)):
+        path.unlink()
+    with pytest.raises(CheckpointChanged, match="vanished"):
+        Identity.of(catalog)
