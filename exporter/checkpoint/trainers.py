@@ -1,10 +1,12 @@
-"""Who wrote an object-based checkpoint, and at which training step: told from its objects, for the report."""
+"""Who wrote a checkpoint, and at which training step: told by its objects or its place, for the report."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.object_graph import ROOT, ObjectGraph, TrackedVariable, read_object_graph
@@ -17,19 +19,49 @@ _STEPS = ("global_step", "step", "train_step")
 _ITERATIONS = ("_iterations", "iterations", "iter")
 _MANAGER_STATE = b"last_preserved_timestamp"  # in the state file of a CheckpointManager alone
 _MAX_STATE_BYTES = 1 << 16
+AUTODIST_SCOPE = "AutoDist-Replica-"
+"""Begins the names in a graph that AutoDist has copied for each replica (source: autodist/const.py)."""
 
 
 def recognise(catalog: Catalog) -> Catalog:
-    """The catalog with the trainer's family in words and its step, if it is object-based.
+    """The catalog with the trainer's family in words, and its step if it is object-based.
 
     Raises:
         CorruptFile: the graph of objects is damaged.
     """
     objects = read_object_graph(catalog)
     if objects is None:
-        return catalog
+        return replace(catalog, family=_family_by_name(catalog))
     parts = [*_family(catalog, objects)]
     return replace(catalog, family=", ".join(parts), step=_step(catalog, objects))
+
+
+def _family_by_name(catalog: Catalog) -> str:
+    directory = catalog.prefix.parent
+    if (directory.parent / "saved_model.pb").is_file():
+        return "SavedModel's variables, name-based"
+    if _holds(catalog.prefix.with_name(f"{catalog.prefix.name}.meta"), AUTODIST_SCOPE.encode()):
+        return "AutoDist, name-based"
+    if (directory / "graph.pbtxt").is_file() and _is_model_dir(directory):
+        return "Estimator, name-based"
+    return catalog.family
+
+
+def _is_model_dir(directory: Path) -> bool:
+    """True if evaluations or exports lie beside the checkpoints, as `train_and_evaluate` leaves them."""
+    marks = ("eval*/events.out.tfevents.*", "export/*/*/saved_model.pb")
+    return any(any(directory.glob(mark)) for mark in marks)
+
+
+def _holds(path: Path, text: bytes) -> bool:
+    """True if a file holds `text`; False if it cannot be read, or is empty."""
+    with (
+        suppress(OSError, ValueError),
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view,
+    ):
+        return view.find(text) >= 0
+    return False
 
 
 def _family(catalog: Catalog, objects: ObjectGraph) -> Iterator[str]:

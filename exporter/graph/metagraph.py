@@ -17,6 +17,7 @@ from exporter.graph.signatures import (
     check_signatures,
     collection_spec,
     drop_internal,
+    parse_examples,
     requested_specs,
     set_signatures,
 )
@@ -86,6 +87,8 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
     drop_internal(meta_graph)
     specs = requested_specs(request) or _own_specs(meta_graph)
     if specs:
+        specs = parse_examples(meta_graph, index, specs)
+        index = GraphIndex.of(meta_graph)
         set_signatures(meta_graph, index, specs)
     elif meta_graph.signature_def:
         check_signatures(meta_graph, index)

@@ -7,21 +7,24 @@ which tensors it takes and gives, and, if it is not `predict`, TensorFlow Servin
      "classify": {"inputs": {"inputs": "examples:0"}, "outputs": {"scores": "cnn/Softmax"},
                   "method": "classify"}}
 
-A tensor's name without `:index` means output 0.
+A tensor's name without `:index` means output 0. In place of `inputs` a signature may have `examples`, the
+features of serialized tf.Examples that feed the graph (see `exporter.graph.examples`), or the name of another
+signature that has them. Its only input is then `inputs` if the method is classify or regress, or `examples`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from exporter import protos
 from exporter.dtypes import DType
 from exporter.errors import GraphError, UsageError
-from exporter.graph.nodes import Endpoint, GraphIndex, base_dtype, shape_proto
+from exporter.graph.examples import Feature, add_parser, read_features
+from exporter.graph.nodes import Endpoint, GraphIndex, base_dtype, endpoint, shape_proto
 from exporter.graph.source_graph import GraphRequest
 from exporter.protos import Proto
 
@@ -30,17 +33,22 @@ METHODS = {name: f"tensorflow/serving/{name}" for name in ("predict", "classify"
 INTERNAL = ("__saved_model_init_op", "__saved_model_train_op")
 """Entries of a SavedModel's signature_def that are no signatures."""
 
+_EXAMPLES_INPUT = {"classify": "inputs", "regress": "inputs"}
 _OUTPUTS_OF = {"classify": {"classes", "scores"}, "regress": {"outputs"}}
 
 
 @dataclass(frozen=True)
 class SignatureSpec:
-    """A signature by tensor names, before the graph is asked for types and shapes."""
+    """A signature by tensor names, before the graph is asked for types and shapes.
+
+    With `examples`, features of serialized tf.Examples, there are no `inputs` yet: see `parse_examples`.
+    """
 
     name: str
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     method: str = "predict"
+    examples: tuple[Feature, ...] = ()
 
 
 def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
@@ -73,12 +81,12 @@ def read_signatures_file(path: Path) -> list[SignatureSpec]:
         raise UsageError(f"--signatures {path} cannot be read", cause=str(error)) from error
     if not isinstance(document, dict) or not document:
         raise UsageError(f"--signatures {path}: expected one object that maps names to signatures")
-    return [_spec(str(path), name, entry) for name, entry in document.items()]
+    return [_spec(str(path), name, entry, document) for name, entry in document.items()]
 
 
-def _spec(where: str, name: str, entry: Any) -> SignatureSpec:
+def _spec(where: str, name: str, entry: Any, document: Mapping[str, Any]) -> SignatureSpec:
     wanted = 'expected {"inputs": {NAME: TENSOR}, "outputs": {NAME: TENSOR}, "method": "predict"}'
-    if not isinstance(entry, dict) or set(entry) - {"inputs", "outputs", "method"}:
+    if not isinstance(entry, dict) or set(entry) - {"inputs", "examples", "outputs", "method"}:
         raise UsageError(f"{where}: signature {name!r} is not a signature", cause=wanted)
     inputs, outputs = entry.get("inputs", {}), entry.get("outputs", {})
     if not _is_names(inputs) or not _is_names(outputs) or not outputs:
@@ -88,7 +96,54 @@ def _spec(where: str, name: str, entry: Any) -> SignatureSpec:
         raise UsageError(
             f"{where}: signature {name!r} has method {method!r}", cause=f"known are {', '.join(METHODS)}"
         )
-    return SignatureSpec(name, inputs, outputs, method)
+    if "examples" not in entry:
+        return SignatureSpec(name, inputs, outputs, method)
+    if inputs:
+        raise UsageError(f"{where}: signature {name!r} has both inputs and examples")
+    features = read_features(f"{where}: signature {name!r}", _shared_examples(entry["examples"], document))
+    return SignatureSpec(name, {}, outputs, method, features)
+
+
+def _shared_examples(examples: Any, document: Mapping[str, Any]) -> Any:
+    """The features, also if they are given by the name of the signature that has them."""
+    other = document.get(examples) if isinstance(examples, str) else None
+    return other.get("examples") if isinstance(other, dict) else examples
+
+
+def parse_examples(meta_graph: Proto, index: GraphIndex, specs: list[SignatureSpec]) -> list[SignatureSpec]:
+    """The specs with tensors alone: where they speak of Examples, a parsing node is put into `meta_graph`.
+
+    There is one for all: tensors that it feeds are read from it in every signature.
+
+    Raises:
+        UnknownTensor: a feature names a tensor that the graph does not have.
+        UsageError: two signatures parse different features, or a feature does not fit its tensor.
+    """
+    asking = [spec for spec in specs if spec.examples]
+    if not asking:
+        return specs
+    first = asking[0]
+    if other := next((spec for spec in asking if spec.examples != first.examples), None):
+        raise UsageError(
+            f"signatures {first.name!r} and {other.name!r} parse different features",
+            cause="one graph has one parser",
+            hint=f'name the features once, then say "examples": "{first.name}"',
+        )
+    parser = add_parser(meta_graph, index, first.examples)
+
+    def moved(names: Mapping[str, str]) -> dict[str, str]:
+        return {alias: str(parser.parsed.get(endpoint(text), text)) for alias, text in names.items()}
+
+    return [
+        replace(
+            spec,
+            inputs={_EXAMPLES_INPUT.get(spec.method, "examples"): str(parser.examples)}
+            if spec.examples
+            else moved(spec.inputs),
+            outputs=moved(spec.outputs),
+        )
+        for spec in specs
+    ]
 
 
 def _is_names(value: Any) -> bool:
@@ -182,7 +237,7 @@ def check_method(name: str, signature: Proto) -> None:
         raise UsageError(
             f"signature {name!r} has method {method}, but its input is no string",
             cause="TensorFlow Serving feeds it serialised tf.Examples",
-            hint="parse them in the graph with tf.io.parse_example, or use the method predict",
+            hint='say how to parse them: "examples" in --signatures FILE; a builder has tf.io.parse_example',
         )
 
 

@@ -204,16 +204,37 @@ def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
 
 
 def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
-    if name in source.assets:
-        path = source.assets[name]
-    else:
-        value = const_value(node)
-        text = value.ravel()[0] if value is not None and value.size == 1 else b""
-        path = Path(bytes(text).decode("utf-8", "surrogateescape") if isinstance(text, bytes) else "")
+    path = _named_file(source, name, node)
     for candidate in (path, source.directory / path):
         if candidate.is_file():
             return candidate
     raise MissingAsset(f"the graph reads the file {str(path)!r} (in {name!r}), which is not there")
+
+
+def _named_file(source: SourceGraph, name: str, node: Proto) -> Path:
+    if name in source.assets:
+        return source.assets[name]
+    value = const_value(node)
+    text = value.ravel()[0] if value is not None and value.size == 1 else b""
+    return Path(bytes(text).decode("utf-8", "surrogateescape") if isinstance(text, bytes) else "")
+
+
+def files_to_feed(source: SourceGraph) -> dict[str, Path]:
+    """What the init op is to be fed where a source graph is run: by node, files that are not where it says.
+
+    These are a SavedModel's assets, and text files whose relative path means the graph's own directory.
+    """
+    nodes = GraphIndex.of(source.meta_graph).nodes
+    found = dict(source.assets)
+    for node in nodes.values():
+        inputs = data_inputs(node)
+        if not _FROM_FILE.fullmatch(node.op) or len(inputs) < 2:
+            continue
+        name = through_identities(nodes, inputs[1].node)
+        path = _named_file(source, name, nodes[name])
+        if name not in found and not path.is_file() and (source.directory / path).is_file():
+            found[name] = source.directory / path
+    return found
 
 
 def _free_file_name(path: Path, taken: dict[str, Path]) -> str:

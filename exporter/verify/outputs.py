@@ -21,6 +21,7 @@ from exporter.errors import VerificationError
 from exporter.graph.runnable import runnable_graph
 from exporter.graph.signatures import tensor_names
 from exporter.graph.source_graph import SourceGraph
+from exporter.graph.tables import files_to_feed
 from exporter.mapping.build import Mapping as TensorMapping
 from exporter.mapping.build import Source
 from exporter.protos import Proto
@@ -124,7 +125,7 @@ def _run_source(source: SourceGraph, mapping: TensorMapping, requests: list[Requ
         tf.import_graph_def(graph_def, name="")
         _restore(session, mapping)
         if source.init_op:
-            files = {f"{node}:0": str(path) for node, path in source.assets.items()}
+            files = {f"{node}:0": str(path) for node, path in files_to_feed(source).items()}
             session.run(graph.get_operation_by_name(source.init_op), files)
         fixed = {f"{node}:0": value for node, value in source.feeds.items()}
         return [_answer(session, source.meta_graph.signature_def, request, fixed) for request in requests]

@@ -1,0 +1,322 @@
+"""Serialized tf.Examples as the input of a signature whose graph took features that were parsed before it.
+
+A feature is a tensor's name, or an object with the tensor and how an Example holds it:
+
+    {"age": "IteratorGetNext:0",
+     "size": {"tensor": "IteratorGetNext:1", "dtype": "int64", "shape": [2], "default": 0},
+     "words": {"sparse": "DeserializeSparse"}}
+
+Dense features: `shape` is one Example's, and the tensor's own behind the batch unless given; a first length
+of -1 stands for any number of values, which are padded with `default`. A feature without `default` must be in
+every Example. Sparse ones, which an Example may lack, name the tensors `[indices, values, dense_shape]`, or
+the node whose outputs these are. `dtype` is the stored one (float32, int64, string); values are cast from it.
+Source of the parsing node: `ParseExampleV2` in tensorflow/core/ops/parsing_ops.cc.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from exporter import protos
+from exporter.dtypes import DType
+from exporter.errors import UsageError
+from exporter.graph.feeds import constant
+from exporter.graph.nodes import Endpoint, GraphIndex, endpoint, shape_proto
+from exporter.graph.resource_variables import free_name
+from exporter.protos import Proto
+
+_STORED = (DType.FLOAT, DType.INT64, DType.STRING)
+"""What a tf.Example holds (source: tensorflow/core/example/feature.proto)."""
+
+_FIELDS = {"tensor", "sparse", "dtype", "shape", "default"}
+_WANTED = 'expected "TENSOR", {"tensor": TENSOR, "shape": [...], "default": ...} or {"sparse": NODE}'
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of a tf.Example and the tensor that takes its values; three tensors if it is sparse.
+
+    `shape` is one Example's, None if the tensor tells; `default` is None if every Example must have one.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    dtype: DType | None = None
+    shape: tuple[int, ...] | None = None
+    default: Any = None
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if the graph takes it as indices, values and dense shape."""
+        return len(self.tensors) > 1
+
+
+def read_features(where: str, entry: Any) -> tuple[Feature, ...]:
+    """The features of a JSON object as the module's docstring describes it, in order of their names.
+
+    Raises:
+        UsageError: it is of another form.
+    """
+    if not isinstance(entry, dict) or not entry:
+        raise UsageError(f"{where}: 'examples' is no object of features", cause=_WANTED)
+    return tuple(_read_feature(where, name, entry[name]) for name in sorted(entry))
+
+
+def _read_feature(where: str, name: str, entry: Any) -> Feature:
+    entry = {"tensor": entry} if isinstance(entry, str) else entry
+    if not isinstance(entry, dict) or set(entry) - _FIELDS or ("tensor" in entry) == ("sparse" in entry):
+        raise UsageError(f"{where}: feature {name!r} is none", cause=_WANTED)
+    if "sparse" in entry:
+        tensors = _triple(entry["sparse"])
+        if set(entry) - {"sparse", "dtype"}:
+            raise UsageError(f"{where}: feature {name!r} is sparse: it has neither shape nor default")
+    else:
+        tensors = [entry["tensor"]]
+    shape = entry.get("shape")
+    if not tensors or not all(isinstance(tensor, str) for tensor in tensors) or not _is_shape(shape):
+        raise UsageError(f"{where}: feature {name!r} is none", cause=_WANTED)
+    return Feature(
+        name, tuple(tensors), _stored_dtype(where, name, entry), _tuple(shape), entry.get("default")
+    )
+
+
+def _triple(sparse: Any) -> list[Any]:
+    """Indices, values and dense shape; a node's name stands for its first three outputs."""
+    if isinstance(sparse, list):
+        return sparse if len(sparse) == 3 else []
+    return [f"{sparse}:{output}" for output in range(3)] if isinstance(sparse, str) else []
+
+
+def _is_shape(shape: Any) -> bool:
+    if shape is None:
+        return True
+    sizes = isinstance(shape, list) and all(type(size) is int for size in shape)
+    return sizes and all(size >= (0 if at else -1) for at, size in enumerate(shape))
+
+
+def _tuple(shape: list[int] | None) -> tuple[int, ...] | None:
+    return None if shape is None else tuple(shape)
+
+
+def _stored_dtype(where: str, name: str, entry: Mapping[str, Any]) -> DType | None:
+    labels = [dtype.label for dtype in _STORED]
+    if "dtype" not in entry:
+        return None
+    if entry["dtype"] not in labels:
+        raise UsageError(
+            f"{where}: feature {name!r} has dtype {entry['dtype']!r}",
+            cause=f"a tf.Example holds {', '.join(labels)}",
+        )
+    return DType.of(entry["dtype"])
+
+
+@dataclass(frozen=True)
+class Parser:
+    """What parses in the graph now: the placeholder of the Examples, and where each tensor is read from."""
+
+    examples: Endpoint
+    parsed: Mapping[Endpoint, Endpoint]
+
+
+def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]) -> Parser:
+    """Let the readers of the features' tensors read what is parsed from a placeholder, in place.
+
+    Raises:
+        UnknownTensor: a feature names a tensor that the graph does not have.
+        UsageError: one cannot hold what a tf.Example does, or two features are for one tensor.
+    """
+    resolved = [_Resolved.of(index, feature) for feature in features]
+    taken: dict[Endpoint, str] = {}
+    for item in resolved:
+        for tensor in item.tensors:
+            if taken.setdefault(tensor, item.feature.name) != item.feature.name:
+                raise UsageError(f"features {taken[tensor]!r} and {item.feature.name!r} are both {tensor}")
+    nodes = _Nodes(meta_graph.graph_def, index)
+    parser = nodes.add_parsing(
+        [item for item in resolved if item.feature.is_sparse],
+        [item for item in resolved if not item.feature.is_sparse],
+    )
+    for node in index.nodes.values():  # those from before: the parser's own are not among them
+        for at, text in enumerate(node.input):
+            if not text.startswith("^") and (moved := parser.parsed.get(endpoint(text))):
+                node.input[at] = moved.as_input
+    return parser
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    """A feature beside the tensors of the graph: `dtype` as stored, `values` as the graph takes them."""
+
+    feature: Feature
+    tensors: tuple[Endpoint, ...]
+    dtype: DType
+    values: DType
+    shape: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, index: GraphIndex, feature: Feature) -> _Resolved:
+        tensors = tuple(index.resolve(text, f"feature {feature.name!r}") for text in feature.tensors)
+        if feature.is_sparse:
+            _check_sparse(index, feature, tensors)
+        values = index.dtype(tensors[1 if feature.is_sparse else 0])
+        dtype = feature.dtype or _natural(values)
+        if dtype is None or (dtype is DType.STRING) != (values is DType.STRING):
+            stored = "nothing like it" if dtype is None else dtype.label
+            raise UsageError(
+                f"feature {feature.name!r}: {tensors[0]} takes {values.label}, a tf.Example holds {stored}"
+            )
+        shape = () if feature.is_sparse else _shape(index, feature, tensors[0])
+        return cls(feature, tensors, dtype, values, shape)
+
+    @property
+    def default(self) -> np.ndarray[Any, Any]:
+        """Values for an Example without the feature, empty if it must have one; else what pads it.
+
+        Raises:
+            UsageError: they are not of its type or shape.
+        """
+        given, varies = self.feature.default, self.shape[:1] == (-1,)
+        kind = object if self.dtype is DType.STRING else self.dtype.numpy
+        if given is None and varies:
+            given = "" if self.dtype is DType.STRING else 0
+        if given is None:
+            return np.zeros(0, kind)
+        try:
+            exact = np.asarray(given, object) if self.dtype is DType.STRING else np.asarray(given)
+            if self.dtype is DType.STRING:
+                exact = np.array([text.encode() for text in exact.ravel()], object).reshape(exact.shape)
+            elif exact.dtype.kind not in ("iu" if self.dtype is DType.INT64 else "iuf"):
+                raise ValueError(f"{given!r} is no {self.dtype.label}")
+            return np.broadcast_to(exact.astype(kind), () if varies else self.shape)
+        except (ValueError, AttributeError, OverflowError) as error:
+            raise UsageError(
+                f"feature {self.feature.name!r}: {given!r} is no default for it",
+                cause=f"it is {self.dtype.label} of shape {list(self.shape)}: {error}",
+            ) from error
+
+
+def _natural(dtype: DType) -> DType | None:
+    """How a tf.Example would hold values of a type."""
+    if dtype is DType.STRING:
+        return dtype
+    if dtype in (DType.RESOURCE, DType.VARIANT):
+        return None
+    return {"f": DType.FLOAT, "V": DType.FLOAT}.get(dtype.numpy.kind, DType.INT64)
+
+
+def _check_sparse(index: GraphIndex, feature: Feature, tensors: tuple[Endpoint, ...]) -> None:
+    found = [index.dtype(tensor) for tensor in tensors]
+    if found[0] is not DType.INT64 or found[2] is not DType.INT64:
+        raise UsageError(
+            f"feature {feature.name!r}: {', '.join(map(str, tensors))} are no sparse tensor",
+            cause=f"their types are {', '.join(dtype.label for dtype in found)}; indices and shape are int64",
+            hint='{"sparse": [INDICES, VALUES, DENSE_SHAPE]}',
+        )
+
+
+def _shape(index: GraphIndex, feature: Feature, tensor: Endpoint) -> tuple[int, ...]:
+    known = index.shape(tensor)
+    shape = feature.shape
+    if shape is None:
+        if known is None or not known or min(known[1:], default=0) < 0:
+            raise UsageError(
+                f"feature {feature.name!r}: the graph does not tell the shape of {tensor}",
+                hint='say one Example\'s: {"tensor": ..., "shape": [...]}',
+            )
+        return known[1:]
+    fits = known is None or (
+        len(known) == len(shape) + 1
+        and all(size in (-1, given) or given == -1 for size, given in zip(known[1:], shape, strict=True))
+    )
+    if not fits:
+        raise UsageError(
+            f"feature {feature.name!r} has shape {list(shape)}, but {tensor} takes {list(known or ())}",
+            cause="the first length is the batch's",
+        )
+    return shape
+
+
+class _Nodes:
+    """Adds nodes under one scope."""
+
+    def __init__(self, graph_def: Proto, index: GraphIndex) -> None:
+        self._graph_def = graph_def
+        self._names = dict(index.nodes)
+        self._scope = free_name(self._names, "parse_examples")
+
+    def add_parsing(self, sparse: list[_Resolved], dense: list[_Resolved]) -> Parser:
+        examples = self._add("Placeholder", free_name(self._names, "examples"), [])
+        examples.attr["dtype"].type = int(DType.STRING)
+        examples.attr["shape"].shape.CopyFrom(shape_proto((-1,)))
+        inputs = [examples.name, *(self._strings(*one) for one in _keys(sparse, dense))]
+        inputs += [self._constant("default", item.default, item.dtype) for item in dense]
+        node = self._add("ParseExampleV2", f"{self._scope}/ParseExampleV2", inputs)
+        _describe_outputs(node, sparse, dense)
+        count, parsed = len(sparse), dict[Endpoint, Endpoint]()
+        for at, item in enumerate(sparse):  # all indices come first, then all values, then all shapes
+            whole = (DType.INT64, DType.INT64)
+            parts = zip((whole, (item.dtype, item.values), whole), ((-1, 2), (-1,), (2,)), strict=True)
+            for role, (types, shape) in enumerate(parts):
+                source = Endpoint(node.name, role * count + at)
+                parsed[item.tensors[role]] = self._passed_on(item, source, *types, shape)
+        for at, item in enumerate(dense):
+            source = Endpoint(node.name, 3 * count + at)
+            shape = (-1, *item.shape)
+            parsed[item.tensors[0]] = self._passed_on(item, source, item.dtype, item.values, shape)
+        return Parser(Endpoint(examples.name, 0), parsed)
+
+    def _passed_on(
+        self, item: _Resolved, source: Endpoint, stored: DType, wanted: DType, shape: tuple[int, ...]
+    ) -> Endpoint:
+        """An Identity that is named after the feature, or a Cast; it tells type and shape to whoever asks."""
+        leaf = re.sub(r"[^A-Za-z0-9_./-]", "_", item.feature.name)
+        op = "Identity" if stored is wanted else "Cast"
+        node = self._add(op, free_name(self._names, f"{self._scope}/{leaf}"), [source.as_input])
+        types = {"T": wanted} if op == "Identity" else {"SrcT": stored, "DstT": wanted}
+        for name, dtype in types.items():
+            node.attr[name].type = int(dtype)
+        node.attr["_output_shapes"].list.shape.append(shape_proto(shape))
+        return Endpoint(node.name, 0)
+
+    def _strings(self, role: str, values: list[str]) -> str:
+        texts = np.array([value.encode() for value in values], object)
+        return self._constant(role, texts, DType.STRING)
+
+    def _constant(self, role: str, value: np.ndarray[Any, Any], dtype: DType) -> str:
+        name = free_name(self._names, f"{self._scope}/{role}")
+        return str(self._put(constant(name, value, dtype)).name)
+
+    def _add(self, op: str, name: str, inputs: list[str]) -> Proto:
+        return self._put(protos.NodeDef(name=name, op=op, input=inputs))
+
+    def _put(self, node: Proto) -> Proto:
+        self._graph_def.node.append(node)
+        self._names[node.name] = self._graph_def.node[-1]
+        return self._graph_def.node[-1]
+
+
+def _describe_outputs(node: Proto, sparse: list[_Resolved], dense: list[_Resolved]) -> None:
+    """The parsing node's attributes; empty lists are said, for they have no default."""
+    node.attr["num_sparse"].i = len(sparse)
+    for name, items in (("sparse_types", sparse), ("Tdense", dense)):
+        node.attr[name].list.SetInParent()
+        node.attr[name].list.type[:] = [int(item.dtype) for item in items]
+    node.attr["dense_shapes"].list.SetInParent()
+    node.attr["dense_shapes"].list.shape.extend(shape_proto(item.shape) for item in dense)
+    for name in ("ragged_value_types", "ragged_split_types"):
+        node.attr[name].list.SetInParent()
+
+
+def _keys(sparse: list[_Resolved], dense: list[_Resolved]) -> list[tuple[str, list[str]]]:
+    """The parsing node's inputs of names, in its order."""
+    return [
+        ("names", []),
+        ("sparse_keys", [item.feature.name for item in sparse]),
+        ("dense_keys", [item.feature.name for item in dense]),
+        ("ragged_keys", []),
+    ]
