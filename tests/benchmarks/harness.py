@@ -98,10 +98,17 @@ def _settled(contestant: Measured) -> Sample:
     return contestant()
 
 
+def _environment() -> dict[str, str]:
+    """Python keeps compiled modules, as an installed package has them, also where the caller forbids it."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def job(name: str, *arguments: object) -> Sample:
     """Run `module:function` of this package in a process of its own; see `tests.benchmarks.job`."""
     command = [sys.executable, "-m", "tests.benchmarks.job", name, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=JOB_SECONDS, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, timeout=JOB_SECONDS, check=True
+    )
     return Sample(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -109,7 +116,9 @@ def command(*arguments: object) -> Sample:
     """Run a whole command and see it end: wall-clock time, peak memory, bytes written."""
     with tempfile.TemporaryFile() as talk:
         started = time.perf_counter()
-        process = subprocess.Popen([*map(str, arguments)], cwd=ROOT, stdout=talk, stderr=talk)
+        process = subprocess.Popen(
+            [*map(str, arguments)], cwd=ROOT, env=_environment(), stdout=talk, stderr=talk
+        )
         _, status, usage = os.wait4(process.pid, 0)
         took = time.perf_counter() - started
         process.returncode = os.waitstatus_to_exitcode(status)
