@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from exporter.catalog import Catalog as Catalog
     from exporter.checkpoint import open_checkpoint as open_checkpoint
     from exporter.errors import ExportError as ExportError
+    from exporter.following import StopWhen as StopWhen
+    from exporter.following import Watching as Watching
     from exporter.inspection import inspect as inspect
     from exporter.options import DataMode as DataMode
     from exporter.options import ExportRequest as ExportRequest
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     from exporter.pipeline.incremental import ExportedDelta as ExportedDelta
     from exporter.pipeline.incremental import export_incremental as export_incremental
     from exporter.pipeline.rebase import rebase as rebase
+    from exporter.pipeline.watch import watch as watch
+    from exporter.roles import Role as Role
+    from exporter.roles import is_chief as is_chief
+    from exporter.roles import node_role as node_role
     from exporter.verify.log import verify_model as verify_model
 
 _HOMES = {
@@ -41,19 +47,25 @@ _HOMES = {
     "Exported": "exporter.pipeline.full",
     "ExportedDelta": "exporter.pipeline.incremental",
     "Plan": "exporter.pipeline.full",
+    "Role": "exporter.roles",
+    "StopWhen": "exporter.following",
     "Updates": "exporter.options",
     "Verify": "exporter.options",
+    "Watching": "exporter.following",
     "execute": "exporter.pipeline.full",
     "export": "exporter.pipeline.full",
     "export_incremental": "exporter.pipeline.incremental",
     "inspect": "exporter.inspection",
+    "is_chief": "exporter.roles",
     "merge": "exporter.pipeline.chain",
+    "node_role": "exporter.roles",
     "open_checkpoint": "exporter.checkpoint",
     "plan": "exporter.pipeline.full",
     "rebase": "exporter.pipeline.rebase",
     "resume": "exporter.pipeline.chain",
     "rollback": "exporter.pipeline.chain",
     "verify_model": "exporter.verify.log",
+    "watch": "exporter.pipeline.watch",
 }
 __all__ = sorted(_HOMES)
 

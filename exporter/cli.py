@@ -12,7 +12,10 @@ import typer
 from exporter import delta_cli
 from exporter.command import EXIT_CODES, DebugFlag, JsonFlag, QuietFlag, command, new_app, pairs, run
 from exporter.errors import UsageError
+from exporter.following import StopWhen, Watching, parse_duration
 from exporter.options import DataMode, ExportFormat, ExportRequest, Isolation, Updates, Verify
+from exporter.output import Output, escape
+from exporter.roles import Role, node_role
 
 app = new_app("export-model")
 
@@ -28,6 +31,7 @@ Examples:
   export-model --ckpt-dir train/model.ckpt-900 --input x=Placeholder:0 --output y=Softmax:0 --out models/cnn
   export-model --ckpt-dir train/ --model models/cnn/900 --average ema --verify outputs --out models/cnn
   export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --dry-run
+  export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --watch --stop-idle 2h
   export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --incr
   export-model inspect train/
 
@@ -164,11 +168,27 @@ def export(
         bool, typer.Option("--rebase", help="With --incr: merge base and deltas into a new base, too.")
     ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="With --incr: go on, publishing whatever the trainer leaves.")
+        bool, typer.Option("--watch", help="Go on: export each new checkpoint, or with --incr each change.")
     ] = False,
     interval: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.05, help="How often --watch looks.")
     ] = 1.0,
+    stop_after: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="End --watch after 90 (seconds), 15m, 2h or 1d.")
+    ] = None,
+    stop_count: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="End --watch after N publications.")
+    ] = None,
+    stop_step: Annotated[
+        int | None, typer.Option(metavar="STEP", min=0, help="End --watch once this step is published.")
+    ] = None,
+    stop_idle: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="End --watch when nothing new came for so long.")
+    ] = None,
+    any_role: Annotated[
+        bool,
+        typer.Option("--any-role", help="Export even if this node of the cluster is not the chief."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -215,23 +235,43 @@ def export(
             min_change=min_change,
             updates=updates if updatable or incr else None,
         )
-        if not incr and (min_change or rebase or watch or full_on_mismatch):
-            raise UsageError("--min-change, --rebase, --watch and --full-on-mismatch go with --incr")
+        if not incr and (min_change or rebase or full_on_mismatch):
+            raise UsageError("--min-change, --rebase and --full-on-mismatch go with --incr")
         if not math.isfinite(min_change):
             raise UsageError(f"--min-change {min_change} is no distance", hint="as in --min-change 0.001")
+        stop = _stop_when(stop_after, stop_count, stop_step, stop_idle)
+        if not watch and stop != StopWhen():
+            raise UsageError("--stop-after, --stop-count, --stop-step and --stop-idle go with --watch")
+        if not any_role and not (role := node_role()).is_chief:
+            _stand_by(role, sink)
+            return
+        sink.json_lines = watch
+        watching = Watching(interval, stop) if watch else None
         if incr and not updatable:
             from exporter import incremental_command
 
-            how = incremental_command.How(full_on_mismatch, rebase, interval if watch else None)
+            how = incremental_command.How(full_on_mismatch, rebase, watching)
             incremental_command.run(request, sink, how, dry_run=dry_run)
             return
-        from exporter import report
-        from exporter.pipeline import full as pipeline
+        from exporter import full_command
 
-        if dry_run:
-            report.plan(pipeline.plan(request), sink)
-        else:
-            report.exported(pipeline.export(request, sink.progress), sink)
+        full_command.run(request, sink, watching, dry_run=dry_run)
+
+
+def _stop_when(after: str | None, count: int | None, step: int | None, idle: str | None) -> StopWhen:
+    return StopWhen(
+        math.inf if after is None else parse_duration("--stop-after", after),
+        math.inf if count is None else count,
+        math.inf if step is None else step,
+        math.inf if idle is None else parse_duration("--stop-idle", idle),
+    )
+
+
+def _stand_by(role: Role, sink: Output) -> None:
+    """What a node says that leaves the export to its chief."""
+    document = {"path": None, "role": role.type, "index": role.index, "role_source": role.source}
+    why = f"this node is {role} ({role.source}), and the chief exports; --any-role exports here, too"
+    sink.result(document, [f"[bold]{'nothing to do':<14}[/]{escape(why)}"])
 
 
 def _refuse_root_options(context: typer.Context) -> None:

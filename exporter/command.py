@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from exporter.errors import Exit, ExportError, UsageError
+from exporter.following import is_waiting
 from exporter.output import Mode, Output
 from exporter.quiet_import import quiet_tensorflow
 
@@ -84,11 +85,19 @@ def command(json_: bool, quiet: bool, debug: bool) -> Iterator[Output]:
         _finish(sink, ExportError(f"unexpected {type(error).__name__}: {error}"), debug)
 
 
+def outlived(sink: Output, error: ExportError) -> None:
+    """Say what went wrong, or is waited for, and that the command goes on all the same."""
+    if is_waiting(error):
+        sink.note(f"waiting: {error.message}")
+    else:
+        sink.error(error)
+
+
 class _Interrupted(ExportError):
     """SIGINT or SIGTERM."""
 
     exit_code = Exit.INTERRUPTED
-    default_hint = "nothing was published; run the command again"
+    default_hint = "nothing is half-written; run the command again"
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from exporter.errors import CheckpointChanged, CheckpointNotFound
+from exporter.command import outlived
+from exporter.following import Look, Watching, follow
 from exporter.options import ExportRequest
 from exporter.output import Output, escape, human_bytes
 from exporter.pipeline import incremental
@@ -18,11 +19,11 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What an incremental export does besides; without `interval_seconds` it ends after one publication."""
+    """What an incremental export does besides; without `watching` it ends after one publication."""
 
     full_on_mismatch: bool = False
     rebase: bool = False
-    interval_seconds: float | None = None
+    watching: Watching | None = None
 
 
 def run(request: ExportRequest, sink: Output, how: How, *, dry_run: bool) -> None:
@@ -33,10 +34,11 @@ def run(request: ExportRequest, sink: Output, how: How, *, dry_run: bool) -> Non
     """
     if dry_run:
         _dry_run(request, sink)
-    elif how.interval_seconds is None:
+    elif how.watching is None:
         _report(_publish(request, sink, how), sink)
     else:
-        _watch(request, sink, how, how.interval_seconds)
+        for done in follow(lambda: _look(request, sink, how), how.watching, partial(outlived, sink)):
+            _report(done, sink)
 
 
 def _publish(request: ExportRequest, sink: Output, how: How) -> Incremental:
@@ -44,7 +46,7 @@ def _publish(request: ExportRequest, sink: Output, how: How) -> Incremental:
         request,
         sink.progress,
         full_on_mismatch=how.full_on_mismatch,
-        is_watching=how.interval_seconds is not None,
+        is_watching=how.watching is not None,
     )
     if how.rebase:
         from exporter.pipeline.rebase import rebase
@@ -53,19 +55,11 @@ def _publish(request: ExportRequest, sink: Output, how: How) -> Incremental:
     return done
 
 
-def _watch(request: ExportRequest, sink: Output, how: How, interval_seconds: float) -> None:
-    """Publish until interrupted; a trainer that has saved nothing yet, or is saving, is waited for."""
-    said = ""
-    while True:
-        try:
-            done = _publish(request, sink, how)
-            if not isinstance(done, ExportedDelta) or done.published is not None:
-                _report(done, sink)
-        except (CheckpointNotFound, CheckpointChanged) as waiting:
-            if waiting.message != said:
-                said = waiting.message
-                sink.note(said)
-        time.sleep(interval_seconds)
+def _look(request: ExportRequest, sink: Output, how: How) -> Look[Incremental]:
+    done = _publish(request, sink, how)
+    if isinstance(done, ExportedDelta):
+        return Look(None if done.published is None else done, done.at.step)
+    return Look(done, done.published.manifest.step)
 
 
 def _report(done: Incremental, sink: Output) -> None:

@@ -56,17 +56,22 @@ class Mode(Enum):
 
 @dataclass
 class Output:
-    """A command's output. Streams default to the process's own at the time of the call."""
+    """A command's output. Streams default to the process's own at the time of the call.
+
+    With `json_lines` each document takes one line, for a command that has many results.
+    """
 
     mode: Mode = Mode.HUMAN
     debug: bool = False
+    json_lines: bool = False
     stdout: IO[str] = field(default_factory=lambda: sys.stdout)
     stderr: IO[str] = field(default_factory=lambda: sys.stderr)
 
     def result(self, document: Mapping[str, Any], lines: Iterable[str] = ()) -> None:
         """The command's result: one JSON document, or lines for people. `lines` may hold rich markup."""
         if self.mode is Mode.JSON:
-            json.dump({"format_version": FORMAT_VERSION, **document}, self.stdout, indent=2, default=str)
+            indent = None if self.json_lines else 2
+            json.dump({"format_version": FORMAT_VERSION, **document}, self.stdout, indent=indent, default=str)
             self.stdout.write("\n")
         elif self.mode is Mode.HUMAN:
             console = self._console(self.stdout)

@@ -23,6 +23,11 @@ from exporter.errors import RoleUnknown
 from exporter.json_fields import FieldError, Fields, parse_object
 
 _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+_HOSTS = ("JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST")
+
+VARIABLES = ("TF_CONFIG", *_HOSTS, "AUTODIST_WORKER", *_RANKS)
+"""All that a role is read from; a process without them is alone."""
+
 _INDEX = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 # A room may import the rooms above its own line, and rooms of its own line only if it is the same room.
 STAGES = [
     {"errors", "dtypes", "protos", "options", "quiet_import"},
-    {"catalog", "tensor_proto", "rest_json", "output", "json_fields", "filesystem"},
+    {"catalog", "tensor_proto", "rest_json", "output", "json_fields", "filesystem", "following"},
     {"command", "roles"},
     {"checkpoint"},
     {"graph"},
@@ -28,7 +28,7 @@ STAGES = [
     {"inspection"},
     {"pipeline"},
     {"report"},
-    {"incremental_command", "delta_report"},
+    {"full_command", "incremental_command", "delta_report"},
     {"delta_cli"},
     {"cli"},
 ]

@@ -262,7 +262,7 @@ def test_other_rules_than_the_base_has_are_refused(setting: Setting) -> None:
 
 
 def test_options_of_incremental_exports_go_with_incr(setting: Setting) -> None:
-    for option in ("--watch", "--rebase", "--full-on-mismatch"):
+    for option in ("--rebase", "--full-on-mismatch"):
         ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, option)
         assert ran.code == 2
         assert "go with --incr" in ran.err

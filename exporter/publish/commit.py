@@ -323,13 +323,13 @@ def _set_mode(path: Path, mode: int) -> None:
 
 
 @contextmanager
-def model_lock(model: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_NAME) -> Iterator[None]:
     """Exclusive among exporters of one model, on any machine that shares the file system.
 
     Raises:
         TargetBusy: another exporter held it for `seconds`.
     """
-    path = model / LOCK_NAME
+    path = model / name
     lock = open_lock(path)
     try:
         if not lock_within(lock, seconds):

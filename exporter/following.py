@@ -1,0 +1,181 @@
+"""Doing something again and again while training goes on: when to look, what to outlive, when to stop.
+
+An error that another checkpoint or time may mend is reported once, and the watch goes on, ever more slowly
+while nothing changes. An error that only a person can mend (the graph, its mapping, options, permissions, a
+log that does not go on) ends the watch, as it would end every further try.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from exporter.errors import (
+    CheckpointChanged,
+    CheckpointNotFound,
+    ExportError,
+    GraphError,
+    LinkRefused,
+    ManifestError,
+    MappingError,
+    PositionError,
+    PositionMoved,
+    TargetNotWritable,
+    UnsafeArchive,
+    UnsupportedFormat,
+    UsageError,
+    VersionExists,
+)
+
+T = TypeVar("T")
+
+_FOR_A_PERSON = (
+    UsageError,
+    GraphError,
+    MappingError,
+    PositionError,
+    ManifestError,
+    TargetNotWritable,
+    LinkRefused,
+    VersionExists,
+    UnsafeArchive,
+    UnsupportedFormat,
+)
+_LONGEST_PAUSE_SECONDS = 30.0
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", re.ASCII)
+_UNIT_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a watch stands: what it has published, the step that is published, and the seconds it took.
+
+    `step` is None while nothing is known to be published; `idle_seconds` counts since the last publication,
+    or since the watch began.
+    """
+
+    count: int = 0
+    step: int | None = None
+    seconds: float = 0.0
+    idle_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StopWhen:
+    """When a watch ends; whatever comes first, never if nothing is said.
+
+    After a time; after a number of publications; once a step is published, which is where training was told
+    to end; once nothing was left to publish for a while, which is how a training that died looks.
+    """
+
+    after_seconds: float = math.inf
+    count: float = math.inf
+    step: float = math.inf
+    idle_seconds: float = math.inf
+
+    def is_met(self, standing: Standing) -> bool:
+        """True if the watch ends here."""
+        is_at_step = standing.step is not None and standing.step >= self.step
+        return standing.count >= self.count or is_at_step or self.seconds_left(standing) <= 0
+
+    def seconds_left(self, standing: Standing) -> float:
+        """Until the watch ends if nothing more is published; infinite without such a limit."""
+        return min(self.after_seconds - standing.seconds, self.idle_seconds - standing.idle_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """How to watch: look every `interval_seconds`, until `stop`."""
+
+    interval_seconds: float = 1.0
+    stop: StopWhen = StopWhen()
+
+    def pause_seconds(self, standing: Standing, failures: int) -> float:
+        """Until the next look; longer after each of several failures in a row, and never past the end."""
+        slower = min(self.interval_seconds * 2.0 ** min(failures, 30), _LONGEST_PAUSE_SECONDS)
+        return max(0.0, min(max(self.interval_seconds, slower), self.stop.seconds_left(standing)))
+
+
+EVERY_SECOND = Watching()
+"""Until something else ends it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look(Generic[T]):
+    """What one look led to: `done` is what was published, None if there was nothing new to publish.
+
+    `step` is the training step of what is published now.
+    """
+
+    done: T | None
+    step: int | None
+
+
+def is_waiting(error: ExportError) -> bool:
+    """True for what is no failure: nothing is saved yet, or the trainer is just writing or pruning."""
+    return isinstance(error, CheckpointNotFound | CheckpointChanged)
+
+
+def is_for_a_person(error: ExportError) -> bool:
+    """True for an error that neither time nor the next checkpoint mends."""
+    return isinstance(error, _FOR_A_PERSON) and not isinstance(error, PositionMoved)
+
+
+def follow(
+    look: Callable[[], Look[T]],
+    watching: Watching,
+    tell: Callable[[ExportError], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[T]:
+    """What each look publishes, until the watch ends; `tell` gets errors that it outlives, each once.
+
+    When the time is over, one last look is taken.
+
+    Raises:
+        ExportError: one that needs a person; or, when the watch ends, the last look's failure.
+    """
+    began = last = clock()
+    standing, said, failures = Standing(), "", 0
+    while True:
+        failure = None
+        try:
+            found = look()
+        except ExportError as error:
+            if is_for_a_person(error):
+                raise
+            if error.message != said:
+                said = error.message
+                tell(error)
+            failure = None if is_waiting(error) else error
+            failures = failures + 1 if failure else 0
+        else:
+            said, failures = "", 0
+            standing = Standing(standing.count + (found.done is not None), found.step)
+            if found.done is not None:
+                yield found.done
+                last = clock()
+        now = clock()
+        standing = Standing(standing.count, standing.step, now - began, now - last)
+        if watching.stop.is_met(standing):
+            if failure is not None:
+                raise failure
+            return
+        sleep(watching.pause_seconds(standing, failures))
+
+
+def parse_duration(option: str, text: str) -> float:
+    """Seconds from `90`, `90s`, `15m`, `2h` or `1d`.
+
+    Raises:
+        UsageError: anything else.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{option} {text!r} is no duration", hint="as in 90 (seconds), 15m, 2h, 1d")
+    return float(match[1]) * _UNIT_SECONDS[match[2]]

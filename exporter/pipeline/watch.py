@@ -1,0 +1,99 @@
+"""Full exports of one checkpoint after another while training goes on, each of them once.
+
+What was exported is known from what is published: a version's manifest has its checkpoint's digest. So a
+watch that was killed, and a second one beside it, go on where the first one was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from exporter.checkpoint import candidates, open_checkpoint
+from exporter.checkpoint.identity import Identity, Looks, look
+from exporter.errors import ExportError, ManifestError, UsageError
+from exporter.filesystem import make_directories, writing
+from exporter.following import EVERY_SECOND, Look, Watching, follow
+from exporter.options import ExportRequest
+from exporter.output import ProgressFactory, no_progress
+from exporter.pipeline.full import Exported, GraphSource, export, run_builders_once
+from exporter.publish.commit import model_lock
+from exporter.publish.published import children, read_stamp
+
+WATCH_LOCK = ".watch"
+"""Held under the model base path from the question whether a checkpoint is published until it is."""
+
+
+def watch(
+    request: ExportRequest,
+    watching: Watching = EVERY_SECOND,
+    tell: Callable[[ExportError], None] = lambda error: None,
+    progress: ProgressFactory = no_progress,
+) -> Iterator[Exported]:
+    """Export the newest complete checkpoint whenever there is another one; yields what was exported.
+
+    There may be no checkpoint and no directory yet. Of several that came since the last look only the newest
+    is exported. A builder is run once. `tell` gets errors that the watch outlives (`exporter.following`).
+
+    Raises:
+        UsageError: the request names one version's number.
+        ExportError: an error that only a person can mend; or, when the watch ends, that of its last look.
+    """
+    if request.version not in (None, "time"):
+        raise UsageError(
+            f"--version {request.version} names one version, and a watch publishes many",
+            hint="leave --version out, or use --version time",
+        )
+    newest = _Newest(request, progress, run_builders_once())
+    yield from follow(newest.export, watching, tell)
+
+
+@dataclass
+class _Newest:
+    """The newest checkpoint of a directory; what the last look saw is not read again."""
+
+    request: ExportRequest
+    progress: ProgressFactory
+    graphs: GraphSource
+    _seen: Looks = ()
+    _exported: set[str] = field(default_factory=set)
+    _step: int | None = None
+
+    def export(self) -> Look[Exported]:
+        """Export it, if it is not published.
+
+        Raises:
+            ExportError: any of errors.py; the next look tries again.
+        """
+        first = look(candidates(self.request.ckpt_dir)[0])
+        if first and first == self._seen:
+            return Look(None, self._step)
+        catalog = open_checkpoint(self.request.ckpt_dir)
+        done = self._export(Identity.of(catalog))
+        self._seen, self._step = first, catalog.step
+        return Look(done, catalog.step)
+
+    def _export(self, checkpoint: Identity) -> Exported | None:
+        if checkpoint.digest in self._exported:
+            return None
+        model = self.request.out
+        with writing(model):
+            make_directories(model)
+        with model_lock(model, name=WATCH_LOCK):
+            done = None
+            if checkpoint.digest not in exported_digests(model):
+                request = replace(self.request, ckpt_dir=checkpoint.prefix)
+                done = export(request, self.progress, self.graphs)
+        self._exported.add((done.plan.checkpoint if done else checkpoint).digest)
+        return done
+
+
+def exported_digests(model: Path) -> set[str]:
+    """Digests of the checkpoints that the published versions of a model were made from."""
+    found = set()
+    for child in children(model):
+        with suppress(ManifestError):  # removed meanwhile; if it is damaged, publishing says so
+            found.add(read_stamp(child.path).source.digest if child.is_ours else None)
+    return {digest for digest in found if digest is not None}

@@ -1,0 +1,237 @@
+"""A directory that is followed: which checkpoint is exported, when, and that none is exported twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from exporter import ExportRequest, StopWhen, Watching, watch
+from exporter.checkpoint.tensor_bundle import index_path, read_array, read_catalog, shard_path
+from exporter.errors import CheckpointChanged, CorruptFile, ExportError, MissingTensors, UsageError
+from exporter.output import NoProgress
+from exporter.pipeline.watch import exported_digests
+from exporter.publish.published import children, read_manifest
+from tests.bundles import write
+
+ONE_LOOK = Watching(0.01, StopWhen(after_seconds=0))
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The .meta of y = x * factor."""
+    import tensorflow as tf
+
+    path = tmp_path_factory.mktemp("graph") / "model.meta"
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [None], "x")
+        tf.multiply(x, tf.compat.v1.get_variable("factor", [], use_resource=True), "y")
+        tf.compat.v1.train.export_meta_graph(str(path))
+    return path
+
+
+@pytest.fixture
+def request_(graph: Path, tmp_path: Path) -> ExportRequest:
+    names = {"inputs": {"x": "x:0"}, "outputs": {"y": "y:0"}}
+    return ExportRequest(tmp_path / "train", tmp_path / "model", model=str(graph), **names)
+
+
+def save(train: Path, step: int, *, value: float | None = None) -> Path:
+    train.mkdir(exist_ok=True)
+    factor = np.float32(step if value is None else value)
+    return write(train / f"model.ckpt-{step}", factor=factor)
+
+
+def one_look(request: ExportRequest, told: list[ExportError] | None = None) -> list[int]:
+    """The steps that a watch exports at its first look; each call is a restart."""
+    tell = (lambda error: None) if told is None else told.append
+    return [done.plan.catalog.step or 0 for done in watch(request, ONE_LOOK, tell)]
+
+
+def published(model: Path) -> list[str]:
+    """The checkpoints of the versions, oldest first; none twice."""
+    origins = [read_manifest(child.path).source for child in reversed(children(model))]
+    digests = [origin.digest for origin in origins]
+    assert None not in digests
+    assert len(set(digests)) == len(digests), "a checkpoint was exported twice"
+    return [origin.checkpoint for origin in origins]
+
+
+def served_factor(model: Path) -> float:
+    catalog = read_catalog(children(model)[0].path / "variables/variables")
+    return float(read_array(catalog, catalog.tensors["factor"]))
+
+
+def test_a_directory_that_is_not_there_yet_is_waited_for(request_: ExportRequest) -> None:
+    told: list[ExportError] = []
+    assert one_look(request_, told) == []
+    request_.ckpt_dir.mkdir()
+    assert one_look(request_, told) == []
+    assert [type(error).__name__ for error in told] == ["CheckpointNotFound"] * 2
+    assert not request_.out.exists(), "nothing is written before there is something to export"
+    save(request_.ckpt_dir, 10)
+    assert one_look(request_) == [10]
+
+
+def test_no_checkpoint_is_exported_twice_also_after_a_restart(request_: ExportRequest) -> None:
+    save(request_.ckpt_dir, 10)
+    assert [one_look(request_) for _ in range(3)] == [[10], [], []]
+    save(request_.ckpt_dir, 20)
+    assert [one_look(request_) for _ in range(2)] == [[20], []]
+    assert published(request_.out) == ["model.ckpt-10", "model.ckpt-20"]
+
+
+def test_of_several_new_checkpoints_the_newest_is_exported(request_: ExportRequest) -> None:
+    for step in (9, 10, 100):
+        save(request_.ckpt_dir, step)
+    assert one_look(request_) == [100]
+    assert one_look(request_) == []
+    assert published(request_.out) == ["model.ckpt-100"]
+
+
+def test_one_watch_follows_the_directory(request_: ExportRequest) -> None:
+    save(request_.ckpt_dir, 10)
+    following = watch(request_, Watching(0.01, StopWhen(count=3)))
+    steps = []
+    for done in following:
+        steps.append(done.published.version)
+        save(request_.ckpt_dir, steps[-1] + 10)
+    assert steps == [10, 20, 30]
+
+
+def test_a_checkpoint_is_known_by_its_content(request_: ExportRequest) -> None:
+    save(request_.ckpt_dir, 10)
+    assert one_look(request_) == [10]
+    save(request_.ckpt_dir, 10, value=0.5)
+    assert one_look(request_) == [10], "the trainer went back and saved other values under the same name"
+    assert served_factor(request_.out) == 0.5
+    save(request_.ckpt_dir, 20, value=10)
+    assert one_look(request_) == [], "the same values under another name"
+
+
+def test_a_version_that_was_exported_without_watching_counts(request_: ExportRequest) -> None:
+    from exporter import export
+
+    save(request_.ckpt_dir, 10)
+    digest = export(request_).plan.checkpoint.digest
+    assert one_look(request_) == []
+    assert exported_digests(request_.out) == {digest}
+
+
+def without_shard(prefix: Path) -> Callable[[], None]:
+    shard = shard_path(prefix, 0, 1)
+    shard.rename(prefix.parent / "elsewhere")
+    return lambda: (prefix.parent / "elsewhere").rename(shard) and None
+
+
+def half_of(path: Path) -> Callable[[], None]:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    return lambda: path.write_bytes(content) and None
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        without_shard,
+        lambda prefix: half_of(index_path(prefix)),
+        lambda prefix: half_of(shard_path(prefix, 0, 1)),
+    ],
+    ids=["no shard", "half an index", "half a shard"],
+)
+def test_a_half_written_checkpoint_is_never_exported(
+    request_: ExportRequest, spoil: Callable[[Path], Callable[[], None]]
+) -> None:
+    complete = spoil(save(request_.ckpt_dir, 10))
+    for _ in range(2):
+        with pytest.raises(ExportError):
+            one_look(request_)
+    assert published(request_.out) == []
+    complete()
+    assert one_look(request_) == [10]
+
+
+def test_a_damaged_checkpoint_is_told_and_the_next_one_exported(request_: ExportRequest) -> None:
+    index = index_path(save(request_.ckpt_dir, 10))
+    content = bytearray(index.read_bytes())
+    content[10] ^= 1
+    index.write_bytes(content)
+    told = []
+
+    def tell(error: ExportError) -> None:
+        told.append(type(error))
+        save(request_.ckpt_dir, 20)
+
+    (done,) = watch(request_, Watching(0.01, StopWhen(count=1)), tell)
+    assert (done.published.version, told) == (20, [CorruptFile])
+
+
+def test_a_checkpoint_that_does_not_fit_ends_the_watch(request_: ExportRequest) -> None:
+    request_.ckpt_dir.mkdir()
+    write(request_.ckpt_dir / "model.ckpt-10", other=np.float32(1))
+    with pytest.raises(MissingTensors):
+        one_look(request_)
+    assert published(request_.out) == []
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_not_published(request_: ExportRequest) -> None:
+    """The files of another checkpoint of the same name and size come between the index and the links."""
+    save(request_.ckpt_dir, 10)
+    told = []
+
+    @contextmanager
+    def replacing(label: str, total: int) -> Iterator[Any]:
+        if not told:
+            save(request_.ckpt_dir, 10, value=0.5)
+        yield NoProgress()
+
+    (done,) = watch(request_, Watching(0.01, StopWhen(count=1)), told.append, replacing)
+    assert [type(error) for error in told] == [CheckpointChanged]
+    assert done.published.version == 10
+    assert served_factor(request_.out) == 0.5
+
+
+def test_watches_at_once_share_the_work(request_: ExportRequest) -> None:
+    save(request_.ckpt_dir, 10)
+    start, exported = threading.Barrier(4), list[int]()
+
+    def follow() -> None:
+        start.wait(60)
+        exported.extend(one_look(request_))
+
+    threads = [threading.Thread(target=follow) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert exported == [10]
+    assert published(request_.out) == ["model.ckpt-10"]
+
+
+def test_a_builder_runs_once(request_: ExportRequest) -> None:
+    import tensorflow as tf
+
+    runs = []
+
+    def build() -> Any:
+        runs.append(1)
+        x = tf.compat.v1.placeholder(tf.float32, [None], "x")
+        return {"x": x}, {"y": x * tf.compat.v1.get_variable("factor", [])}
+
+    request = replace(request_, model=build, inputs={}, outputs={})
+    save(request.ckpt_dir, 10)
+    for done in watch(request, Watching(0.01, StopWhen(count=3))):
+        assert served_factor(request.out) == done.published.version
+        save(request.ckpt_dir, done.published.version + 1)
+    assert (len(runs), published(request.out)) == (1, [f"model.ckpt-{step}" for step in (10, 11, 12)])
+
+
+def test_one_versions_number_is_refused(request_: ExportRequest) -> None:
+    with pytest.raises(UsageError, match="--version 7"):
+        list(watch(replace(request_, version="7"), ONE_LOOK))

@@ -1,0 +1,147 @@
+"""`--watch` and the roles of nodes, as their users meet them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from exporter.publish.published_log import list_deltas, log_path
+from exporter.roles import VARIABLES
+from tests.commands import Ran, export_model
+from tests.logs import Serving, Trainer, publish_base
+
+WORKER = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def lines_of(ran: Ran) -> list[dict[str, object]]:
+    return [json.loads(line) for line in ran.out.splitlines()]
+
+
+def test_each_export_is_one_line_of_json(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
+    options = [
+        "--ckpt-dir",
+        ranker,
+        "--model",
+        ranker_graph,
+        "--out",
+        tmp_path,
+        "--watch",
+        "--stop-after",
+        "0",
+    ]
+    ran = export_model(*options, "--json")
+    (document,) = lines_of(ran)
+    assert (ran.code, document["format_version"], document["version"]) == (0, 1, 20)
+    again = export_model(*options, "--json")
+    assert (again.code, again.out, again.err) == (0, "", "")
+
+
+def test_it_says_what_it_waits_for(ranker_graph: Path, tmp_path: Path) -> None:
+    options = ["--ckpt-dir", tmp_path / "train", "--model", ranker_graph, "--out", tmp_path / "m"]
+    ran = export_model(*options, "--watch", "--interval", "0.05", "--stop-idle", "0.2s")
+    assert ran.code == 0
+    assert ran.err.count("waiting: ") == 1
+    assert export_model(*options, "--watch", "--stop-after", "0", "--json").err == ""
+
+
+def test_increments_are_followed_until_their_step(tmp_path: Path) -> None:
+    trainer, model = Trainer(tmp_path / "train", parts=3), tmp_path / "model"
+    trainer.save()
+    publish_base(trainer, Serving(parts=2, cast=True), model)
+    trainer.train()
+    trainer.step = 20
+    trainer.increment()
+    options = ["--ckpt-dir", tmp_path / "train", "--out", model, "--incr", "--watch", "--json"]
+    for _ in range(2):
+        ran = export_model(*options, "--stop-step", "20")
+        assert ran.code == 0, ran.err
+    assert [delta.end for delta in list_deltas(log_path(model, 10))] == [20]
+    damaged = next((tmp_path / "train/increments").glob("0*")) / "delta.index"
+    damaged.write_bytes(b"damaged")
+    trainer.train()
+    trainer.step = 30
+    trainer.increment()
+    index = next(path for path in (tmp_path / "train/increments").glob(f"*{30:020d}*")) / "delta.index"
+    index.write_bytes(b"damaged")
+    ran = export_model(*options, "--stop-after", "0")
+    assert (ran.code, ran.err.count("error")) == (3, 2), "told when it happened, and again as the end"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--stop-after", "1h"], "go with --watch"),
+        (["--stop-count", "1"], "go with --watch"),
+        (["--incr", "--stop-step", "1"], "go with --watch"),
+        (["--stop-idle", "1m"], "go with --watch"),
+        (["--watch", "--stop-after", "soon"], "--stop-after 'soon' is no duration"),
+        (["--watch", "--stop-idle", "-1"], "--stop-idle '-1' is no duration"),
+        (["--watch", "--stop-count", "0"], "should be greater than or equal to 1"),
+        (["--watch", "--version", "3"], "--version 3 names one version"),
+    ],
+)
+def test_usage_errors(options: list[str], message: str, tmp_path: Path) -> None:
+    ran = export_model("--ckpt-dir", tmp_path, "--out", tmp_path / "m", *options)
+    assert ran.code == 2
+    assert message in ran.err
+
+
+@pytest.mark.parametrize(
+    "mode", [[], ["--incr"], ["--watch"], ["--incr", "--watch"], ["--dry-run"], ["--updatable"]]
+)
+def test_a_node_that_is_not_the_chief_writes_nothing(
+    ranker: Path, ranker_graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: list[str]
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", WORKER)
+    options = ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path / "m", *mode]
+    ran = export_model(*options)
+    assert (ran.code, ran.err) == (0, "")
+    assert "this node is worker 1 (TF_CONFIG), and the chief exports" in ran.out
+    document = export_model(*options, "--json").document
+    told = {"path": None, "role": "worker", "index": 1, "role_source": "TF_CONFIG"}
+    assert document == {"format_version": 1, **told}
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("environ", "options"),
+    [
+        ({}, []),
+        ({"TF_CONFIG": ""}, []),
+        ({"TF_CONFIG": WORKER.replace("1}", "0}")}, []),
+        ({"JOB_NAME": "nightly export"}, []),
+        ({"TF_CONFIG": WORKER}, ["--any-role"]),
+        ({"TF_CONFIG": "broken"}, ["--any-role"]),
+    ],
+)
+def test_chiefs_and_nodes_alone_export(
+    ranker: Path,
+    ranker_graph: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str],
+    options: list[str],
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    ran = export_model("--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path, "-q", *options)
+    assert (ran.code, ran.err) == (0, "")
+    assert (tmp_path / "20").is_dir()
+
+
+def test_an_environment_that_contradicts_itself_is_no_guess(
+    ranker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", "broken")
+    ran = export_model("--ckpt-dir", ranker, "--out", tmp_path / "m", "--json")
+    assert (ran.code, ran.error["error"]) == (2, "RoleUnknown")
+    assert "--any-role" in ran.error["hint"]
+    assert not (tmp_path / "m").exists()
