@@ -207,11 +207,13 @@ def test_every_value_survives(
     np.testing.assert_array_equal(found, value.astype(dtype.newbyteorder("<")), strict=True)
 
 
-def test_bfloat16_as_keras_marks_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_marked", [True, False], ids=["keras3", "keras2"])
+def test_bfloat16(tmp_path: Path, is_marked: bool) -> None:
     value = np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3)
     with h5py.File(tmp_path / "m.weights.h5", "w") as file:
         stored = file.create_dataset("layers/dense/vars/0", data=value)
-        stored.attrs["dtype"] = "bfloat16"
+        if is_marked:
+            stored.attrs["dtype"] = "bfloat16"
     (found,) = values(read_keras(tmp_path / "m.weights.h5"), tmp_path).values()
     np.testing.assert_array_equal(found, value, strict=True)
 

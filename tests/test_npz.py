@@ -49,6 +49,19 @@ def test_a_list_keeps_its_order(tmp_path: Path) -> None:
         np.testing.assert_array_equal(value, arrays[int(name.removeprefix("arr_"))], strict=True)
 
 
+def test_a_list_with_bare_numbers_keeps_its_order(tmp_path: Path) -> None:
+    """As TensorLayer's first `save_npz_dict` wrote it."""
+    arrays = {str(number): np.full(2, number, np.float32) for number in range(12)}
+    np.savez(tmp_path / "m.npz", **arrays)
+    catalog = read_npz(tmp_path / "m.npz")
+    assert (catalog.naming, [*catalog.tensors]) == (Naming.ORDER, [*arrays])
+
+
+def test_numbers_of_two_styles_are_names(tmp_path: Path) -> None:
+    np.savez(tmp_path / "m.npz", **{"0": np.zeros(1), "arr_1": np.zeros(1)})
+    assert read_npz(tmp_path / "m.npz").naming is Naming.NAMES
+
+
 def test_a_list_of_equal_shapes_is_taken_apart(tmp_path: Path) -> None:
     """numpy stacks what `save_npz` gives it as `params=[...]`, if it can."""
     arrays = [np.full((2, 3), number, np.float32) for number in range(4)]

@@ -252,9 +252,16 @@ def _link_text(link: Any) -> str:
 
 
 def _dtype(dataset: Any) -> DType | None:
-    """The element type; None for texts, references and records. Keras marks bfloat16 by an attribute."""
+    """The element type; None for texts, references and records.
+
+    bfloat16 is opaque to HDF5. Keras 3 marks it by an attribute; Keras 2 does not (and cannot read it back),
+    but no other type of two bytes is written so.
+    """
+    import h5py
+
     stored = dataset.dtype
-    if stored.kind == "V" and stored.itemsize == 2 and dataset.attrs.get("dtype") == "bfloat16":
+    is_opaque = isinstance(dataset.id.get_type(), h5py.h5t.TypeOpaqueID)
+    if is_opaque and stored.itemsize == 2 and dataset.attrs.get("dtype", "bfloat16") == "bfloat16":
         return DType.BFLOAT16
     try:
         return DType.of(stored.name) if stored.kind in "biufc" else None

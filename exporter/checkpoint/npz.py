@@ -1,8 +1,9 @@
 """numpy's `.npz`: a zip of `.npy` members, as TensorLayer and trainers by hand write their weights.
 
 `save_npz_dict(...)` and `np.savez(file, **{variable.name: value})` give names; `np.savez(file, *values)`
-gives `arr_0`, `arr_1`, ..., and a sole member `params` is `save_npz`'s list, stacked because all its arrays
-have one shape: there only the order tells. A `params` of several shapes is a pickle, which is never opened.
+gives `arr_0`, `arr_1`, ..., TensorLayer's first `save_npz_dict` gave `0`, `1`, ..., and a sole member
+`params` is `save_npz`'s list, stacked because all its arrays have one shape: there only the order tells. A
+`params` of several shapes is a pickle, which is never opened.
 Source: numpy/lib/_format_impl.py; tensorlayer/files/utils.py.
 """
 
@@ -34,7 +35,7 @@ _MAX_HEADER_BYTES = 1 << 16
 _MAX_TRANSPOSED_BYTES = 256 << 20
 _MAX_LISTED = 100_000
 _LIST = "params"
-_NUMBERED = re.compile(r"arr_(0|[1-9][0-9]*)")
+_NUMBERED = re.compile(r"(arr_)?(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,10 @@ def _as_list(found: dict[str, TensorRef]) -> dict[str, TensorRef] | None:
     """The arrays in the order of their list, None if they have names."""
     if found.keys() == {_LIST}:
         return _unstacked(found[_LIST])
-    numbers = {name: int(number[1]) for name in found if (number := _NUMBERED.fullmatch(name))}
-    if len(numbers) != len(found) or sorted(numbers.values()) != list(range(len(found))):
+    matches = {name: match for name in found if (match := _NUMBERED.fullmatch(name))}
+    numbers = {name: int(match[2]) for name, match in matches.items()}
+    is_one_style = len({match[1] for match in matches.values()}) == 1
+    if not is_one_style or len(numbers) != len(found) or sorted(numbers.values()) != list(range(len(found))):
         return None
     return {name: found[name] for name in sorted(found, key=numbers.__getitem__)}
 

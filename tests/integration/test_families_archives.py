@@ -1,4 +1,4 @@
-"""What trainers leave outside of tensor bundles: exported, loaded, equal to the trainer's own answers."""
+"""What trainers leave outside of tensor bundles: exported, served, equal to the trainer's own answers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from exporter.errors import (
 )
 from exporter.options import DataMode, ExportRequest, Verify
 from exporter.pipeline.full import Exported, export, plan
+from tests.family_server import FamilyServer
 from tests.once import once_a_run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,23 +47,12 @@ def ask(source: Path, out: Path, model: str | None = None, **options: Any) -> Ex
     return ExportRequest(source, out, model=model, **{"verify": Verify.OUTPUTS, **options})
 
 
-def answers_of(done: Exported, inputs: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """The only output of the published version, as TensorFlow's own loader computes it."""
-    import tensorflow as tf
-
-    with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
-        loaded = tf.compat.v1.saved_model.load(session, ["serve"], str(done.published.path))
-        signature = loaded.signature_def["serving_default"]
-        (output,) = signature.outputs.values()
-        feeds = {info.name: inputs[name] for name, info in signature.inputs.items()}
-        return session.run(output.name, feeds)  # type: ignore[no-any-return]
-
-
-def check(done: Exported, expected: Path) -> None:
+def check(server: FamilyServer, done: Exported, expected: Path) -> None:
     with np.load(expected) as arrays:
         inputs = {name: arrays[name] for name in arrays.files}
         scores = inputs.pop("scores")
-    np.testing.assert_allclose(answers_of(done, inputs), scores, **NUMBERS)
+    (found,) = server.answers(done.published.path, inputs).values()
+    np.testing.assert_allclose(found, scores, **NUMBERS)
     assert done.variables.bytes_linked == 0
     assert done.variables.bytes_rewritten == done.plan.mapping.bytes_
     assert not any(path.stat().st_nlink > 1 for path in done.published.path.rglob("*.data-*"))
@@ -70,9 +60,11 @@ def check(done: Exported, expected: Path) -> None:
 
 @pytest.mark.parametrize("source", ["model.keras", "model.h5"])
 @pytest.mark.parametrize("job", ["keras3", "keras2"])
-def test_an_archive_brings_its_model(trained: Path, tmp_path: Path, job: str, source: str) -> None:
+def test_an_archive_brings_its_model(
+    trained: Path, tmp_path: Path, server: FamilyServer, job: str, source: str
+) -> None:
     done = export(ask(trained / job / source, tmp_path))
-    check(done, trained / job / "expected.npz")
+    check(server, done, trained / job / "expected.npz")
     assert done.plan.catalog.step == 16
 
 
@@ -88,37 +80,41 @@ def test_an_archive_brings_its_model(trained: Path, tmp_path: Path, job: str, so
         ("keras2/model.weights.h5", "branches3"),
     ],
 )
-def test_weights_into_a_builder_s_model(trained: Path, tmp_path: Path, source: str, model: str) -> None:
-    check(export(ask(trained / source, tmp_path, model)), (trained / source).with_name("expected.npz"))
+def test_weights_into_a_builder_s_model(
+    trained: Path, tmp_path: Path, server: FamilyServer, source: str, model: str
+) -> None:
+    check(
+        server, export(ask(trained / source, tmp_path, model)), (trained / source).with_name("expected.npz")
+    )
 
 
 @pytest.mark.parametrize("source", ["model.weights.h5", "sharded.weights.json", "model.h5"])
-def test_weights_into_a_saved_model(trained: Path, tmp_path: Path, source: str) -> None:
+def test_weights_into_a_saved_model(trained: Path, tmp_path: Path, server: FamilyServer, source: str) -> None:
     """A graph without objects: layers are found by their names."""
     graph = export(ask(trained / "keras3/model.keras", tmp_path / "graph", verify=Verify.FILES))
     done = export(ask(trained / "keras3" / source, tmp_path / "out", str(graph.published.path)))
-    check(done, trained / "keras3/expected.npz")
+    check(server, done, trained / "keras3/expected.npz")
 
 
-def test_a_backup_directory(trained: Path, tmp_path: Path) -> None:
+def test_a_backup_directory(trained: Path, tmp_path: Path, server: FamilyServer) -> None:
     done = export(ask(trained / "keras3/backup", tmp_path, "branches3"))
-    check(done, trained / "keras3/backup.npz")
+    check(server, done, trained / "keras3/backup.npz")
     assert any("epoch 1" in note for note in done.plan.notes)
 
 
 @pytest.mark.parametrize("source", ["dict.npz", "model.hdf5"])
-def test_tensorlayer_s_names(trained: Path, tmp_path: Path, source: str) -> None:
+def test_tensorlayer_s_names(trained: Path, tmp_path: Path, server: FamilyServer, source: str) -> None:
     done = export(ask(trained / "tensorlayer" / source, tmp_path, "mlp"))
-    check(done, trained / "tensorlayer/expected.npz")
+    check(server, done, trained / "tensorlayer/expected.npz")
 
 
-def test_tensorlayer_s_list(trained: Path, tmp_path: Path) -> None:
+def test_tensorlayer_s_list(trained: Path, tmp_path: Path, server: FamilyServer) -> None:
     """Two biases have one shape: nothing but the order tells them apart, and the user must say so."""
     source = trained / "tensorlayer/list.npz"
     with pytest.raises(NoCertainMatch, match="only the list's order") as caught:
         plan(ask(source, tmp_path, "mlp"))
     assert "--by-order" in caught.value.hint
-    check(export(ask(source, tmp_path, "mlp", by_order=True)), trained / "tensorlayer/expected.npz")
+    check(server, export(ask(source, tmp_path, "mlp", by_order=True)), trained / "tensorlayer/expected.npz")
 
 
 def test_tensorlayer_s_pickle(trained: Path, tmp_path: Path) -> None:
@@ -127,24 +123,26 @@ def test_tensorlayer_s_pickle(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["single", "sharded", "single/model.ckpt-40", "sharded/model.ckpt-40"])
-def test_format_v1(trained: Path, tmp_path: Path, source: str) -> None:
+def test_format_v1(trained: Path, tmp_path: Path, server: FamilyServer, source: str) -> None:
     done = export(ask(trained / "v1" / source, tmp_path, "mlp"))
-    check(done, trained / "v1/expected.npz")
+    check(server, done, trained / "v1/expected.npz")
     assert done.published.version == 40
     assert done.plan.catalog.family == "TensorFlow V1"
 
 
-def test_format_v1_with_the_graph_beside_it(trained: Path, tmp_path: Path) -> None:
+def test_format_v1_with_the_graph_beside_it(trained: Path, tmp_path: Path, server: FamilyServer) -> None:
     ends = {"inputs": {"features": "features"}, "outputs": {"scores": "scores"}}
     done = export(ask(trained / "v1/single/model.ckpt-40", tmp_path, verify=Verify.FILES, **ends))
-    check(done, trained / "v1/expected.npz")
+    check(server, done, trained / "v1/expected.npz")
 
 
-def test_casts_and_averages_go_on_from_the_bundle(trained: Path, tmp_path: Path) -> None:
+def test_casts_and_averages_go_on_from_the_bundle(
+    trained: Path, tmp_path: Path, server: FamilyServer
+) -> None:
     request = ask(trained / "keras3/model.keras", tmp_path, casts=("bfloat16",), tolerance=0.1)
     done = export(request)
     with np.load(trained / "keras3/expected.npz") as arrays:
-        found = answers_of(done, {"ids": arrays["ids"], "features": arrays["features"]})
+        (found,) = server.answers(done.published.path, dict(arrays)).values()
         assert 0 < np.abs(found - arrays["scores"]).max() < 0.1
 
 
@@ -178,14 +176,14 @@ def test_permuted_layers_of_a_graph_without_objects_are_found_by_name(trained: P
     assert all(key.rpartition("/")[0] in (owner, owner.rpartition("/")[2]) for key, owner in owners.items())
 
 
-def test_a_pinned_table_of_names_settles_it(trained: Path, tmp_path: Path) -> None:
+def test_a_pinned_table_of_names_settles_it(trained: Path, tmp_path: Path, server: FamilyServer) -> None:
     table = tmp_path / "names"
     lines = []
     for layer, stored in (("one", "dense"), ("two", "dense_1"), ("three", "dense_2")):
         lines += [f"{layer}/kernel layers/{stored}/vars/0", f"{layer}/bias layers/{stored}/vars/1"]
     table.write_text("\n".join(["# renamed layers", *lines]))
     done = export(ask(trained / "keras3/model.weights.h5", tmp_path / "out", "renamed3", rename_file=table))
-    check(done, trained / "keras3/expected.npz")
+    check(server, done, trained / "keras3/expected.npz")
 
 
 def test_links_are_refused_where_bytes_must_move(trained: Path, tmp_path: Path) -> None:
@@ -203,13 +201,13 @@ def test_a_lambda_is_refused_and_may_be_allowed(trained: Path, tmp_path: Path) -
     assert export(ask(trained / "keras3/lambda.keras", tmp_path, allow_code=True)).published.path.exists()
 
 
-def test_custom_objects(trained: Path, tmp_path: Path) -> None:
+def test_custom_objects(trained: Path, tmp_path: Path, server: FamilyServer) -> None:
     source = trained / "keras3/custom.keras"
     with pytest.raises(CodeRefused, match="Scale"):
         plan(ask(source, tmp_path))
     assert "tests.archive_layers" not in sys.modules
     done = export(ask(source, tmp_path, custom_objects=("tests.archive_layers",)))
-    check(done, trained / "keras3/custom.npz")
+    check(server, done, trained / "keras3/custom.npz")
 
 
 def test_weights_without_a_model(trained: Path, tmp_path: Path) -> None:

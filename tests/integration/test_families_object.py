@@ -1,4 +1,4 @@
-"""What trainers of TensorFlow 2 leave: exported, loaded by TensorFlow, equal to the trainer's own answers."""
+"""What trainers of TensorFlow 2 leave: exported, served, equal to the trainer's own answers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from exporter.errors import AmbiguousRename, MappingError
 from exporter.options import DataMode, ExportRequest, Verify
 from exporter.pipeline.full import Exported, export, plan
 from tests.clusters import run_cluster
+from tests.family_server import FamilyServer
 from tests.object_trainers import JOBS
 from tests.once import once_a_run
 
@@ -50,23 +51,11 @@ def request_for(checkpoint: Path, model: str | Path, out: Path, **options: objec
     return ExportRequest(checkpoint, out, model=builder, verify=Verify.OUTPUTS, **options)  # type: ignore[arg-type]
 
 
-def answers_of(done: Exported, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """What TensorFlow's own loader computes from the published version."""
-    import tensorflow as tf
-
-    with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
-        loaded = tf.compat.v1.saved_model.load(session, ["serve"], str(done.published.path))
-        signature = loaded.signature_def["serving_default"]
-        outputs = {name: info.name for name, info in signature.outputs.items()}
-        (given,) = signature.inputs.values()
-        return session.run(outputs, {given.name: ids})  # type: ignore[no-any-return]
-
-
-def check(done: Exported, expected: Path) -> None:
+def check(server: FamilyServer, done: Exported, expected: Path) -> None:
     """The numbers are the trainer's, and no byte of a value was copied."""
     with np.load(expected) as arrays:
         answers = {name: arrays[name] for name in arrays.files if name != "ids"}
-        found = answers_of(done, arrays["ids"])
+        found = server.answers(done.published.path, {"ids": arrays["ids"]})
     if len(found) == 1:
         found = {"answers": next(iter(found.values()))}
     assert found.keys() == answers.keys()
@@ -90,21 +79,29 @@ def check(done: Exported, expected: Path) -> None:
         ("manager", "scorer", "tf.train.CheckpointManager", 300),
     ],
 )
-def test_family(trained: Path, tmp_path: Path, checkpoint: str, model: str, family: str, step: int) -> None:
+def test_family(
+    trained: Path,
+    tmp_path: Path,
+    server: FamilyServer,
+    checkpoint: str,
+    model: str,
+    family: str,
+    step: int,
+) -> None:
     done = export(request_for(trained / checkpoint, model, tmp_path, data=DataMode.LINK))
-    check(done, trained / checkpoint / "expected.npz")
+    check(server, done, trained / checkpoint / "expected.npz")
     assert done.plan.catalog.family == f"{family}, object-based"
     assert done.plan.catalog.step == done.published.position == step
 
 
-def test_the_variables_of_a_saved_model(trained: Path, tmp_path: Path) -> None:
+def test_the_variables_of_a_saved_model(trained: Path, tmp_path: Path, server: FamilyServer) -> None:
     """A training model's SavedModel is a checkpoint, too; its graph serves newer ones."""
     saved = trained / "saved2" / "model"
     done = export(request_for(saved, "tower2", tmp_path / "weights", data=DataMode.LINK))
-    check(done, trained / "saved2" / "expected.npz")
+    check(server, done, trained / "saved2" / "expected.npz")
     assert done.plan.catalog.family == "Keras 2 SavedModel's variables, object-based"
     newer = export(request_for(trained / "backup2", saved, tmp_path / "graph", data=DataMode.LINK))
-    check(newer, trained / "backup2" / "expected.npz")
+    check(server, newer, trained / "backup2" / "expected.npz")
     assert {source.via for source in newer.plan.mapping.sources} == {"object"}
 
 
@@ -115,25 +112,15 @@ def test_temporary_directories_of_workers_are_left_alone(trained: Path, tmp_path
     assert open_checkpoint(backup).prefix.parent.name == "chief"
 
 
-def test_two_models_that_fit_are_told_apart_by_their_path(trained: Path, tmp_path: Path) -> None:
+def test_two_models_that_fit_are_told_apart_by_their_path(
+    trained: Path, tmp_path: Path, server: FamilyServer
+) -> None:
     with pytest.raises(AmbiguousRename, match="2 objects") as caught:
         plan(request_for(trained / "twins3", "tower3", tmp_path))
     assert "'model'" in caught.value.cause
     assert "'average'" in caught.value.cause
     done = export(request_for(trained / "twins3", "tower3", tmp_path, object_path="average"))
-    check(done, trained / "twins3" / "expected.npz")
-
-
-def test_a_server_answers_as_the_trainer_did(trained: Path, tmp_path: Path) -> None:
-    from serving.client import ModelClient
-    from serving.server import ModelServer
-
-    export(request_for(trained / "backup2", "tower2", tmp_path / "tower"))
-    with np.load(trained / "backup2" / "expected.npz") as arrays, ModelServer(tmp_path / "tower") as server:
-        server.wait_available(60)
-        with ModelClient(server.address, "tower") as client:
-            found = client.predict({"ids": arrays["ids"]}).outputs
-        np.testing.assert_allclose(found["out"], arrays["answers"], **NUMBERS)
+    check(server, done, trained / "twins3" / "expected.npz")
 
 
 @pytest.mark.parametrize(
@@ -147,10 +134,12 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert not [*tmp_path.iterdir()]
 
 
-def test_sharded_variables_of_a_parameter_server_strategy(sharded: Path, tmp_path: Path) -> None:
+def test_sharded_variables_of_a_parameter_server_strategy(
+    sharded: Path, tmp_path: Path, server: FamilyServer
+) -> None:
     """Every variable lies in two parts on two servers' shards; served, each is one, its rows in order."""
     done = export(request_for(sharded / "ckpt", "tower2", tmp_path, data=DataMode.LINK))
-    check(done, sharded / "expected.npz")
+    check(server, done, sharded / "expected.npz")
     assert all(len(source.tensor.slices) == 2 for source in done.plan.mapping.sources)
     assert done.plan.catalog.family == (
         "Keras 2 model in tf.train.CheckpointManager, sharded variables, object-based"
