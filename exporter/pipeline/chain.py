@@ -23,7 +23,7 @@ from exporter.publish.commit import PublishedDelta as Published
 from exporter.publish.commit import Staging, model_lock
 from exporter.publish.delta_publication import Publication, publish_changes
 from exporter.publish.published_log import PublishedDelta, PublishedLog, read_log, set_hold
-from exporter.publish.retention import RetiredDeltas, retire_deltas
+from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def tidy(model: Path, *, clock: Callable[[], float] = time.time) -> tuple[tuple[
             break
         done.append(merger)
     with model_lock(model):
-        retired = retire_deltas(read_log(model), now=clock())
+        log, now = read_log(model), clock()
+        retired = retire_deltas(log, now=now) + retire_logs(log, now=now)
     for trash in retired.trash:
         remove_tree(trash)
     return tuple(done), retired

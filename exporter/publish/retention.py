@@ -5,6 +5,7 @@ of one.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from exporter.delta.entry import BaseEntry
+from exporter.delta.format import log_name
 from exporter.delta.log import expendable
 from exporter.errors import ManifestError
 from exporter.filesystem import open_lock, try_lock
 from exporter.publish.manifest import FILE_NAME
-from exporter.publish.published import Child, read_stamp
-from exporter.publish.published_log import PublishedDelta, PublishedLog
+from exporter.publish.published import Child, children, read_manifest, read_stamp
+from exporter.publish.published_log import PublishedDelta, PublishedLog, list_deltas
 from exporter.publish.staging import TRASH_PREFIX
 
 GRACE_SECONDS = 300.0
@@ -77,6 +80,10 @@ class RetiredDeltas:
     removed: tuple[str, ...] = ()
     trash: tuple[Path, ...] = ()
 
+    def __add__(self, other: RetiredDeltas) -> RetiredDeltas:
+        """Both together."""
+        return RetiredDeltas(self.removed + other.removed, self.trash + other.trash)
+
 
 def retire_deltas(
     log: PublishedLog,
@@ -103,6 +110,47 @@ def retire_deltas(
             trash.append(_move_away(delta.path, log.model))
             removed.append(delta.path.name)
     return RetiredDeltas(tuple(removed), tuple(trash))
+
+
+def retire_logs(log: PublishedLog, *, now: float, grace_seconds: float = GRACE_SECONDS) -> RetiredDeltas:
+    """Move the deltas of abandoned logs out of sight; the caller holds the model's lock.
+
+    A log is abandoned when none of its bases is there any more, and nothing was published in it for
+    `grace_seconds`. While a version's manifest cannot be read, any log may have a base.
+    """
+    removed: list[str] = []
+    trash: list[Path] = []
+    for abandoned in _without_base(log):
+        deltas = list_deltas(abandoned)
+        if not deltas or any(now - _created(delta) < grace_seconds for delta in deltas):
+            continue
+        with suppress(OSError):  # as above
+            for delta in deltas:
+                trash.append(_move_away(delta.path, log.model))
+                removed.append(f"{abandoned.name}/{delta.path.name}")
+            left = log.model / f"{TRASH_PREFIX}{abandoned.name}-{secrets.token_hex(4)}"
+            trash.append(abandoned.rename(left))
+    return RetiredDeltas(tuple(removed), tuple(trash))
+
+
+def _without_base(log: PublishedLog) -> list[Path]:
+    """The directories of logs that no version belongs to."""
+    directory = log.path.parent
+    try:
+        manifests = [read_manifest(child.path) for child in children(log.model) if child.is_ours]
+    except ManifestError:
+        return []
+    entries = [manifest.incremental for manifest in manifests]
+    alive = {log_name(entry.log) for entry in entries if isinstance(entry, BaseEntry)}
+    found = sorted(directory.iterdir()) if directory.is_dir() else []
+    return [
+        path
+        for path in found
+        if _LOG.fullmatch(path.name) and path.name not in alive and path.is_dir() and not path.is_symlink()
+    ]
+
+
+_LOG = re.compile(r"[0-9]{20}", re.ASCII)
 
 
 def _created(delta: PublishedDelta) -> float:

@@ -1,0 +1,77 @@
+"""Deltas of a log that has no base any more go; nothing that a server could still need does."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from exporter.pipeline import chain
+from exporter.pipeline.incremental import export_incremental
+from exporter.publish.manifest import FILE_NAME
+from exporter.publish.published import lease
+from tests.logs import Serving, Trainer, publish_base, request
+
+LATER = 1e12
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Two logs, each a base and a delta."""
+    trainer, model = Trainer(tmp_path / "train"), tmp_path / "model"
+    trainer.save()
+    for parts in (1, 2):
+        publish_base(trainer, Serving(parts=parts), model)
+        trainer.train()
+        trainer.save()
+        export_incremental(request(trainer, model))
+    return model
+
+
+def logs(model: Path) -> list[Path]:
+    return sorted((model / "deltas").iterdir())
+
+
+def first_base(model: Path) -> Path:
+    return min((path for path in model.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+
+
+def test_a_log_goes_with_its_last_base(model: Path) -> None:
+    old, new = logs(model)
+    chain.tidy(model, clock=lambda: LATER)
+    assert logs(model) == [old, new], "its base is there"
+    shutil.rmtree(first_base(model))
+    _, retired = chain.tidy(model, clock=lambda: LATER)
+    assert logs(model) == [new]
+    assert [name.split("/")[0] for name in retired.removed] == [old.name]
+    assert not any(path.exists() for path in retired.trash)
+
+
+def test_it_stays_for_the_grace_period(model: Path) -> None:
+    shutil.rmtree(first_base(model))
+    chain.tidy(model)
+    assert len(logs(model)) == 2
+
+
+def test_it_stays_while_someone_reads_a_delta(model: Path) -> None:
+    shutil.rmtree(first_base(model))
+    (delta,) = (path for path in logs(model)[0].iterdir() if (path / FILE_NAME).exists())
+    with lease(delta):
+        chain.tidy(model, clock=lambda: LATER)
+        assert delta.exists()
+    chain.tidy(model, clock=lambda: LATER)
+    assert not delta.exists()
+
+
+def test_it_stays_while_a_version_does_not_say_which_log_it_is_of(model: Path) -> None:
+    (first_base(model) / FILE_NAME).write_text("{")
+    chain.tidy(model, clock=lambda: LATER)
+    assert len(logs(model)) == 2
+
+
+def test_what_is_no_log_stays(model: Path) -> None:
+    (model / "deltas" / "notes").mkdir()
+    (model / "deltas" / f"{7:020d}").symlink_to(model)
+    chain.tidy(model, clock=lambda: LATER)
+    assert len(logs(model)) == 4
