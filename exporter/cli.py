@@ -13,7 +13,15 @@ from exporter import delta_cli
 from exporter.command import EXIT_CODES, DebugFlag, JsonFlag, QuietFlag, command, new_app, pairs, run
 from exporter.errors import UsageError
 from exporter.following import StopWhen, Watching, parse_duration
-from exporter.options import DataMode, ExportFormat, ExportRequest, Isolation, Updates, Verify
+from exporter.options import (
+    DataMode,
+    DeltaDtype,
+    ExportFormat,
+    ExportRequest,
+    Isolation,
+    Updates,
+    Verify,
+)
 from exporter.output import Output, escape
 from exporter.roles import Role, node_role
 
@@ -164,6 +172,10 @@ def export(
             metavar="X", min=0.0, help="With --incr: rows that moved less (norm) wait for a later delta."
         ),
     ] = 0.0,
+    delta_dtype: Annotated[
+        DeltaDtype | None,
+        typer.Option(help="With --incr: send rows of tables rounded, and say by how much at most."),
+    ] = None,
     rebase: Annotated[
         bool, typer.Option("--rebase", help="With --incr: merge base and deltas into a new base, too.")
     ] = False,
@@ -233,10 +245,11 @@ def export(
             verify_inputs=verify_inputs,
             tolerance=tolerance,
             min_change=min_change,
+            delta_dtype=delta_dtype,
             updates=updates if updatable or incr else None,
         )
-        if not incr and (min_change or rebase or full_on_mismatch):
-            raise UsageError("--min-change, --rebase and --full-on-mismatch go with --incr")
+        if not incr and (min_change or delta_dtype or rebase or full_on_mismatch):
+            raise UsageError("--min-change, --delta-dtype, --rebase and --full-on-mismatch go with --incr")
         if not math.isfinite(min_change):
             raise UsageError(f"--min-change {min_change} is no distance", hint="as in --min-change 0.001")
         stop = _stop_when(stop_after, stop_count, stop_step, stop_idle)

@@ -82,6 +82,7 @@ def exported(done: ExportedDelta, sink: Output) -> None:
         "rows": done.rows,
         "variables_changed": done.variables,
         "left_out": None if done.left_out is None else done.left_out.to_json(),
+        "rounded": None if done.rounded is None else done.rounded.to_json(),
         "bytes_compared": done.compared_bytes,
         "seconds": round(done.seconds, 4),
     }
@@ -94,6 +95,9 @@ def exported(done: ExportedDelta, sink: Output) -> None:
         if (left_out := done.left_out) is not None:
             near = f"less than {left_out.bound:g}, {left_out.largest:.3g} at most"
             lines.append(_line("left out", f"{left_out.rows} rows that moved {near}"))
+        if (rounded := done.rounded) is not None:
+            off = f"to {rounded.dtype.value}, off by {rounded.largest:.3g} at most"
+            lines.append(_line("rounded", f"{rounded.rows} rows {off}"))
         lines.append(_line("published", f"{done.published.path} in {done.seconds:.2f} s"))
         lines.append(_line("next", f"serve-model update HOST:PORT --model {plan.log.model.name}"))
     sink.result(document, lines)

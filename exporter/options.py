@@ -51,6 +51,13 @@ class Isolation(StrEnum):
     ROW = "row"
 
 
+class DeltaDtype(StrEnum):
+    """What rows of floating-point tables are rounded to in deltas; see `exporter.delta.packing`."""
+
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+
 @dataclass(frozen=True, slots=True)
 class Updates:
     """How a base takes deltas; see `exporter.bundle.incremental`."""
@@ -74,7 +81,8 @@ class ExportRequest:
     `rename_file` is a table of names (`exporter.mapping.rename_file`); `by_order` takes a list of values
     without names to be in the order of the graph's variables. `allow_code` and `custom_objects` (modules) say
     which code a model's own archive may ask for. With `min_change` a delta leaves out rows of floating-point
-    tables that are less than this (a Euclidean norm) from what is published.
+    tables that are less than this (a Euclidean norm) from what is published; with `delta_dtype` it holds them
+    rounded.
     """
 
     ckpt_dir: Path
@@ -104,3 +112,4 @@ class ExportRequest:
     allow_code: bool = False
     custom_objects: tuple[str, ...] = ()
     min_change: float = 0.0
+    delta_dtype: DeltaDtype | None = None

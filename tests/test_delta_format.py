@@ -219,7 +219,8 @@ BAD_DELTAS: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
         UnsupportedFormat,
         "format 2",
     ),
-    "unknown flag": (lambda p: rewritten(p, delta__position=fields(flags=2)), UnsupportedFormat, "flags 2"),
+    "unknown flag": (lambda p: rewritten(p, delta__position=fields(flags=8)), UnsupportedFormat, "flags 8"),
+    "packed twice": (lambda p: rewritten(p, delta__position=fields(flags=6)), UnsupportedFormat, "flags 6"),
     "backwards": (
         lambda p: rewritten(p, delta__position=fields(end=3)),
         CorruptFile,

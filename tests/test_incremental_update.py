@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from exporter.bundle.incremental import CATCH_UP_REQUEST
 from exporter.bundle.warmup import parse_request
-from exporter.delta.format import Rows, Schema, ServedVariable
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
+from exporter.delta.format import Change, Rows, Schema, ServedVariable
+from exporter.delta.packing import round_rows
+from exporter.options import DeltaDtype
 from exporter.protos import message_class
-from tests.updatable import Loaded, Model, assert_holds, loaded, random_changes, updatable_model
+from tests.updatable import Loaded, Model, applied, assert_holds, loaded, random_changes, updatable_model
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +302,112 @@ def test_values_that_are_not_finite(server: Loaded, model: Model, name: str, val
     (change.values if isinstance(change, Rows) else change)[-1] = value
     model.publish(100, 110, changes)
     assert server.update()["status"].endswith(f"has NaN or infinity in {name}")
+    assert_holds(server, model, 100)
+
+
+def rounded(changes: dict[str, Change], dtype: DeltaDtype, *, exact: int = 0) -> dict[str, Change]:
+    """The changes with all rows of tables but the first `exact` rounded."""
+    found = dict(changes)
+    for name, change in changes.items():
+        if isinstance(change, Rows):
+            values = np.array(change.values)
+            values[exact:] = round_rows(values[exact:], dtype)
+            found[name] = Rows(change.ids, values)
+    return found
+
+
+AWKWARD = np.array(
+    [[1e-38, -1e-38, 1e-40, -0.0], [3.3e38, -1e-30, 7.0, 0.1], [1e-45, 0, 0, 0], [-2.5, 1.5, 3.5, 0.5]],
+    np.float32,
+)
+
+
+@pytest.mark.parametrize("exact", [0, 2, 5], ids=["all packed", "some packed", "none packed"])
+@pytest.mark.parametrize("dtype", DeltaDtype)
+def test_packed_rows_are_served_as_they_were_rounded_bit_for_bit(
+    server: Loaded, model: Model, dtype: DeltaDtype, exact: int
+) -> None:
+    changes = rounded(random_changes(model.schema, seed=1), dtype, exact=exact)
+    awkward = Rows(np.array([0, 2, 3, 29]), round_rows(AWKWARD, dtype))
+    model.publish(100, 110, changes, only_from=True, packing=dtype)
+    model.publish(110, 120, {"items": awkward}, only_from=True, packing=dtype)
+    model.history[110] = applied(model.values, changes)
+    model.history[120] = applied(model.history[110], {"items": awkward})
+    for position in (110, 120):
+        assert server.update(position)["position"] == position
+        assert_holds(server, model, position)
+        for name, value in server.values(model.schema).items():
+            assert value.tobytes() == model.at(position)[name].tobytes(), name
+    model.evolve(120, 130)
+    assert server.update()["position"] == 130, "and exact deltas go on"
+    assert_holds(server, model, 130)
+
+
+@pytest.mark.parametrize("dtype", DeltaDtype)
+def test_many_packed_rows_go_by_chunks(exported: Model, tmp_path: Path, dtype: DeltaDtype) -> None:
+    model = updatable_model(tmp_path, snapshot_max_rows=8)
+    changes = rounded(random_changes(model.schema, seed=1, rows=20), dtype, exact=3)
+    model.publish(100, 110, changes, packing=dtype)
+    model.history[110] = applied(model.values, changes)
+    with loaded(model) as server:
+        assert server.update(110)["status"] == "reached: 110 (rows written in chunks)"
+        assert_holds(server, model, 110)
+
+
+def test_a_packed_delta_that_says_it_is_packed_twice(server: Loaded, model: Model) -> None:
+    directory = model.publish(100, 110, {}, packing=DeltaDtype.INT8)
+    fields = np.array([1, 100, 110, 1100, 6, 0], np.int64)
+    rewrite(directory / "delta", {"delta/position": fields})
+    assert server.update()["status"].endswith("has format 1, flags 6")
+
+
+def rewrite(prefix: Path, tensors: dict[str, np.ndarray]) -> None:
+    catalog = read_catalog(prefix)
+    kept = {name: read_array(catalog, ref) for name, ref in catalog.tensors.items()} | tensors
+    with BundleWriter(prefix) as writer:
+        for name, array in kept.items():
+            writer.add(name, array)
+
+
+F4 = np.float32
+WRONG_PACKING = {
+    "scale NaN": {"scales": np.array([1, np.nan, 1], F4)},
+    "scale infinite": {"scales": np.array([1, np.inf, 1], F4)},
+    "scale too large": {"scales": np.array([1, 2e36, 1], F4)},
+    "scale negative": {"scales": np.array([1, -1, 1], F4)},
+    "fewer scales": {"scales": np.ones(1, F4)},
+    "scales of another dtype": {"scales": np.ones(3)},
+    "scales of another rank": {"scales": np.ones((3, 1), F4)},
+    "codes of another dtype": {"packed": np.ones((3, 4), np.uint8)},
+    "codes of another shape": {"packed": np.ones((3, 5), np.int8)},
+    "fewer codes": {"packed": np.ones((2, 4), np.int8), "scales": np.ones(2, F4)},
+    "more codes": {"packed": np.ones((4, 4), np.int8), "scales": np.ones(4, F4)},
+    "place outside": {"exact": np.array([0, 5])},
+    "place negative": {"exact": np.array([-1, 4])},
+    "place twice": {"exact": np.array([4, 4])},
+    "places in disorder": {"exact": np.array([4, 0])},
+    "fewer places": {"exact": np.array([0])},
+    "places of another dtype": {"exact": np.array([0, 4], np.int32)},
+    "more exact values": {"values": np.ones((3, 4), F4)},
+}
+
+
+@pytest.mark.parametrize("case", WRONG_PACKING)
+def test_wrong_packed_rows(server: Loaded, model: Model, case: str) -> None:
+    values = np.random.default_rng(0).normal(size=(5, 4)).astype(F4)
+    values[1:4] = round_rows(values[1:4], DeltaDtype.INT8)
+    rows = Rows(np.array([0, 2, 5, 6, 9]), values)
+    directory = model.publish(100, 110, {"items": rows}, packing=DeltaDtype.INT8)
+    rewrite(directory / "delta", {f"items/{key}": array for key, array in WRONG_PACKING[case].items()})
+    assert server.update()["status"].endswith(("cannot be read", "has wrong packed rows for items"))
+    assert_holds(server, model, 100)
+
+
+def test_infinity_that_packed_rows_hold(server: Loaded, model: Model) -> None:
+    rows = Rows(np.array([1, 3]), np.ones((2, 4), F4))
+    directory = model.publish(100, 110, {"items": rows}, packing=DeltaDtype.BFLOAT16)
+    rewrite(directory / "delta", {"items/packed": np.full((2, 4), np.inf, ml_dtypes.bfloat16)})
+    assert server.update()["status"].endswith("has NaN or infinity in items")
     assert_holds(server, model, 100)
 
 

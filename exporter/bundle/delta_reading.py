@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from exporter.bundle.delta_unpacking import restore, restore_rows
 from exporter.bundle.update_state import Tensor
 from exporter.delta.format import (
     FILE_PREFIX,
     FORMAT_VERSION,
     LINEAGE_KEY,
+    PACKINGS,
     POSITION_KEY,
     SCHEMA_KEY,
     Flag,
@@ -90,11 +92,11 @@ def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expe
 
     prefix = tf.strings.join([directory, name, FILE_PREFIX], separator="/")
     fields, lineage, digest = _read_header(prefix)
-    step, rows = fields[3], fields[5]
+    step, flags, rows = fields[3], fields[4], fields[5]
     refusal = _first_of(name, _checks_of_header(name, position, fields, lineage, digest, expected))
     # A delta that is refused already is not read any further: reading "" fails at once.
     readable = tf.where(tf.equal(refusal, ""), prefix, "")
-    fault, changed, *tensors = _read_body(readable, name, rows, expected)
+    fault, changed, *tensors = _read_body(readable, name, flags, rows, expected)
     refusal = tf.where(tf.equal(refusal, ""), fault, refusal)
     return ReadDelta(refusal, step, rows, changed, tensors)
 
@@ -114,16 +116,18 @@ def _read_header(prefix: Tensor) -> Sequence[Tensor]:
     """Fields int64 [6], lineage and schema digest; zeros and empty strings if it cannot be read."""
     import tensorflow as tf
 
-    def restore(path: Tensor) -> tuple[Tensor, ...]:
-        fields, lineage, digest = _restore(
+    def read(path: Tensor) -> tuple[Tensor, ...]:
+        fields, lineage, digest = restore(
             path, (POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY), (DType.INT64, DType.STRING, DType.STRING)
         )
         return tf.ensure_shape(fields, [6]), tf.ensure_shape(lineage, []), tf.ensure_shape(digest, [])
 
-    return attempt(prefix, restore, (tf.zeros([6], tf.int64), tf.constant(""), tf.constant("")))
+    return attempt(prefix, read, (tf.zeros([6], tf.int64), tf.constant(""), tf.constant("")))
 
 
-def _read_body(prefix: Tensor, name: Tensor, rows: Tensor, expected: Expected) -> Sequence[Tensor]:
+def _read_body(
+    prefix: Tensor, name: Tensor, flags: Tensor, rows: Tensor, expected: Expected
+) -> Sequence[Tensor]:
     """Refusal, `changed` and the tensors of the schema's keys, each of its shape; empty ones if that fails.
 
     The checks are done in here, in a function of their own: grappler's shape inference carries what a *later*
@@ -134,10 +138,10 @@ def _read_body(prefix: Tensor, name: Tensor, rows: Tensor, expected: Expected) -
     schema = expected.schema
     shapes = [shape for variable in schema.variables for shape in _shapes(variable)]
 
-    def restore(path: Tensor, of: Tensor, count: Tensor) -> tuple[Tensor, ...]:
-        restored = _restore(path, schema.keys, schema.dtypes)
+    def read(path: Tensor, of: Tensor, forms: Tensor, count: Tensor) -> tuple[Tensor, ...]:
+        fault, restored = restore_rows(path, forms, schema)
         tensors = [tf.ensure_shape(t, shape) for t, shape in zip(restored, shapes, strict=True)]
-        checks = _checks_of_rows(count, tensors, schema)
+        checks = [Check(tf.not_equal(fault, ""), "rows", fault), *_checks_of_rows(count, tensors, schema)]
         if expected.finite:
             checks += _checks_of_values(tensors, schema)
         changed = tf.stack([_length(found[-1]) > 0 for _, found in by_variable(schema, tensors)])
@@ -149,25 +153,13 @@ def _read_body(prefix: Tensor, name: Tensor, rows: Tensor, expected: Expected) -
     ]
     damaged = tf.strings.join(["damaged: ", name, " cannot be read"])
     return attempt(
-        (prefix, name, rows), restore, (damaged, tf.zeros([len(schema.variables)], tf.bool), *nothing)
+        (prefix, name, flags, rows), read, (damaged, tf.zeros([len(schema.variables)], tf.bool), *nothing)
     )
 
 
 def _shapes(variable: ServedVariable) -> list[list[int | None]]:
     values: list[int | None] = [None, *variable.element_shape]
     return [[None], values] if variable.kind is Kind.TABLE else [values]
-
-
-def _restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[Tensor]:
-    import tensorflow as tf
-
-    restored: list[Tensor] = tf.raw_ops.RestoreV2(
-        prefix=path,
-        tensor_names=list(keys),
-        shape_and_slices=[""] * len(keys),
-        dtypes=[tf.as_dtype(int(dtype)) for dtype in dtypes],
-    )
-    return restored
 
 
 def _checks_of_header(
@@ -180,7 +172,9 @@ def _checks_of_header(
         [tf.strings.as_string(p, width=20, fill="0") for p in (start, end)], separator="-"
     )
     only_from = tf.not_equal(tf.bitwise.bitwise_and(flags, int(Flag.ONLY_FROM)), 0)
+    both = sum(PACKINGS.values())
     unknown = tf.not_equal(tf.bitwise.bitwise_and(flags, ~sum(Flag)), 0)
+    unknown |= tf.equal(tf.bitwise.bitwise_and(flags, both), both)
     form = tf.strings.join(
         ["has format ", tf.strings.as_string(version), ", flags ", tf.strings.as_string(flags)]
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from exporter.checkpoint.tensor_bundle import index_path, read_array, read_catal
 from exporter.delta.entry import Trained
 from exporter.delta.format import Change, Kind, Rows, ServedVariable
 from exporter.delta.increment import Changed, CheckpointId
-from exporter.delta.way import LEFT_OUT, Way
+from exporter.delta.way import LEFT_OUT, ROUNDED, Way
 from exporter.errors import CheckpointChanged, CheckpointNotFound, CorruptFile, MissingShard
 
 Array = np.ndarray[Any, Any]
@@ -125,10 +125,11 @@ def find_deeprec_way(
     to a full checkpoint and its increment.
     """
     target = Trained(full, increment.id)
-    if replace(published, left_out=None) == target and published.is_within(within):
+    if published.is_state_of(target) and published.is_within(within):
         return Way(target, increment.step)
-    if published.left_out is not None:
-        return Way(target, increment.step, (increment,), is_known=False, why=LEFT_OUT)
+    if not published.is_exact:
+        why = LEFT_OUT if published.left_out is not None else ROUNDED
+        return Way(target, increment.step, (increment,), is_known=False, why=why)
     before = _step_of(published.increment)
     if published.checkpoint == full and before is not None and before <= increment.step:
         return Way(target, increment.step, (increment,))

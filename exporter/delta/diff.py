@@ -267,6 +267,6 @@ def _in_order(
 
 def _words(rows: Array) -> Array:
     """Rows as a matrix of the widest words that their bytes divide into."""
-    flat = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
+    flat = np.ascontiguousarray(rows).reshape(len(rows), math.prod(rows.shape[1:])).view(np.uint8)
     word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)
     return flat.view(f"<u{word}") if flat.shape[1] else flat

@@ -11,6 +11,7 @@ from exporter.delta.format import Schema
 from exporter.delta.increment import HEX, CheckpointId
 from exporter.delta.recipe import Recipe
 from exporter.json_fields import FieldError, Fields
+from exporter.options import DeltaDtype
 
 
 class Made(StrEnum):
@@ -49,25 +50,68 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True)
+class Rounded:
+    """Rows that are served rounded to `dtype`: how many, and the largest absolute error of an element."""
+
+    dtype: DeltaDtype
+    rows: int
+    largest: float
+
+    def since(self, before: Rounded | None) -> Rounded:
+        """With rows that were rounded in the same way before: at most so many, and so far off at most."""
+        if before is None or before.dtype is not self.dtype:
+            return self
+        return Rounded(self.dtype, self.rows + before.rows, max(self.largest, before.largest))
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as a JSON object."""
+        return {"dtype": self.dtype.value, "rows": self.rows, "largest": self.largest}
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Rounded:
+        """What `to_json` gave.
+
+        Raises:
+            FieldError: it is something else.
+        """
+        dtype = DeltaDtype(fields.text("dtype", _DELTA_DTYPE))
+        return cls(dtype, fields.integer("rows"), fields.number("largest"))
+
+
+@dataclass(frozen=True, slots=True)
 class Trained:
     """The trainer's state that was published: a full checkpoint, and the last increment on top of it.
 
     `increment` is an id of the trainer's, or what a reader of another kind of increments calls its own.
-    `left_out` tells of rows that are not what the trainer had then; without it every bit is.
+    `left_out` and `rounded` tell of rows that are not what the trainer had then; without them every bit is.
     """
 
     checkpoint: CheckpointId
     increment: str | None = None
     left_out: LeftOut | None = None
+    rounded: Rounded | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """True if every row is what the trainer had, bit for bit."""
+        return self.left_out is None and self.rounded is None
 
     def is_within(self, distance: float) -> bool:
-        """True if no row is further than this from what the trainer had."""
-        return self.left_out is None or self.left_out.bound <= distance
+        """True if no row was rounded, and none is further than this from what the trainer had."""
+        return self.rounded is None and (self.left_out is None or self.left_out.bound <= distance)
+
+    def is_state_of(self, other: Trained) -> bool:
+        """True if both are the same state of the trainer, however closely they were published."""
+        return (self.checkpoint, self.increment) == (other.checkpoint, other.increment)
 
     def to_json(self) -> dict[str, Any]:
         """The state as a JSON object."""
-        left_out = None if self.left_out is None else self.left_out.to_json()
-        return {"checkpoint": self.checkpoint.to_json(), "increment": self.increment, "left_out": left_out}
+        return {
+            "checkpoint": self.checkpoint.to_json(),
+            "increment": self.increment,
+            "left_out": None if self.left_out is None else self.left_out.to_json(),
+            "rounded": None if self.rounded is None else self.rounded.to_json(),
+        }
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Trained:
@@ -78,9 +122,9 @@ class Trained:
         """
         increment = fields.or_null(lambda key: fields.text(key, _INCREMENT), "increment")
         checkpoint = CheckpointId.from_fields(fields.object("checkpoint"))
-        if fields.document.get("left_out") is None:
-            return cls(checkpoint, increment)
-        return cls(checkpoint, increment, LeftOut.from_fields(fields.object("left_out")))
+        is_whole = fields.document.get("left_out") is None
+        left_out = None if is_whole else LeftOut.from_fields(fields.object("left_out"))
+        return cls(checkpoint, increment, left_out, _rounded(fields))
 
 
 @dataclass(frozen=True)
@@ -120,7 +164,8 @@ class BaseEntry:
 class DeltaEntry:
     """A delta's place in its log. `schema` is the digest of the log's; `parts` counts merged publications.
 
-    `back_to` is the position whose values a rollback or resumption restored.
+    `back_to` is the position whose values a rollback or resumption restored. `rounded` tells of the rows that
+    this delta is about; those of all deltas so far are told of by `trained`.
     """
 
     log: int
@@ -131,6 +176,7 @@ class DeltaEntry:
     parts: int = 1
     only_from: bool = False
     back_to: int | None = None
+    rounded: Rounded | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The entry as a JSON object."""
@@ -142,6 +188,7 @@ class DeltaEntry:
             "parts": self.parts,
             "only_from": self.only_from,
             "back_to": self.back_to,
+            "rounded": None if self.rounded is None else self.rounded.to_json(),
             "trained": self.trained.to_json(),
         }
 
@@ -161,8 +208,14 @@ class DeltaEntry:
             fields.integer("parts"),
             fields.document.get("only_from") is True,
             fields.or_null(fields.integer, "back_to"),
+            _rounded(fields),
         )
 
 
+def _rounded(fields: Fields) -> Rounded | None:
+    return None if fields.document.get("rounded") is None else Rounded.from_fields(fields.object("rounded"))
+
+
 _MADE = re.compile("|".join(made.value for made in Made))
+_DELTA_DTYPE = re.compile("|".join(dtype.value for dtype in DeltaDtype))
 _INCREMENT = re.compile(r"[0-9A-Za-z:._-]{1,200}")

@@ -1,8 +1,8 @@
-"""Writing a delta as a tensor bundle, and reading it back with its structure checked: `exporter.delta.format`."""
+"""Deltas as files: written as a tensor bundle, and read with their structure checked; see `format`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_arr
 from exporter.delta.format import (
     FORMAT_VERSION,
     LINEAGE_KEY,
+    PACKINGS,
     POSITION_KEY,
     SCHEMA_KEY,
     Change,
@@ -24,8 +25,10 @@ from exporter.delta.format import (
     Schema,
     ServedVariable,
 )
+from exporter.delta.packing import LARGEST_SCALE, SMALLEST_SCALE, PackedRows, Packing, RowValues
 from exporter.dtypes import DType
 from exporter.errors import CorruptFile, UnsupportedFormat
+from exporter.options import DeltaDtype
 
 Array = np.ndarray[Any, Any]
 
@@ -34,6 +37,8 @@ def write_delta(
     prefix: Path, schema: Schema, header: DeltaHeader, changes: Mapping[str, Change]
 ) -> tuple[TensorRef, ...]:
     """Write the bundle `prefix`.index and .data-00000-of-00001; a variable without a change is left out.
+
+    The header's packing changes no value: rows that do not pack as they are, are stored exactly.
 
     Returns the tensors that were written. Nothing is synced and nothing is published by this.
 
@@ -45,14 +50,14 @@ def write_delta(
     unknown = changes.keys() - {variable.name for variable in schema.variables}
     if unknown:
         raise ValueError(f"the schema has no variable {min(unknown)!r}")
-    tensors = [array for v in schema.variables for array in _tensors(v, changes.get(v.name))]
+    tensors = [(v, list(_tensors(v, changes.get(v.name)))) for v in schema.variables]
     rows = sum(len(change.ids) for change in changes.values() if isinstance(change, Rows))
     with BundleWriter(prefix) as writer:
         writer.add(POSITION_KEY, _position(header, rows))
         writer.add(LINEAGE_KEY, np.array(header.lineage.encode(), object))
         writer.add(SCHEMA_KEY, np.array(header.schema_digest.encode(), object))
-        for key, array in zip(schema.keys, tensors, strict=True):
-            writer.add(key, array)
+        for variable, arrays in tensors:
+            _add(writer, variable, arrays, header.packing)
     return writer.tensors
 
 
@@ -81,7 +86,8 @@ def read_delta(prefix: Path, schema: Schema) -> Delta:
             f"{prefix} was made for other variables",
             cause=f"its schema is {header.schema_digest[:12]}, expected {schema.digest[:12]}",
         )
-    found = {v.name: change for v in schema.variables if (change := _change(catalog, v)) is not None}
+    changes = ((v.name, _change(catalog, v, header.packing)) for v in schema.variables)
+    found = {name: change for name, change in changes if change is not None}
     delta = Delta(header, catalog, found)
     if delta.rows != rows:
         raise CorruptFile(f"{prefix} is damaged: it tells of {rows} rows and holds {delta.rows}")
@@ -90,6 +96,7 @@ def read_delta(prefix: Path, schema: Schema) -> Delta:
 
 def _position(header: DeltaHeader, rows: int) -> Array:
     flags = Flag.ONLY_FROM if header.only_from else Flag(0)
+    flags |= PACKINGS[header.packing] if header.packing else Flag(0)
     fields = (FORMAT_VERSION, header.from_position, header.to_position, header.step, flags, rows)
     return np.array(fields, np.int64)
 
@@ -97,16 +104,19 @@ def _position(header: DeltaHeader, rows: int) -> Array:
 def _header(catalog: Catalog) -> tuple[DeltaHeader, int]:
     position = _read(catalog, POSITION_KEY, DType.INT64, (6,))
     version, start, end, step, flags, rows = position.tolist()
-    if version != FORMAT_VERSION or flags & ~sum(Flag):
+    packings = [packing for packing, flag in PACKINGS.items() if flags & flag]
+    if version != FORMAT_VERSION or flags & ~sum(Flag) or len(packings) > 1:
         raise UnsupportedFormat(
             f"{catalog.prefix} has delta format {version} with flags {flags}; "
-            f"this program reads format {FORMAT_VERSION} with flags {sum(Flag)} or fewer",
+            f"this program reads format {FORMAT_VERSION} with flags {Flag.ONLY_FROM} and one of "
+            f"{', '.join(str(int(flag)) for flag in PACKINGS.values())}",
             hint="use the export-model that published it, or a newer one",
         )
     lineage = _read(catalog, LINEAGE_KEY, DType.STRING, ()).item().decode(errors="replace")
     digest = _read(catalog, SCHEMA_KEY, DType.STRING, ()).item().decode(errors="replace")
     try:
-        return DeltaHeader(lineage, digest, start, end, step, bool(flags & Flag.ONLY_FROM)), rows
+        only_from, packing = bool(flags & Flag.ONLY_FROM), packings[0] if packings else None
+        return DeltaHeader(lineage, digest, start, end, step, only_from, packing), rows
     except ValueError as exc:
         raise CorruptFile(f"{catalog.prefix} is damaged: {exc}") from exc
 
@@ -132,7 +142,7 @@ def _ref(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]
     return ref
 
 
-def _change(catalog: Catalog, variable: ServedVariable) -> Change | None:
+def _change(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None) -> Change | None:
     refs = [
         _ref(catalog, key, dtype, (None, *(variable.element_shape if key == variable.keys[-1] else ())))
         for key, dtype in zip(variable.keys, variable.dtypes, strict=True)
@@ -143,19 +153,66 @@ def _change(catalog: Catalog, variable: ServedVariable) -> Change | None:
         if refs[0].shape[0] != 1:
             raise CorruptFile(f"{catalog.prefix} is damaged: {refs[0].shape[0]} values of {variable.name!r}")
         return _array(catalog, refs[0])[0, ...]
-    ids, values = _array(catalog, refs[0]), _array(catalog, refs[1])
+    ids, exact = _array(catalog, refs[0]), _array(catalog, refs[1])
     try:
+        values = _unpacked(catalog, variable, exact, packing) if variable.packed(packing) else exact
         _check_ids(variable, ids, values)
     except ValueError as exc:
         raise CorruptFile(f"{catalog.prefix} is damaged: {exc}") from exc
     return Rows(ids, values)
 
 
+def _unpacked(
+    catalog: Catalog, variable: ServedVariable, values: Array, packing: DeltaDtype | None
+) -> PackedRows:
+    places, codes, *scales = (
+        memory_map(catalog, _ref(catalog, tensor.key, tensor.dtype, (None, *tensor.element_shape)))
+        for tensor in variable.packed(packing)
+    )
+    rows = len(places) + len(codes)
+    if len(places) != len(values):
+        raise ValueError(f"{variable.name!r}: {len(places)} places for {len(values)} exact rows")
+    if len(places) and not ((places[1:] > places[:-1]).all() and places[0] >= 0 and places[-1] < rows):
+        raise ValueError(f"{variable.name!r}: places are not strictly increasing in 0-{rows - 1}")
+    for scale in scales:
+        if len(scale) != len(codes):
+            raise ValueError(f"{variable.name!r}: {len(scale)} scales for {len(codes)} rows")
+        if not ((scale == 0) | (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)).all():
+            raise ValueError(f"{variable.name!r}: a scale is none, from {SMALLEST_SCALE} to {LARGEST_SCALE}")
+    return PackedRows(values, places, codes, scales[0] if scales else None)
+
+
 def _array(catalog: Catalog, ref: TensorRef) -> Array:
     return read_array(catalog, ref) if ref.dtype is DType.STRING else memory_map(catalog, ref)
 
 
-def _tensors(variable: ServedVariable, change: Change | None) -> Iterator[Array]:
+def _add(
+    writer: BundleWriter, variable: ServedVariable, arrays: Sequence[RowValues], packing: DeltaDtype | None
+) -> None:
+    """Write the tensors of a variable, given those of `variable.keys`; rows are packed in pieces."""
+    extra = variable.packed(packing)
+    if not extra or packing is None:
+        for key, dtype, array in zip(variable.keys, variable.dtypes, arrays, strict=True):
+            if isinstance(array, PackedRows):
+                writer.add_chunks(key, dtype, array.shape, array.pieces())
+            else:
+                writer.add(key, array)
+        return
+    ids, rows = arrays
+    packed = Packing.of(rows, packing)
+    places, codes, *_ = extra
+    exact_shape, codes_shape = (
+        (count, *variable.element_shape) for count in (len(packed.exact), len(packed.packed))
+    )
+    writer.add(variable.keys[0], np.asarray(ids))
+    writer.add_chunks(variable.keys[1], variable.dtype, exact_shape, packed.values())
+    writer.add(places.key, packed.exact)
+    writer.add_chunks(codes.key, codes.dtype, codes_shape, packed.codes())
+    if packed.scales is not None:
+        writer.add(extra[-1].key, packed.scales)
+
+
+def _tensors(variable: ServedVariable, change: Change | None) -> Iterator[RowValues]:
     """The arrays of `variable.keys`."""
     numpy = np.dtype(object) if variable.dtype is DType.STRING else variable.dtype.numpy
     if change is None:
@@ -175,7 +232,7 @@ def _tensors(variable: ServedVariable, change: Change | None) -> Iterator[Array]
     yield values
 
 
-def _check_ids(variable: ServedVariable, ids: Array, values: Array) -> None:
+def _check_ids(variable: ServedVariable, ids: Array, values: RowValues) -> None:
     if ids.dtype != np.int64 or ids.shape != values.shape[:1]:
         raise ValueError(f"{variable.name!r}: {ids.dtype}{list(ids.shape)} ids for {len(values)} rows")
     increasing = bool((ids[1:] > ids[:-1]).all())

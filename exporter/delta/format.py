@@ -18,6 +18,18 @@ Values are absolute: a delta may be applied twice, and it fits every state of it
 `from <= p < to`. Flag 1 (`only_from`) says that it fits `p = from` alone, because rows were left out or
 rounded. Flags that a reader does not know make a delta unreadable to it.
 
+Flags 2 and 4 (not both) say that rows are packed, as bfloat16 or as int8 (`exporter.delta.packing`). Tables
+of float32 and float64 whose rows get smaller by it have these tensors then, where n = e + m:
+
+    <name>/ids      int64 [n]                all rows, as above
+    <name>/values   dtype [e, ...]           rows that no codes give exactly
+    <name>/exact    int64 [e]                their places in `ids`, strictly increasing
+    <name>/packed   bfloat16|int8 [m, ...]   the codes of the other rows, in order
+    <name>/scales   float32 [m]              for int8: 0, or from 2**-126 to 2**120
+
+A row is what its codes give, bit for bit. Packing is how a delta is stored; that rows were *rounded* before,
+so that they would pack, its manifest tells. A graph that takes deltas reads all three forms.
+
 The *schema* is what is served and how the graph reads it, variable by variable in the order of their names:
 name, dtype and shape as served, kind. A variable that the graph only gathers rows from is a *table*, one that
 it reads whole is *dense*. Each part of a partitioned variable is a variable of its own, `<key>[<its slice>]`,
@@ -38,7 +50,9 @@ from typing import Any
 import numpy as np
 
 from exporter.catalog import Catalog
+from exporter.delta.packing import RowValues, shrinks
 from exporter.dtypes import DType
+from exporter.options import DeltaDtype
 
 Array = np.ndarray[Any, Any]
 
@@ -65,6 +79,21 @@ class Flag(IntFlag):
     """What `delta/position` may say beyond positions."""
 
     ONLY_FROM = 1
+    BFLOAT16 = 2
+    INT8 = 4
+
+
+PACKINGS = {DeltaDtype.BFLOAT16: Flag.BFLOAT16, DeltaDtype.INT8: Flag.INT8}
+"""How a delta says what its rows are packed as."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """What packed rows need: a tensor's name, its dtype, and its shape behind the first dimension."""
+
+    key: str
+    dtype: DType
+    element_shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +121,15 @@ class ServedVariable:
     def element_shape(self) -> tuple[int, ...]:
         """The shape of what one entry of the first dimension holds: a row, or the whole variable."""
         return self.shape[1:] if self.kind is Kind.TABLE else self.shape
+
+    def packed(self, packing: DeltaDtype | None) -> tuple[PackedTensor, ...]:
+        """What a delta of packed rows has beside `keys`: places, codes, for int8 scales; or nothing."""
+        if packing is None or self.kind is Kind.DENSE or not shrinks(packing, self.dtype, self.shape[1:]):
+            return ()
+        places = PackedTensor(f"{self.name}/exact", DType.INT64)
+        codes = PackedTensor(f"{self.name}/packed", DType.of(packing), self.shape[1:])
+        scales = PackedTensor(f"{self.name}/scales", DType.FLOAT)
+        return (places, codes) if packing is DeltaDtype.BFLOAT16 else (places, codes, scales)
 
 
 @dataclass(frozen=True)
@@ -150,7 +188,7 @@ class Schema:
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeader:
-    """Which states a delta fits, and where it leads."""
+    """Which states a delta fits, where it leads, and how its rows are packed."""
 
     lineage: str
     schema_digest: str
@@ -158,6 +196,7 @@ class DeltaHeader:
     to_position: int
     step: int
     only_from: bool = False
+    packing: DeltaDtype | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.from_position < self.to_position < POSITION_LIMIT:
@@ -180,7 +219,7 @@ class Rows:
     """Rows of a table: `ids` int64 [n], strictly increasing; `values` [n, ...] in the table's dtype."""
 
     ids: Array
-    values: Array
+    values: RowValues
 
 
 Change = Rows | Array

@@ -229,7 +229,7 @@ def translate(source: Source, change: Change, schema: Mapping[str, ServedVariabl
     if not isinstance(change, Rows):
         return dict(_parts_of_whole(source, change, schema))
     natural = _natural(source, change.ids)
-    values = cast_values(change.values, source.dtype, source.key)
+    values = cast_values(np.asarray(change.values), source.dtype, source.key)
     translated: dict[str, Change] = {}
     for part, variable in enumerate(source.variables):
         name, box = served_name(variable), _box(variable)

@@ -13,6 +13,7 @@ from exporter.delta.history import History
 from exporter.delta.increment import Changed, CheckpointId, StoredIncrement
 
 LEFT_OUT = "rows that moved little were left out of what was published last"
+ROUNDED = "rows of what was published last were rounded in another way than is asked for"
 
 
 class AnyIncrement(Protocol):
@@ -63,7 +64,7 @@ def find_way(
     after = history.after(full)
     milestone = history.milestone(full)
     before = milestone.after if milestone else None
-    if awaits_increment and before is not None and not after and published.left_out is None:
+    if awaits_increment and before is not None and not after and published.is_exact:
         chain = _chain_to(before, published, history)
         if chain is not None:
             step = chain[-1].increment.to_step if chain else _step_of(before, history, full)
@@ -74,7 +75,7 @@ def find_way(
     is_there = published.increment == tip and (tip is not None or published.checkpoint == full)
     if is_there and published.is_within(within):
         return Way(target, step)
-    chain = _chain_to(tip, published, history) if tip is not None and published.left_out is None else None
+    chain = _chain_to(tip, published, history) if tip is not None and published.is_exact else None
     if chain is not None:
         return Way(target, step, chain)
     return Way(target, step, after, is_known=False, why=_why(published, full, history))
@@ -107,8 +108,8 @@ def _step_of(increment: str, history: History, full: CheckpointId) -> int:
 
 
 def _why(published: Trained, full: CheckpointId, history: History) -> str:
-    if published.left_out is not None:
-        return LEFT_OUT
+    if not published.is_exact:
+        return LEFT_OUT if published.left_out is not None else ROUNDED
     if not history.increments:
         return "the trainer writes no increments"
     if published.increment is None:

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exporter.delta.entry import Made
+from exporter.delta.format import Delta
 from exporter.delta.invert import restoring
 from exporter.delta.log import Position, Span, merge_due, merged
 from exporter.delta.merge import merge_changes
 from exporter.errors import PositionMoved, PositionUnknown, UsageError
 from exporter.filesystem import remove_tree, writing
+from exporter.options import DeltaDtype
 from exporter.publish.commit import PublishedDelta as Published
 from exporter.publish.commit import Staging, model_lock
 from exporter.publish.delta_publication import Publication, publish_changes
@@ -67,9 +69,10 @@ def merge_run(log: PublishedLog, run: Sequence[PublishedDelta]) -> Merged | None
     """Merge neighbouring deltas; None if their merger is published already."""
     newest = run[-1]
     with Staging(log.model) as staging, writing(staging.path):
-        layers = [log.open(delta).changes for delta in run]
-        changes = merge_changes(layers, log.schema, _scratch(staging))
-        what = Publication(merged(run), newest.at.step, Made.MERGE, newest.entry.trained)
+        opened = [log.open(delta) for delta in run]
+        changes = merge_changes([delta.changes for delta in opened], log.schema, _scratch(staging))
+        packing = _packing(opened)
+        what = Publication(merged(run), newest.at.step, Made.MERGE, newest.entry.trained, packing=packing)
         try:
             return Merged(tuple(run), publish_changes(log, staging, changes, what, last=None))
         except PositionMoved:
@@ -153,10 +156,16 @@ def _restore(log: PublishedLog, to: int, made: Made) -> Published:
     if not chain:
         raise PositionUnknown(f"no delta leads on from position {to}")
     with Staging(log.model) as staging, writing(staging.path):
-        since = [log.open(delta).changes for delta in chain]
-        changes = restoring(since, log.state(to), log.schema, _scratch(staging))
-        what = Publication(Span(last, last + 1), step, made, trained, back_to=to)
+        since = [log.open(delta) for delta in chain]
+        touched = [delta.changes for delta in since]
+        changes = restoring(touched, log.state(to), log.schema, _scratch(staging))
+        what = Publication(Span(last, last + 1), step, made, trained, back_to=to, packing=_packing(since))
         return publish_changes(log, staging, changes, what, last=last)
+
+
+def _packing(deltas: Sequence[Delta]) -> DeltaDtype | None:
+    """How the newest of these that is packed is: what is made of them holds rows that pack so, too."""
+    return next((delta.header.packing for delta in reversed(deltas) if delta.header.packing), None)
 
 
 def _scratch(staging: Staging) -> Path:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from exporter.checkpoint import candidates
 from exporter.delta.diff import Comparison, diff
-from exporter.delta.entry import LeftOut, Made
+from exporter.delta.entry import DeltaEntry, LeftOut, Made, Rounded
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema
 from exporter.delta.log import Position, Span
 from exporter.delta.merge import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_hashes import BlockHasher, HashIndex, read_index, without_rows, write_index
-from exporter.delta.state import Changes, State
-from exporter.delta.threshold import recall, remember, sift
+from exporter.delta.state import Array, Changes, State
+from exporter.delta.threshold import Allowed, recall, remember, sift
 from exporter.errors import CheckpointChanged, PositionError, PositionMoved
 from exporter.filesystem import writing
 from exporter.mapping.build import MappingRules
@@ -68,6 +68,11 @@ class IncrementalPlan:
         """The positions between which the next delta leads."""
         return Span(self.log.at.position, self.position)
 
+    @property
+    def allowed(self) -> Allowed:
+        """How far what is served may be from what the trainer has."""
+        return Allowed(self.request.min_change, self.request.delta_dtype)
+
 
 @dataclass(frozen=True)
 class ExportedDelta:
@@ -90,6 +95,14 @@ class ExportedDelta:
             return self.plan.log.trained.left_out
         entry = self.published.manifest.incremental
         return None if entry is None else entry.trained.left_out
+
+    @property
+    def rounded(self) -> Rounded | None:
+        """The changed rows that are served rounded; if nothing changed, all that are."""
+        if self.published is None:
+            return self.plan.log.trained.rounded
+        entry = self.published.manifest.incremental
+        return entry.rounded if isinstance(entry, DeltaEntry) else None
 
     @property
     def at(self) -> Position:
@@ -117,7 +130,8 @@ def plan_incremental(request: ExportRequest, *, is_watching: bool = False) -> In
     entry.recipe.check_rules(_rules(request))
     bound = request.min_change
     remembered = _remembered(log, bound)
-    published = replace(log.trained, left_out=None) if remembered else log.trained
+    published = Allowed(bound, request.delta_dtype).strip(log.trained)
+    published = replace(published, left_out=None) if remembered else published
     trainer = read_trainer(
         request.ckpt_dir, entry.recipe, log.schema, published, bound, is_watching=is_watching
     )
@@ -127,7 +141,7 @@ def plan_incremental(request: ExportRequest, *, is_watching: bool = False) -> In
 
 
 def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
-    """Publish the planned delta; rows that it leaves out are sent by a later one.
+    """Publish the planned delta; rows that it leaves out or rounds may be sent exactly by a later one.
 
     Raises:
         PositionMoved: something else was published since the plan was made.
@@ -142,8 +156,10 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         scratch.mkdir()
         found = _changes(planned, scratch, progress)
         made = Made.INCREMENTS if way.is_known else Made.COMPARISON
-        span = replace(planned.span, only_from=found.left_out is not None)
-        what = Publication(span, way.step, made, replace(way.target, left_out=found.left_out))
+        span = replace(planned.span, only_from=bool(found.left_out or found.rounded))
+        trained = replace(way.target, left_out=found.left_out, rounded=_rounded_so_far(planned, found))
+        packing = planned.request.delta_dtype
+        what = Publication(span, way.step, made, trained, rounded=found.rounded, packing=packing)
         published = publish_changes(log, staging, found.changes, what, last=log.at.position)
         if found.hashes is not None:
             write_index(log.path / HASHES, found.hashes)
@@ -239,6 +255,7 @@ class _Found:
     compared_bytes: int = 0
     hashes: HashIndex | None = None
     left_out: LeftOut | None = None
+    rounded: Rounded | None = None
     stay: Mapping[str, Rows] = field(default_factory=dict)
 
 
@@ -246,21 +263,29 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
     """What the delta will hold."""
     published = cache(planned.log.state)
     found = _all_changes(planned, published, scratch, progress)
-    log, bound = planned.log, planned.request.min_change
-    if bound == 0:
+    if planned.allowed.is_nothing:
         return found
-    sifted = sift(found.changes, published(), log.schema, bound, scratch)
-    hashes = None if found.hashes is None else _of_published(found.hashes, sifted.stay, log.schema)
-    return _Found(sifted.changes, found.compared_bytes, hashes, sifted.left_out, sifted.stay)
+    schema = planned.log.schema
+    sifted = sift(found.changes, published(), schema, planned.allowed, scratch)
+    hashes = None if found.hashes is None else _of_published(found.hashes, sifted.behind, schema)
+    return _Found(sifted.changes, found.compared_bytes, hashes, sifted.left_out, sifted.rounded, sifted.stay)
 
 
-def _of_published(index: HashIndex, stay: Mapping[str, Rows], schema: Schema) -> HashIndex:
+def _rounded_so_far(planned: IncrementalPlan, found: _Found) -> Rounded | None:
+    """The rows that are served rounded; of those that increments say nothing of, what was known before."""
+    before = planned.log.trained.rounded
+    if not planned.trainer.way.is_known:
+        return found.rounded
+    return before if found.rounded is None else found.rounded.since(before)
+
+
+def _of_published(index: HashIndex, behind: Mapping[str, Array], schema: Schema) -> HashIndex:
     """The hashes of what is published, given those of the trainer's rows."""
     tables = dict(index.tables)
     for variable in schema.variables:
-        if variable.name in stay:
+        if variable.name in behind:
             row_bytes = math.prod(variable.shape[1:]) * variable.dtype.numpy.itemsize
-            tables[variable.name] = without_rows(tables[variable.name], stay[variable.name].ids, row_bytes)
+            tables[variable.name] = without_rows(tables[variable.name], behind[variable.name], row_bytes)
     return replace(index, tables=tables)
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.delta.entry import DeltaEntry, Made, Trained
+from exporter.delta.entry import DeltaEntry, Made, Rounded, Trained
 from exporter.delta.files import write_delta
 from exporter.delta.format import FILE_PREFIX, Change, DeltaHeader, Rows
 from exporter.delta.log import Span
 from exporter.filesystem import writing
+from exporter.options import DeltaDtype
 from exporter.publish.commit import PublishedDelta, Staging, publish_delta
 from exporter.publish.manifest import Kind, ManifestDraft, Origin, tensor_entries
 from exporter.publish.published_log import PublishedLog
@@ -19,13 +20,18 @@ from exporter.publish.published_log import PublishedLog
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What a delta says of itself: where it leads, to which of the trainer's states, how it was made."""
+    """What a delta says of itself: where it leads, to which of the trainer's states, how it was made.
+
+    `rounded` tells of the rows that were rounded for it; with `packing` rows are stored in fewer bytes.
+    """
 
     span: Span
     step: int | None
     made: Made
     trained: Trained
     back_to: int | None = None
+    rounded: Rounded | None = None
+    packing: DeltaDtype | None = None
 
 
 def publish_changes(
@@ -43,7 +49,13 @@ def publish_changes(
     """
     span, trained = what.span, what.trained
     header = DeltaHeader(
-        log.lineage, log.schema.digest, span.start, span.end, what.step or 0, only_from=span.only_from
+        log.lineage,
+        log.schema.digest,
+        span.start,
+        span.end,
+        what.step or 0,
+        only_from=span.only_from,
+        packing=what.packing,
     )
     prefix = staging.path / FILE_PREFIX
     with writing(staging.path):
@@ -65,6 +77,7 @@ def publish_changes(
             parts=span.parts,
             only_from=span.only_from,
             back_to=what.back_to,
+            rounded=what.rounded,
         ),
     )
     return publish_delta(staging, draft, log.path, position=span.end, last=last)

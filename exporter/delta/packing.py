@@ -1,0 +1,194 @@
+"""Rows in fewer bits: what a row is rounded to, and how rounded rows lie in a delta.
+
+    bfloat16   the values as bfloat16: by way of float32 to the nearest, ties to even
+    int8       codes q from -127 to 127 and a float32 scale for the row; a value is q * scale, in float32
+
+Two things are kept apart. *Rounding* changes values, and is what a user asks for. *Packing* is how rows are
+stored, and never changes a bit: a row is packed if it is read back as it is, and else stored exactly. Rows
+that were rounded always pack, also when they are merged or taken back later.
+
+A scale has 17 significant bits and is the least such that no code exceeds 127: so q * scale is exact in
+float32, whoever computes it and in whatever order, and what was unpacked packs into the same codes. Nothing
+subnormal is ever made: TensorFlow's kernels take it for zero, so it is rounded to zero here. A row that holds
+NaN or infinity, or would, is not rounded. Neither are tables of 16 bits, nor those whose rows would not
+shrink.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from exporter.dtypes import DType
+from exporter.options import DeltaDtype
+
+Array = np.ndarray[Any, Any]
+
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**120
+"""Times any code of eight bits but 0 they give float32 values that are normal and finite."""
+
+_SMALLEST_NORMAL = SMALLEST_SCALE
+_WIDE = {DType.FLOAT, DType.DOUBLE}
+_LARGEST_CODE = 127
+_SPARE_BITS = 7  # of a float32's 24: what a code of seven bits takes up in a product
+_ROWS_AT_ONCE = 1 << 14
+
+
+def shrinks(packing: DeltaDtype, dtype: DType, element_shape: tuple[int, ...]) -> bool:
+    """True if rows of this dtype and shape are packed: values of 32 or 64 bits, in fewer bytes."""
+    size = math.prod(element_shape)
+    packed = 2 * size if packing is DeltaDtype.BFLOAT16 else size + 4
+    return dtype in _WIDE and packed < size * dtype.numpy.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Rows as codes [n, ...], for int8 with `scales` float32 [n]; `fits` bool [n]: False where none serve."""
+
+    codes: Array
+    scales: Array | None
+    fits: Array
+
+
+def encode(rows: Array, packing: DeltaDtype) -> Codes:
+    """The nearest codes of rows [n, ...] in float32 or float64."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _to_bfloat16(rows) if packing is DeltaDtype.BFLOAT16 else _to_int8(rows)
+
+
+def decode(codes: Array, scales: Array | None, dtype: np.dtype[Any]) -> Array:
+    """The rows that codes stand for, in `dtype`."""
+    values = codes.astype(np.float32)
+    if scales is not None:
+        values *= scales.reshape(-1, *[1] * (codes.ndim - 1))
+    return np.asarray(values.astype(dtype, copy=False))
+
+
+def round_rows(rows: Array, packing: DeltaDtype) -> Array:
+    """Rows [n, ...] as they are served if they are sent in this packing."""
+    found = encode(rows, packing)
+    rounded = decode(found.codes, found.scales, rows.dtype)
+    rounded[~found.fits] = rows[~found.fits]
+    return rounded
+
+
+def pack_rows(rows: Array, packing: DeltaDtype) -> Codes:
+    """Their codes; `fits` is False also where they would not give back every bit."""
+    found = encode(rows, packing)
+    word = f"u{rows.dtype.itemsize}"
+    given_back = decode(found.codes, found.scales, rows.dtype).view(word)
+    same = _flat(given_back == np.ascontiguousarray(rows).view(word)).all(axis=1)
+    return replace(found, fits=found.fits & same)
+
+
+class PackedRows:
+    """Rows of a table as a delta stores them, unpacked as they are asked for: by slice or by places.
+
+    `exact` int64 [e] are the places of the rows that are in `values` [e, ...]; `codes` and `scales` hold the
+    others, in their order.
+    """
+
+    def __init__(self, values: Array, exact: Array, codes: Array, scales: Array | None) -> None:
+        self._values, self._exact, self._codes, self._scales = values, exact, codes, scales
+        self.dtype = values.dtype
+        self.shape = (len(exact) + len(codes), *values.shape[1:])
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, which: slice | Array) -> Array:
+        places = np.arange(*which.indices(len(self))) if isinstance(which, slice) else np.asarray(which)
+        before = np.searchsorted(self._exact, places)
+        is_exact = np.searchsorted(self._exact, places, side="right") > before
+        rows = np.empty((len(places), *self.shape[1:]), self.dtype)
+        packed = (places - before)[~is_exact]
+        scales = None if self._scales is None else self._scales[packed]
+        rows[~is_exact] = decode(self._codes[packed], scales, self.dtype)
+        rows[is_exact] = self._values[before[is_exact]]
+        return rows
+
+    def pieces(self) -> Iterator[Array]:
+        """All rows, a bounded number at a time."""
+        return (self[start : start + _ROWS_AT_ONCE] for start in _starts(len(self)))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return self[:].astype(dtype or self.dtype, copy=False)
+
+
+RowValues = Array | PackedRows
+"""Rows in memory or in a map of a file, or packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How rows are stored: those at the places `exact` int64 [e] as they are, those at `packed` int64 [m] as
+    codes, for int8 with `scales` float32 [m].
+    """
+
+    rows: RowValues
+    dtype: DeltaDtype
+    exact: Array
+    packed: Array
+    scales: Array | None
+
+    @classmethod
+    def of(cls, rows: RowValues, dtype: DeltaDtype) -> Packing:
+        """What of `rows` packs, by looking at each of them."""
+        found = [pack_rows(rows[start : start + _ROWS_AT_ONCE], dtype) for start in _starts(len(rows))]
+        fits = np.concatenate([np.empty(0, bool), *(piece.fits for piece in found)])
+        scales = [piece.scales[piece.fits] for piece in found if piece.scales is not None]
+        has_scales = dtype is DeltaDtype.INT8
+        return cls(
+            rows,
+            dtype,
+            np.flatnonzero(~fits),
+            np.flatnonzero(fits),
+            np.concatenate([np.empty(0, np.float32), *scales]) if has_scales else None,
+        )
+
+    def values(self) -> Iterator[Array]:
+        """The exact rows, in pieces."""
+        return (self.rows[self.exact[start : start + _ROWS_AT_ONCE]] for start in _starts(len(self.exact)))
+
+    def codes(self) -> Iterator[Array]:
+        """The codes of the other rows, in pieces."""
+        for start in _starts(len(self.packed)):
+            yield encode(self.rows[self.packed[start : start + _ROWS_AT_ONCE]], self.dtype).codes
+
+
+def _starts(count: int) -> range:
+    return range(0, count, _ROWS_AT_ONCE)
+
+
+def _to_bfloat16(rows: Array) -> Codes:
+    bfloat16 = DType.BFLOAT16.numpy
+    nearest = rows.astype(np.float32).astype(bfloat16).astype(np.float32)
+    nearest[np.abs(nearest) < _SMALLEST_NORMAL] *= 0
+    fits = np.asarray(_flat(np.isfinite(nearest)).all(axis=1))
+    return Codes(nearest.astype(bfloat16), None, fits)
+
+
+def _to_int8(rows: Array) -> Codes:
+    flat = _flat(rows).astype(np.float64)
+    largest = np.abs(flat).max(axis=1)
+    scales = _rounded_up((largest / _LARGEST_CODE).astype(np.float32))
+    fits = np.asarray(np.isfinite(largest) & (scales <= LARGEST_SCALE))
+    scales[~fits | (scales < SMALLEST_SCALE)] = 0
+    is_zero = scales == 0
+    codes = np.rint(flat / np.where(is_zero, 1, scales)[:, np.newaxis])
+    codes[is_zero] = 0
+    return Codes(codes.astype(np.int8).reshape(rows.shape), scales, fits)
+
+
+def _flat(rows: Array) -> Array:
+    return rows.reshape(len(rows), math.prod(rows.shape[1:]))
+
+
+def _rounded_up(scales: Array) -> Array:
+    """Positive float32 values, rounded up to 17 significant bits."""
+    spare = np.uint32((1 << _SPARE_BITS) - 1)
+    return np.asarray(((scales.view(np.uint32) + spare) & ~spare).view(np.float32))
