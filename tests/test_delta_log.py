@@ -141,12 +141,12 @@ def test_only_neighbours_merge_and_what_was_rounded_stays_so() -> None:
         merged([])
 
 
-@given(st.integers(1, 700))
-def test_merging_as_it_becomes_due_keeps_chains_short_and_work_small(count: int) -> None:
+@given(st.integers(1, 700), st.booleans())
+def test_merging_as_it_becomes_due_keeps_chains_short_and_work_small(count: int, only_from: bool) -> None:
     spans: list[Span] = []
     work = 0
     for end in range(1, count + 1):
-        spans.append(Span(end - 1, end))
+        spans.append(Span(end - 1, end, only_from))
         while run := merge_due(spans):
             spans.append(merged(run))
             work += sum(span.parts for span in run)
@@ -157,6 +157,14 @@ def test_merging_as_it_becomes_due_keeps_chains_short_and_work_small(count: int)
         magnitudes += 1
     assert len(plan_chain(spans, 0)) <= (FANOUT - 1) * magnitudes
     assert work <= count * magnitudes
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=100))
+def test_an_exact_delta_is_not_merged_with_a_rounded_one(only_from: list[bool]) -> None:
+    spans = [Span(end, end + 1, rounded) for end, rounded in enumerate(only_from)]
+    while run := merge_due(spans):
+        assert len({span.only_from for span in run}) == 1
+        spans = [span for span in spans if span not in run] + [merged(run)]
 
 
 @given(logs(), st.data())

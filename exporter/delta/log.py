@@ -167,14 +167,15 @@ def merge_due(spans: Iterable[SpanT], *, fanout: int = FANOUT) -> tuple[SpanT, .
 
     As in a log-structured merge tree: `fanout` neighbours of one magnitude (of publications, to base
     `fanout`) become one of the next. A reader is then at most `fanout - 1` deltas of each magnitude behind,
-    and each row is merged once a magnitude.
+    and each row is merged once a magnitude. Deltas that fit their first position alone merge with their like:
+    an exact one among them would lose its fitness for states inside.
     """
     run: list[SpanT] = []
     for span in reversed(_tiles(spans)):  # the newest first: they are small, and merging is due there first
-        if span.only_from or (run and _magnitude(run[-1], fanout) != _magnitude(span, fanout)):
+        kind = (span.only_from, _magnitude(span, fanout))
+        if run and kind != (run[-1].only_from, _magnitude(run[-1], fanout)):
             run = []
-        if not span.only_from:
-            run.append(span)
+        run.append(span)
         if len(run) == fanout:
             return tuple(reversed(run))
     return ()
