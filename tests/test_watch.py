@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -115,6 +116,16 @@ def test_a_checkpoint_is_known_by_its_content(request_: ExportRequest) -> None:
     assert one_look(request_) == [], "the same values under another name"
 
 
+def test_an_archive_that_is_overwritten_is_another(request_: ExportRequest) -> None:
+    request_.ckpt_dir.mkdir()
+    request = replace(request_, ckpt_dir=request_.ckpt_dir / "latest.npz")
+    for value in (1.0, 2.0):
+        np.savez(request.ckpt_dir.with_name("next.npz"), factor=np.float32(value))
+        request.ckpt_dir.with_name("next.npz").rename(request.ckpt_dir)
+        assert [len(one_look(request)) for _ in range(2)] == [1, 0]
+        assert served_factor(request.out) == value
+
+
 def test_a_version_that_was_exported_without_watching_counts(request_: ExportRequest) -> None:
     from exporter import export
 
@@ -170,6 +181,31 @@ def test_a_damaged_checkpoint_is_told_and_the_next_one_exported(request_: Export
 
     (done,) = watch(request_, Watching(0.01, StopWhen(count=1)), tell)
     assert (done.published.version, told) == (20, [CorruptFile])
+
+
+def test_the_graph_beside_a_checkpoint_is_waited_for(request_: ExportRequest, graph: Path) -> None:
+    """A Saver writes the .meta after the index and the state file."""
+    request, prefix = replace(request_, model=None), save(request_.ckpt_dir, 10)
+    told: list[ExportError] = []
+    assert one_look(request, told) == []
+    assert "model.ckpt-10.meta" in told[0].message
+    shutil.copy(graph, prefix.with_name("model.ckpt-10.meta"))
+    assert one_look(request) == [10]
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile_is_no_failure(request_: ExportRequest) -> None:
+    prefix = save(request_.ckpt_dir, 10)
+
+    def build() -> None:
+        for path in prefix.parent.glob("model.ckpt-10.*"):
+            path.unlink()
+        raise FileNotFoundError("the builder reads the checkpoint, which is gone")
+
+    told: list[ExportError] = []
+    assert one_look(replace(request_, model=build, inputs={}, outputs={}), told) == []
+    assert [type(error) for error in told] == [CheckpointChanged]
+    save(request_.ckpt_dir, 20)
+    assert one_look(request_) == [20]
 
 
 def test_a_checkpoint_that_does_not_fit_ends_the_watch(request_: ExportRequest) -> None:

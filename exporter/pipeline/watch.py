@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from exporter.checkpoint import candidates, open_checkpoint
+from exporter.checkpoint.families import is_archive
 from exporter.checkpoint.identity import Identity, Looks, look
-from exporter.errors import ExportError, ManifestError, UsageError
+from exporter.errors import CheckpointChanged, CheckpointNotFound, ExportError, ManifestError, UsageError
 from exporter.filesystem import make_directories, writing
 from exporter.following import EVERY_SECOND, Look, Watching, follow
 from exporter.options import ExportRequest
@@ -71,6 +72,7 @@ class _Newest:
         if first and first == self._seen:
             return Look(None, self._step)
         catalog = open_checkpoint(self.request.ckpt_dir)
+        self._require_graph(catalog.prefix)
         done = self._export(Identity.of(catalog))
         self._seen, self._step = first, catalog.step
         return Look(done, catalog.step)
@@ -84,10 +86,25 @@ class _Newest:
         with model_lock(model, name=WATCH_LOCK):
             done = None
             if checkpoint.digest not in exported_digests(model):
-                request = replace(self.request, ckpt_dir=checkpoint.prefix)
-                done = export(request, self.progress, self.graphs)
+                done = self._export_unless_changed(checkpoint)
         self._exported.add((done.plan.checkpoint if done else checkpoint).digest)
         return done
+
+    def _require_graph(self, prefix: Path) -> None:
+        """Wait for the graph, which a Saver writes after everything else, if nothing else is to be served."""
+        meta = prefix.with_name(f"{prefix.name}.meta")
+        if self.request.model is None and not is_archive(prefix) and not meta.exists():
+            raise CheckpointNotFound(f"there is no {meta.name} beside {prefix}, and no --model")
+
+    def _export_unless_changed(self, checkpoint: Identity) -> Exported:
+        """Export it; what fails because the trainer prunes or replaces it is waited for."""
+        try:
+            return export(replace(self.request, ckpt_dir=checkpoint.prefix), self.progress, self.graphs)
+        except ExportError as error:
+            if look(checkpoint.prefix) == checkpoint.files:
+                raise
+            message = f"{checkpoint.prefix} was changed or removed while it was exported"
+            raise CheckpointChanged(message, cause=error.message) from error
 
 
 def exported_digests(model: Path) -> set[str]:
