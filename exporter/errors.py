@@ -40,6 +40,7 @@
     │   ├── TargetBusy                   another exporter holds the target's lock for too long
     │   ├── LinkRefused                  hard links asked for and impossible
     │   └── VersionExists            2   the version is taken or would go backwards
+    ├── ExportFailed                 1   an export in a process of its own, beside a training, failed
     └── ServerError                  7   a server refused, failed to load or was late
         ├── ModelPathNotFound            the model base path to serve is not there
         └── CallFailed                   a call to a model server failed; its status code tells how
@@ -322,6 +323,12 @@ class VersionExists(PublishError):
 
     exit_code = Exit.USAGE
     default_hint = "leave --version out: the next free position is taken"
+
+
+class ExportFailed(ExportError):
+    """An export in a process of its own, beside a training, failed or was not done in time."""
+
+    default_hint = "the checkpoint is there: run the same export with export-model"
 
 
 class ServerError(ExportError):

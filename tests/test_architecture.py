@@ -31,6 +31,7 @@ STAGES = [
     {"full_command", "incremental_command", "delta_report"},
     {"delta_cli"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(STAGES) for room in rooms}
 # What serving may know of the exporter: values and the wire, never the stages that make a model.

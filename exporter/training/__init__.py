@@ -1,8 +1,45 @@
-"""What a trainer imports: increments between full checkpoints, recorded where the variables live."""
+"""What a trainer imports: increments, exports beside it, chief-only saving, warm starts.
 
-from exporter.training.hook import IncrementHook
-from exporter.training.keras import IncrementCallback
-from exporter.training.restore import restore_increments
-from exporter.training.session import MonitoredTrainingSession
+    from exporter.training import ExportHook, IncrementHook, checkpoint_dir, is_chief, load_checkpoint
 
-__all__ = ["IncrementCallback", "IncrementHook", "MonitoredTrainingSession", "restore_increments"]
+Each name is imported when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from exporter.training.chief import checkpoint_dir as checkpoint_dir
+    from exporter.training.chief import is_chief as is_chief
+    from exporter.training.export_hook import ExportCallback as ExportCallback
+    from exporter.training.export_hook import ExportHook as ExportHook
+    from exporter.training.exports import ExportOutcome as ExportOutcome
+    from exporter.training.hook import IncrementHook as IncrementHook
+    from exporter.training.keras import IncrementCallback as IncrementCallback
+    from exporter.training.restore import restore_increments as restore_increments
+    from exporter.training.session import MonitoredTrainingSession as MonitoredTrainingSession
+    from exporter.training.stop_after import StopAfterCallback as StopAfterCallback
+    from exporter.training.stop_after import StopAfterHook as StopAfterHook
+
+_HOMES = {
+    "ExportCallback": "export_hook",
+    "ExportHook": "export_hook",
+    "ExportOutcome": "exports",
+    "IncrementCallback": "keras",
+    "IncrementHook": "hook",
+    "MonitoredTrainingSession": "session",
+    "StopAfterCallback": "stop_after",
+    "StopAfterHook": "stop_after",
+    "checkpoint_dir": "chief",
+    "is_chief": "chief",
+    "restore_increments": "restore",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'exporter.training' has no attribute {name!r}")
+    return getattr(import_module(f"exporter.training.{_HOMES[name]}"), name)

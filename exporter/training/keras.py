@@ -24,6 +24,7 @@ from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, read_array
 from exporter.dtypes import DType
 from exporter.errors import UsageError
 from exporter.output import human_bytes
+from exporter.training.callbacks import callback_base
 from exporter.training.collector import Collector
 from exporter.training.hook import schedule
 from exporter.training.publisher import Publisher
@@ -43,7 +44,7 @@ def IncrementCallback(
     save_checkpoint_steps: int | None = None,
     incremental_save_restore: bool = False,
 ) -> Any:
-    """A callback of the Keras that `tf.keras` is: Keras 3, or tf-keras with TF_USE_LEGACY_KERAS=1.
+    """A Keras callback (Keras 3 or tf-keras).
 
     It saves full checkpoints by `manager` (`tf.train.CheckpointManager`) when `fit` begins and ends, and
     every `save_checkpoint_steps` if given, and increments in between. With `incremental_save_restore`, `fit`
@@ -60,7 +61,7 @@ def IncrementCallback(
     timer = tf.compat.v1.train.SecondOrStepTimer(every_secs=secs, every_steps=steps)
     increments = _Fit(manager, timer, save_checkpoint_steps, incremental_save_restore)
 
-    class Callback(tf.keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+    class Callback(callback_base()):  # type: ignore[misc]  # Keras is untyped
         """Hands the calls of `fit` over."""
 
         def on_train_begin(self, logs: Any = None) -> None:

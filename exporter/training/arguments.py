@@ -1,0 +1,98 @@
+"""An `ExportRequest` as the arguments of `export-model`, for an export in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from exporter.errors import UsageError
+from exporter.options import ExportRequest
+
+What = ExportRequest | Sequence[str | os.PathLike[str]]
+"""What to export: a request, or the command's own arguments."""
+
+_CKPT_DIR = "--ckpt-dir"
+_NAMES = {
+    "model_args": "--model-arg",
+    "inputs": "--input",
+    "outputs": "--output",
+    "feeds": "--feed",
+    "renames": "--rename",
+    "casts": "--cast",
+    "partition_strategies": "--partition-strategy",
+}
+"""Fields that are not called like their options, which are repeated for each value."""
+
+_UPDATE_NAMES = {"digest": "--with-digest", "finite": "--require-finite"}
+
+
+@dataclass(frozen=True)
+class ExportArguments:
+    """The directory whose checkpoints are exported, and all other arguments of the command."""
+
+    ckpt_dir: Path
+    rest: tuple[str, ...]
+
+    @classmethod
+    def of(cls, what: What) -> ExportArguments:
+        """Take a request, or a list of arguments with `--ckpt-dir DIR`, apart.
+
+        Raises:
+            UsageError: no `--ckpt-dir`, a request that a command line cannot express, or one string.
+        """
+        if isinstance(what, ExportRequest):
+            return cls(what.ckpt_dir, tuple(_options(what)))
+        given = [] if isinstance(what, str) else [os.fspath(argument) for argument in what]
+        for at, text in enumerate(given):
+            name, equals, value = text.partition("=")
+            if name == _CKPT_DIR and (equals or at + 1 < len(given)):
+                after = at + (1 if equals else 2)
+                return cls(Path(value or given[at + 1]), (*given[:at], *given[after:]))
+        raise UsageError(
+            f"expected an ExportRequest, or arguments with {_CKPT_DIR} DIR; found {what!r}",
+            hint='["--ckpt-dir", "train", "--model", "my_model.py:serving", "--out", "models/ranker"]',
+        )
+
+    def at(self, checkpoint: Path) -> tuple[str, ...]:
+        """The arguments that export one checkpoint."""
+        return (_CKPT_DIR, str(checkpoint), *self.rest)
+
+
+def _options(request: ExportRequest) -> Iterator[str]:
+    if request.model is not None and not isinstance(request.model, str):
+        raise UsageError(
+            "an export in a process of its own needs the builder's name, found a function",
+            hint='model="my_model.py:serving", or "package.module:serving"',
+        )
+    for field in fields(request):
+        value = getattr(request, field.name)
+        if field.name not in ("ckpt_dir", "updates") and value != _default(field):
+            option = _NAMES.get(field.name) or f"--{field.name.replace('_', '-')}"
+            yield from _option(option, value)
+    if request.updates is not None:
+        yield "--updatable"
+        for field in fields(request.updates):
+            value = getattr(request.updates, field.name)
+            if value != field.default:
+                option = _UPDATE_NAMES.get(field.name) or f"--{field.name.replace('_', '-')}"
+                yield from _option(option, value)
+
+
+def _default(field: Any) -> Any:
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
+def _option(option: str, value: Any) -> Iterator[str]:
+    """One option as `--name=value`, so that a value may begin with a dash."""
+    match value:
+        case True:
+            yield option
+        case Mapping():
+            yield from (f"{option}={name}={text}" for name, text in value.items())
+        case tuple():
+            yield from (f"{option}={text}" for text in value)
+        case _:
+            yield f"{option}={value}"

@@ -1,0 +1,211 @@
+"""Exports beside a training: `export-model` in a process of its own, one at a time, the newest one next."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from exporter import roles
+from exporter.checkpoint.locate import candidates
+from exporter.checkpoint.tensor_bundle import index_path
+from exporter.errors import CheckpointError, Exit
+from exporter.training.arguments import ExportArguments, What
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+"""Checkpoints that may be pruned, one after the other, before we give up."""
+
+_STOP_SECONDS = 30.0
+_TAIL_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class ExportOutcome:
+    """How one export ended.
+
+    `exit_code` is the command's (README: In scripts), negative for a signal; `error`, `message` and `hint`
+    say what went wrong, `last_line` is the last that the command said on stderr. `document` is what it said
+    with `--json`: `document["path"]` is the published version.
+    """
+
+    checkpoint: Path
+    exit_code: int
+    seconds: float
+    document: Mapping[str, Any]
+    error: str = ""
+    message: str = ""
+    hint: str = ""
+    last_line: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        """True if the export succeeded."""
+        return self.exit_code == Exit.DONE
+
+
+class Exports:
+    """The exports of one training; `outcomes` are those that ended, in their order.
+
+    Raises:
+        UsageError: `what` is no complete request.
+    """
+
+    def __init__(self, what: What) -> None:
+        self._arguments = ExportArguments.of(what)
+        self._directory = Path.cwd()  # relative paths mean what they mean now
+        self._changed = threading.Condition()
+        self._waiting: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self.outcomes: tuple[ExportOutcome, ...] = ()
+
+    @property
+    def ckpt_dir(self) -> Path:
+        """Where the training's checkpoints are."""
+        return self._arguments.ckpt_dir
+
+    def start(self, checkpoint: Path) -> None:
+        """Export a checkpoint as soon as the running export is done, instead of one that waits for that."""
+        with self._changed:
+            if self._waiting is not None:
+                log.info("export: %s takes the place of %s", checkpoint.name, self._waiting.name)
+            self._waiting = checkpoint
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="export-model", daemon=True)
+                self._thread.start()
+
+    def finish(self, seconds: float) -> ExportOutcome | None:
+        """The last export's outcome, None without any; one that is not done in time is stopped."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._thread is None, seconds):
+                log.error("export: not done after %g s, stopping it", seconds)
+                self._waiting = None
+                self._stop()
+                late = f"not done after {seconds:g} s, stopped"
+                self.outcomes = (*self.outcomes[:-1], *(replace(o, message=late) for o in self.outcomes[-1:]))
+        return self.outcomes[-1] if self.outcomes else None
+
+    def _stop(self) -> None:
+        """The command unwinds on SIGTERM and publishes nothing by halves; whatever holds it up is killed."""
+        for stop in (subprocess.Popen.terminate, subprocess.Popen.kill):
+            if self._process is not None:
+                stop(self._process)
+            if self._changed.wait_for(lambda: self._thread is None, _STOP_SECONDS):
+                return
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                checkpoint, self._waiting = self._waiting, None
+                if checkpoint is None:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+            outcome = self._export_or_newer(checkpoint)
+            _report(outcome)
+            self.outcomes = (*self.outcomes, outcome)
+
+    def _export_or_newer(self, checkpoint: Path) -> ExportOutcome:
+        outcome = self._export(checkpoint)
+        for _ in range(1, _ATTEMPTS):
+            if outcome.exit_code != Exit.CHECKPOINT or _is_there(checkpoint):
+                break
+            with suppress(CheckpointError):
+                checkpoint = candidates(self.ckpt_dir)[0]
+            log.info("export: %s was pruned, exporting %s", outcome.checkpoint.name, checkpoint.name)
+            with self._changed:
+                self._waiting = None if self._waiting == checkpoint else self._waiting
+            outcome = self._export(checkpoint)
+        return outcome
+
+    def _export(self, checkpoint: Path) -> ExportOutcome:
+        begun = time.monotonic()
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "exporter",
+            *self._arguments.at(checkpoint.absolute()),
+            "--json",
+        ]
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    cwd=self._directory,
+                    env=export_environment(os.environ),
+                )
+                code = self._process.wait()
+            except OSError as error:
+                return ExportOutcome(checkpoint, Exit.FAILURE, 0.0, {}, type(error).__name__, str(error))
+            finally:
+                self._process = None
+            return _outcome(checkpoint, code, time.monotonic() - begun, out, err)
+
+
+def export_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The trainer's environment, less what would make the export a part of the training.
+
+    No role in a cluster, no GPU, which the trainer holds; Python finds the modules that the trainer finds.
+    """
+    kept = {name: value for name, value in environ.items() if name not in roles.VARIABLES}
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    return kept | {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "PYTHONPATH": path}
+
+
+def _is_there(checkpoint: Path) -> bool:
+    return checkpoint.exists() or index_path(checkpoint).exists()
+
+
+def _outcome(checkpoint: Path, code: int, seconds: float, out: IO[bytes], err: IO[bytes]) -> ExportOutcome:
+    last_line = _last_line(err)
+    if code == Exit.DONE:
+        out.seek(0)
+        return ExportOutcome(checkpoint, code, seconds, _parsed(out.read()), last_line=last_line)
+    said = _parsed(last_line.encode())
+    error, message, hint = (str(said.get(name, "")) for name in ("error", "message", "hint"))
+    cause = f": {said['cause']}" if said.get("cause") else ""
+    return ExportOutcome(
+        checkpoint, code, seconds, {}, error, f"{message}{cause}" or last_line, hint, last_line
+    )
+
+
+def _last_line(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+    lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """A JSON object; empty if that was not what the command said, as when it was killed."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _report(outcome: ExportOutcome) -> None:
+    name, seconds = outcome.checkpoint.name, outcome.seconds
+    if outcome.is_done:
+        log.info("export: %s to %s in %.1f s", name, outcome.document.get("path", "nothing new"), seconds)
+    else:
+        log.error(
+            "export: %s failed with exit code %d after %.1f s: %s (%s)",
+            *(name, outcome.exit_code, seconds, outcome.message or "it said nothing", outcome.last_line),
+        )
