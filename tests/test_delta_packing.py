@@ -157,3 +157,16 @@ def test_rows_that_no_codes_give_are_stored_exactly(packing: DeltaDtype) -> None
     found = Packing.of(rows, packing)
     assert found.packed.tolist() == list(range(0, 100, 3))
     assert same(np.concatenate([*found.values()]), rows[found.exact])
+
+
+@pytest.mark.parametrize(("packing", "least"), [(BFLOAT16, 1.9), (INT8, 3.4)])
+def test_rounded_rows_take_fewer_bytes(tmp_path: Path, packing: DeltaDtype, least: float) -> None:
+    variable = ServedVariable("t", DType.FLOAT, (5000, 64), Kind.TABLE)
+    schema = Schema.of([variable])
+    values = round_rows(np.random.default_rng(0).normal(size=(2000, 64)).astype(np.float32), packing)
+    sizes = []
+    for chosen in (None, packing):
+        header = DeltaHeader("l", schema.digest, 1, 2, 3, packing=chosen)
+        write_delta(tmp_path / "delta", schema, header, {"t": Rows(np.arange(2000), values)})
+        sizes.append((tmp_path / "delta.data-00000-of-00001").stat().st_size)
+    assert sizes[0] > least * sizes[1]

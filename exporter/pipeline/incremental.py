@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from exporter.checkpoint import candidates
 from exporter.delta.diff import Comparison, diff
-from exporter.delta.entry import DeltaEntry, LeftOut, Made, Rounded
+from exporter.delta.entry import DeltaEntry, LeftOut, Made, Rounded, Trained
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema
 from exporter.delta.log import Position, Span
 from exporter.delta.merge import fold_whole, merge_changes, needs_folding
@@ -129,8 +129,8 @@ def plan_incremental(request: ExportRequest, *, is_watching: bool = False) -> In
     entry = log.base.entry
     entry.recipe.check_rules(_rules(request))
     bound = request.min_change
-    remembered = _remembered(log, bound)
     published = Allowed(bound, request.delta_dtype).strip(log.trained)
+    remembered = _remembered(log, published, bound)
     published = replace(published, left_out=None) if remembered else published
     trainer = read_trainer(
         request.ckpt_dir, entry.recipe, log.schema, published, bound, is_watching=is_watching
@@ -241,9 +241,9 @@ def _header(planned: IncrementalPlan) -> DeltaHeader:
     return DeltaHeader(log.lineage, log.schema.digest, span.start, span.end, step, only_from=True)
 
 
-def _remembered(log: PublishedLog, bound: float) -> Changes:
+def _remembered(log: PublishedLog, published: Trained, bound: float) -> Changes:
     """Rows that may stay behind further; none if some may not: then everything is compared."""
-    if log.trained.left_out is None or not log.trained.is_within(bound):
+    if published.left_out is None or not published.is_within(bound):
         return {}
     at = log.at.position
     return recall(log.path / CACHES, log.schema, lineage=log.lineage, position=at) or {}
