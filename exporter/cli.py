@@ -76,6 +76,12 @@ def export(
     signatures: Annotated[
         Path | None, typer.Option(metavar="FILE", help="JSON file with several signatures.")
     ] = None,
+    tag: Annotated[
+        str | None, typer.Option(metavar="TAG,TAG", help="Of a SavedModel's graphs, the one with these tags.")
+    ] = None,
+    train_tag: Annotated[
+        str | None, typer.Option(metavar="TAG", help="Keep the source SavedModel's training graph, too.")
+    ] = None,
     feed: Annotated[
         list[str] | None,
         typer.Option(metavar="PLACEHOLDER=VALUE", help="Freeze a placeholder, as keep_prob=1.0. Repeat."),
@@ -226,6 +232,8 @@ def export(
             inputs=pairs("--input", input_),
             outputs=pairs("--output", output),
             signatures=signatures,
+            tag=tag,
+            train_tag=train_tag,
             feeds=pairs("--feed", feed),
             renames=tuple(rename or ()),
             rename_file=rename_file,

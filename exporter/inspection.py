@@ -13,7 +13,7 @@ from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.dtypes import DType
 from exporter.errors import CheckpointNotFound
 from exporter.graph.metagraph import read_metagraph
-from exporter.graph.saved_model import read_saved_model
+from exporter.graph.saved_model import SERVE, read_saved_model
 from exporter.mapping.extras import Extra, classify_extras
 from exporter.protos import Proto
 from exporter.publish.manifest import FILE_NAME, Manifest
@@ -71,7 +71,7 @@ class GraphView:
 
 @dataclass(frozen=True)
 class BundleView:
-    """A SavedModel with the signatures of all its graphs, mostly one.
+    """A SavedModel with the signatures of its graphs for serving, or of all if it has none.
 
     `manifest` is None if another program wrote it, `catalog` if it has no variables.
     """
@@ -132,10 +132,11 @@ def signatures_of(meta_graph: Proto) -> tuple[Signature, ...]:
 
 def _bundle(path: Path) -> BundleView:
     prefix = path / VARIABLES_DIRECTORY / VARIABLES_NAME
-    saved_model = read_saved_model(path)
+    graphs = [*read_saved_model(path).meta_graphs]
+    graphs = [graph for graph in graphs if SERVE in graph.meta_info_def.tags] or graphs
     return BundleView(
         path,
-        tuple(signature for graph in saved_model.meta_graphs for signature in signatures_of(graph)),
+        tuple(signature for graph in graphs for signature in signatures_of(graph)),
         read_catalog(prefix) if index_path(prefix).exists() else None,
         read_manifest(path) if (path / FILE_NAME).exists() else None,
     )

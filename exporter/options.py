@@ -73,8 +73,9 @@ class Updates:
 class ExportRequest:
     """Everything a full export is told; the fields are the options of `export-model`.
 
-    `model` is a name as `--model` takes it, or a builder itself; without it the `.meta` beside the checkpoint
-    is used. `renames` and `casts` are rules in the command line's form; `partition_strategies` says `mod` or
+    `model` is a name as `--model` takes it, or a builder itself; without it what lies beside the checkpoint
+    is used. Of a SavedModel's graphs `tag` names the one to serve, `train_tag` one to keep for training.
+    `renames` and `casts` are rules in the command line's form; `partition_strategies` says `mod` or
     `div` for tables; `object_path` leads to the served model among the objects of an object-based checkpoint;
     `version` is None (the position), a number, or `"time"`. `tolerance` is the largest
     absolute difference that `Verify.OUTPUTS` accepts. With `updates` the version takes deltas.
@@ -111,5 +112,7 @@ class ExportRequest:
     format: ExportFormat = ExportFormat.SAVED_MODEL
     allow_code: bool = False
     custom_objects: tuple[str, ...] = ()
+    tag: str | None = None
+    train_tag: str | None = None
     min_change: float = 0.0
     delta_dtype: DeltaDtype | None = None

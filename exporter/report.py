@@ -11,6 +11,7 @@ from typing import Any
 from exporter.bundle.variables import How
 from exporter.catalog import Catalog, TensorRef
 from exporter.dtypes import DType
+from exporter.graph.training_graph import TrainingGraph
 from exporter.inspection import (
     BundleView,
     CheckpointView,
@@ -146,6 +147,7 @@ def _plan_document(planned: Plan) -> Document:
         "variables": [_source_document(source) for source in planned.mapping.sources],
         "bytes": planned.mapping.bytes_,
         "ignored": _kinds_document(planned.mapping.extras),
+        "training": _training_document(planned.training),
         "notes": list(planned.notes),
     }
 
@@ -218,9 +220,19 @@ def _plan_lines(planned: Plan) -> Iterator[str]:
     for source in mapping.sources:
         if not source.is_verbatim:
             yield _line("", f"{source.key}: {_rewrite_text(source)}")
+    if (training := planned.training) is not None:
+        yield _line(
+            "training", f"graph {training.tag!r} of {training.source}: {len(training.tensors)} tensors"
+        )
     ignored = "; ".join(_kind_texts(mapping.extras))
     if ignored:
         yield _line("ignored", ignored)
+
+
+def _training_document(training: TrainingGraph | None) -> Document | None:
+    if training is None:
+        return None
+    return {"graph": training.source, "tag": training.tag, "tensors": len(training.tensors)}
 
 
 def _rewrite_text(source: Source) -> str:

@@ -163,13 +163,59 @@ def changed(path: Path, target: Path, change: Any) -> str:
     return str(target)
 
 
-def test_tags_are_listed_if_none_is_serve(session_based: Path, tmp_path: Path) -> None:
-    def retag(model: Any) -> None:
-        model.meta_graphs[0].meta_info_def.tags[:] = ["train", "gpu"]
+def tagged(path: Path, target: Path, *tags: str) -> str:
+    """A copy whose graph is there once for each of these tags (by commas)."""
 
-    with pytest.raises(UsageError, match="'serve'") as caught:
-        load_graph(GraphRequest(changed(session_based, tmp_path / "1", retag)))
-    assert "train, gpu" in caught.value.cause
+    def retag(model: Any) -> None:
+        for text in tags:
+            model.meta_graphs.add().CopyFrom(model.meta_graphs[0])
+            model.meta_graphs[-1].meta_info_def.tags[:] = text.split(",")
+        del model.meta_graphs[0]
+
+    return changed(path, target, retag)
+
+
+@pytest.mark.parametrize(
+    ("tags", "asked"),
+    [
+        (["train,gpu"], None),
+        (["train"], "train"),
+        (["train", "serve"], "train"),
+        (["train", "train,gpu"], "train"),
+        (["train", "serve,gpu"], "gpu"),
+        (["train", "serve,gpu", "serve,tpu"], "gpu,serve"),
+        (["train", "serve", "serve,tpu"], None),
+    ],
+)
+def test_a_graph_is_chosen_by_its_tags(
+    session_based: Path, tmp_path: Path, tags: list[str], asked: str | None
+) -> None:
+    model = tagged(session_based, tmp_path / "1", *tags)
+    assert load_graph(GraphRequest(model, tag=asked)).variables
+
+
+@pytest.mark.parametrize(
+    ("tags", "asked", "message"),
+    [
+        (["train", "eval"], None, "no graph of .* has the tag 'serve'"),
+        (["train", "serve"], "eval", "no graph of .* has the tag 'eval'"),
+        (["serve,gpu", "serve,tpu"], None, "2 graphs of .* have the tag 'serve'"),
+        (["train,gpu", "train,tpu,xla"], "train", "2 graphs of .* have the tag 'train'"),
+        (["train", "train"], "train", "2 graphs of .* have the tag 'train'"),
+    ],
+)
+def test_tags_are_listed_if_they_do_not_tell(
+    session_based: Path, tmp_path: Path, tags: list[str], asked: str | None, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        load_graph(GraphRequest(tagged(session_based, tmp_path / "1", *tags), tag=asked))
+    assert "; ".join(tags) in caught.value.cause
+    assert "--tag" in caught.value.hint
+
+
+def test_tags_are_for_saved_models(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--tag"):
+        load_graph(GraphRequest(str(tmp_path / "model.meta"), tag="serve"))
 
 
 def test_the_plainest_of_several_graphs_is_taken(session_based: Path, tmp_path: Path) -> None:

@@ -18,20 +18,23 @@ from exporter.protos import Proto, message_class
 
 ASSETS_DIRECTORY = "assets"
 
-_ASSETS_COLLECTION = "saved_model_assets"
+ASSETS_COLLECTION = "saved_model_assets"
 _TYPE_URL = "type.googleapis.com/tensorflow.AssetFileDef"
 
 
-def place_assets(assets: Iterable[Asset], meta_graph: Proto, directory: Path) -> None:
+def place_assets(
+    assets: Iterable[Asset], meta_graph: Proto, directory: Path, names: dict[Path, str] | None = None
+) -> None:
     """Copy each asset's file into `directory/assets` and name it in `meta_graph`.
 
-    Two files of one name are told apart by a number; one file that two nodes read is stored once.
+    Two files of one name are told apart by a number; one file that two nodes read is stored once. `names`
+    tells, and learns, which files have been placed there already.
 
     Raises:
         NotServable: a file is not there, not a regular file or not readable.
         PublishError: the target cannot be written.
     """
-    names: dict[Path, str] = {}
+    names = {} if names is None else names
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     for asset in assets:
         source = asset.source.resolve()
@@ -69,7 +72,7 @@ def _place(asset: Asset, source: Path, target: Path) -> None:
 def _declare(meta_graph: Proto, node: str, file_name: str) -> None:
     definition = meta_graph.asset_file_def.add(filename=file_name)
     definition.tensor_info.name = f"{node}:0"
-    collected = meta_graph.collection_def[_ASSETS_COLLECTION].any_list.value
+    collected = meta_graph.collection_def[ASSETS_COLLECTION].any_list.value
     collected.add(type_url=_TYPE_URL, value=definition.SerializeToString(deterministic=True))
 
 

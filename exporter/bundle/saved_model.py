@@ -1,7 +1,8 @@
 """InferenceGraph + Mapping -> `saved_model.pb` and `assets/`, without TensorFlow.
 
 The result is a SavedModel as the stock TF1 builder writes it: one MetaGraphDef under the tag `serve`,
-restored by its `SaverDef`, initialised by the op in the collection `saved_model_main_op`. TF Serving,
+restored by its `SaverDef`, initialised by the op in the collection `saved_model_main_op`; if asked for, the
+graph of training beside it under a tag of its own, restored from the same `variables/`. TF Serving,
 `tf.compat.v1.saved_model.load` and `tf.saved_model.load` read it.
 Source of names: tensorflow/cc/saved_model/constants.h, loader_util.cc and core/protobuf/saved_model.proto.
 """
@@ -13,11 +14,12 @@ from pathlib import Path
 
 from google.protobuf.message import EncodeError
 
-from exporter.bundle.assets import place_assets
+from exporter.bundle.assets import ASSETS_COLLECTION, place_assets
 from exporter.bundle.cast import cast_variables
 from exporter.bundle.restore_graph import add_restore, served_variables
 from exporter.errors import NotServable, os_error
-from exporter.graph.inference_graph import InferenceGraph
+from exporter.graph.inference_graph import Asset, InferenceGraph
+from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import Mapping
 from exporter.output import human_bytes
 from exporter.protos import Proto, message_class
@@ -32,10 +34,13 @@ _MAIN_OP_COLLECTION = "saved_model_main_op"
 _LARGEST_NAMED = 3
 
 
-def write_saved_model(graph: InferenceGraph, mapping: Mapping, directory: Path) -> None:
+def write_saved_model(
+    graph: InferenceGraph, mapping: Mapping, directory: Path, training: TrainingGraph | None = None
+) -> None:
     """Write `saved_model.pb` and the assets of `graph` into `directory` (made if it is not there).
 
-    The same graph and mapping give the same bytes.
+    `training` is published beside it as it is, but for the machines that it was placed on. The same graph and
+    mapping give the same bytes.
 
     Raises:
         MappingError: a variable that is to be cast is used in a way that forbids it.
@@ -47,10 +52,13 @@ def write_saved_model(graph: InferenceGraph, mapping: Mapping, directory: Path) 
     meta_graph.CopyFrom(restorable_graph(graph, mapping))
     if graph.init_op:
         meta_graph.collection_def[_MAIN_OP_COLLECTION].node_list.value.append(graph.init_op)
+    placed: dict[Path, str] = {}
     if graph.assets:
-        place_assets(graph.assets, meta_graph, directory)
-    _describe(meta_graph.meta_info_def)
-    data = _serialise(saved_model, meta_graph.graph_def)
+        place_assets(graph.assets, meta_graph, directory, placed)
+    _describe(meta_graph.meta_info_def, SERVE_TAG)
+    if training is not None:
+        _add_training(saved_model.meta_graphs.add(), training, directory, placed)
+    data = _serialise(saved_model)
     target = directory / SAVED_MODEL_FILE
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -73,20 +81,32 @@ def restorable_graph(graph: InferenceGraph, mapping: Mapping) -> Proto:
     return meta_graph
 
 
-def _describe(info: Proto) -> None:
-    del info.tags[:]
-    info.tags.append(SERVE_TAG)
+def _add_training(
+    meta_graph: Proto, training: TrainingGraph, directory: Path, placed: dict[Path, str]
+) -> None:
+    meta_graph.CopyFrom(training.meta_graph)
+    for node in meta_graph.graph_def.node:
+        node.device = ""  # a job's tasks are gone when somebody trains on
+    del meta_graph.asset_file_def[:]
+    meta_graph.collection_def.pop(ASSETS_COLLECTION, None)
+    place_assets([Asset(*item) for item in training.assets.items()], meta_graph, directory, placed)
+    _describe(meta_graph.meta_info_def, training.tag)
+
+
+def _describe(info: Proto, tags: str) -> None:
+    info.tags[:] = tags.split(",")
     info.tensorflow_version = info.tensorflow_version or _tensorflow_version()
 
 
-def _serialise(saved_model: Proto, graph_def: Proto) -> bytes:
+def _serialise(saved_model: Proto) -> bytes:
     try:
         data = bytes(saved_model.SerializeToString(deterministic=True))
         if len(data) <= PROTOBUF_LIMIT_BYTES:
             return data
     except EncodeError:
         pass  # the runtime's own way to say that a message is too large
-    sizes = sorted(((node.ByteSize(), node.name, node.op) for node in graph_def.node), reverse=True)
+    nodes = (node for graph in saved_model.meta_graphs for node in graph.graph_def.node)
+    sizes = sorted(((node.ByteSize(), node.name, node.op) for node in nodes), reverse=True)
     largest = ", ".join(f"{name} ({op}, {human_bytes(size)})" for size, name, op in sizes[:_LARGEST_NAMED])
     total = human_bytes(sum(size for size, _, _ in sizes))
     raise NotServable(

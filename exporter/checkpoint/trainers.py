@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.object_graph import ROOT, ObjectGraph, TrackedVariable, read_object_graph
+from exporter.checkpoint.object_graph import ROOT, ObjectGraph, read_object_graph
 from exporter.checkpoint.tensor_values import read_array
 from exporter.dtypes import DType
 
@@ -24,14 +24,15 @@ AUTODIST_SCOPE = "AutoDist-Replica-"
 
 
 def recognise(catalog: Catalog) -> Catalog:
-    """The catalog with the trainer's family in words, and its step if it is object-based.
+    """The catalog with the trainer's family in words, and its step if its tensors tell.
 
     Raises:
         CorruptFile: the graph of objects is damaged.
     """
     objects = read_object_graph(catalog)
     if objects is None:
-        return replace(catalog, family=_family_by_name(catalog))
+        step = _scalar(catalog, "global_step") if catalog.step is None else catalog.step
+        return replace(catalog, family=_family_by_name(catalog), step=step)
     parts = [*_family(catalog, objects)]
     return replace(catalog, family=", ".join(parts), step=_step(catalog, objects))
 
@@ -99,14 +100,15 @@ def _step(catalog: Catalog, objects: ObjectGraph) -> int | None:
         if name in (children := objects.objects[number].children)
     ]
     for variables in (own, counted):
-        steps = {step for variable in variables if (step := _scalar(catalog, variable)) is not None}
+        names = (variable.tensor for variable in variables if variable is not None)
+        steps = {step for name in names if (step := _scalar(catalog, name)) is not None}
         if len(steps) == 1:
             return steps.pop()
     return catalog.step
 
 
-def _scalar(catalog: Catalog, variable: TrackedVariable | None) -> int | None:
-    ref = catalog.tensors.get(variable.tensor) if variable else None
+def _scalar(catalog: Catalog, name: str) -> int | None:
+    ref = catalog.tensors.get(name)
     if ref is None or ref.shape != () or ref.dtype not in (DType.INT32, DType.INT64) or ref.extent is None:
         return None
     value = int(read_array(catalog, ref))

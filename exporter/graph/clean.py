@@ -80,7 +80,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
         assets=assets,
         init_op=init_op,
         lookups=lookup_strategies(meta_graph.graph_def, variables),
-        notes=_notes(kept, signatures.values(), moved),
+        notes=(*source.notes, *_notes(kept, signatures.values(), moved)),
         objects=source.objects,
         layers={source.keys[node].key: place for node, place in source.layers.items() if node in source.keys},
     )

@@ -49,6 +49,8 @@ def load_source(request: GraphRequest) -> SourceGraph:
             hint="name a builder, a .meta file or a SavedModel: --model pkg.mod:fn",
         )
     path = Path(request.model) if isinstance(request.model, str) else None
+    if request.tag is not None and not (path is not None and is_saved_model(path)):
+        raise UsageError("--tag chooses among a SavedModel's graphs", cause=f"{request.model} is none")
     if path is not None and is_archive(path):
         return _load_archive(path, request)
     if path is not None and (path.is_dir() or path.suffix in _GRAPH_FILES):

@@ -8,7 +8,8 @@ from google.protobuf import text_format
 from google.protobuf.message import DecodeError
 
 from exporter import protos
-from exporter.errors import CorruptFile, UsageError
+from exporter.checkpoint.trainers import AUTODIST_SCOPE
+from exporter.errors import CorruptFile, NotServable, UsageError
 from exporter.graph.feeds import parse_feeds
 from exporter.graph.keys import variable_keys
 from exporter.graph.nodes import GraphIndex
@@ -35,8 +36,21 @@ def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
         CorruptFile: the file holds no MetaGraphDef.
         UsageError: there is no such file, or nothing says what to serve.
         UnknownTensor: a signature names a tensor that is not there.
+        NotServable: the graph is one that AutoDist made.
     """
-    return with_signatures(read_metagraph(path), request, label=str(path), directory=path.parent)
+    meta_graph = read_metagraph(path)
+    if is_autodist(meta_graph):
+        raise NotServable(
+            f"{path} holds the graph that AutoDist made of the program's, once for each replica",
+            cause=f"its names begin with {AUTODIST_SCOPE}0/; the checkpoint has the program's own names",
+            hint="name the program's graph: --model with a builder, or AutoDist's SavedModel",
+        )
+    return with_signatures(meta_graph, request, label=str(path), directory=path.parent)
+
+
+def is_autodist(meta_graph: Proto) -> bool:
+    """True for a graph that AutoDist has transformed: such a one fits no checkpoint of its own."""
+    return any(node.name.startswith(AUTODIST_SCOPE) for node in meta_graph.graph_def.node)
 
 
 def read_metagraph(path: Path) -> Proto:

@@ -9,10 +9,13 @@ from google.protobuf.message import DecodeError
 
 from exporter import protos
 from exporter.errors import CorruptFile, MissingAsset, UnsupportedFormat, UsageError
+from exporter.graph.feeds import parse_feeds
 from exporter.graph.metagraph import parse_message, with_signatures
 from exporter.graph.nodes import GraphIndex, endpoint
 from exporter.graph.object_names import saved_objects
+from exporter.graph.signatures import collection_spec, drop_internal, requested_specs
 from exporter.graph.source_graph import GraphRequest, SourceGraph
+from exporter.graph.training_graph import TrainingGraph, drop_training_signatures
 from exporter.protos import Proto
 
 SERVE = "serve"
@@ -29,28 +32,41 @@ def is_saved_model(path: Path) -> bool:
 def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     """The graph tagged `serve` with its signatures (or those asked for), assets and initialiser.
 
+    Another graph is taken if the request names its tags, or if it is the only one. It loses signatures of its
+    own that are for training, and a note says so.
+
     The message loses its graph of objects, which has no place in a bundle by names; it becomes `objects`.
 
     Raises:
         CorruptFile: the directory holds no readable SavedModel.
         UnsupportedFormat: another version, or one that is split into chunks.
-        UsageError: no graph is tagged `serve`, or nothing says what to serve.
+        UsageError: no graph or several have the tags, or nothing says what to serve.
         MissingAsset: an asset that it names is not there.
     """
-    meta_graph = _tagged(read_saved_model(path), path)
+    meta_graph = choose_graph(read_saved_model(path), path, request.tag)
     init_op = _init_op(meta_graph)
-    assets = {name: path / "assets" / file for name, file in _asset_files(meta_graph)}
-    for file in assets.values():
-        if not file.is_file():
-            raise MissingAsset(
-                f"the SavedModel names the asset {file}, which is not there",
-                hint="copy the SavedModel again, with its assets/ directory",
-            )
+    assets = _assets(meta_graph, path)
+    notes = [] if SERVE in meta_graph.meta_info_def.tags else _without_training(meta_graph, request, path)
     source = with_signatures(meta_graph, request, label=str(path), directory=path)
     has_objects = meta_graph.HasField("object_graph_def")
     objects = saved_objects(meta_graph, GraphIndex.of(meta_graph)) if has_objects else None
     meta_graph.ClearField("object_graph_def")
-    return dataclasses.replace(source, assets=assets, init_op=init_op or source.init_op, objects=objects)
+    return dataclasses.replace(
+        source, assets=assets, init_op=init_op or source.init_op, objects=objects, notes=tuple(notes)
+    )
+
+
+def load_training_graph(path: Path, tag: str) -> TrainingGraph:
+    """The graph with this tag as it is, to be published beside another.
+
+    Raises:
+        CorruptFile: the directory holds no readable SavedModel.
+        UnsupportedFormat: another version, or a graph that cannot stand beside another.
+        UsageError: no graph or several have the tag.
+        MissingAsset: an asset that it names is not there.
+    """
+    meta_graph = choose_graph(read_saved_model(path), path, tag)
+    return TrainingGraph.of(str(path), tag, meta_graph, _assets(meta_graph, path))
 
 
 def read_saved_model(path: Path) -> Proto:
@@ -83,17 +99,55 @@ def read_saved_model(path: Path) -> Proto:
     return model
 
 
-def _tagged(model: Proto, path: Path) -> Proto:
-    """The graph with the tag `serve`, the one with fewest other tags (`gpu`, `tpu`) if there are several."""
-    serving = [graph for graph in model.meta_graphs if SERVE in graph.meta_info_def.tags]
-    if not serving:
-        tags = "; ".join(", ".join(graph.meta_info_def.tags) or "none" for graph in model.meta_graphs)
+def choose_graph(model: Proto, path: Path, tag: str | None) -> Proto:
+    """The graph with the tags that `tag` lists by commas: with no others, or the only one with others.
+
+    Without `tag` it is the one for serving, that with fewest other tags (`gpu`, `tpu`) if there are several;
+    or the only graph, whatever its tags.
+
+    Raises:
+        UsageError: there is none, or nothing tells which of several.
+    """
+    graphs = [*model.meta_graphs]
+    if tag is None and len(graphs) == 1:
+        return graphs[0]
+    wanted = {SERVE} if tag is None else {*tag.split(",")}
+    found = [graph for graph in graphs if wanted <= {*graph.meta_info_def.tags}]
+    fewest = min((len(graph.meta_info_def.tags) for graph in found), default=0)
+    nearest = [graph for graph in found if len(graph.meta_info_def.tags) == fewest]
+    if tag is not None and fewest > len(wanted):
+        nearest = found
+    if len(nearest) == 1:
+        return nearest[0]
+    shown = repr(tag or SERVE)
+    tags = "; ".join(",".join(graph.meta_info_def.tags) or "none" for graph in graphs)
+    raise UsageError(
+        f"{len(nearest)} graphs of {path} have the tag {shown}"
+        if nearest
+        else f"no graph of {path} has the tag {shown}",
+        cause=f"the tags of its graphs are: {tags}",
+        hint="choose the graph to serve with --tag TAG,TAG",
+    )
+
+
+def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> list[str]:
+    """Notes about signatures for training, which `meta_graph` loses; none if the user names tensors.
+
+    Raises:
+        UsageError: nothing else is left.
+    """
+    drop_internal(meta_graph)
+    if requested_specs(request) or not meta_graph.signature_def:
+        return []
+    fixed = parse_feeds(GraphIndex.of(meta_graph), request.feeds)
+    notes = drop_training_signatures(meta_graph, fixed)
+    if not meta_graph.signature_def and collection_spec(meta_graph) is None:
         raise UsageError(
-            f"no graph of {path} has the tag {SERVE!r}",
-            cause=f"the tags of its graphs are: {tags}",
-            hint=f"save it with the tag {SERVE!r}, or export from the trainer's .meta",
+            f"no signature of {path} can be served",
+            cause="; ".join(notes),
+            hint="name the tensors: --input NAME=TENSOR --output NAME=TENSOR",
         )
-    return min(serving, key=lambda graph: len(graph.meta_info_def.tags))
+    return notes
 
 
 def _init_op(meta_graph: Proto) -> str | None:
@@ -105,6 +159,17 @@ def _init_op(meta_graph: Proto) -> str | None:
             for name in meta_graph.collection_def[collection].node_list.value:
                 return endpoint(name).node
     return None
+
+
+def _assets(meta_graph: Proto, path: Path) -> dict[str, Path]:
+    assets = {name: path / "assets" / file for name, file in _asset_files(meta_graph)}
+    for file in assets.values():
+        if not file.is_file():
+            raise MissingAsset(
+                f"the SavedModel names the asset {file}, which is not there",
+                hint="copy the SavedModel again, with its assets/ directory",
+            )
+    return assets
 
 
 def _asset_files(meta_graph: Proto) -> list[tuple[str, str]]:

@@ -19,7 +19,8 @@ class GraphRequest:
     """What the user asks to serve.
 
     `model` is `pkg.mod:fn`, `path/file.py:fn`, a `.meta` file, a SavedModel directory, a Keras archive, or a
-    builder itself. `allow_code` and `custom_objects` (modules) say which code an archive may ask for.
+    builder itself. `tag` lists by commas the tags of the SavedModel's graph that is meant. `allow_code` and
+    `custom_objects` (modules) say which code an archive may ask for.
     `inputs` and `outputs` map signature names to tensor names and make the signature `serving_default`;
     `signatures_file` is JSON with several (see `exporter.graph.signatures`). `feeds` fixes placeholders to
     constants, `model_args` are a builder's keyword arguments; both hold text as typed.
@@ -33,6 +34,7 @@ class GraphRequest:
     feeds: Mapping[str, str] = field(default_factory=dict)
     allow_code: bool = False
     custom_objects: tuple[str, ...] = ()
+    tag: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class SourceGraph:
     `assets` maps a node that holds a file's path to that file; `init_op` is the node that initialises tables.
     Relative paths in the graph mean `directory` if they do not exist where the process runs. `objects` are
     those that the graph was made from, their variables naming nodes; None if it was made without objects.
-    `layers` tells, for a Keras 3 model, where a weights file has each variable (by node).
+    `layers` tells, for a Keras 3 model, where a weights file has each variable (by node). `notes` are for the
+    person who exports.
     """
 
     label: str
@@ -65,3 +68,4 @@ class SourceGraph:
     directory: Path = Path()
     objects: ObjectGraph | None = None
     layers: Mapping[str, TensorRef] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()

@@ -185,7 +185,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
     for key, variables in wanted.items():
         match = matches[key]
         tensor = catalog.tensors[match.name]
-        _check_fits(key, variables[0], tensor)
+        check_fits(key, variables[0], tensor)
         trained = rules.strategies.get(key) or rules.trained.get(match.trained_name)
         if objects is not None and tensor.slices:  # a ShardedVariable: TensorFlow 2 looks ids up by div
             trained = trained or PartitionStrategy.DIV
@@ -280,7 +280,12 @@ def _refuse_shared_tensors(matches: MappingOf[str, _Match]) -> None:
             raise AmbiguousRename(f"tensor {name!r} is claimed by {len(keys)} variables: {', '.join(keys)}")
 
 
-def _check_fits(key: str, variable: GraphVariable, tensor: TensorRef) -> None:
+def check_fits(key: str, variable: GraphVariable, tensor: TensorRef) -> None:
+    """Compare a variable with the tensor that it is to be restored from.
+
+    Raises:
+        ShapeMismatch: shapes or dtypes differ.
+    """
     if variable.full_shape != tensor.shape:
         raise ShapeMismatch(
             f"variable {key!r} has shape {list(variable.full_shape)} in the graph, "

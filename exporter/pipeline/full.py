@@ -16,21 +16,21 @@ from exporter.bundle.warmup import WarmupRequest, read_requests, write_warmup
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.convert import write_bundle
-from exporter.checkpoint.families import describes_model
 from exporter.checkpoint.identity import Identity
 from exporter.delta.history import identify
 from exporter.delta.recipe import Recipe
 from exporter.errors import CheckpointChanged, LinkRefused, UsageError
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, SourceGraph, clean, load_source
-from exporter.graph.metagraph import read_metagraph
-from exporter.graph.partition import trained_strategies
+from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import Mapping, MappingRules, build_mapping
 from exporter.mapping.rename_file import read_renames
 from exporter.mapping.request_rules import parse_rules
+from exporter.mapping.training import with_training
 from exporter.mapping.unmatched import Unmatched, find_unmatched
 from exporter.options import DataMode, ExportFormat, ExportRequest, Verify
 from exporter.output import ProgressFactory, no_progress
+from exporter.pipeline.beside import model_beside, training_graph, with_trained
 from exporter.pipeline.updatable import UpdatableBase, make_base
 from exporter.publish.commit import Published, Staging, VersionRule, next_place, publish_version
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
@@ -55,6 +55,7 @@ class Plan:
     rules: MappingRules
     warmup: tuple[WarmupRequest, ...] = ()
     probes: tuple[WarmupRequest, ...] = ()
+    training: TrainingGraph | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -99,6 +100,9 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         raise UsageError(f"--format {request.format.value}: only a SavedModel takes deltas")
     found = _read(request, load)
     mapping = build_mapping(found.graph, found.catalog, found.rules)
+    training = training_graph(request, found.catalog)
+    if training is not None:
+        mapping = with_training(mapping, training)
     return Plan(
         request,
         found.catalog,
@@ -110,6 +114,7 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         found.rules,
         read_requests(request.warmup, found.graph.meta_graph) if request.warmup else (),
         read_requests(request.verify_inputs, found.graph.meta_graph) if request.verify_inputs else (),
+        training,
     )
 
 
@@ -130,10 +135,9 @@ def _read(request: ExportRequest, load: GraphSource = load_source) -> _Read:
     checkpoint = Identity.of(catalog)
     if request.updates and not catalog.is_bundle:
         raise UsageError(f"{catalog.prefix} is no tensor bundle: what changes in it cannot be followed")
-    meta = catalog.prefix.with_name(f"{catalog.prefix.name}.meta")
     source = load(_graph_request(request, catalog))
     graph = clean(source)
-    rules = _with_trained(rules, meta, catalog, source)
+    rules = with_trained(rules, catalog, source)
     if request.rename_file:
         table = read_renames(request.rename_file)
         table.check(graph, catalog)
@@ -164,7 +168,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
         planned.checkpoint.require_same_files()
         base = _updatable(planned, staging) if request.updates else None
         graph, mapping = (base.graph, base.mapping) if base else (planned.graph, planned.mapping)
-        write_saved_model(graph, mapping, staging.path)
+        write_saved_model(graph, mapping, staging.path, planned.training)
         if request.format is not ExportFormat.SAVED_MODEL:
             write_pair(graph, mapping, staging.path)
         warmup = (*(base.warmup if base else ()), *planned.warmup)
@@ -266,17 +270,9 @@ def _updatable(planned: Plan, staging: Staging) -> UpdatableBase:
     )
 
 
-def _model_beside(catalog: Catalog) -> str | None:
-    """What a checkpoint itself brings along to serve: the trainer's `.meta`, or an archive's own config."""
-    meta = catalog.prefix.with_name(f"{catalog.prefix.name}.meta")
-    if meta.exists():
-        return str(meta)
-    return str(catalog.prefix) if describes_model(catalog.prefix) else None
-
-
 def _graph_request(request: ExportRequest, catalog: Catalog) -> GraphRequest:
     return GraphRequest(
-        model=_model_beside(catalog) if request.model is None else request.model,
+        model=model_beside(catalog) if request.model is None else request.model,
         inputs=request.inputs,
         outputs=request.outputs,
         signatures_file=request.signatures,
@@ -284,15 +280,8 @@ def _graph_request(request: ExportRequest, catalog: Catalog) -> GraphRequest:
         feeds=request.feeds,
         allow_code=request.allow_code,
         custom_objects=request.custom_objects,
+        tag=request.tag,
     )
-
-
-def _with_trained(rules: MappingRules, meta: Path, catalog: Catalog, source: SourceGraph) -> MappingRules:
-    """The rules, with how the trainer's own graph (if it is beside the checkpoint) looks its tables up."""
-    if not meta.exists() or not any(ref.slices for ref in catalog.tensors.values()):
-        return rules
-    trainers = source.meta_graph if source.label == str(meta) else read_metagraph(meta)
-    return replace(rules, trained=trained_strategies(trainers))
 
 
 def _verify(

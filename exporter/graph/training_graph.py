@@ -1,0 +1,138 @@
+"""Training graphs in SavedModels: which of their signatures can be served, and a whole one to be kept.
+
+Builders write the graph of training under tags of their user's choice, with optimizer, loss and train op, and
+signatures for training among those for inference (tensorflow/python/saved_model/builder_impl.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from exporter.errors import GraphError, NotServable, UnsupportedFormat
+from exporter.graph.inference_graph import GraphVariable
+from exporter.graph.keys import VARIABLE_OPS, variable_keys
+from exporter.graph.nodes import (
+    Endpoint,
+    GraphIndex,
+    attr,
+    attr_dtype,
+    const_value,
+    data_inputs,
+    endpoint,
+    shape_of,
+)
+from exporter.graph.reach import reach
+from exporter.graph.servable import changes_state, check_servable
+from exporter.graph.signatures import signature_tensors, tensor_names
+from exporter.protos import Proto
+
+
+def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> list[str]:
+    """Remove, in place, signatures that a server cannot run; a note for each that says why.
+
+    `fixed` are placeholders that get constants.
+    """
+    index = GraphIndex.of(meta_graph)
+    notes = []
+    for name, signature in sorted(meta_graph.signature_def.items()):
+        try:
+            _check_signature(index, name, signature, fixed)
+        except GraphError as error:
+            notes.append(f"signature {name!r} is left out: {error.message}")
+            del meta_graph.signature_def[name]
+    return notes
+
+
+def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Collection[str]) -> None:
+    """Refuse what needs training.
+
+    Raises:
+        GraphError: it has no outputs, or one that a server cannot compute.
+    """
+    ends: dict[str, list[str]] = {"input": [], "output": []}
+    for role, alias, info in signature_tensors(signature):
+        texts = tensor_names(info)
+        ends[role] += [str(index.resolve(text, f"{role} {alias!r} of {name!r}")) for text in texts]
+    if not ends["output"]:
+        raise NotServable("it has no outputs")
+    given = {endpoint(text) for text in ends["input"]}
+    if change := _change_behind(index, ends["output"], given):
+        raise NotServable(f"its outputs wait for {index.nodes[change].op} {change!r}")
+    wanted = dict.fromkeys(tensor.node for text in ends["output"] if (tensor := endpoint(text)) not in given)
+    reached = reach(index.nodes, wanted, given=given)
+    check_servable(index.nodes, reached, fed={tensor.node for tensor in given} | {*fixed})
+
+
+def _change_behind(index: GraphIndex, outputs: list[str], given: Collection[Endpoint]) -> str | None:
+    """A node that changes variables before an output is there, also one that is only waited for."""
+    pending, seen = [*outputs], set[str]()
+    while pending:
+        tensor = endpoint(pending.pop())
+        if tensor in given or tensor.node in seen or tensor.node not in index.nodes:
+            continue
+        seen.add(tensor.node)
+        node = index.nodes[tensor.node]
+        if changes_state(node.op):
+            return tensor.node
+        pending += node.input
+    return None
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """A training graph as its author saved it, to be published under `tag` beside the serving graph.
+
+    `tensors` are the names that it restores; `variables` those among its variables that have static shapes.
+    """
+
+    source: str
+    tag: str
+    meta_graph: Proto
+    tensors: tuple[str, ...]
+    variables: tuple[GraphVariable, ...]
+    assets: Mapping[str, Path] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: str, tag: str, meta_graph: Proto, assets: Mapping[str, Path]) -> TrainingGraph:
+        """The graph with what it restores.
+
+        Raises:
+            UnsupportedFormat: it is object-based, of which TensorFlow saves one a SavedModel.
+            GraphError: it is damaged, or restores names that it computes.
+        """
+        if meta_graph.HasField("object_graph_def"):
+            raise UnsupportedFormat(
+                f"the graph {tag!r} of {source} is object-based: nothing else can be saved beside such a one",
+                hint="fine-tune from the checkpoint, or leave --train-tag out",
+            )
+        index = GraphIndex.of(meta_graph)
+        keys = variable_keys(meta_graph, index)
+        variables = []
+        for node in (index.nodes[name] for name in keys if index.nodes[name].op in VARIABLE_OPS):
+            declared, dtype, key = attr(node, "shape"), attr_dtype(node, "dtype"), keys[node.name]
+            shape = shape_of(declared.shape) if declared is not None else None
+            if shape is not None and min(shape, default=0) >= 0 and dtype is not None:
+                variables.append(GraphVariable(node.name, key.key, dtype, shape, key.part))
+        restored = _restored_names(index, meta_graph.saver_def.restore_op_name)
+        names = restored or dict.fromkeys(key.key for key in keys.values())
+        kept = tuple(variable for variable in variables if variable.key in names)
+        return cls(source, tag, meta_graph, tuple(names), kept, assets)
+
+
+def _restored_names(index: GraphIndex, restore_op: str) -> dict[str, None]:
+    """The names that the Saver's restore nodes read, without doubles; none if there is no Saver."""
+    found: dict[str, None] = {}
+    if not restore_op:
+        return found
+    for name in reach(index.nodes, [endpoint(restore_op).node]).inputs:
+        node = index.nodes[name]
+        if node.op != "RestoreV2":
+            continue
+        source = data_inputs(node)[1].node if len(data_inputs(node)) > 1 else ""
+        value = const_value(index.nodes[source]) if source in index.nodes else None
+        if value is None:
+            raise GraphError(f"{name!r} restores names that are no constants of the graph")
+        found |= dict.fromkeys(bytes(text).decode("utf-8", "surrogateescape") for text in value.ravel())
+    return found
