@@ -19,16 +19,17 @@ if TYPE_CHECKING:
     from exporter.following import Watching as Watching
     from exporter.inspection import inspect as inspect
     from exporter.options import DataMode as DataMode
+    from exporter.options import DeltaDtype as DeltaDtype
     from exporter.options import ExportRequest as ExportRequest
     from exporter.options import Updates as Updates
     from exporter.options import Verify as Verify
     from exporter.pipeline.chain import merge as merge
     from exporter.pipeline.chain import resume as resume
     from exporter.pipeline.chain import rollback as rollback
+    from exporter.pipeline.export import export as export
     from exporter.pipeline.full import Exported as Exported
     from exporter.pipeline.full import Plan as Plan
     from exporter.pipeline.full import execute as execute
-    from exporter.pipeline.full import export as export
     from exporter.pipeline.full import plan as plan
     from exporter.pipeline.incremental import ExportedDelta as ExportedDelta
     from exporter.pipeline.incremental import export_incremental as export_incremental
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Catalog": "exporter.catalog",
     "DataMode": "exporter.options",
+    "DeltaDtype": "exporter.options",
     "ExportError": "exporter.errors",
     "ExportRequest": "exporter.options",
     "Exported": "exporter.pipeline.full",
@@ -53,7 +55,7 @@ _HOMES = {
     "Verify": "exporter.options",
     "Watching": "exporter.following",
     "execute": "exporter.pipeline.full",
-    "export": "exporter.pipeline.full",
+    "export": "exporter.pipeline.export",
     "export_incremental": "exporter.pipeline.incremental",
     "inspect": "exporter.inspection",
     "is_chief": "exporter.roles",

@@ -31,6 +31,7 @@
     │   ├── ForeignLineage               a delta belongs to another log
     │   ├── SchemaChanged                variables, dtypes, shapes or rules are not those of the log
     │   ├── PositionUnknown              a position that nothing published stands at
+    │   ├── NothingChanged               an increment is asked for, and the trainer has saved nothing new
     │   └── PositionMoved                somebody else published meanwhile
     ├── VerificationError            6   the staged result is not what it should be
     │   └── ManifestError                a manifest.json is missing, damaged or of another format version
@@ -270,6 +271,12 @@ class PositionUnknown(PositionError):
     """Nothing published stands at the position that was named, or its values are gone."""
 
     default_hint = "list the positions: export-model verify MODEL"
+
+
+class NothingChanged(PositionError):
+    """A delta is asked for, and the trainer has written no increment and no checkpoint since the last one."""
+
+    default_hint = "save an increment or a checkpoint first; export_incremental() takes this for no error"
 
 
 class PositionMoved(PositionError):
