@@ -86,6 +86,8 @@ def update(lab: Lab) -> Iterator[Row]:
         limit = max(1.05 * plain.value, plain.value + 1e-4)
         what = f"predict of an updatable bundle, idle, batch {batch}, beside a plain one"
         yield bounded(what, _figure(ours, f"predict {batch}"), at_most=seconds(limit), stock=plain)
+        after, before = _figure(ours, f"predict {batch}, updated"), _figure(ours, f"predict {batch}")
+        yield cost(f"  after {many:,} updates, beside before", after, before)
 
 
 def same_change(lab: Lab) -> Iterator[Row]:

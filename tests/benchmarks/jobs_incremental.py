@@ -126,6 +126,8 @@ def update(timer: Timer, model: str, rows: str, calls: str, small: str, large: s
         more = [publish(log, position, 4) for position in range(log_end, BASE + int(many))]
         server.update()
         figures["nothing of many"] = _nothing_to_do(server, BASE + int(many), calls)
+        after = _predictions(server, rows, calls)
+        figures |= {f"{name}, updated": figure for name, figure in after.items()}
     for directory in more:
         shutil.rmtree(directory)
     return figures
