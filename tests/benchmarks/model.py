@@ -48,3 +48,13 @@ def on_parameter_servers(op: Any) -> str:
     """A device function: partition n and its slots on device n, so that a sharded Saver writes 4 shards."""
     found = re.search(r"/part_(\d+)", op.name)
     return f"/cpu:{found[1]}" if found and op.type == "VarHandleOp" else "/cpu:0"
+
+
+def tower(rows: int) -> Any:
+    """The ranker as a Keras model with its table in one piece, for archives."""
+    import keras
+
+    ids = keras.Input([FEATURES], dtype="int64", name="ids")
+    net = keras.layers.Flatten()(keras.layers.Embedding(rows, WIDTH, name="table")(ids))
+    net = keras.layers.Dense(128, activation="relu", name="hidden")(net)
+    return keras.Model(ids, {"score": keras.layers.Dense(1, activation="sigmoid", name="logit")(net)})
