@@ -6,12 +6,14 @@ import json
 import logging
 import os
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.training import monitored_session
 
@@ -26,7 +28,7 @@ OPTIMIZERS = {
     "sgd": lambda: v1.train.GradientDescentOptimizer(0.1),
     "adagrad": lambda: v1.train.AdagradOptimizer(0.1),
     "ftrl": lambda: v1.train.FtrlOptimizer(0.1, l1_regularization_strength=0.01),
-    "rmsprop": lambda: v1.train.RMSPropOptimizer(0.01, momentum=0.9, centered=True),
+    "rmsprop": lambda: v1.train.RMSPropOptimizer(0.01, momentum=0.9, epsilon=0.1, centered=True),
     "momentum": lambda: v1.train.MomentumOptimizer(0.05, 0.9),
     "adam": lambda: v1.train.AdamOptimizer(0.01),
 }
@@ -108,14 +110,42 @@ def model(job: Job, seed: int) -> tuple[Any, Any]:
     return step, train_op
 
 
-def tower(seed: int) -> tuple[Any, list[Any]]:
+def variables() -> tuple[Any, Any, Any]:
     with v1.variable_scope("parts", partitioner=v1.fixed_size_partitioner(3)):
         shared = v1.get_variable("shared", [ROWS, 4])
     table = v1.get_variable("table", [ROWS // 2, 3])
     dense = v1.get_variable("dense", [7, 1], initializer=v1.ones_initializer())
+    return shared, table, dense
+
+
+def tower(seed: int) -> tuple[Any, list[Any]]:
+    shared, table, dense = variables()
     ids = tf.cast(tf.random.uniform([3, 8], seed=seed) ** 3 * (ROWS // 2), tf.int64)
     first = tf.nn.embedding_lookup(shared, ids[0])
     second = tf.nn.embedding_lookup(shared, ids[1] * 2 + 1)
     rows = tf.concat([first * second, tf.gather(table, ids[2])], axis=1)
     loss = tf.reduce_mean((rows @ dense - 1.0) ** 2)
     return loss, [*shared, table, dense]
+
+
+def serving(optimizers: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Everything that is trained, by rows; `optimizers` are those of the job, with commas between."""
+    rows = v1.placeholder(tf.int64, [None], name="rows")
+    outputs = {}
+    for optimizer in optimizers.split(","):
+        with v1.variable_scope(optimizer):
+            shared, table, dense = variables()
+        outputs[f"{optimizer}_shared"] = tf.nn.embedding_lookup(shared, rows)
+        outputs[f"{optimizer}_table"] = tf.gather(table, rows // 2)
+        outputs[f"{optimizer}_dense"] = tf.tile(tf.transpose(dense), [tf.size(rows), 1])
+    return {"rows": rows}, outputs
+
+
+def served(optimizers: tuple[str, ...], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What `serving` answers for all rows, from a checkpoint's values by name."""
+    answer = {}
+    for optimizer in optimizers:
+        answer[f"{optimizer}_shared"] = values[f"{optimizer}/parts/shared"]
+        answer[f"{optimizer}_table"] = values[f"{optimizer}/table"][np.arange(ROWS) // 2]
+        answer[f"{optimizer}_dense"] = np.tile(values[f"{optimizer}/dense"].T, (ROWS, 1))
+    return answer

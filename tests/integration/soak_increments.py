@@ -1,5 +1,10 @@
 """`make soak`: hundreds of increments of one cluster whose processes die at random, and nothing is lost.
 
+`export-model --incr --watch` follows the cluster all the time; a model that is loaded once takes the deltas.
+Each time that the training has ended, increments give its last state from every full checkpoint that they
+lead on from, and the model answers with its last values, bit for bit. Every third time the training begins
+again at an older checkpoint.
+
 pytest does not collect this by itself; the short forms are in `test_increments_cluster`. SOAK_INCREMENTS and
 SOAK_SEED change how long it takes, and who dies.
 """
@@ -8,20 +13,69 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from exporter import ExportRequest, export_incremental
 from exporter.delta.history import read_history
-from tests.increments import differing, starts
+from tests.increments import differing, starts, values_of
+from tests.integration import increment_nodes
 from tests.integration.increment_cluster import Cluster, Job, log
 from tests.integration.test_increments_cluster import newest
+from tests.updatable import Loaded, loaded
 
 INCREMENTS = int(os.environ.get("SOAK_INCREMENTS", "500"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
 BETWEEN_ENDS = 60
 """Increments until the training ends and what is there is compared; then it goes on."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A job and the model that is exported from it."""
+
+    job: Job
+
+    @property
+    def request(self) -> ExportRequest:
+        return ExportRequest(
+            self.job.checkpoints,
+            self.job.directory / "model",
+            model=f"{increment_nodes.__file__}:serving",
+            model_args={"optimizers": ",".join(self.job.optimizers)},
+        )
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The command beside the training, for as long as the context lasts; it must not fail."""
+        request = self.request
+        command = [sys.executable, "-m", "exporter", "--ckpt-dir", request.ckpt_dir, "--out", request.out]
+        with (self.job.directory / "export.log").open("wb") as sink:
+            watcher = subprocess.Popen([*command, "--incr", "--watch"], stdout=sink, stderr=sink)
+        try:
+            yield
+            assert watcher.poll() is None, (self.job.directory / "export.log").read_text()
+        finally:
+            watcher.terminate()
+            watcher.wait(60)
+
+    def assert_served(self, server: Loaded) -> int:
+        """Take what is published, and answer with the trainer's last values; the position."""
+        export_incremental(self.request)
+        position = server.update()["position"]
+        answer = server.predict(rows=np.arange(increment_nodes.ROWS))
+        expected = increment_nodes.served(self.job.optimizers, values_of(newest(self.job.checkpoints)))
+        for name, value in expected.items():
+            assert answer[name].tobytes() == value.tobytes(), name
+        return int(position)
 
 
 @pytest.mark.timeout(3600)
@@ -39,14 +93,26 @@ def test_hundreds_of_increments_of_a_cluster_that_dies_piece_by_piece(tmp_path: 
     dice = random.Random(SEED)
     seen: set[str] = set()
     deaths = compared = 0
+    followed = Followed(job)
     with Cluster(job) as cluster:
-        while len(seen) < INCREMENTS:
-            deaths += die_at_random(cluster, dice, seen)
-            job.end.touch()
-            cluster.wait(240)
-            compared += compare(job)
-            print(f"{len(seen)} increments, {deaths} deaths, {compared} full checkpoints were exact")
-            restart(cluster)
+        cluster.wait_for("a checkpoint", lambda: (job.checkpoints / "checkpoint").exists(), 120)
+        base = export_incremental(followed.request)
+        assert base.published is not None
+        with loaded(base.published.path) as server, followed.watched():
+            for end in range(1, INCREMENTS):
+                deaths += die_at_random(cluster, dice, seen)
+                job.end.touch()
+                cluster.wait(240)
+                compared += compare(job)
+                position = followed.assert_served(server)
+                print(
+                    f"{len(seen)} increments, {deaths} deaths, {compared} full checkpoints were exact, "
+                    f"position {position} is served",
+                    flush=True,
+                )
+                if len(seen) >= INCREMENTS:
+                    break
+                restart(cluster, set_back=end % 3 == 0)
     assert "restored" in log(tmp_path, "chief-0")
 
 
@@ -55,7 +121,7 @@ def die_at_random(cluster: Cluster, dice: random.Random, seen: set[str]) -> int:
     deaths, goal = 0, min(INCREMENTS, len(seen) + BETWEEN_ENDS)
     while len(seen) < goal:
         following = len(seen) + dice.randint(3, 25)
-        cluster.wait_for("progress", lambda goal=following: look(cluster.job, seen) >= goal, 120)
+        cluster.wait_for("progress", lambda goal=following: look(cluster.job, seen) >= goal, 400)
         time.sleep(dice.random() * 0.3)
         victims = dice.sample(cluster.job.names, dice.choice([1, 1, 1, 2, 3]))
         for name in victims:
@@ -88,9 +154,16 @@ def compare(job: Job) -> int:
     return len(whole)
 
 
-def restart(cluster: Cluster) -> None:
-    """Begin again where the training ended."""
-    cluster.job.end.unlink()
-    for name in cluster.job.names:
-        cluster.kill(name)
-        cluster.start(name)
+def restart(cluster: Cluster, *, set_back: bool) -> None:
+    """Begin again where the training ended; or, set back, at the full checkpoint before the last."""
+    job = cluster.job
+    job.end.unlink()
+    if set_back:
+        older = newest(job.checkpoints)
+        for path in job.checkpoints.glob(f"{older.name}.*"):
+            path.unlink()
+        older = newest(job.checkpoints)
+        (job.checkpoints / "checkpoint").write_text(f'model_checkpoint_path: "{older.name}"\n')
+        print(f"set back to {older.name}", flush=True)
+    for name in job.names:
+        cluster.start(name, restores=not set_back)
