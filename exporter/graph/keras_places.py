@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from exporter.catalog import TensorRef
 from exporter.dtypes import DType
 
 
-def keras_places(model: Any) -> dict[str, TensorRef]:
+def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dict[str, TensorRef]:
     """By each variable's node: the tensor that a weights file has for it.
 
-    Empty for what is no Keras model, and for one that computes what it saves.
+    `node_of` names the TensorFlow variables of a model that was built in no graph. Empty for what is no Keras
+    model, and for one that computes what it saves.
     """
+    import tensorflow as tf
+
     try:
         stored = list(_walk(model))
     except Exception:  # noqa: BLE001 - a layer's own save method; then layers are matched by their names
@@ -28,11 +31,12 @@ def keras_places(model: Any) -> dict[str, TensorRef]:
     places = {}
     for path, owner, value in stored:
         variable: Any = getattr(value, "value", None)  # a Keras 3 variable's own; of TensorFlow's, a method
-        variable = variable if hasattr(variable, "handle") else value
-        if hasattr(variable, "handle"):
+        variable = variable if isinstance(variable, tf.Variable) else value
+        if isinstance(variable, tf.Variable):
             shape = tuple(int(size) for size in variable.shape)
             dtype = DType(variable.dtype.base_dtype.as_datatype_enum)
-            places[variable.handle.op.name] = TensorRef(path, dtype, shape, owner=owner)
+            node = node_of(variable) if node_of else variable.handle.op.name
+            places[node] = TensorRef(path, dtype, shape, owner=owner)
     return places
 
 

@@ -90,8 +90,12 @@ class ObjectView:
     names: Mapping[str, str]
 
 
-def view_objects(model: Any) -> ObjectView:
+def view_objects(
+    model: Any, variable_of: Callable[[Any], TrackedVariable | None] | None = None
+) -> ObjectView:
     """The objects below a model; their variables name nodes of the graph that the model was built in.
+
+    For a model that was built in no graph, `variable_of` tells which variable an object is.
 
     A Keras model gets one edge more, `trainable_variables`, to a list: an optimizer keeps that list too.
     """
@@ -108,7 +112,7 @@ def view_objects(model: Any) -> ObjectView:
         tuple(
             TrackedObject(
                 {name: numbers[id(child)] for name, child in children.items() if id(child) in numbers},
-                _variable(item),
+                (variable_of or _variable)(item),
             )
             for item, children in zip(items, edges, strict=True)
         )

@@ -122,6 +122,18 @@ def match_objects(
     return found | _by_name(rest, served, trained, renamed)
 
 
+def match_objects_partly(
+    wanted: Mapping[str, GraphVariable], served: ObjectGraph, trained: Trained
+) -> dict[str, str]:
+    """Tensors of the variables that one pair of objects leads to, if no other pair leads to as many."""
+    search = _Search(wanted, served, trained, {})
+    starts = [(ours, theirs) for ours in search._served_starts() for theirs in search._trained_starts()]
+    found = [tensors for pair in starts if (tensors := search._tensors(search._walk(*pair)))]
+    most = max(map(len, found), default=0)
+    best = {tuple(tensors.items()) for tensors in found if len(tensors) == most}
+    return dict(best.pop()) if len(best) == 1 else {}
+
+
 def _spelt(name: str, trained: Trained) -> str | None:
     """The tensor that a name given by a person means: a tensor's, a path's, a variable's if it is unique."""
     for tensor in (name, f"{name}{SUFFIX}"):

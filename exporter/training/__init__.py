@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from exporter.training.session import MonitoredTrainingSession as MonitoredTrainingSession
     from exporter.training.stop_after import StopAfterCallback as StopAfterCallback
     from exporter.training.stop_after import StopAfterHook as StopAfterHook
+    from exporter.training.warm_start import LoadReport as LoadReport
+    from exporter.training.warm_start import load_checkpoint as load_checkpoint
 
 _HOMES = {
     "ExportCallback": "export_hook",
@@ -29,11 +31,13 @@ _HOMES = {
     "ExportOutcome": "exports",
     "IncrementCallback": "keras",
     "IncrementHook": "hook",
+    "LoadReport": "warm_start",
     "MonitoredTrainingSession": "session",
     "StopAfterCallback": "stop_after",
     "StopAfterHook": "stop_after",
     "checkpoint_dir": "chief",
     "is_chief": "chief",
+    "load_checkpoint": "warm_start",
     "restore_increments": "restore",
 }
 __all__ = sorted(_HOMES)

@@ -1,0 +1,213 @@
+"""What of a checkpoint fits a model that is another than the trained one: for warm starts, not for serving.
+
+Where everything fits, `build_mapping` says how. Else each variable is looked up by its name, one by one; for
+archives of Keras that is its layer's name and its number in the layer. Names that a framework gives by class
+and number (`dense_1`) say which layer is meant only if both sides have as many of a shape: they are taken in
+their order then, and not at all otherwise. Variables without a name are found by their objects' edges.
+Whatever does not fit is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from exporter.catalog import Catalog, Naming, TensorRef
+from exporter.checkpoint.object_graph import ObjectGraph, read_object_graph
+from exporter.errors import MappingError, PartitionStrategyUnknown
+from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
+from exporter.mapping.build import MappingRules, build_mapping
+from exporter.mapping.extras import ExtraKind, classify_extras
+from exporter.mapping.name_evidence import numbers, stems
+from exporter.mapping.object_matching import Trained, match_objects_partly
+from exporter.mapping.row_order import row_order
+
+_UNNAMED = re.compile(r"((Sharded)?Variable(_[0-9]+)?)?")
+
+Parts = tuple[GraphVariable, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A variable (all of its parts) and the tensor that it can be given; `via` tells how that was found."""
+
+    variables: Parts
+    tensor: TensorRef
+    via: str
+
+
+@dataclass(frozen=True)
+class PartialMapping:
+    """What fits, by the variables' keys; why the others do not; and the tensors that nobody needs."""
+
+    fits: Mapping[str, Fit]
+    misfits: Mapping[str, str]
+    unused: tuple[TensorRef, ...]
+
+
+def fit_partly(
+    graph: InferenceGraph, catalog: Catalog, rules: MappingRules, counted: Collection[str] = ()
+) -> PartialMapping:
+    """Whatever of the graph's variables the checkpoint certainly has.
+
+    `counted` are names that a framework numbers by itself.
+
+    Raises:
+        UsageError: the rules name an object that is not there.
+        CorruptFile: the checkpoint's graph of objects is damaged.
+    """
+    try:
+        whole = build_mapping(graph, catalog, rules)
+    except MappingError as error:
+        return _Partial.of(graph, catalog, rules, frozenset(counted), error.message).mapping()
+    moved = [source.key for source in whole.sources if source.gather_parts or source.scatter_parts]
+    fits = {s.key: Fit(s.variables, s.tensor, s.via) for s in whole.sources if s.key not in moved}
+    return PartialMapping(
+        fits, dict.fromkeys(moved, "its rows are in another order"), _unused(catalog, fits.values())
+    )
+
+
+def _unused(catalog: Catalog, fits: Collection[Fit]) -> tuple[TensorRef, ...]:
+    extras = classify_extras(catalog, {fit.tensor.name for fit in fits})
+    return tuple(extra.tensor for extra in extras if extra.kind is ExtraKind.OTHER)
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """Both sides by name. `served` has each variable's, `trained` the tensors of each."""
+
+    graph: InferenceGraph
+    catalog: Catalog
+    objects: ObjectGraph | None
+    wanted: Mapping[str, Parts]
+    served: Mapping[str, str]
+    trained: Mapping[str, Sequence[TensorRef]]
+    rules: MappingRules
+    counted: frozenset[str]
+    whole_error: str
+    misfits: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        graph: InferenceGraph,
+        catalog: Catalog,
+        rules: MappingRules,
+        counted: frozenset[str],
+        whole_error: str,
+    ) -> _Partial:
+        wanted: dict[str, list[GraphVariable]] = defaultdict(list)
+        for variable in graph.variables:
+            wanted[variable.key].append(variable)
+        objects = read_object_graph(catalog)
+        served = {key: key for key in wanted}
+        trained: dict[str, list[TensorRef]] = defaultdict(list)
+        if objects is not None:
+            for name, variables in Trained(objects, catalog.tensors, rules.object_path).by_name.items():
+                trained[name] = [catalog.tensors[v.tensor] for v in variables if v.tensor in catalog.tensors]
+        elif catalog.naming is Naming.LAYERS:
+            served |= {key: _in_layer(place) for key, place in graph.layers.items() if key in wanted}
+            for ref in catalog.tensors.values():
+                trained[_in_layer(ref)].append(ref)
+        elif catalog.naming is Naming.NAMES:
+            trained |= {name: [ref] for name, ref in catalog.tensors.items()}
+        parts = {key: tuple(variables) for key, variables in wanted.items()}
+        return cls(graph, catalog, objects, parts, served, trained, rules, counted, whole_error)
+
+    def mapping(self) -> PartialMapping:
+        found: dict[str, tuple[TensorRef, str]] = {}
+        for key, name in self.served.items():
+            new = next((new for rule in self.rules.renames if (new := rule.apply(key)) is not None), None)
+            if new is not None:
+                self._take(key, new, "rename", found)
+            elif self.counted.isdisjoint(stems(name)):
+                self._take(key, name, "name", found)
+        found |= self._counted(found)
+        found |= self._by_objects(found)
+        fits = {}
+        for key, (ref, via) in found.items():
+            reason = self._why_not(key, ref, [other for other, (it, _) in found.items() if it is ref])
+            if reason:
+                self.misfits[key] = reason
+            else:
+                fits[key] = Fit(self.wanted[key], ref, via)
+        misfits = {key: self.misfits.get(key) or self._missing(key) for key in self.wanted if key not in fits}
+        return PartialMapping(fits, misfits, _unused(self.catalog, fits.values()))
+
+    def _take(self, key: str, name: str, via: str, found: dict[str, tuple[TensorRef, str]]) -> None:
+        refs = self.trained.get(name) or [ref for ref in [self.catalog.tensors.get(name)] if ref]
+        if len(refs) == 1:
+            found[key] = (refs[0], via)
+        elif refs:
+            self.misfits[key] = f"the checkpoint has {len(refs)} variables called {name!r}"
+
+    def _counted(self, found: Collection[str]) -> dict[str, tuple[TensorRef, str]]:
+        """Layers that a framework named by class and number, in the numbers' order."""
+        stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
+        for name, refs in self.trained.items():
+            for ref in refs:
+                stored[stems(name), ref.dtype, ref.shape].append(name)
+        groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
+        for key, name in self.served.items():
+            if key not in found and key not in self.misfits and not self.counted.isdisjoint(stems(name)):
+                groups[stems(name), self.wanted[key][0].dtype, self.wanted[key][0].full_shape].append(key)
+        taken: dict[str, tuple[TensorRef, str]] = {}
+        for group, keys in groups.items():
+            names = stored[group]
+            if not names:
+                for key in keys:
+                    self._take(key, self.served[key], "name", taken)  # of another shape, which is told then
+            elif len(names) != len(keys) or len({*names}) != len(names):
+                reason = (
+                    f"the checkpoint has {len(names)} of its kind and the model {len(keys)}: numbered names "
+                    f"may stand for other layers ({', '.join(names[:5])})"
+                )
+                self.misfits.update(dict.fromkeys(keys, reason))
+            else:
+                keys.sort(key=lambda key: numbers(self.served[key]))
+                pairs = zip(keys, sorted(names, key=numbers), strict=True)
+                taken |= {key: (self.trained[name][0], "number") for key, name in pairs}
+        return taken
+
+    def _by_objects(self, found: Mapping[str, object]) -> dict[str, tuple[TensorRef, str]]:
+        """Variables whose names say nothing, by the edges that lead to them on both sides."""
+        if self.objects is None or self.graph.objects is None:
+            return {}
+        trained = Trained(self.objects, self.catalog.tensors, self.rules.object_path)
+        unnamed = {
+            ref.name for name, refs in self.trained.items() if _UNNAMED.fullmatch(name) for ref in refs
+        }
+        heads = {key: parts[0] for key, parts in self.wanted.items()}
+        walked = match_objects_partly(heads, self.graph.objects, trained)
+        rest = {key: name for key, name in walked.items() if key not in found and key not in self.misfits}
+        return {key: (self.catalog.tensors[name], "object") for key, name in rest.items() if name in unnamed}
+
+    def _why_not(self, key: str, ref: TensorRef, claimants: Sequence[str]) -> str:
+        variable = self.wanted[key][0]
+        if ref.shape != variable.full_shape:
+            return f"its shape is {list(variable.full_shape)}, in the checkpoint {list(ref.shape)}"
+        if ref.dtype != variable.dtype:
+            return f"it is {variable.dtype.label}, in the checkpoint {ref.dtype.label}"
+        if len(claimants) > 1:
+            return f"{', '.join(claimants)} would all get the values of {ref.name!r}"
+        if not ref.is_complete:
+            return "parts of it are not in the checkpoint"
+        trained = PartitionStrategy.DIV if self.objects is not None and ref.slices else None
+        try:
+            order = row_order(key, self.wanted[key], ref, trained=trained, served=None)
+        except PartitionStrategyUnknown as error:
+            return error.message
+        return "its rows are in another order" if order.gather_parts or order.scatter_parts else ""
+
+    def _missing(self, key: str) -> str:
+        if not self.trained:  # a list without names
+            return self.whole_error
+        name = next((new for rule in self.rules.renames if (new := rule.apply(key))), self.served[key])
+        return f"the checkpoint has no {name!r}"
+
+
+def _in_layer(ref: TensorRef) -> str:
+    """`tower/hidden/0` of `layers/dense_1/vars/0`, which belongs to the layer `hidden` of `tower`."""
+    return f"{ref.owner}/{ref.name.rpartition('/')[2]}" if ref.owner else ref.name

@@ -1,0 +1,265 @@
+"""`load_checkpoint`: begin with what fits of another training's checkpoint, and be told what does not.
+
+    report = load_checkpoint(model, "old/model.keras")            # Keras 3, tf-keras, a tf.Module
+    print(report)
+
+    def init_fn(scaffold, session):                               # variables of the session's graph
+        load_checkpoint(None, "old/model.ckpt-900", session=session)
+    scaffold = tf.compat.v1.train.Scaffold(init_fn=init_fn)
+
+Any checkpoint that `export-model` reads will do. What fits is found as for an export where everything fits,
+and by names otherwise (`exporter.mapping.partial`). A value of another shape or dtype is never loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter import protos
+from exporter.catalog import Catalog, SliceSpec, TensorRef
+from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint.object_graph import TrackedVariable
+from exporter.checkpoint.tensor_values import read_array
+from exporter.dtypes import DType
+from exporter.errors import MissingTensors, UsageError
+from exporter.graph.inference_graph import GraphVariable, InferenceGraph
+from exporter.graph.keras_places import keras_places
+from exporter.graph.object_models import view_objects
+from exporter.mapping.build import MappingRules, RenameRule
+from exporter.mapping.partial import Fit, PartialMapping, fit_partly
+
+Array = np.ndarray[Any, Any]
+Variable = Any
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A variable that was loaded, from which tensor, and how that was found (`name`, `object`, ...)."""
+
+    variable: str
+    tensor: str
+    via: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A variable that keeps its values, and why."""
+
+    variable: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_checkpoint` did; `unused` are the checkpoint's tensors that belong to no variable.
+
+    Optimizer slots, counters and the like are not listed.
+    """
+
+    checkpoint: Path
+    loaded: tuple[Loaded, ...]
+    skipped: tuple[Skipped, ...]
+    unused: tuple[str, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every variable was loaded."""
+        return not self.skipped
+
+    def __str__(self) -> str:
+        total = len(self.loaded) + len(self.skipped)
+        lines = [f"loaded {len(self.loaded)} of {total} variables from {self.checkpoint}"]
+        lines += _some([f"  not {item.variable}: {item.reason}" for item in self.skipped])
+        lines += _some([f"  unused {name}" for name in self.unused])
+        return "\n".join(lines)
+
+
+def load_checkpoint(
+    target: Any,
+    checkpoint: Path | str,
+    *,
+    session: Any = None,
+    renames: Iterable[str] = (),
+    object_path: str | None = None,
+) -> LoadReport:
+    """Load what fits of a checkpoint into a model, or into variables, and leave the rest as it is.
+
+    Args:
+        target: a built model of Keras 3 or tf-keras, a `tf.Module`, or variables. With a session: variables
+            of its graph; None for all global ones but the global step.
+        checkpoint: a directory (the newest one in it), a prefix or an archive.
+        session: the session whose variables are loaded; nothing is added to its graph.
+        renames: rules `pattern=name`, a variable's name to the checkpoint's, as `--rename`.
+        object_path: the model's place among the objects of an object-based checkpoint.
+
+    Raises:
+        MissingTensors: nothing fits at all.
+        AmbiguousRename: a rule does not parse.
+        UsageError: the model has no variables yet.
+        CheckpointError: the checkpoint cannot be read. In each of these cases nothing was loaded, except that
+            a damaged value is found when it is its turn.
+    """
+    catalog = open_checkpoint(Path(checkpoint))
+    rules = MappingRules(renames=tuple(map(RenameRule.parse, renames)), object_path=object_path)
+    found = _eager_target(target) if session is None else _graph_target(target, session.graph)
+    if not found.variables:
+        raise UsageError("there are no variables to load", hint="build the model first: model.build(...)")
+    mapping = fit_partly(found.graph, catalog, rules, found.counted)
+    if not mapping.fits:
+        raise MissingTensors(
+            f"nothing of {catalog.prefix} fits: {len(mapping.misfits)} variables were looked for",
+            cause="\n  ".join(["", *_some([f"{key}: {why}" for key, why in mapping.misfits.items()])]),
+        )
+    for fit in mapping.fits.values():
+        _load(fit, catalog, found.variables, session)
+    return _report(catalog, mapping)
+
+
+def _report(catalog: Catalog, mapping: PartialMapping) -> LoadReport:
+    return LoadReport(
+        catalog.prefix,
+        tuple(Loaded(key, fit.tensor.name, fit.via) for key, fit in mapping.fits.items()),
+        tuple(Skipped(key, reason) for key, reason in mapping.misfits.items()),
+        tuple(ref.name for ref in mapping.unused),
+    )
+
+
+def _some(lines: list[str]) -> list[str]:
+    more = [f"  ... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return [*lines[:_SHOWN], *more]
+
+
+# --- what is to be loaded ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The variables by their nodes, as a graph to match, and the names that a framework numbers."""
+
+    graph: InferenceGraph
+    variables: Mapping[str, Variable]
+    counted: frozenset[str] = frozenset()
+
+
+def _graph_target(variables: Iterable[Variable] | None, graph: Any) -> _Target:
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    if variables is None:
+        with graph.as_default():
+            step = v1.train.get_global_step()
+            variables = [variable for variable in v1.global_variables() if variable is not step]
+    given = [*variables]
+    described = tuple(_of_graph(variable) for variable in given)
+    nodes = {item.node: variable for item, variable in zip(described, given, strict=True)}
+    return _Target(_graph(described), nodes)
+
+
+def _of_graph(variable: Variable) -> GraphVariable:
+    shape, info = tuple(variable.shape.as_list()), variable._get_save_slice_info()
+    part = SliceSpec(tuple(info.full_shape), tuple(info.var_offset), tuple(info.var_shape)) if info else None
+    key = info.full_name if info else variable.op.name
+    return GraphVariable(variable.op.name, key, _dtype(variable), shape, part)
+
+
+def _eager_target(target: Any) -> _Target:
+    """Variables with values; of a model or module also its objects, and the places that Keras gives them."""
+    import tensorflow as tf
+
+    is_keras = hasattr(target, "weights") and hasattr(target, "layers")
+    listed = getattr(target, "weights" if is_keras else "variables", target)
+    nodes = {_node(variable): variable for variable in listed}
+    if not is_keras and not isinstance(target, tf.Module):
+        names = {node: _name(variable) for node, variable in nodes.items()}
+        return _Target(_graph(_described(nodes, names)), nodes)
+    view = view_objects(target, _tracked(nodes))
+    paths = {
+        item.variable.tensor: view.objects.paths[number]
+        for number, item in enumerate(view.objects.objects)
+        if item.variable and number in view.objects.paths
+    }
+    described = _described(nodes, {node: view.names.get(node) or _name(nodes[node]) for node in nodes}, paths)
+    places = keras_places(target, _node)
+    layers = {item.key: places[item.node] for item in described if item.node in places}
+    classes = {type(item).__name__ for item in tf.train.TrackableView(target).descendants()}
+    graph = InferenceGraph("", protos.MetaGraphDef(), described, objects=view.objects, layers=layers)
+    return _Target(graph, nodes, frozenset(map(_snake_case, classes)))
+
+
+def _described(
+    variables: Mapping[str, Variable], names: Mapping[str, str], paths: Mapping[str, str] | None = None
+) -> tuple[GraphVariable, ...]:
+    """Each variable under its name, or under its object's path if others have the name, too."""
+    taken = [*names.values()]
+    unique = {n: (paths or {}).get(n, name) if taken.count(name) > 1 else name for n, name in names.items()}
+    return tuple(
+        GraphVariable(node, unique[node], _dtype(variable), tuple(int(size) for size in variable.shape))
+        for node, variable in variables.items()
+    )
+
+
+def _graph(variables: tuple[GraphVariable, ...]) -> InferenceGraph:
+    return InferenceGraph("", protos.MetaGraphDef(), variables)
+
+
+def _tracked(nodes: Mapping[str, Variable]) -> Callable[[Any], TrackedVariable | None]:
+    def variable_of(item: Any) -> TrackedVariable | None:
+        node = _node(item)
+        return TrackedVariable(_name(item), node) if node in nodes else None
+
+    return variable_of
+
+
+def _node(item: Any) -> str:
+    """What tells variables apart; a Keras 3 variable and its TensorFlow one are the same."""
+    return f"variable-{id(getattr(item, '_value', item))}"
+
+
+def _name(variable: Variable) -> str:
+    return str(getattr(variable, "path", None) or variable.name.partition(":")[0])
+
+
+def _dtype(variable: Variable) -> DType:
+    dtype = variable.dtype
+    return DType.of(dtype) if isinstance(dtype, str) else DType(dtype.base_dtype.as_datatype_enum)
+
+
+def _snake_case(name: str) -> str:
+    """The name that Keras begins to count with. Source: `to_snake_case` in keras/src/utils/naming.py."""
+    separated = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", separated).lower()
+
+
+# --- loading -----------------------------------------------------------------------------------------------
+
+
+def _load(fit: Fit, catalog: Catalog, variables: Mapping[str, Variable], session: Any) -> None:
+    whole = _value(catalog, fit.tensor)
+    for part in fit.variables:
+        value, variable = whole[_box(part)], variables[part.node]
+        if session is None:
+            variable.assign(value)
+        else:  # as Variable.load does, which adds nothing to a graph that may be finalized
+            session.run(variable.initializer, {variable.initializer.inputs[1]: value})
+
+
+def _box(variable: GraphVariable) -> tuple[slice, ...]:
+    if variable.part is None:
+        return ()
+    spans: Iterator[tuple[int, int]] = zip(variable.part.starts, variable.part.lengths, strict=True)
+    return tuple(slice(start, start + length) for start, length in spans)
+
+
+def _value(catalog: Catalog, ref: TensorRef) -> Array:
+    """One tensor in memory, checksums verified where there are some."""
+    if ref.content is None:
+        return read_array(catalog, ref)
+    return np.concatenate([*ref.content.blocks()]).reshape(ref.shape)
