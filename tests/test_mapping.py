@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from exporter.catalog import TensorRef
 from exporter.dtypes import DType
 from exporter.errors import (
     AmbiguousRename,
@@ -246,3 +247,22 @@ def test_extras_are_told_by_kind() -> None:
         "tower/global_step": ExtraKind.GLOBAL_STEP,
         "temperature": ExtraKind.OTHER,
     }
+
+
+@pytest.mark.parametrize(
+    ("served", "left"), [("dense", "dense_1"), ("dense_1", "dense"), ("net/dense_1/w", "net/dense_2/w")]
+)
+def test_a_numbered_twin_that_is_left_over_is_told(served: str, left: str) -> None:
+    """A name-based checkpoint is matched by names alone; a layer less would shift numbered ones."""
+    (note,) = build_mapping(
+        graph(variable(served, 4)), catalog(tensor(served, 4), tensor(left, 4)), rules()
+    ).notes
+    assert f"{left!r} is left over beside {served!r}" in note
+
+
+@pytest.mark.parametrize(
+    "left",
+    [tensor("dense_1", 5), tensor("dense_1", 4, dtype=DType.HALF), tensor("dense/Adam_1", 4), tensor("d", 4)],
+)
+def test_what_is_no_twin_is_not_told(left: TensorRef) -> None:
+    assert not build_mapping(graph(variable("dense", 4)), catalog(tensor("dense", 4), left), rules()).notes

@@ -16,6 +16,7 @@ from exporter.dtypes import DType
 from exporter.errors import AmbiguousRename, MissingTensors, ShapeMismatch, UsageError
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.mapping.extras import TF_AVERAGE, Extra, classify_extras
+from exporter.mapping.name_evidence import left_over_twins
 from exporter.mapping.object_averages import averages
 from exporter.mapping.object_matching import Matched, Trained, match_objects
 from exporter.mapping.row_order import row_order
@@ -194,7 +195,8 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         sources.append(
             Source(key, variables, tensor, match.via, cast, order.gather_parts, order.scatter_parts)
         )
-    return Mapping(catalog, tuple(sources), tuple(_notes(sources, rules)))
+    twins = _twin_notes(sources, catalog) if objects is None and catalog.naming is Naming.NAMES else ()
+    return Mapping(catalog, tuple(sources), (*_notes(sources, rules), *twins))
 
 
 def _group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:
@@ -361,3 +363,17 @@ def _notes(sources: Iterable[Source], rules: MappingRules) -> Iterator[str]:
     if raw:
         more = f" and {len(raw) - 5} more" if len(raw) > 5 else ""
         yield f"no moving average in the checkpoint, raw value served: {', '.join(raw[:5])}{more}"
+
+
+def _twin_notes(sources: Iterable[Source], catalog: Catalog) -> Iterator[str]:
+    """What may speak against names that a framework numbered; nothing is known where names are the user's."""
+    used = {source.tensor.name: (source.tensor.dtype, source.tensor.shape) for source in sources}
+    left = {ref.name: (ref.dtype, ref.shape) for ref in catalog.tensors.values() if ref.name not in used}
+    twins = [*left_over_twins(used, left)]
+    if twins:
+        name, twin = twins[0]
+        more = f", and {len(twins) - 1} more like it" if len(twins) > 1 else ""
+        yield (
+            f"{name!r} is left over beside {twin!r}, of one shape{more}: if the trainer's model had a layer "
+            "more than this one, numbered names stand for other layers"
+        )

@@ -10,7 +10,7 @@ Numbers are not compared, since they count what a process made before; but they 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -46,6 +46,21 @@ def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
                     f"{before.served!r} would get the values of {before.trained!r}, and "
                     f"{after.served!r} those of {after.trained!r}, which is the reverse order"
                 )
+
+
+def left_over_twins(used: Mapping[str, object], left: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Each (name left over, name in use) that differ in numbers alone; both map names to dtypes and shapes.
+
+    They are of one dtype and shape, too. A program with a layer more or less calls other layers by these names.
+    """
+    bare = {(_unnumbered(name), kind): name for name, kind in used.items()}
+    for name, kind in left.items():
+        if (twin := bare.get((_unnumbered(name), kind))) is not None:
+            yield name, twin
+
+
+def _unnumbered(name: str) -> str:
+    return "/".join(stems(name)) if "_" in name else name
 
 
 def stems(name: str) -> tuple[str, ...]:
