@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from exporter.bundle.digest import chunk_digest, chunks
+from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.entry import Made
 from exporter.delta.format import Kind, Rows
 from exporter.delta.log import Span
@@ -19,7 +20,7 @@ from exporter.publish.delta_publication import Publication, publish_changes
 from exporter.publish.published_log import read_log
 from tests.commands import export_model
 from tests.conftest import ROOT
-from tests.updatable import loaded
+from tests.updatable import Loaded, loaded
 
 MODEL = f"{ROOT / 'examples/ranker/model.py'}:serving"
 FEEDS = {"user": np.arange(0, 5000, 7), "item": np.arange(0, 5000, 7) % 2000}
@@ -164,26 +165,83 @@ def test_a_server_tells_digests_that_the_published_log_predicts(
     assert export_model(*common).code == 0
     train(checkpoints, 10)
     assert export_model(*common).code == 0
-    kinds = {variable.name: variable.kind for variable in read_log(model).schema.variables}
-
-    def predicted(position: int) -> list[int]:
-        state = read_log(model).state(position)
-        return [
-            chunk_digest(
-                state.rows(chunk.variable, chunk.start, chunk.stop)
-                if kinds[chunk.variable] is Kind.TABLE
-                else np.atleast_1d(state.whole(chunk.variable))[chunk.start : chunk.stop]
-            )
-            for chunk in chunks(read_log(model).schema)
-        ]
-
-    assert predicted(40) != predicted(50)
+    assert predicted(model, 40) != predicted(model, 50)
     with loaded(model / "40") as server:
         for position in (40, 50):
             server.update(position)
-            found = server.call("incremental_digest", rows=list(range(len(predicted(40)))))
-            assert found["digest"].tolist() == predicted(position)
-            assert set(found["position_before"]) == set(found["position_after"]) == {position}
+            assert_digests(server, model, position)
+
+
+def predicted(model: Path, position: int) -> list[int]:
+    """The digests of all chunks of what the log has at a position."""
+    log = read_log(model)
+    state, kinds = log.state(position), {variable.name: variable.kind for variable in log.schema.variables}
+    return [
+        chunk_digest(
+            state.rows(chunk.variable, chunk.start, chunk.stop)
+            if kinds[chunk.variable] is Kind.TABLE
+            else np.atleast_1d(state.whole(chunk.variable))[chunk.start : chunk.stop]
+        )
+        for chunk in chunks(log.schema)
+    ]
+
+
+def assert_digests(server: Loaded, model: Path, position: int) -> None:
+    expected = predicted(model, position)
+    found = server.call("incremental_digest", rows=list(range(len(expected))))
+    assert found["digest"].tolist() == expected
+    assert set(found["position_before"]) == set(found["position_after"]) == {position}
+
+
+def test_a_server_holds_rounded_rows_as_the_log_has_them_and_then_exact_ones(
+    followed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    checkpoints, model = tmp_path / "train", tmp_path / "model"
+    shutil.copytree(followed[0], checkpoints)
+    common = [
+        "--ckpt-dir",
+        checkpoints,
+        "--model",
+        MODEL,
+        "--out",
+        model,
+        "--incr",
+        "--with-digest",
+        "--json",
+    ]
+    assert export_model(*common).code == 0
+    sizes = {}
+    with loaded(model / "40") as server:
+        for dtype in ("int8", "bfloat16"):
+            train(checkpoints, 10)
+            done = export_model(*common, "--delta-dtype", dtype).document
+            assert done["rounded"]["dtype"] == dtype and 0 < done["rounded"]["largest"] < 0.01
+            sizes[dtype] = bytes_a_row(Path(done["path"]))
+            assert server.update()["position"] == done["position"]
+            assert_digests(server, model, done["position"])
+        exact = export_model(*common).document
+        assert (exact["position"], exact["rounded"]) == (61, None)
+        assert exact["rows"] >= done["rounded"]["rows"]
+        sizes["exact"] = bytes_a_row(Path(exact["path"]))
+        assert server.update()["position"] == 61
+        assert_digests(server, model, 61)
+        found = server.predict(**FEEDS)
+        assert export_model("rollback", model, "--to", 50, "-q").code == 0
+        assert server.update()["position"] == 62
+        assert predicted(model, 62) == predicted(model, 50)
+        assert_digests(server, model, 62)
+    assert sizes["int8"] < sizes["bfloat16"] < sizes["exact"]
+    assert export_model("--ckpt-dir", checkpoints, "--model", MODEL, "--out", tmp_path / "full").code == 0
+    with loaded(tmp_path / "full/60") as expected:
+        np.testing.assert_array_equal(found["click"], expected.predict(**FEEDS)["click"])
+
+
+def bytes_a_row(delta: Path) -> float:
+    """Of tables, without the row numbers."""
+    tensors = read_catalog(delta / "delta").tensors.values()
+    rows = sum(ref.shape[0] for ref in tensors if ref.name.endswith("/ids"))
+    kept = ("/values", "/exact", "/packed", "/scales")
+    return sum(ref.bytes_ for ref in tensors if ref.name.endswith(kept)) / rows
 
 
 def test_a_model_that_requires_finite_values_refuses_others(tmp_path: Path, ranker: Path) -> None:
