@@ -120,6 +120,21 @@ def test_the_training_saved_model_alone(trained: Path, tmp_path: Path) -> None:
     check_served(done, trained)
 
 
+def test_an_object_based_saved_model_alone(tmp_path: Path) -> None:
+    """Any SavedModel brings its graph along."""
+    import tensorflow as tf
+
+    model = tf.Module()
+    model.scale = tf.Variable([2.0, 3.0], name="scale")
+    call = tf.function(
+        lambda x: {"y": x * model.scale}, input_signature=[tf.TensorSpec([None, 2], tf.float32, name="x")]
+    )
+    tf.saved_model.save(model, str(tmp_path / "saved"), signatures=call)
+    done = export(ExportRequest(tmp_path / "saved", tmp_path / "out", verify=Verify.OUTPUTS))
+    assert [(source.key, source.via) for source in done.plan.mapping.sources] == [("scale", "object")]
+    assert done.plan.graph.source == str(tmp_path / "saved")
+
+
 @pytest.mark.parametrize("outputs", [{}, {"scores": "scores"}])
 def test_the_transformed_graph_is_refused(trained: Path, tmp_path: Path, outputs: dict[str, str]) -> None:
     with pytest.raises(NotServable, match="AutoDist") as caught:

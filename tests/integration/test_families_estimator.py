@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,6 +92,20 @@ def test_features_that_a_dataset_parsed(model_dirs: Path, tmp_path: Path) -> Non
     with served(done) as client:
         check_classify(client, "wide_deep", "serving_default")
         check_predict(client, "wide_deep", "predict")
+
+
+def test_the_readme_s_signatures(model_dirs: Path, tmp_path: Path) -> None:
+    """What the guide shows is said of this very graph."""
+    readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    (text,) = re.findall(r"^```json\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    file = signatures_file(tmp_path, json.loads(text))
+    planned = plan(ExportRequest(model_dirs / "wide_deep", tmp_path, signatures=file))
+    signatures = planned.graph.meta_graph.signature_def
+    assert {name: [*signatures[name].inputs] for name in signatures} == {
+        "serving_default": ["inputs"],
+        "predict": ["examples"],
+    }
+    assert json.loads(text)["serving_default"] == estimators.WIDE_DEEP["serving_default"]
 
 
 def test_examples_that_the_graph_parses_itself(model_dirs: Path, tmp_path: Path) -> None:
