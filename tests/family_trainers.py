@@ -65,13 +65,16 @@ def averaged3() -> Any:
     return keras.Model(features, keras.layers.Dense(2, name="out")(hidden))
 
 
-def nested() -> Any:
+BLOCKS = ("stem", "tower/block1", "tower/block2", "tower/block2/inner")
+
+
+def nested(*blocks: str) -> Any:
     """A TF1 graph with the names of layers inside layers, some of one shape, and with batch statistics."""
     import tensorflow as tf
 
     v1 = tf.compat.v1
     hidden = features = v1.placeholder(tf.float32, [None, 6], "features")
-    for block in ("stem", "tower/block1", "tower/block2", "tower/block2/inner"):
+    for block in blocks or BLOCKS:
         with v1.variable_scope(block):
             weight = v1.get_variable("dense/W", [6, 6])
             bias = v1.get_variable("dense/b", [6])
@@ -80,6 +83,16 @@ def nested() -> Any:
     with v1.variable_scope("output"):
         weight, bias = v1.get_variable("W", [6, 2]), v1.get_variable("b", [2])
     return {"features": features}, {"scores": tf.identity(hidden @ weight + bias, "scores")}
+
+
+def deeper() -> Any:
+    """A layer more than was trained."""
+    return nested(*BLOCKS, "tower/block3")
+
+
+def moved() -> Any:
+    """The layers of another program: some have other names."""
+    return nested("stem", "towers/block1", "towers/block2", "towers/block2/inner")
 
 
 # --- jobs ---------------------------------------------------------------------------------------------------
@@ -224,6 +237,28 @@ def session(root: Path) -> None:
         _write_layers(file, "", dict(zip(names, values, strict=True)))
 
 
+def supervised(root: Path) -> None:
+    """The class that came before monitored sessions."""
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    with tf.Graph().as_default():
+        v1.set_random_seed(8)
+        inputs, outputs = nested()
+        step = v1.train.get_or_create_global_step()
+        loss = tf.reduce_mean((outputs["scores"] - LABELS) ** 2)
+        train = v1.train.AdagradOptimizer(0.1).minimize(loss, step)
+        feeds = {inputs["features"]: FEATURES}
+        target, never = str(root / "supervised"), {"save_model_secs": 0, "save_summaries_secs": 0}
+        supervisor = v1.train.Supervisor(logdir=target, **never)
+        with supervisor.managed_session() as running:
+            for _ in range(12):
+                running.run(train, feeds)
+            supervisor.saver.save(running, supervisor.save_path, global_step=running.run(step))
+            scores = running.run(outputs["scores"], feeds)
+    keep(root / "supervised", {"features": FEATURES}, {"scores": scores})
+
+
 def _write_layers(group: Any, scope: str, values: Mapping[str, Any]) -> None:
     """A group for each layer, and for each layer in it: only the innermost hold weights."""
     inside = {name.removeprefix(scope).partition("/")[0] for name in values}
@@ -240,7 +275,7 @@ def _write_layers(group: Any, scope: str, values: Mapping[str, Any]) -> None:
             _write_layers(child, f"{scope}{layer}/", rest)
 
 
-JOBS = (precision, averages, late, wrappers, backups, session)
+JOBS = (precision, averages, late, wrappers, backups, session, supervised)
 
 if __name__ == "__main__":
     for job in JOBS:

@@ -51,7 +51,7 @@ def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
 def left_over_twins(used: Mapping[str, object], left: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Each (name left over, name in use) that differ in numbers alone; both map names to dtypes and shapes.
 
-    They are of one dtype and shape, too. A program with a layer more or less calls other layers by these names.
+    They are of one dtype and shape, too: a program with a layer less gives such names to other layers.
     """
     bare = {(_unnumbered(name), kind): name for name, kind in used.items()}
     for name, kind in left.items():

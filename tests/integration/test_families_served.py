@@ -193,11 +193,29 @@ def test_a_backup_that_was_interrupted(mirrored: Path, tmp_path: Path, server: F
 # --- sessions and lists -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ["session", "dict.npz", "model.hdf5"])
+NESTED = ["nested/session", "supervised", "nested/dict.npz", "nested/model.hdf5"]
+
+
+@pytest.mark.parametrize("source", NESTED)
 def test_layers_inside_layers(trained: Path, tmp_path: Path, server: FamilyServer, source: str) -> None:
-    done = export(ask(trained / "nested" / source, tmp_path / "m", "nested"))
-    check(server, done, trained / "nested")
+    done = export(ask(trained / source, tmp_path / "m", "nested"))
+    check(server, done, trained / source.partition("/")[0])
     assert all(source.via == "name" for source in done.plan.mapping.sources)
+
+
+@pytest.mark.parametrize("source", NESTED)
+@pytest.mark.parametrize(
+    ("model", "lacking", "says"),
+    [("deeper", "3 of 17", "tower/block3/dense/W"), ("moved", "9 of 14", "towers/block1/dense/W")],
+)
+def test_layers_of_another_program(
+    trained: Path, tmp_path: Path, source: str, model: str, lacking: str, says: str
+) -> None:
+    with pytest.raises(MissingTensors, match=lacking) as caught:
+        plan(ask(trained / source, tmp_path / "m", model))
+    assert f"{says} float32[6, 6]: nearest 'tower/block1/dense/W'" in caught.value.cause.replace(
+        "block2", "block1"
+    )
 
 
 def test_a_session_s_graph(trained: Path, tmp_path: Path, server: FamilyServer) -> None:
