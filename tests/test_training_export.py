@@ -53,6 +53,8 @@ FULL = ExportRequest(
     format=ExportFormat.BOTH,
     allow_code=True,
     custom_objects=("pkg.mod", "other"),
+    tag="serve",
+    train_tag="train",
 )
 
 
