@@ -85,8 +85,10 @@ def _add_training(
     meta_graph: Proto, training: TrainingGraph, directory: Path, placed: dict[Path, str]
 ) -> None:
     meta_graph.CopyFrom(training.meta_graph)
-    for node in meta_graph.graph_def.node:
-        node.device = ""  # a job's tasks are gone when somebody trains on
+    graph_def = meta_graph.graph_def
+    for body in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
+        for node in body:
+            node.device = ""  # a job's tasks are gone when somebody trains on
     del meta_graph.asset_file_def[:]
     meta_graph.collection_def.pop(ASSETS_COLLECTION, None)
     place_assets([Asset(*item) for item in training.assets.items()], meta_graph, directory, placed)
