@@ -28,6 +28,7 @@ def build(v1: Any, *, training: bool) -> dict[str, Any]:
     bias = v1.get_variable("bias", [1], use_resource=True, initializer=v1.zeros_initializer())
     found = {"x": x, "scores": tf.add(tf.matmul(x, kernel), bias, name="scores")}
     if training:
+        v1.get_variable("seen", [], collections=[v1.GraphKeys.LOCAL_VARIABLES])  # no Saver saves it
         y = v1.placeholder(tf.float32, [None, 1], "y")
         loss = tf.reduce_mean(tf.square(found["scores"] - y), name="loss")
         v1.losses.add_loss(loss)

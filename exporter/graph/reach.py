@@ -78,6 +78,24 @@ def reach(
     return Reached(inputs, toward_output)
 
 
+def all_before(
+    nodes: Mapping[str, Proto], tensors: Iterable[str], given: Collection[Endpoint] = ()
+) -> dict[str, None]:
+    """Every node that runs for some tensors, also one that is only waited for, nearest first.
+
+    What makes the tensors `given` is not looked for; names that the graph lacks are passed over.
+    """
+    found: dict[str, None] = {}
+    pending = deque(tensors)
+    while pending:
+        tensor = endpoint(pending.popleft())
+        if tensor in given or tensor.node in found or tensor.node not in nodes:
+            continue
+        found[tensor.node] = None
+        pending.extend(nodes[tensor.node].input)
+    return found
+
+
 def _redirected(text: str, replaced: Mapping[Endpoint, Endpoint]) -> str:
     target = replaced.get(endpoint(text))
     return text if target is None else target.as_input

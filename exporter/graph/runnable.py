@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from exporter import protos
 from exporter.graph.control_flow import Pivots
-from exporter.graph.nodes import GraphIndex, data_inputs, endpoint
+from exporter.graph.nodes import GraphIndex, data_inputs
+from exporter.graph.reach import all_before
 from exporter.graph.servable import is_refused
 from exporter.graph.source_graph import SourceGraph
 from exporter.protos import Proto
@@ -22,7 +23,7 @@ def runnable_graph(source: SourceGraph) -> Proto:
     """
     index = GraphIndex.of(source.meta_graph)
     unfit, pivots = _unfit(index), Pivots(index.nodes)
-    initialising = _ancestors(index, source.init_op)
+    initialising = all_before(index.nodes, [source.init_op] if source.init_op else [])
     graph_def = protos.GraphDef()
     graph_def.CopyFrom(source.meta_graph.graph_def)
     for node in graph_def.node:
@@ -32,19 +33,6 @@ def runnable_graph(source: SourceGraph) -> Proto:
                 dict.fromkeys([*kept, *pivots.needed_inputs(node)]) if not data_inputs(node) else kept
             )
     return graph_def
-
-
-def _ancestors(index: GraphIndex, name: str | None) -> set[str]:
-    """A node and everything that runs before it."""
-    pending = [name] if name in index.nodes else []
-    found = {*pending}
-    while pending:
-        for text in index.nodes[pending.pop()].input:
-            source = endpoint(text.removeprefix("^")).node
-            if source in index.nodes and source not in found:
-                found.add(source)
-                pending.append(source)
-    return found
 
 
 def _unfit(index: GraphIndex) -> set[str]:

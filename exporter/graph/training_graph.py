@@ -14,7 +14,6 @@ from exporter.errors import GraphError, NotServable, UnsupportedFormat
 from exporter.graph.inference_graph import GraphVariable
 from exporter.graph.keys import VARIABLE_OPS, variable_keys
 from exporter.graph.nodes import (
-    Endpoint,
     GraphIndex,
     attr,
     attr_dtype,
@@ -23,7 +22,7 @@ from exporter.graph.nodes import (
     endpoint,
     shape_of,
 )
-from exporter.graph.reach import reach
+from exporter.graph.reach import all_before, reach
 from exporter.graph.servable import changes_state, check_servable
 from exporter.graph.signatures import signature_tensors, tensor_names
 from exporter.protos import Proto
@@ -58,26 +57,12 @@ def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Coll
     if not ends["output"]:
         raise NotServable("it has no outputs")
     given = {endpoint(text) for text in ends["input"]}
-    if change := _change_behind(index, ends["output"], given):
-        raise NotServable(f"its outputs wait for {index.nodes[change].op} {change!r}")
+    for node in (index.nodes[before] for before in all_before(index.nodes, ends["output"], given)):
+        if changes_state(node.op):
+            raise NotServable(f"its outputs wait for {node.op} {node.name!r}")
     wanted = dict.fromkeys(tensor.node for text in ends["output"] if (tensor := endpoint(text)) not in given)
     reached = reach(index.nodes, wanted, given=given)
     check_servable(index.nodes, reached, fed={tensor.node for tensor in given} | {*fixed})
-
-
-def _change_behind(index: GraphIndex, outputs: list[str], given: Collection[Endpoint]) -> str | None:
-    """A node that changes variables before an output is there, also one that is only waited for."""
-    pending, seen = [*outputs], set[str]()
-    while pending:
-        tensor = endpoint(pending.pop())
-        if tensor in given or tensor.node in seen or tensor.node not in index.nodes:
-            continue
-        seen.add(tensor.node)
-        node = index.nodes[tensor.node]
-        if changes_state(node.op):
-            return tensor.node
-        pending += node.input
-    return None
 
 
 @dataclass(frozen=True)
@@ -126,7 +111,7 @@ def _restored_names(index: GraphIndex, restore_op: str) -> dict[str, None]:
     found: dict[str, None] = {}
     if not restore_op:
         return found
-    for name in reach(index.nodes, [endpoint(restore_op).node]).inputs:
+    for name in all_before(index.nodes, [restore_op]):
         node = index.nodes[name]
         if node.op != "RestoreV2":
             continue
