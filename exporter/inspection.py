@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,7 +13,9 @@ from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.dtypes import DType
 from exporter.errors import CheckpointNotFound
+from exporter.graph.feeds import hands_over_batches
 from exporter.graph.metagraph import read_metagraph
+from exporter.graph.nodes import Endpoint, GraphIndex
 from exporter.graph.saved_model import SERVE, read_saved_model
 from exporter.mapping.extras import Extra, classify_extras
 from exporter.protos import Proto
@@ -31,9 +34,14 @@ class TensorSpec:
     dtype: str
     shape: tuple[int, ...] | None
 
-    def __str__(self) -> str:
+    @property
+    def shape_text(self) -> str:
+        """`[?,3]`; `[?]` too if nothing is known."""
         sizes = "?" if self.shape is None else ",".join("?" if size < 0 else str(size) for size in self.shape)
-        return f"{self.alias} {self.dtype}[{sizes}]"
+        return f"[{sizes}]"
+
+    def __str__(self) -> str:
+        return f"{self.alias} {self.dtype}{self.shape_text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +68,24 @@ class CheckpointView:
 
 @dataclass(frozen=True)
 class GraphView:
-    """A `.meta` file: what could be asked of it with `--input` and `--output`."""
+    """A `.meta` file: what could be asked of it with `--input` and `--output`.
+
+    `batches` are the tensors that queues and iterators give in training.
+    """
 
     path: Path
     nodes: int
     variables: int
     placeholders: tuple[TensorSpec, ...]
+    batches: tuple[TensorSpec, ...]
     signatures: tuple[Signature, ...]
+    index: GraphIndex = field(repr=False)
+
+    @property
+    def tensors(self) -> Iterator[TensorSpec]:
+        """Every output of every node, by name."""
+        for name in sorted(self.index.nodes):
+            yield from _outputs(self.index, name)
 
 
 @dataclass(frozen=True)
@@ -144,6 +163,7 @@ def _bundle(path: Path) -> BundleView:
 
 def _graph(path: Path) -> GraphView:
     meta_graph = read_metagraph(path)
+    index = GraphIndex.of(meta_graph)
     nodes = meta_graph.graph_def.node
     placeholders = [node for node in nodes if node.op in ("Placeholder", "PlaceholderWithDefault")]
     variables = [node for node in nodes if node.op in ("Variable", "VariableV2", "VarHandleOp")]
@@ -152,8 +172,16 @@ def _graph(path: Path) -> GraphView:
         len(nodes),
         len(variables),
         tuple(map(_placeholder, placeholders)),
+        tuple(spec for node in nodes if hands_over_batches(node.op) for spec in _outputs(index, node.name)),
         signatures_of(meta_graph),
+        index,
     )
+
+
+def _outputs(index: GraphIndex, name: str) -> Iterator[TensorSpec]:
+    for output, dtype in enumerate(index.output_dtypes(index.nodes[name]) or ()):
+        tensor = Endpoint(name, output)
+        yield TensorSpec(str(tensor), str(tensor), dtype.label, index.shape(tensor))
 
 
 def _spec(alias: str, info: Proto) -> TensorSpec:

@@ -76,7 +76,16 @@ def exported(done: Exported, sink: Output) -> None:
 def inspected(found: Inspection, sink: Output, *, tensors: bool) -> None:
     """What `inspect` prints; `tensors` adds one row for each tensor."""
     document, lines = _inspection(found)
-    catalog = None if isinstance(found, GraphView | ModelView) else found.catalog
+    if isinstance(found, GraphView):
+        specs = [*found.tensors] if tensors else []
+        if tensors:
+            document["tensors"] = [_spec_document(spec) for spec in specs]
+        sink.result(document, lines)
+        if specs:
+            columns = dict.fromkeys(("tensor", "dtype", "shape"), "left")
+            sink.table("", columns, ([spec.tensor, spec.dtype, spec.shape_text] for spec in specs))
+        return
+    catalog = None if isinstance(found, ModelView) else found.catalog
     rows = sorted(catalog.tensors.values(), key=lambda ref: ref.name) if tensors and catalog else []
     if tensors:
         document["tensors"] = [_tensor_document(ref) for ref in rows]
@@ -103,11 +112,14 @@ def _inspection(found: Inspection) -> tuple[Document, list[str]]:
         case GraphView():
             placeholders = [_spec_document(spec) for spec in found.placeholders]
             document = {"kind": "graph", "path": str(found.path), "nodes": found.nodes}
-            document |= {"placeholders": placeholders, "signatures": _signatures_document(found.signatures)}
+            batches = [_spec_document(spec) for spec in found.batches]
+            document |= {"placeholders": placeholders, "batches": batches}
+            document |= {"signatures": _signatures_document(found.signatures)}
             counts = f"{found.nodes} nodes, {found.variables} variables"
             return document, [
                 _line("graph", f"{found.path}: {counts}"),
                 *(_line("placeholder", str(spec)) for spec in found.placeholders),
+                *(_line("batch", str(spec)) for spec in found.batches),
                 *(_line("signature", str(signature)) for signature in found.signatures),
             ]
         case BundleView():

@@ -19,6 +19,8 @@ from exporter.protos import Proto
 PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2", "PlaceholderWithDefault"})
 _WORDS = {"true": True, "false": False, "yes": True, "no": False}
 _BATCHED = re.compile(r"\w*Dequeue(Many|UpTo)?\w*|\w*IteratorGetNext\w*|\w*Unstage\w*")
+_SPARSE = "DeserializeSparse"
+"""Follows an iterator that gives a sparse tensor as one variant."""
 
 
 def parse_feeds(index: GraphIndex, feeds: Mapping[str, str]) -> dict[str, np.ndarray]:
@@ -140,6 +142,11 @@ def cut_inputs(
         nodes[name].attr["shape"].shape.CopyFrom(shape_proto(served_shape(index, tensor)))
         replaced[tensor] = Endpoint(name, 0)
     return replaced
+
+
+def hands_over_batches(op: str) -> bool:
+    """True for operations whose outputs are what an input pipeline gives a training graph."""
+    return op == _SPARSE or _BATCHED.fullmatch(op) is not None
 
 
 def served_shape(index: GraphIndex, tensor: Endpoint) -> tuple[int, ...] | None:

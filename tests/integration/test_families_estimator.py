@@ -19,6 +19,7 @@ from exporter.protos import message_class
 from serving.client import ModelClient
 from serving.server import ModelServer
 from tests import estimators
+from tests.commands import export_model
 from tests.estimators import EXAMPLES, answer
 from tests.once import once_a_run
 
@@ -154,6 +155,26 @@ def test_answers_are_compared_before_publishing(model_dirs: Path, tmp_path: Path
     )
     assert {found.max_error for found in done.differences} == {0.0}
     assert len(done.differences) == 8
+
+
+def test_what_a_signatures_file_can_name(model_dirs: Path) -> None:
+    """The tensors that training is given are shown, and all others if asked for."""
+    meta = model_dirs / "wide_deep/model.ckpt-40.meta"
+    shown = export_model("inspect", meta).out.splitlines()
+    batches = [line.split(maxsplit=1)[1] for line in shown if line.startswith("batch")]
+    assert batches[1:5] == [
+        "IteratorGetNext:1 float32[?,2]",
+        "IteratorGetNext:2 string[?,1]",
+        "IteratorGetNext:3 string[?,1]",
+        "IteratorGetNext:4 variant[?]",
+    ]
+    assert batches[-2:] == ["DeserializeSparse:1 string[?]", "DeserializeSparse:2 int64[2]"]
+    assert not any("probabilities" in line for line in shown)
+    listed = export_model("inspect", meta, "--tensors").out
+    assert re.search(r"^ head/predictions/probabilities:0 +float32 +\[\?,3\]", listed, re.MULTILINE)
+    document = export_model("inspect", meta, "--tensors", "--json").document
+    assert document["batches"][1]["shape"] == [-1, 2]
+    assert {tensor["tensor"] for tensor in document["tensors"]} >= {"add:0", "DeserializeSparse:2"}
 
 
 def test_a_feature_that_is_left_out(model_dirs: Path, tmp_path: Path) -> None:
