@@ -233,6 +233,16 @@ def test_numbers_of_the_process_do_not_matter(library: ModuleType, tmp_path: Pat
 
 
 @pytest.mark.parametrize("library", KERASES)
+def test_unnamed_layers_in_a_process_of_their_own(library: ModuleType, tmp_path: Path) -> None:
+    """`dense` and `dense_1` here and there; the graph calls the latter's variables `dense_1_1/kernel`."""
+    library.backend.clear_session()
+    trained = stack(library, (None,) * 3)
+    library.backend.clear_session()
+    found = planned(trained, lambda: stack(library, (None,) * 3), tmp_path)
+    assert {source.via for source in found.mapping.sources} == {"object"}
+
+
+@pytest.mark.parametrize("library", KERASES)
 def test_renamed_layers_need_a_word(library: ModuleType, tmp_path: Path) -> None:
     build = lambda: stack(library, ("k", "l", "m"))  # noqa: E731 - a builder
     with pytest.raises(ObjectMismatch, match="do not correspond"):

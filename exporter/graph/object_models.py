@@ -133,7 +133,7 @@ def _as_list(variables: Sequence[Any], items: list[Any], edges: list[dict[str, A
 def _names(items: Iterable[Any], objects: ObjectGraph) -> Iterator[tuple[str, str]]:
     for number, (item, entry) in enumerate(zip(items, objects.objects, strict=True)):
         if entry.variable is not None:
-            name = getattr(item, "path", None) or entry.variable.name
+            name = entry.variable.name
             is_unnamed = name.partition("_")[0] == _UNNAMED
             yield entry.variable.tensor, objects.paths[number] if is_unnamed else name
 
@@ -172,7 +172,8 @@ def _variable(item: Any) -> TrackedVariable | None:
     if variable is None:
         return None
     node = variable.handle.op.name
-    return TrackedVariable(node, node)
+    # Keras' own path: a graph gives the node of an unnamed model's second layer another name, `dense_1_1`.
+    return TrackedVariable(getattr(item, "path", None) or node, node)
 
 
 def _value_of(item: Any) -> Any:
