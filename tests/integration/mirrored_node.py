@@ -46,7 +46,7 @@ def main(directory: Path) -> None:
         manager = tf.train.CheckpointManager(checkpoint, place, max_to_keep=1)
         saved = [Path(manager.save()).name for _ in range(2)]
         model.save_weights(place / "weights.weights.h5")
-        written = sorted(path.name for path in place.iterdir())
+        written = sorted(path.name for path in place.iterdir() if path.is_file())
     answers = model(IDS[:5], training=False).numpy()  # of statistics that all replicas keep: read by all
     outcomes = [outcome.exit_code for outcome in exports.outcomes]
     report = {"task": json.loads(os.environ["TF_CONFIG"])["task"], "chief": chief, "place": str(place)}
