@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,7 @@ def view_objects(
             for item, children in zip(items, edges, strict=True)
         )
     )
-    return ObjectView(objects, dict(_names(items, objects)))
+    return ObjectView(objects, dict(_names(objects)))
 
 
 def _as_list(variables: Sequence[Any], items: list[Any], edges: list[dict[str, Any]]) -> object:
@@ -130,8 +130,8 @@ def _as_list(variables: Sequence[Any], items: list[Any], edges: list[dict[str, A
     return listed
 
 
-def _names(items: Iterable[Any], objects: ObjectGraph) -> Iterator[tuple[str, str]]:
-    for number, (item, entry) in enumerate(zip(items, objects.objects, strict=True)):
+def _names(objects: ObjectGraph) -> Iterator[tuple[str, str]]:
+    for number, entry in enumerate(objects.objects):
         if entry.variable is not None:
             name = entry.variable.name
             is_unnamed = name.partition("_")[0] == _UNNAMED
