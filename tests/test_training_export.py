@@ -237,6 +237,16 @@ def test_every_second_checkpoint_is_exported_and_none_twice(
     assert versions(tmp_path / "model") == exported
 
 
+def test_deltas_are_exported_by_the_commands_own_arguments(tmp_path: Path) -> None:
+    arguments = ["--ckpt-dir", tmp_path / "train", "--out", tmp_path / "model", "--incr"]
+    hook = ExportHook([*arguments, "--input", "x=x:0", "--output", "y=y:0"], every_checkpoints=1)
+    train(tmp_path / "train", [hook], 5, each=lambda step: hook._schedule.exports.finish(120))
+    assert [outcome.message for outcome in hook.outcomes] == ["", "", ""]
+    assert versions(tmp_path / "model") == [2]
+    deltas = sorted(path.name for path in (tmp_path / "model" / "deltas").glob("*/*-*"))
+    assert [tuple(map(int, name.split("-"))) for name in deltas] == [(2, 4), (4, 5)]
+
+
 def test_training_that_is_continued_exports_what_is_new(tmp_path: Path) -> None:
     train(tmp_path / "train", [], steps=4)
     hook = ExportHook(request_of(tmp_path), every_checkpoints=1)
@@ -385,6 +395,21 @@ def test_a_killed_export_is_told(tmp_path: Path) -> None:
     outcome = exports.finish(120)
     assert outcome is not None
     assert outcome.exit_code == -9
+
+
+def test_an_export_that_cannot_begin_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory that the trainer was started in is gone."""
+    train(tmp_path / "train", [], steps=2)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    exports = Exports(request_of(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").rmdir()
+    exports.start(prefixes(tmp_path)[-1])
+    outcome = exports.finish(120)
+    assert outcome is not None
+    assert (outcome.exit_code, outcome.error) == (1, "FileNotFoundError")
+    assert "gone" in outcome.message
 
 
 # --- fit ---------------------------------------------------------------------------------------------------

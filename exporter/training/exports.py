@@ -132,30 +132,28 @@ class Exports:
 
     def _export(self, checkpoint: Path) -> ExportOutcome:
         begun = time.monotonic()
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "exporter",
-            *self._arguments.at(checkpoint.absolute()),
-            "--json",
-        ]
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    cwd=self._directory,
-                    env=export_environment(os.environ),
-                )
-                code = self._process.wait()
-            except OSError as error:
-                return ExportOutcome(checkpoint, Exit.FAILURE, 0.0, {}, type(error).__name__, str(error))
-            finally:
-                self._process = None
-            return _outcome(checkpoint, code, time.monotonic() - begun, out, err)
+        try:
+            with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+                code = self._run(checkpoint, out, err)
+                return _outcome(checkpoint, code, time.monotonic() - begun, out, err)
+        except OSError as error:  # no process, or no temporary file
+            return ExportOutcome(checkpoint, Exit.FAILURE, 0.0, {}, type(error).__name__, str(error))
+
+    def _run(self, checkpoint: Path, out: IO[bytes], err: IO[bytes]) -> int:
+        """The command's exit code; its output goes to files, which outlive a trainer that ends early."""
+        arguments = (*self._arguments.at(checkpoint.absolute()), "--json")
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "exporter", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            cwd=self._directory,
+            env=export_environment(os.environ),
+        )
+        try:
+            return self._process.wait()
+        finally:
+            self._process = None
 
 
 def export_environment(environ: Mapping[str, str]) -> dict[str, str]:
