@@ -296,18 +296,25 @@ def test_a_restored_checkpoint_that_was_not_built_yet(tmp_path: Path) -> None:
     assert len(planned(model, build, tmp_path).mapping.sources) == 2
 
 
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])  # the second one's optimizer scales the loss
 @pytest.mark.parametrize("library", KERASES)
-def test_moving_averages_of_an_optimizer(library: ModuleType, tmp_path: Path) -> None:
+def test_moving_averages_of_an_optimizer(library: ModuleType, policy: str, tmp_path: Path) -> None:
     """`--average ema` serves what the optimizer would overwrite the variables with; statistics stay raw."""
 
     def build() -> Any:
         x = library.Input([4], name="x")
         return library.Model(
-            x, library.layers.BatchNormalization(name="norm")(library.layers.Dense(4, name="d")(x))
+            x,
+            library.layers.BatchNormalization(name="norm")(
+                library.layers.Dense(4, name="d", dtype=policy)(x)
+            ),
         )
 
     model = build()
-    model.compile(library.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), "mse")
+    optimizer = library.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+    if policy != "float32":
+        optimizer = library.mixed_precision.LossScaleOptimizer(optimizer)
+    model.compile(optimizer, "mse")
     model.fit(np.random.rand(8, 4), np.ones((8, 4)), batch_size=2, verbose=0)
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
     prefix = Path(checkpoint.write(str(tmp_path / "ckpt")))

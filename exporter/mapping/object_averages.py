@@ -1,12 +1,13 @@
 """Moving averages in an object-based checkpoint: which tensor holds the average of which.
 
 A Keras optimizer with `use_ema=True` has a list `_model_variables_moving_average`: in Keras 3 in the order of
-its `_trainable_variables`, in Keras 2 each called `<optimizer>/average/<variable>`. TensorFlow's own averages
-are called as their variables, with the slot's name behind it.
+its `_trainable_variables`, in Keras 2 each called `<optimizer>/average/<variable>`, or `average/<variable>` if
+the loss is scaled. TensorFlow's own averages are called as their variables, with the slot's name behind it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from exporter.mapping.extras import TF_AVERAGE
@@ -14,7 +15,7 @@ from exporter.mapping.object_matching import Trained
 
 _AVERAGES = "_model_variables_moving_average"
 _VARIABLES = "_trainable_variables"
-_KERAS_2_SCOPE = "/average/"
+_KERAS_2_NAME = re.compile(r"([^/]+/)?average/(?P<variable>.+)")
 
 
 def averages(trained: Trained, slot: str) -> dict[str, str]:
@@ -42,9 +43,9 @@ def _of_keras(trained: Trained) -> Iterator[tuple[str, str]]:
             continue
         names = {variable.tensor: name for name, same in trained.by_name.items() for variable in same}
         for shadow in shadows:
-            _, scope, name = names.get(shadow, "").partition(_KERAS_2_SCOPE)
-            same = trained.by_name.get(name, ())
-            if scope and len(same) == 1:
+            found = _KERAS_2_NAME.fullmatch(names.get(shadow, ""))
+            same = trained.by_name.get(found["variable"], ()) if found else ()
+            if len(same) == 1:
                 yield same[0].tensor, shadow
 
 
