@@ -23,8 +23,10 @@ from exporter.delta.format import (
     Schema,
     ServedVariable,
 )
+from exporter.delta.packing import round_rows
 from exporter.dtypes import DType
 from exporter.errors import CheckpointError, CorruptFile, UnsupportedFormat
+from exporter.options import DeltaDtype
 
 SCHEMA = Schema.of(
     [
@@ -261,6 +263,67 @@ def test_a_bad_delta_is_refused_by_name(tmp_path: Path, case: str) -> None:
     spoil(prefix)
     with pytest.raises(error, match=message):
         read_delta(prefix, SCHEMA)
+
+
+def packed_delta(prefix: Path, packing: DeltaDtype) -> None:
+    """Five rows, of which the first and the last are stored exactly."""
+    values = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    values[1:4] = round_rows(values[1:4], packing)
+    rows = Rows(np.array([0, 2, 5, 6, 9]), values)
+    write_delta(prefix, SCHEMA, replace(HEADER, packing=packing), {"table": rows})
+
+
+F4 = np.float32
+BAD_PACKING: dict[str, tuple[dict[str, np.ndarray | None], str]] = {
+    "scale NaN": ({"scales": np.array([1, np.nan, 1], F4)}, "a scale is none"),
+    "scale infinite": ({"scales": np.array([1, np.inf, 1], F4)}, "a scale is none"),
+    "scale too large": ({"scales": np.array([1, 2e36, 1], F4)}, "a scale is none"),
+    "scale negative": ({"scales": np.array([1, -1, 1], F4)}, "a scale is none"),
+    "scale subnormal": ({"scales": np.array([1, 1e-40, 1], F4)}, "a scale is none"),
+    "fewer scales": ({"scales": np.ones(1, F4)}, "1 scales for 3 rows"),
+    "scales of another dtype": ({"scales": np.ones(3)}, "expected float32"),
+    "scales of another rank": ({"scales": np.ones((3, 1), F4)}, "table/scales"),
+    "no scales": ({"scales": None}, "no tensor 'table/scales'"),
+    "codes of another dtype": ({"packed": np.ones((3, 3), np.uint8)}, "expected int8"),
+    "codes of another shape": ({"packed": np.ones((3, 4), np.int8)}, "table/packed"),
+    "fewer codes": ({"packed": np.ones((2, 3), np.int8), "scales": np.ones(2, F4)}, "places are not"),
+    "more codes": ({"packed": np.ones((4, 3), np.int8), "scales": np.ones(4, F4)}, "ids for 6 rows"),
+    "no codes": ({"packed": None}, "no tensor 'table/packed'"),
+    "place outside": ({"exact": np.array([0, 5])}, "places are not strictly increasing in 0-4"),
+    "place negative": ({"exact": np.array([-1, 4])}, "places are not strictly increasing"),
+    "place twice": ({"exact": np.array([4, 4])}, "places are not strictly increasing"),
+    "places in disorder": ({"exact": np.array([4, 0])}, "places are not strictly increasing"),
+    "fewer places": ({"exact": np.array([0])}, "1 places for 2 exact rows"),
+    "places of another dtype": ({"exact": np.array([0, 4], np.int32)}, "expected int64"),
+    "no places": ({"exact": None}, "no tensor 'table/exact'"),
+    "more exact values": ({"values": np.ones((3, 3), F4)}, "2 places for 3 exact rows"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PACKING)
+def test_bad_packed_rows_are_refused_by_name(tmp_path: Path, case: str) -> None:
+    tensors, message = BAD_PACKING[case]
+    prefix = tmp_path / "delta"
+    packed_delta(prefix, DeltaDtype.INT8)
+    assert read_delta(prefix, SCHEMA).rows == 5
+    rewritten(prefix, **{f"table__{key}": array for key, array in tensors.items()})
+    with pytest.raises((CorruptFile, UnsupportedFormat), match=message):
+        read_delta(prefix, SCHEMA)
+
+
+def test_tensorflow_reads_packed_rows_as_the_format_says(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    packed_delta(tmp_path / "delta", DeltaDtype.INT8)
+    reader = tf.train.load_checkpoint(str(tmp_path / "delta"))
+    change = read_delta(tmp_path / "delta", SCHEMA).changes["table"]
+    assert isinstance(change, Rows)
+    assert reader.get_tensor("delta/position").tolist() == fields(flags=4, rows=5).tolist()
+    assert reader.get_tensor("table/exact").tolist() == [0, 4]
+    codes, scales = (reader.get_tensor(f"table/{key}") for key in ("packed", "scales"))
+    assert codes.dtype == np.int8
+    np.testing.assert_array_equal(codes * scales[:, np.newaxis], change.values[1:4])
+    np.testing.assert_array_equal(reader.get_tensor("table/values"), change.values[np.array([0, 4])])
 
 
 def test_a_flipped_bit_in_the_header_is_noticed(tmp_path: Path) -> None:

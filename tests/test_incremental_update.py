@@ -343,6 +343,44 @@ def test_packed_rows_are_served_as_they_were_rounded_bit_for_bit(
     assert_holds(server, model, 130)
 
 
+SHAPES: dict[str, tuple[tuple[int, ...], type]] = {
+    "wide": ((30, 6), np.float32),
+    "wider": ((20, 9), np.float32),
+    "numbers": ((25,), np.float32),
+    "matrices": ((15, 2, 3), np.float32),
+    "double": ((12, 5), np.float64),
+    "half": ((12, 5), np.float16),
+    "counts": ((12, 5), np.int64),
+}
+
+
+def tables_of_all_kinds() -> tuple[dict[str, object], dict[str, object]]:
+    ids = tf.compat.v1.placeholder(tf.int64, [None], name="ids")
+    rows = []
+    for name, (shape, dtype) in SHAPES.items():
+        initial = np.random.default_rng(0).normal(size=shape).astype(dtype)
+        table = tf.compat.v1.get_variable(name, initializer=initial, use_resource=True)
+        rows.append(tf.reduce_sum(tf.cast(tf.reshape(tf.gather(table, ids), [-1]), tf.float32)))
+    return {"ids": ids}, {"sums": tf.stack(rows)}
+
+
+def test_packed_rows_of_every_shape_and_dtype(tmp_path: Path) -> None:
+    model = updatable_model(tmp_path, tables_of_all_kinds, {"ids": [0]}, stamp=False)
+    values = model.values
+    for position, dtype in ((110, DeltaDtype.INT8), (120, DeltaDtype.BFLOAT16)):
+        changes = random_changes(model.schema, seed=position)
+        for variable in model.schema.variables:
+            change = changes[variable.name]
+            if variable.packed(dtype) and isinstance(change, Rows):
+                changes[variable.name] = Rows(change.ids, round_rows(np.asarray(change.values), dtype))
+        model.publish(position - 10, position, changes, packing=dtype)
+        values = model.history[position] = applied(values, changes)
+    with loaded(model) as server:
+        for position in (110, 120):
+            assert server.update(position)["position"] == position
+            assert_holds(server, model, position)
+
+
 @pytest.mark.parametrize("dtype", DeltaDtype)
 def test_many_packed_rows_go_by_chunks(exported: Model, tmp_path: Path, dtype: DeltaDtype) -> None:
     model = updatable_model(tmp_path, snapshot_max_rows=8)
