@@ -36,6 +36,7 @@ from tests.logs import (
     values_at,
 )
 from tests.test_delta_deeprec import save_increment
+from tests.test_min_change import World, drift
 
 BFLOAT16, INT8 = DeltaDtype
 
@@ -77,21 +78,13 @@ def assert_rounded(log: PublishedLog, trained: Values, dtype: DeltaDtype, bound:
 
 
 @dataclass
-class World:
+class RoundedWorld(World):
     """A trainer, a log, and what every position of the log served when it was published."""
 
-    directory: Path
-    serving: Serving
-    seed: int
-    visible: Values = field(default_factory=dict)
     history: dict[int, Values] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.model = self.directory / "model"
-        self.trainer = Trainer(self.directory / "train", parts=2, seed=self.seed)
-        self.trainer.save()
-        self.visible = served_now(self.trainer, self.serving)
-        publish_base(self.trainer, self.serving, self.model)
+        super().__post_init__()
         self.note()
 
     def note(self) -> None:
@@ -99,33 +92,19 @@ class World:
         self.history.setdefault(log.at.position, values_at(log))
 
     def do(self, what: str, rng: np.random.Generator) -> None:
-        log = read_log(self.model)
         match what:
-            case "train":
-                self.trainer.train()
-            case "save":
-                self.trainer.save(is_equal=not self.trainer.touched)
-                self.visible = served_now(self.trainer, self.serving)
-            case "increment":
-                before = self.trainer.parent
-                self.trainer.increment()
-                if self.trainer.parent != before:
-                    self.visible = served_now(self.trainer, self.serving)
             case "int8" | "bfloat16":
-                self.export(DeltaDtype(what), float(rng.choice([0.0, 0.0, 0.5])))
+                self.export_rounded(DeltaDtype(what), float(rng.choice([0.0, 0.0, 0.5])))
             case "exact":
-                self.export(None)
-            case "merge":
-                chain.merge(self.model)
-            case "tidy":
-                chain.tidy(self.model, clock=lambda: 1e12)
+                self.export_rounded(None)
             case "rollback":
-                older = [position for position in self.history if position < log.at.position]
+                newest = read_log(self.model).at.position
+                older = [position for position in self.history if position < newest]
                 if older:
                     self.take_back(int(rng.choice(older)))
-            case "resume" if log.hold() is not None:
-                chain.resume(self.model)
-                self.note()
+            case _:
+                super().do(what, rng)
+        self.note()
         self.check()
 
     def take_back(self, to: int) -> None:
@@ -135,9 +114,8 @@ class World:
             return
         chain.rollback(self.model, to)
         assert_same_bits(values_at(read_log(self.model)), self.history[to])
-        self.note()
 
-    def export(self, dtype: DeltaDtype | None, bound: float = 0.0) -> None:
+    def export_rounded(self, dtype: DeltaDtype | None, bound: float = 0.0) -> None:
         done = export(self.trainer, self.model, dtype, bound)
         log = read_log(self.model)
         if dtype is None:
@@ -151,7 +129,6 @@ class World:
                 assert said.rows >= rounded
                 assert said.largest >= largest_error(values_at(log), self.visible)
         assert export(self.trainer, self.model, dtype, bound).published is None, "nothing to do"
-        self.note()
 
     def check(self) -> None:
         """Every position that can be reached serves what it served when it was published."""
@@ -182,7 +159,7 @@ def test_what_is_served_is_what_was_sent_and_becomes_exact_when_asked(
     serving: Serving, what: list[str], seed: int
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        world = World(Path(directory), serving, seed)
+        world = RoundedWorld(Path(directory), serving, seed)
         rng = np.random.default_rng(seed)
         for each in [*what, "train", "save", "int8", "exact"]:
             world.do(each, rng)
@@ -196,17 +173,6 @@ def trainer(tmp_path: Path) -> Trainer:
     return trainer
 
 
-def drift(trainer: Trainer, rows: int = 5, size: float = 1.0) -> None:
-    """Move some rows of both tables."""
-    trainer.step += 1
-    for name in ("net/users", "net/items"):
-        value = trainer.values[name].copy()
-        ids = trainer.rng.choice(len(value), rows, replace=False)
-        value[ids] += trainer.rng.normal(size=(rows, value.shape[1])).astype(np.float32) * size
-        trainer.values[name] = value
-        trainer.touched.setdefault(name, set()).update(ids.tolist())
-
-
 @pytest.mark.parametrize("source", ["increment", "save", "deeprec"])
 @pytest.mark.parametrize("dtype", DeltaDtype)
 def test_the_largest_error_is_the_true_one_and_the_exact_values_come_later(
@@ -214,7 +180,7 @@ def test_the_largest_error_is_the_true_one_and_the_exact_values_come_later(
 ) -> None:
     model = tmp_path / "model"
     for _ in range(3):
-        drift(trainer)
+        drift(trainer, 1.0, rows=5)
         if source == "deeprec":
             save_increment(trainer)
         else:
@@ -252,7 +218,7 @@ def test_the_largest_error_is_the_true_one_and_the_exact_values_come_later(
 
 def test_another_dtype_sends_again_what_was_rounded(trainer: Trainer, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    drift(trainer)
+    drift(trainer, 1.0, rows=5)
     trainer.increment()
     coarse = export(trainer, model, INT8)
     fine = export(trainer, model, BFLOAT16)
@@ -264,10 +230,10 @@ def test_another_dtype_sends_again_what_was_rounded(trainer: Trainer, tmp_path: 
 
 def test_a_row_that_rounds_to_what_is_served_is_not_sent_again(trainer: Trainer, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    drift(trainer)
+    drift(trainer, 1.0, rows=5)
     trainer.increment()
     export(trainer, model, BFLOAT16)
-    drift(trainer, rows=10, size=1e-6)
+    drift(trainer, 1e-6, rows=10)
     trainer.increment()
     done = export(trainer, model, BFLOAT16)
     assert done.rows < 20
@@ -284,7 +250,7 @@ def test_mergers_and_rollbacks_hold_every_bit_and_stay_small(
     for wanted in (dtype, None, dtype):
         log = read_log(model)
         history[log.at.position] = values_at(log)
-        drift(trainer)
+        drift(trainer, 1.0, rows=5)
         trainer.save()
         export(trainer, model, wanted)
     log = read_log(model)
@@ -333,7 +299,7 @@ def test_left_out_and_rounded_rows_go_together(trainer: Trainer, tmp_path: Path)
 def test_a_comparison_finds_exact_rows_behind_cached_hashes(trainer: Trainer, tmp_path: Path) -> None:
     """The hashes that a comparison keeps are of the trainer's rows, those of rounded ones must not be."""
     model = tmp_path / "model"
-    drift(trainer)
+    drift(trainer, 1.0, rows=5)
     trainer.save()
     first = export(trainer, model, INT8)
     trainer.step += 1
@@ -344,7 +310,7 @@ def test_a_comparison_finds_exact_rows_behind_cached_hashes(trainer: Trainer, tm
 
 
 def test_a_base_remembers_what_was_rounded(trainer: Trainer, tmp_path: Path) -> None:
-    drift(trainer)
+    drift(trainer, 1.0, rows=5)
     trainer.save()
     rounded = export(trainer, tmp_path / "model", BFLOAT16).rounded
     trained = read_log(tmp_path / "model").trained
@@ -354,7 +320,7 @@ def test_a_base_remembers_what_was_rounded(trainer: Trainer, tmp_path: Path) -> 
 
 
 def test_the_command_says_how_far_off_rounded_rows_are(trainer: Trainer, tmp_path: Path) -> None:
-    drift(trainer)
+    drift(trainer, 1.0, rows=5)
     trainer.save()
     command = ["--ckpt-dir", trainer.directory, "--out", tmp_path / "model", "--incr"]
     shown = export_model(*command, "--delta-dtype", "int8")

@@ -77,10 +77,7 @@ def _restore_as(packing: DeltaDtype | None, path: Tensor, schema: Schema) -> lis
     for variable in packed:
         ids, exact = (by_key[key] for key in variable.keys)
         own = [_shaped(by_key[tensor.key], tensor) for tensor in variable.packed(packing)]
-        kind = (
-            variable.dtype,
-            len(variable.shape),
-        )  # tables of one kind share a function, whatever their width
+        kind = variable.dtype, len(variable.shape)  # tables of one kind share a function at any width
         if kind not in unpackers:
             unpackers[kind] = tf.function(_unpack, autograph=False, reduce_retracing=True)
         by_key[variable.keys[1]], is_sound = unpackers[kind](ids, exact, *own)
