@@ -1,8 +1,8 @@
 """Moving averages in an object-based checkpoint: which tensor holds the average of which.
 
 A Keras optimizer with `use_ema=True` has a list `_model_variables_moving_average`: in Keras 3 in the order of
-its `_trainable_variables`, in Keras 2 each called `<optimizer>/average/<variable>`, or `average/<variable>` if
-the loss is scaled. TensorFlow's own averages are called as their variables, with the slot's name behind it.
+its `_trainable_variables`, in Keras 2 each called `<optimizer>/average/<variable>`, or `average/<variable>`
+if the loss is scaled. TensorFlow's own averages are called as their variables, the slot's name behind.
 """
 
 from __future__ import annotations

@@ -41,10 +41,10 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two workers of MultiWorkerMirroredStrategy left, the first of them the chief."""
 
     def train(directory: Path) -> None:
-        script = Path(__file__).with_name("mirrored_node.py")
+        script = Path(__file__).with_name("backup_node.py")
         run_cluster(script, [directory], cwd=directory, ps=0, workers=1, timeout_s=400)
 
-    return once_a_run(tmp_path_factory, "mirrored-workers", train)
+    return once_a_run(tmp_path_factory, "backup-workers", train)
 
 
 def ask(source: Path, out: Path, model: str | None = None, **options: Any) -> ExportRequest:
