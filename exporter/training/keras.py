@@ -197,7 +197,10 @@ def _collector(checkpoint: Any, full: Catalog) -> Collector:
 
 
 def _by_key(checkpoint: Any, full: Catalog) -> Iterator[tuple[str, Any]]:
-    """Variables by their keys in a full checkpoint, whose object graph numbers what `descendants` lists."""
+    """Variables by their keys in a full checkpoint, whose object graph numbers what `descendants` lists.
+
+    How often the checkpoint was saved is none of them: it would make an increment, and a step, of every save.
+    """
     import tensorflow as tf
 
     serialized = read_array(full, full.tensors[OBJECT_GRAPH]).item()
@@ -205,6 +208,8 @@ def _by_key(checkpoint: Any, full: Catalog) -> Iterator[tuple[str, Any]]:
     objects = tf.train.TrackableView(checkpoint).descendants()
     for node, trackable in zip(nodes, objects, strict=True):
         for attribute in node.attributes:
+            if trackable is checkpoint.save_counter:
+                continue
             if hasattr(trackable, "assign") and hasattr(trackable, "numpy"):
                 yield attribute.checkpoint_key, trackable
 
