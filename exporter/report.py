@@ -158,7 +158,7 @@ def _plan_document(planned: Plan) -> Document:
         "signatures": _signatures_document(signatures_of(planned.graph.meta_graph)),
         "variables": [_source_document(source) for source in planned.mapping.sources],
         "bytes": planned.mapping.bytes_,
-        "ignored": _kinds_document(planned.mapping.extras),
+        "ignored": _kinds_document(planned.ignored),
         "training": _training_document(planned.training),
         "notes": list(planned.notes),
     }
@@ -236,7 +236,7 @@ def _plan_lines(planned: Plan) -> Iterator[str]:
         yield _line(
             "training", f"graph {training.tag!r} of {training.source}: {len(training.tensors)} tensors"
         )
-    ignored = "; ".join(_kind_texts(mapping.extras))
+    ignored = "; ".join(_kind_texts(planned.ignored))
     if ignored:
         yield _line("ignored", ignored)
 

@@ -21,6 +21,7 @@ from exporter.errors import (
 )
 from exporter.options import DataMode, ExportRequest, Verify
 from exporter.pipeline.full import Exported, export, plan
+from tests.commands import export_model
 from tests.family_server import FamilyServer
 from tests.once import once_a_run
 
@@ -66,6 +67,12 @@ def test_an_archive_brings_its_model(
     done = export(ask(trained / job / source, tmp_path))
     check(server, done, trained / job / "expected.npz")
     assert done.plan.catalog.step == 16
+
+
+def test_what_is_left_out_of_an_archive_is_counted(trained: Path, tmp_path: Path) -> None:
+    ran = export_model("--ckpt-dir", trained / "keras3/model.keras", "--out", tmp_path / "m", "--json")
+    assert ran.code == 0, ran.err
+    assert "optimizer slot" in ran.document["ignored"]
 
 
 @pytest.mark.parametrize(
