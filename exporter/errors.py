@@ -21,7 +21,7 @@
     │   ├── MissingTensors               variables without a tensor
     │   ├── ShapeMismatch                shapes or dtypes differ
     │   ├── ObjectMismatch               model and checkpoint have other objects, or other names for them
-    │   ├── AmbiguousRename              two variables claim one tensor, or a rule is unclear
+    │   ├── AmbiguousRename              two variables claim one tensor, or two rules disagree
     │   ├── NoCertainMatch               values without names of their own fit in no way, or in several
     │   └── PartitionStrategyUnknown     a re-partitioned lookup table whose row order nobody knows
     ├── PositionError                5   a delta or base does not continue what is published
@@ -191,7 +191,7 @@ class MappingError(ExportError):
     """The graph's variables and the checkpoint's tensors do not fit."""
 
     exit_code = Exit.MAPPING
-    default_hint = "compare names: export-model inspect CHECKPOINT"
+    default_hint = "compare both sides: export-model inspect CHECKPOINT --unmatched MODEL"
 
 
 class MissingTensors(MappingError):
@@ -211,7 +211,7 @@ class ObjectMismatch(MappingError):
 
 
 class AmbiguousRename(MappingError):
-    """Two variables claim one tensor, or a rename rule does not parse."""
+    """Two variables claim one tensor, or rename rules disagree."""
 
     default_hint = "make the --rename rules more specific; --dry-run prints what they match"
 

@@ -14,7 +14,14 @@ from exporter.errors import (
     UsageError,
 )
 from exporter.graph.inference_graph import PartitionStrategy
-from exporter.mapping.build import CastRule, Mapping, MappingRules, RenameRule, build_mapping
+from exporter.mapping.build import (
+    CastRule,
+    Mapping,
+    MappingRules,
+    RenameRule,
+    build_mapping,
+    check_casts,
+)
 from exporter.mapping.extras import ExtraKind
 from tests.values import catalog, graph, parts, tensor, variable
 
@@ -56,8 +63,18 @@ def test_rename_rules_that_disagree() -> None:
 
 @pytest.mark.parametrize("text", ["nothing", "=x", "x=", "(=x", r"w=\1"])
 def test_rename_rule_that_does_not_parse(text: str) -> None:
-    with pytest.raises(AmbiguousRename, match="rename rule"):
+    with pytest.raises(UsageError, match="rename rule") as caught:
         RenameRule.parse(text)
+    assert "--rename '" in caught.value.hint
+
+
+def test_a_cast_that_no_variable_answers_to_is_refused() -> None:
+    mapping = build_mapping(graph(variable("tower/w", 2)), catalog(tensor("tower/w", 2)), rules())
+    check_casts(mapping, [CastRule.parse("tower/.*=bfloat16"), CastRule.parse("float16")])
+    with pytest.raises(UsageError, match="no floating variable is called so") as caught:
+        check_casts(mapping, [CastRule.parse("w=bfloat16")])
+    assert "'tower/w'" in caught.value.cause
+    assert "--cast '.*w=bfloat16'" in caught.value.hint
 
 
 def test_average_replaces_what_has_one_and_names_what_has_none() -> None:

@@ -24,6 +24,7 @@ from exporter.mapping.unnamed import match_unnamed
 
 _REPORTED_MISSES = 20
 _VIA = {Naming.NAMES: "number", Naming.LAYERS: "layer", Naming.ORDER: "order"}
+_RENAME_EXAMPLE = r"a regular expression and a tensor's name: --rename 'tower/(.*)=ranker/\1'"
 _CASTABLE = {DType.FLOAT, DType.DOUBLE}
 
 
@@ -93,16 +94,18 @@ class RenameRule:
         r"""Read `pattern=replacement`, split at the last `=`.
 
         Raises:
-            AmbiguousRename: no `=`, or the pattern or the replacement is not a regular expression's.
+            UsageError: no `=`, or the pattern or the replacement is not a regular expression's.
         """
         pattern, equals, replacement = text.rpartition("=")
         if not equals or not pattern or not replacement:
-            raise AmbiguousRename(f"rename rule {text!r} is not of the form pattern=replacement")
+            raise UsageError(f"rename rule {text!r} is not of the form PATTERN=NAME", hint=_RENAME_EXAMPLE)
         try:
             compiled = re.compile(pattern)
             compiled.sub(replacement, "")
         except (re.error, IndexError) as error:
-            raise AmbiguousRename(f"rename rule {text!r} does not parse", cause=str(error)) from error
+            raise UsageError(
+                f"rename rule {text!r} does not parse", cause=str(error), hint=_RENAME_EXAMPLE
+            ) from error
         return cls(compiled, replacement)
 
     def apply(self, name: str) -> str | None:
@@ -307,6 +310,23 @@ def cast_for(key: str, tensor: TensorRef, casts: Iterable[CastRule]) -> DType | 
     if tensor.dtype not in _CASTABLE:
         return None
     return next((rule.dtype for rule in casts if rule.pattern.fullmatch(key)), None)
+
+
+def check_casts(mapping: Mapping, casts: Iterable[CastRule]) -> None:
+    """Refuse a rule that no served variable answers to: it would be no cast, in silence.
+
+    Raises:
+        UsageError: no float32 or float64 variable's whole name matches.
+    """
+    names = [source.key for source in mapping.sources if source.tensor.dtype in _CASTABLE]
+    for rule in casts:
+        if not any(map(rule.pattern.fullmatch, names)):
+            found = ", ".join(map(repr, names[:5]))
+            raise UsageError(
+                f"--cast {rule.pattern.pattern!r}: no floating variable is called so",
+                cause=f"the pattern is for a whole name; there are {found or 'none'}",
+                hint=f"match the beginning, too: --cast '.*{rule.pattern.pattern}={rule.dtype.label}'",
+            )
 
 
 def _missing_error(

@@ -12,7 +12,7 @@ def parse_rules(request: ExportRequest) -> MappingRules:
     """The rules about names and layouts in a request.
 
     Raises:
-        UsageError, AmbiguousRename: a rule does not parse.
+        UsageError: a rule does not parse.
     """
     strategies = {}
     for name, text in request.partition_strategies.items():

@@ -23,7 +23,8 @@ from exporter.errors import CheckpointChanged, LinkRefused, UsageError
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, SourceGraph, clean, load_source
 from exporter.graph.training_graph import TrainingGraph
-from exporter.mapping.build import Mapping, MappingRules, build_mapping
+from exporter.mapping.build import Mapping, MappingRules, build_mapping, check_casts
+from exporter.mapping.extras import Extra, classify_extras
 from exporter.mapping.rename_file import read_renames
 from exporter.mapping.request_rules import parse_rules
 from exporter.mapping.training import with_training
@@ -61,6 +62,11 @@ class Plan:
     def notes(self) -> tuple[str, ...]:
         """What a person should know about the choices made."""
         return (*self.catalog.notes, *self.graph.notes, *self.mapping.notes)
+
+    @property
+    def ignored(self) -> tuple[Extra, ...]:
+        """What of the checkpoint is not served; the mapping's own catalog may hold served variables alone."""
+        return tuple(classify_extras(self.catalog, {source.tensor.name for source in self.mapping.sources}))
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         raise UsageError(f"--format {request.format.value}: only a SavedModel takes deltas")
     found = _read(request, load)
     mapping = build_mapping(found.graph, found.catalog, found.rules)
+    check_casts(mapping, found.rules.casts)
     training = training_graph(request, found.catalog)
     if training is not None:
         mapping = with_training(mapping, training)
@@ -134,7 +141,10 @@ def _read(request: ExportRequest, load: GraphSource = load_source) -> _Read:
     catalog = open_checkpoint(request.ckpt_dir)
     checkpoint = Identity.of(catalog)
     if request.updates and not catalog.is_bundle:
-        raise UsageError(f"{catalog.prefix} is no tensor bundle: what changes in it cannot be followed")
+        raise UsageError(
+            f"{catalog.prefix} is no tensor bundle: what changes in it cannot be followed",
+            hint="leave --incr or --updatable out, or let the trainer save a tf.train.Checkpoint",
+        )
     source = load(_graph_request(request, catalog))
     graph = clean(source)
     rules = with_trained(rules, catalog, source)
