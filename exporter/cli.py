@@ -106,7 +106,9 @@ def export(
     ] = False,
     custom_objects: Annotated[
         list[str] | None,
-        typer.Option(metavar="PKG.MOD", help="Module whose classes a Keras archive may name. Repeat."),
+        typer.Option(
+            metavar="PKG.MOD|FILE.PY", help="Module whose classes a Keras archive may name. Repeat."
+        ),
     ] = None,
     average: Annotated[
         str | None,

@@ -117,6 +117,26 @@ def test_models_that_are_not_there(model: str) -> None:
         load_graph(GraphRequest(model))
 
 
+def test_a_slip_in_a_name_is_answered_with_the_nearest(module: str) -> None:
+    with pytest.raises(BuilderError) as caught:
+        load_graph(GraphRequest(f"{module}:riases"))
+    assert f"--model {module}:raises" in caught.value.hint
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(BuilderError, match=r"there is no file no_such_file\.py") as caught:
+        load_graph(GraphRequest("no_such_file.py:fn"))
+    assert "file.py:fn" in caught.value.hint
+
+
+def test_a_file_without_a_function_asks_for_one(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.touch()
+    with pytest.raises(UsageError) as caught:
+        load_graph(GraphRequest(str(path)))
+    assert f"--model {path}:FUNCTION" in caught.value.hint
+
+
 def test_a_module_that_fails_to_import_names_its_line(tmp_path: Path) -> None:
     path = write_module(tmp_path, "broken", "import json\nx = 1 / 0\n")
 

@@ -20,6 +20,7 @@ from exporter.checkpoint.keras_archive import read_config, read_keras
 from exporter.checkpoint.npz import read_npz
 from exporter.checkpoint.zip_members import read_members
 from exporter.errors import (
+    BuilderError,
     CheckpointError,
     CodeRefused,
     CorruptFile,
@@ -336,6 +337,21 @@ def test_modules_that_cannot_be_imported(tmp_path: Path) -> None:
     path = keras_archive(tmp_path / "m.keras", config=layer("Dense", module="keras.layers"))
     with pytest.raises(UsageError, match=r"--custom-objects nowhere\.at_all"):
         archive_builder(path, custom_objects=["nowhere.at_all"])
+
+
+def test_a_file_of_classes_is_named_as_a_builders_file_is(tmp_path: Path) -> None:
+    code = tmp_path / "my_special_layers.py"
+    code.write_text("import keras\n\n\nclass Special(keras.layers.Dense):\n    pass\n")
+    path = keras_archive(tmp_path / "m.keras", config=layer("Special", module="elsewhere"))
+    assert archive_builder(path, custom_objects=[str(code)])
+
+
+def test_trusted_code_that_is_not_there_is_asked_for(tmp_path: Path) -> None:
+    described = {"class_name": "Special", "config": {}, "module": None, "registered_name": "mine>Special"}
+    path = keras_archive(tmp_path / "m.keras", config=json.dumps(described))
+    with pytest.raises(BuilderError, match="Keras cannot make the model") as caught:
+        archive_builder(path, allow_code=True)()
+    assert "--custom-objects" in caught.value.hint
 
 
 def test_bombs_do_not_grow_when_they_are_deflated_twice(tmp_path: Path) -> None:

@@ -338,6 +338,7 @@ def test_a_prefix_that_is_not_there_says_what_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match=r"model\.ckpt-10\.index") as caught:
         open_checkpoint(tmp_path / "model.ckpt-10")
     assert "model.ckpt-100" in caught.value.cause
+    assert caught.value.hint == f"name what is there: {tmp_path / 'model.ckpt-100'}"
     with pytest.raises(CheckpointNotFound, match=r"model\.ckpt-50\.index") as caught:
         open_checkpoint(tmp_path / "model.ckpt-50")
     assert "left-over" in caught.value.cause
@@ -383,3 +384,10 @@ def test_a_version_that_is_not_read_is_said_at_once(tmp_path: Path) -> None:
     write_index(tmp_path / "model.ckpt-2", [header(endianness=1), entry("w")])
     with pytest.raises(UnsupportedFormat, match="big-endian"):
         open_checkpoint(tmp_path)
+
+
+def test_a_name_with_a_slip_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    with pytest.raises(CheckpointNotFound, match="no directory, no archive") as caught:
+        open_checkpoint(tmp_path / "trian")
+    assert str(tmp_path / "train") in caught.value.hint

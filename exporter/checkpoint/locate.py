@@ -9,6 +9,7 @@ directory they count if it holds no tensor bundle, and if they are one model's: 
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import stat
@@ -224,8 +225,21 @@ def _no_index(prefix: Path) -> CheckpointError:
         there = [path.name for path in candidates(prefix.parent)]
     except CheckpointError:
         there = []
-    cause = f"the directory holds {', '.join(there[:5])}" if there else ""
-    return CheckpointNotFound(f"there is no {index_path(prefix)}", cause=cause)
+    nearest = difflib.get_close_matches(prefix.name, there or _names(prefix.parent), 1)
+    return CheckpointNotFound(
+        f"there is no {prefix}: no directory, no archive, and no {index_path(prefix).name}",
+        cause=f"the directory holds {', '.join(there[:5])}" if there else "",
+        hint=f"name what is there: {prefix.with_name(nearest[0])}"
+        if nearest
+        else "name a directory of checkpoints, a checkpoint's prefix, or an archive",
+    )
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return [path.name for path in directory.iterdir()]
+    except OSError:
+        return []
 
 
 def _nothing_in(directory: Path, names: list[str], named: Path | None) -> CheckpointError:

@@ -10,6 +10,7 @@ Only this module and `object_models` import TensorFlow in the graph stage. What 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -22,7 +23,7 @@ from typing import Any
 
 from exporter import protos
 from exporter.catalog import TensorRef
-from exporter.errors import BuilderError, UsageError
+from exporter.errors import BuilderError, ExportError, UsageError
 from exporter.graph.keras_places import keras_places
 from exporter.graph.metagraph import with_signatures
 from exporter.graph.object_models import (
@@ -77,9 +78,12 @@ def resolve(model: str | Builder | None) -> tuple[Builder, str]:
     if callable(model):
         return model, f"{getattr(model, '__module__', '?')}:{getattr(model, '__qualname__', repr(model))}"
     where, _, name = str(model).rpartition(":")
+    if where.endswith(".py") and not Path(where).is_file():
+        raise BuilderError(
+            f"there is no file {where}", hint="name the builder's file: --model path/file.py:fn"
+        )
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        module = import_code(where)
     except (Exception, SystemExit) as error:
         raise BuilderError(f"importing {where} failed", cause=_told(error)) from error
     found = module
@@ -87,10 +91,23 @@ def resolve(model: str | Builder | None) -> tuple[Builder, str]:
         found = getattr(found, part, None)
     if not callable(found):
         functions = sorted(n for n, value in vars(module).items() if inspect.isfunction(value))
+        nearest = next(iter(difflib.get_close_matches(name, functions, 1)), "FUNCTION")
         raise BuilderError(
-            f"{where} has no function {name!r}", cause=f"its functions are: {', '.join(functions) or 'none'}"
+            f"{where} has no function {name!r}",
+            cause=f"its functions are: {', '.join(functions) or 'none'}",
+            hint=f"name one that returns inputs and outputs, or a model: --model {where}:{nearest}",
         )
     return found, str(model)
+
+
+def import_code(where: str) -> Any:
+    """The module `pkg.mod`, or the file `path/file.py` as one; what it prints goes to stderr.
+
+    Raises:
+        Exception: whatever the import raises.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        return _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
 
 
 def _import_file(path: Path) -> Any:
@@ -186,6 +203,8 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> _Built:
         try:
             with graph.as_default():
                 result = builder(**kwargs)
+        except ExportError:
+            raise
         except (Exception, SystemExit) as error:
             raise BuilderError(
                 f"builder {label} raised {type(error).__name__}", cause=_told(error)

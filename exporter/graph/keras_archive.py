@@ -2,8 +2,8 @@
 
 The config is data until something in it names code. Keras' own classes are code that the user installed; a
 Lambda's byte code, a class of another module or a model in another file are not, and are refused before Keras
-is asked, unless the user says otherwise: `--custom-objects pkg.mod` imports a module whose classes may be
-named, `--allow-code` trusts the archive.
+is asked, unless the user says otherwise: `--custom-objects pkg.mod` (or `file.py`) imports a module whose
+classes may be named, `--allow-code` trusts the archive.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from exporter.checkpoint.keras_archive import ModelConfig, read_config
 from exporter.errors import BuilderError, CodeRefused, UsageError
+from exporter.graph.builder import import_code
 
 _OWN_PACKAGES = {"keras", "builtins", "keras_hub", "keras_cv", "keras_nlp", "tf_keras"}
 _CARRIES_CODE = {
@@ -26,6 +27,7 @@ _CARRIES_CODE = {
     "FlaxLayer": "pickled functions in the archive",
     "TFSMLayer": "a SavedModel in another place",
 }
+_CUSTOM_OBJECTS = "--custom-objects pkg.mod, or path/file.py"
 _MAX_DEPTH = 200
 
 Builder = Callable[[], Any]
@@ -54,10 +56,17 @@ def archive_builder(path: Path, *, allow_code: bool = False, custom_objects: Ite
         config.pop("compile_config", None)
 
     def build() -> Any:
-        with keras.utils.custom_object_scope(known):
-            if described.is_legacy:
-                return _legacy_reader(keras)(config, custom_objects=known)
-            return keras.saving.deserialize_keras_object(config, safe_mode=not allow_code)
+        try:
+            with keras.utils.custom_object_scope(known):
+                if described.is_legacy:
+                    return _legacy_reader(keras)(config, custom_objects=known)
+                return keras.saving.deserialize_keras_object(config, safe_mode=not allow_code)
+        except (TypeError, ValueError) as error:  # Keras' words for a class that it does not find
+            raise BuilderError(
+                f"Keras cannot make the model that {path} describes",
+                cause=str(error).partition("\n")[0],
+                hint=f"name what defines its classes: {_CUSTOM_OBJECTS}",
+            ) from error
 
     return build
 
@@ -94,9 +103,13 @@ def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Classes and functions of modules, which importing them may also register with Keras."""
     for name in modules:
         try:
-            module = importlib.import_module(name)
+            module = import_code(name)
         except Exception as error:
-            raise UsageError(f"--custom-objects {name}: it cannot be imported", cause=str(error)) from error
+            raise UsageError(
+                f"--custom-objects {name}: it cannot be imported",
+                cause=str(error),
+                hint="name a module that Python finds from here, or a file: pkg.mod, path/file.py",
+            ) from error
         yield from ((key, value) for key, value in vars(module).items() if callable(value))
 
 
@@ -123,7 +136,7 @@ def _refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) 
         if not (is_known or is_own or str(module).partition(".")[0] in _OWN_PACKAGES):
             raise CodeRefused(
                 f"{path} asks for {module or registered}.{name} at {place or '/'}, which is not Keras' own",
-                hint="name the module that defines it: --custom-objects pkg.mod",
+                hint=f"name what defines it: {_CUSTOM_OBJECTS}",
             )
 
 

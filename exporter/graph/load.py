@@ -62,6 +62,9 @@ def load_source(request: GraphRequest) -> SourceGraph:
             f"--model {path}: expected pkg.mod:fn, file.py:fn, a .meta file, a SavedModel "
             "directory or a Keras archive",
             cause="there is no such file" if not path.exists() else "it is none of these",
+            hint=f"name the function too: --model {path}:FUNCTION"
+            if path.suffix == ".py"
+            else "name a builder by file and function: --model path/file.py:fn",
         )
     from exporter.graph.builder import load_builder
 

@@ -56,6 +56,7 @@ class Trained:
             raise UsageError(
                 f"--object-path {self.object_path}: the checkpoint has no such object",
                 cause=f"near its root are {_listed(filter(None, near))}",
+                hint="name one of them, or an object below: --object-path model/tower",
             )
         return found
 
