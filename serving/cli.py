@@ -287,7 +287,13 @@ def _request(source: str) -> dict[str, Any]:
     try:
         text = sys.stdin.read() if source == "-" else Path(source).read_text()
         document = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise UsageError(
+            f"{source} cannot be read",
+            cause=error.strerror or str(error),
+            hint="name a file: --json-input FILE",
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise _bad_request(source, error) from error
     if not isinstance(document, dict):
         raise _bad_request(source, f"expected an object, found a {type(document).__name__}")

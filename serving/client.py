@@ -212,8 +212,8 @@ class ModelClient:
     def _failed(self, method: str, code: str, details: str) -> CallFailed:
         cause = f"{code}: {details}"
         hint = _HINTS.get(code, f"see what it serves: serve-model status {self.address} --model {self.model}")
-        if (code, method) == ("NOT_FOUND", "GetModelStatus"):
-            hint = "name a model that this server has with --model"
+        if code == "NOT_FOUND" and ("Latest(" in details or method == "GetModelStatus"):
+            hint = "name a model that this server has with --model; it is the MODEL_BASE_PATH's last part"
         if code == "UNAVAILABLE":
             return CallFailed(code, f"no model server answers at {self.address}", cause=cause, hint=hint)
         if code == "DEADLINE_EXCEEDED":

@@ -130,6 +130,12 @@ class VersionManager:
 
     def _not_available(self, waited_seconds: float | None) -> ServerError:
         failures = [status for status in self._statuses.values() if status.code]
+        if not failures and (self.base_path / "saved_model.pb").is_file():
+            return ServerError(
+                f"{self.base_path} is itself a version",
+                cause="a model base path holds versions, in directories that are named by numbers",
+                hint=f"name the directory above it: serve-model run {self.base_path.parent}",
+            )
         if not failures:
             return ServerError(
                 f"no version of {self.name} became available in {waited_seconds:g} s",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exporter.errors import UsageError
+from exporter.errors import CallFailed, UsageError
 from serving.client import ModelClient
 
 UPDATE_SIGNATURE = "incremental_update"
@@ -42,6 +42,12 @@ def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = No
             hint="publish a base that does: export-model ... --incr",
         )
     inputs = {"up_to": np.array([up_to], np.int64)}
-    answer = client.predict(inputs, signature=UPDATE_SIGNATURE, version=metadata.version)
+    try:
+        answer = client.predict(inputs, signature=UPDATE_SIGNATURE, version=metadata.version)
+    except CallFailed as error:
+        if error.code != "INVALID_ARGUMENT":
+            raise
+        hint = "see which positions are published: export-model verify MODEL"
+        raise CallFailed(error.code, error.message, cause=error.cause, hint=hint) from error
     numbers = {name: int(answer.outputs[name][0]) for name in ("position", "step", "rows", "deltas")}
     return Updated(answer.version, **numbers, status=bytes(answer.outputs["status"][0]).decode())

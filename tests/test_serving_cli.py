@@ -66,6 +66,12 @@ def test_status_of_an_unknown_model(server: ModelServer) -> None:
     assert "hint:  name a model that this server has with --model" in done.stderr
 
 
+def test_an_update_of_an_unknown_model_does_not_send_to_and_fro(server: ModelServer) -> None:
+    done = call("update", server.address, "--model", "rankr")
+    assert done.exit_code == 7
+    assert "hint:  name a model that this server has with --model" in done.stderr
+
+
 def test_status_of_a_model_that_is_not_available(tmp_path: Path) -> None:
     (tmp_path / "ranker" / "1").mkdir(parents=True)
     with ModelServer(tmp_path / "ranker", poll_seconds=0.01) as server:
@@ -156,6 +162,15 @@ def test_a_missing_request_file(server: ModelServer, tmp_path: Path) -> None:
     done = call("predict", server.address, "--model", "ranker", "--json-input", str(tmp_path / "none.json"))
     assert done.exit_code == 2
     assert "No such file" in done.stderr
+    assert "hint:  name a file" in done.stderr
+
+
+def test_a_version_is_no_base_path(tmp_path: Path) -> None:
+    (tmp_path / "ranker" / "7").mkdir(parents=True)
+    (tmp_path / "ranker" / "7" / "saved_model.pb").touch()
+    done = call("run", str(tmp_path / "ranker" / "7"), "--port", "0", "--wait", "0.1")
+    assert done.exit_code == 7
+    assert "is itself a version" in done.stderr.replace("\n", " ")
 
 
 def test_errors_as_json(server: ModelServer) -> None:

@@ -56,7 +56,10 @@ class PublishedBase:
         """
         manifest = read_manifest(path)
         if not isinstance(manifest.incremental, BaseEntry):
-            raise NotUpdatable(f"{path} was not exported to take deltas")
+            raise NotUpdatable(
+                f"{path} was not exported to take deltas",
+                hint="publish a newer base that takes them: the same export with --updatable",
+            )
         return cls(path, manifest, manifest.incremental)
 
     @property
