@@ -96,6 +96,15 @@ def test_arguments_of_the_command_are_taken_apart(text: list[str]) -> None:
     assert arguments.at(Path("d/ckpt-1")) == ("--ckpt-dir", "d/ckpt-1", "--out", "m")
 
 
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [(["--ckpt-dir", "d"], "--out is missing"), (["--ckpt-dir=d", "--out=m", "--watch"], "never ends")],
+)
+def test_arguments_that_would_fail_once_training_is_over(what: list[str], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        ExportHook(what)
+
+
 @pytest.mark.parametrize("what", [["--out", "m"], ["--ckpt-dir"], "--ckpt-dir d", []])
 def test_arguments_without_a_directory_are_refused(what: Any) -> None:
     with pytest.raises(UsageError, match="--ckpt-dir DIR"):

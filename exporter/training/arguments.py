@@ -14,7 +14,7 @@ from exporter.options import ExportRequest
 What = ExportRequest | Sequence[str | os.PathLike[str]]
 """What to export: a request, or the command's own arguments."""
 
-_CKPT_DIR = "--ckpt-dir"
+_CKPT_DIR, _OUT, _WATCH = "--ckpt-dir", "--out", "--watch"
 _NAMES = {
     "model_args": "--model-arg",
     "inputs": "--input",
@@ -41,15 +41,21 @@ class ExportArguments:
         """Take a request, or a list of arguments with `--ckpt-dir DIR`, apart.
 
         Raises:
-            UsageError: no `--ckpt-dir`, a request that a command line cannot express, or one string.
+            UsageError: no `--ckpt-dir` or `--out`, a `--watch`, a request that a command line cannot express,
+                or one string.
         """
         if isinstance(what, ExportRequest):
             return cls(what.ckpt_dir, tuple(_options(what)))
         given = [] if isinstance(what, str) else [os.fspath(argument) for argument in what]
+        if _WATCH in given:
+            raise UsageError(
+                f"{_WATCH} never ends beside a training", hint="leave it out: each checkpoint is seen"
+            )
         for at, text in enumerate(given):
             name, equals, value = text.partition("=")
             if name == _CKPT_DIR and (equals or at + 1 < len(given)):
                 after = at + (1 if equals else 2)
+                _check_out(given)
                 return cls(Path(value or given[at + 1]), (*given[:at], *given[after:]))
         raise UsageError(
             f"expected an ExportRequest, or arguments with {_CKPT_DIR} DIR; found {what!r}",
@@ -59,6 +65,12 @@ class ExportArguments:
     def at(self, checkpoint: Path) -> tuple[str, ...]:
         """The arguments that export one checkpoint."""
         return (_CKPT_DIR, str(checkpoint), *self.rest)
+
+
+def _check_out(given: Sequence[str]) -> None:
+    """Find out before the training that no model is named, not when its first checkpoint is there."""
+    if not any(text.partition("=")[0] == _OUT for text in given):
+        raise UsageError(f"{_OUT} is missing", hint='name the model to publish: "--out", "models/ranker"')
 
 
 def _options(request: ExportRequest) -> Iterator[str]:
