@@ -10,6 +10,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,7 @@ class Graft:
             Tin=function.inputs,
             Tout=function.outputs,
             f=_Function(function.name),
+            config_proto=_as_written_config() if function.as_written else b"",
         )
         return [f"{node}:{index}" if index else node for index in range(len(function.outputs))]
 
@@ -101,10 +103,13 @@ class Graft:
         inputs: Mapping[str, tuple[DType, Any]],
         *,
         inline: bool = True,
+        as_written: bool = False,
     ) -> Part:
         """Trace `part`, called with one tensor for each of `inputs` (dtype, static shape), as a function.
 
         It returns tensors. Functions of the graph may be called in it by the names that `borrowed` gives.
+        With `as_written` TensorFlow's graph optimizers pass over it: what they do to a large function at its
+        first call costs seconds, and gains nothing where the work is reading files and writing rows.
         """
         import tensorflow as tf
 
@@ -122,6 +127,8 @@ class Graft:
         renames = {f.signature.name: f"{full}_{n}" if n else full for n, f in enumerate(own)}
         for function in own:
             rename_functions(function, renames)
+            if as_written:
+                _keep_as_written(function)
             self.graph_def.library.function.add().CopyFrom(function)
         if not inline:
             self.graph_def.library.function[-len(own)].attr["_noinline"].b = True
@@ -129,6 +136,7 @@ class Graft:
             full,
             tuple(DType(argument.type) for argument in definition.signature.input_arg),
             tuple(DType(argument.type) for argument in definition.signature.output_arg),
+            as_written,
         )
 
 
@@ -139,11 +147,33 @@ class Part:
     name: str
     inputs: tuple[DType, ...]
     outputs: tuple[DType, ...]
+    as_written: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Function:
     name: str
+
+
+def _keep_as_written(function: Proto) -> None:
+    """Let graph optimizers pass over a function: when the model is loaded, and when the function is called.
+
+    Source: tensorflow/core/grappler/optimizers/meta_optimizer.cc, which leaves functions of tf.data alone;
+    the `config_proto` of a call is what its function is optimized by.
+    """
+    function.attr["_tf_data_function"].b = True
+    for node in function.node_def:
+        if "config_proto" in node.attr:
+            node.attr["config_proto"].s = _as_written_config()
+
+
+@cache
+def _as_written_config() -> bytes:
+    import tensorflow as tf
+
+    config = tf.compat.v1.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return bytes(config.SerializeToString())
 
 
 _import_numbers = itertools.count()

@@ -91,7 +91,7 @@ def _add_part(
         return build(given, State(*resources[: len(STATE_INPUTS)]), Target(schema, by_name))
 
     resources = STATE_INPUTS | {f"variable_{n}": (DType.RESOURCE, ()) for n in range(len(handles))}
-    part = graft.function(name, with_target, {argument: (DType.INT64, (None,))} | resources)
+    part = graft.function(name, with_target, {argument: (DType.INT64, (None,))} | resources, as_written=True)
     given = graft.placeholder(argument, DType.INT64, (None,))
     return given, graft.call(name, part, [given, *state.names, *handles])
 
