@@ -347,10 +347,11 @@ def test_a_file_of_classes_is_named_as_a_builders_file_is(tmp_path: Path) -> Non
 
 
 def test_trusted_code_that_is_not_there_is_asked_for(tmp_path: Path) -> None:
-    described = {"class_name": "Special", "config": {}, "module": None, "registered_name": "mine>Special"}
-    path = keras_archive(tmp_path / "m.keras", config=json.dumps(described))
+    config = layer("Special", module=None, registered_name="mine>Special")
+    path = keras_archive(tmp_path / "m.keras", config=config)
     with pytest.raises(BuilderError, match="Keras cannot make the model") as caught:
         archive_builder(path, allow_code=True)()
+    assert "Special" in caught.value.cause
     assert "--custom-objects" in caught.value.hint
 
 

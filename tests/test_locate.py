@@ -388,6 +388,7 @@ def test_a_version_that_is_not_read_is_said_at_once(tmp_path: Path) -> None:
 
 def test_a_name_with_a_slip_is_answered_with_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
+    write(tmp_path / "model.ckpt-100")
     with pytest.raises(CheckpointNotFound, match="no directory, no archive") as caught:
         open_checkpoint(tmp_path / "trian")
     assert str(tmp_path / "train") in caught.value.hint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from exporter.catalog import TensorRef
+from exporter.checkpoint.object_graph import SUFFIX
 from exporter.dtypes import DType
 from exporter.errors import (
     AmbiguousRename,
@@ -247,6 +248,9 @@ def test_extras_are_told_by_kind() -> None:
         tensor("beta1_power_1"),
         tensor("training/Adagrad/w/accumulator", 2),
         tensor("optimizer/_variables/12", 2),
+        tensor(f"opt/_iterations{SUFFIX}", dtype=DType.INT64),
+        tensor(f"opt/_variables/2{SUFFIX}", 2),
+        tensor(f"net/_variables/2{SUFFIX}", 2),
         tensor("global_step", dtype=DType.INT64),
         tensor("tower/global_step", dtype=DType.INT64),
         tensor("temperature"),
@@ -260,6 +264,9 @@ def test_extras_are_told_by_kind() -> None:
         "beta1_power_1": ExtraKind.SLOT,
         "training/Adagrad/w/accumulator": ExtraKind.SLOT,
         "optimizer/_variables/12": ExtraKind.SLOT,
+        f"opt/_iterations{SUFFIX}": ExtraKind.GLOBAL_STEP,
+        f"opt/_variables/2{SUFFIX}": ExtraKind.SLOT,
+        f"net/_variables/2{SUFFIX}": ExtraKind.OTHER,
         "global_step": ExtraKind.GLOBAL_STEP,
         "tower/global_step": ExtraKind.GLOBAL_STEP,
         "temperature": ExtraKind.OTHER,

@@ -225,7 +225,7 @@ def _no_index(prefix: Path) -> CheckpointError:
         there = [path.name for path in candidates(prefix.parent)]
     except CheckpointError:
         there = []
-    nearest = difflib.get_close_matches(prefix.name, there or _names(prefix.parent), 1)
+    nearest = difflib.get_close_matches(prefix.name, [*there, *_names(prefix.parent)], 1)
     return CheckpointNotFound(
         f"there is no {prefix}: no directory, no archive, and no {index_path(prefix).name}",
         cause=f"the directory holds {', '.join(there[:5])}" if there else "",

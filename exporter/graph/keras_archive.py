@@ -61,10 +61,10 @@ def archive_builder(path: Path, *, allow_code: bool = False, custom_objects: Ite
                 if described.is_legacy:
                     return _legacy_reader(keras)(config, custom_objects=known)
                 return keras.saving.deserialize_keras_object(config, safe_mode=not allow_code)
-        except (TypeError, ValueError) as error:  # Keras' words for a class that it does not find
+        except (TypeError, ValueError) as error:  # of a class that Keras does not find; the reason comes last
             raise BuilderError(
                 f"Keras cannot make the model that {path} describes",
-                cause=str(error).partition("\n")[0],
+                cause=str(error).rpartition("Exception encountered: ")[2].partition("\n")[0],
                 hint=f"name what defines its classes: {_CUSTOM_OBJECTS}",
             ) from error
 

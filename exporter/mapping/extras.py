@@ -63,6 +63,9 @@ def _kind(name: str, tensor: TensorRef, catalog: Catalog) -> ExtraKind:
     owner = catalog.tensors.get(parent)
     if owner is not None and owner.shape == tensor.shape and leaf in ("ema", "average", "avg"):
         return ExtraKind.MOVING_AVERAGE
+    of, is_list, _ = f"{parent}/".rpartition("/_variables/")
+    if is_list and f"{of}/_iterations{SUFFIX}" in catalog.tensors:  # a Keras optimizer, whatever holds it
+        return ExtraKind.SLOT
     if _SLOT_NAME.search(name) or (owner is not None and tensor.shape in (owner.shape, ())):
         return ExtraKind.SLOT
     return ExtraKind.OTHER
