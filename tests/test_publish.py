@@ -35,6 +35,15 @@ GREATEST = 2**63 - 1
 NUMBERS = st.integers(0, GREATEST - 1)
 
 
+def test_failures_of_two_tries_have_one_message(tmp_path: Path) -> None:
+    said = set()
+    for _ in range(2):
+        with pytest.raises(DiskFull) as caught, Staging(tmp_path) as staging, writing(staging.path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(staging.path / SHARD))
+        said.add(str(caught.value))
+    assert len(said) == 1, "a watch would report each try"
+
+
 # --- numbers -----------------------------------------------------------------------------------------------
 
 

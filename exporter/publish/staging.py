@@ -11,16 +11,19 @@ marks the process as alive from before the first byte until after the rename.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from pathlib import Path
 from types import TracebackType
 
+from exporter.errors import ExportError
 from exporter.filesystem import make_directories, open_lock, remove_tree, still_at, try_lock, writing
 
 STAGING_PREFIX = ".staging-"
 TRASH_PREFIX = ".trash-"
 
 _LOCK = "lock"
+_OWN_NAME = re.compile(re.escape(STAGING_PREFIX) + r"[0-9]+-[0-9a-f]{8}")
 
 
 class Staging:
@@ -42,11 +45,15 @@ class Staging:
         return self._root / "bundle"
 
     def __enter__(self) -> Staging:
-        with writing(self.model):
-            make_directories(self.model)
-            remove_leftovers(self.model)
-            while not self._create(self.model / f"{STAGING_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"):
-                pass
+        try:
+            with writing(self.model):
+                make_directories(self.model)
+                remove_leftovers(self.model)
+                while not self._create(self.model / f"{STAGING_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"):
+                    pass
+        except ExportError as error:
+            _forget_name(error)
+            raise
         return self
 
     def __exit__(
@@ -54,6 +61,8 @@ class Staging:
     ) -> None:
         remove_tree(self._root)
         os.close(self._lock)
+        if isinstance(error, ExportError):
+            _forget_name(error)
 
     def _create(self, root: Path) -> bool:
         """False if another process's cleaning came between making the directory and locking it."""
@@ -68,6 +77,12 @@ class Staging:
         self._root, self._lock = root, lock
         self.path.mkdir()
         return True
+
+
+def _forget_name(error: ExportError) -> None:
+    """The name is random and gone: with it, a watch would take each failure of one kind for another one."""
+    error.message = _OWN_NAME.sub(".staging", error.message)
+    error.args = (error.message,)
 
 
 def remove_leftovers(model: Path) -> None:
