@@ -234,7 +234,7 @@ class PositionError(ExportError):
     """A delta or a base does not continue what is published."""
 
     exit_code = Exit.POSITION
-    default_hint = "publish a full export: the same command without --incr"
+    default_hint = "publish a new base that takes deltas: the same export with --updatable"
 
 
 class NotUpdatable(PositionError):
@@ -294,7 +294,7 @@ class VerificationError(ExportError):
 class ManifestError(VerificationError):
     """A manifest.json is missing, damaged or of another format version."""
 
-    default_hint = "remove that directory, then publish a full export"
+    default_hint = "remove that directory, then publish anew; with --updatable, if deltas are to go on"
 
 
 class PublishError(ExportError):

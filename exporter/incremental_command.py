@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from exporter.command import outlived
+from exporter.errors import ManifestError
 from exporter.following import Look, Watching, follow
 from exporter.options import ExportRequest
 from exporter.output import Output, escape, human_bytes
@@ -78,6 +80,7 @@ def exported(done: ExportedDelta, sink: Output) -> None:
         **_plan_document(plan),
         "path": None if done.published is None else str(done.published.path),
         "position": done.at.position,
+        "hold": _hold(plan),
         "step": done.at.step,
         "rows": done.rows,
         "variables_changed": done.variables,
@@ -99,8 +102,25 @@ def exported(done: ExportedDelta, sink: Output) -> None:
             off = f"to {rounded.dtype.value}, off by {rounded.largest:.3g} at most"
             lines.append(_line("rounded", f"{rounded.rows} rows {off}"))
         lines.append(_line("published", f"{done.published.path} in {done.seconds:.2f} s"))
-        lines.append(_line("next", f"serve-model update HOST:PORT --model {plan.log.model.name}"))
+        lines += _next_lines(plan)
     sink.result(document, lines)
+
+
+def _hold(plan: IncrementalPlan) -> int | None:
+    """The log's hold; a damaged file is not this command's to report: what it did is done."""
+    with suppress(ManifestError):
+        return plan.log.hold()
+    return None
+
+
+def _next_lines(plan: IncrementalPlan) -> Iterator[str]:
+    """What makes the delta served; behind a hold it waits until that is lifted."""
+    hold = _hold(plan)
+    if hold is not None:
+        yield _line("hold", f"at {hold}: servers go no further until it is lifted")
+        yield _line("next", f"export-model resume {plan.log.model}")
+    else:
+        yield _line("next", f"serve-model update HOST:PORT --model {plan.log.model.name}")
 
 
 def _dry_run(request: ExportRequest, sink: Output) -> None:

@@ -294,6 +294,28 @@ def test_verify_names_what_is_wrong(setting: Setting, damage: str) -> None:
     assert ran.code == expected
     assert len(ran.document["problems"]) >= 1
     assert ran.document["problems"][0]["error"] == ran.error["error"]
+    if damage in ("shard", "gap"):
+        assert "--updatable" in ran.error["hint"], "a new base is what mends it"
+
+
+def test_a_delta_that_servers_do_not_take_yet_names_the_hold(setting: Setting) -> None:
+    assert export_model("rollback", setting.model, "--to", 20, "-q").code == 0
+    ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr")
+    lines = dict(line.split(maxsplit=1) for line in ran.out.splitlines())
+    assert lines["hold"].startswith("at 31")
+    assert lines["next"] == f"export-model resume {setting.model}"
+    assert setting.export().document["hold"] == 31
+
+
+def test_a_version_is_no_model_base_path(setting: Setting) -> None:
+    version = setting.model / "10"
+    before = sorted(version.iterdir())
+    for incr in ((), ("--incr",)):
+        ran = export_model("--ckpt-dir", setting.train, "--out", version, *incr)
+        assert ran.code == 2
+        assert f"{version} is itself a version" in ran.err
+        assert f"--out {setting.model}" in ran.err
+    assert sorted(version.iterdir()) == before
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from exporter.pipeline.beside import model_beside, training_graph, with_trained
 from exporter.pipeline.updatable import UpdatableBase, make_base
 from exporter.publish.commit import Published, Staging, VersionRule, next_place, publish_version
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
+from exporter.publish.published import require_base_path
 from exporter.verify.files import verify_bytes, verify_files
 from exporter.verify.outputs import Difference, Request, compare_outputs
 
@@ -100,6 +101,7 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         UsageError, CheckpointError, GraphError, MappingError: see errors.py.
     """
     number = VersionRule.parse(request.version)
+    require_base_path(request.out)
     if request.updates and request.version:
         raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
     if request.updates and request.format is not ExportFormat.SAVED_MODEL:

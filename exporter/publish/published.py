@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from exporter.delta.format import POSITION_LIMIT
-from exporter.errors import ManifestError
+from exporter.errors import ManifestError, UsageError
 from exporter.filesystem import still_at, try_lock
 from exporter.publish.manifest import FILE_NAME, Manifest, Stamp, from_json, stamp_from_json
 
@@ -58,6 +58,20 @@ def children(model: Path) -> tuple[Child, ...]:
             is_ours = entry.is_dir(follow_symlinks=False) and _is_regular(Path(entry.path) / FILE_NAME)
             found.append(Child(version, Path(entry.path), is_ours))
     return tuple(sorted(found, key=lambda child: child.version, reverse=True))
+
+
+def require_base_path(model: Path) -> None:
+    """A version is no place for versions: it would change, and nobody would find what is in it.
+
+    Raises:
+        UsageError: `model` is itself a version.
+    """
+    if _is_regular(model / FILE_NAME) or _is_regular(model / "saved_model.pb"):
+        raise UsageError(
+            f"{model} is itself a version",
+            cause="a model base path holds versions, in directories that are named by numbers",
+            hint=f"name the directory above it: --out {model.parent}",
+        )
 
 
 def last_position(model: Path, versions: Iterable[Child]) -> int | None:

@@ -22,6 +22,7 @@ from exporter.delta.log import Position, check_fits, nearest_base, plan_chain
 from exporter.delta.state import State
 from exporter.delta.stored import StoredVariable, served_in
 from exporter.errors import (
+    CheckpointError,
     CorruptFile,
     ManifestError,
     NotUpdatable,
@@ -36,6 +37,7 @@ HOLD_FILE = "hold"
 CACHES = Path(".state")
 HASHES = CACHES / "hashes"
 VARIABLES_PREFIX = Path("variables", "variables")
+BROKEN_LOG_HINT = "publish a new base, which leaves this log behind: the same export with --updatable"
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,13 @@ class PublishedLog:
             CheckpointError: it is damaged, see errors.py.
             ForeignLineage, SchemaChanged: it is of another log.
         """
+        try:
+            return self._open(delta, verify)
+        except CheckpointError as error:
+            error.hint = BROKEN_LOG_HINT  # the reader of bundles takes it for a checkpoint
+            raise
+
+    def _open(self, delta: PublishedDelta, verify: bool) -> Delta:
         found = read_delta(delta.path / FILE_PREFIX, self.schema)
         header = found.header
         if (header.from_position, header.to_position) != (delta.start, delta.end):

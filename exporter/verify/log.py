@@ -8,9 +8,15 @@ from pathlib import Path
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.log import Position
-from exporter.errors import ExportError, ManifestError, NotUpdatable, VerificationError
+from exporter.errors import DeltaGap, ExportError, ManifestError, NotUpdatable, VerificationError
 from exporter.publish.published import children
-from exporter.publish.published_log import VARIABLES_PREFIX, PublishedDelta, PublishedLog, read_log
+from exporter.publish.published_log import (
+    BROKEN_LOG_HINT,
+    VARIABLES_PREFIX,
+    PublishedDelta,
+    PublishedLog,
+    read_log,
+)
 from exporter.verify.files import verify_bytes, verify_published
 
 
@@ -84,6 +90,8 @@ def _problems_of(log: PublishedLog) -> Iterator[ExportError]:
     for base in log.bases:
         try:
             log.chain(base.at.position)
+        except DeltaGap as error:
+            yield DeltaGap(error.message, cause=error.cause, hint=BROKEN_LOG_HINT)
         except ExportError as error:
             yield error
 
@@ -98,8 +106,10 @@ def _verify_delta(log: PublishedLog, delta: PublishedDelta) -> None:
         path = delta.path / entry.path
         size = path.stat().st_size if path.is_file() else None
         if size != entry.bytes_:
-            raise VerificationError(f"{path} has {size} bytes, expected {entry.bytes_}")
+            raise VerificationError(f"{path} has {size} bytes, expected {entry.bytes_}", hint=BROKEN_LOG_HINT)
     found = log.open(delta)
     said, holds = delta.entry, found.header
     if (said.rows, said.only_from) != (found.rows, holds.only_from):
-        raise VerificationError(f"{delta.path}: its manifest and its header tell of different deltas")
+        raise VerificationError(
+            f"{delta.path}: its manifest and its header tell of different deltas", hint=BROKEN_LOG_HINT
+        )
