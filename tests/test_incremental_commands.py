@@ -247,6 +247,11 @@ def test_bad_input_is_named_and_nothing_is_published(setting: Setting, case: Bad
     assert sorted(path.name for path in setting.log.iterdir()) == before
 
 
+def test_after_a_version_without_deltas_the_same_options_would_not_help(setting: Setting) -> None:
+    plain_version_on_top(setting)
+    assert "--updatable" in setting.export().error["hint"]
+
+
 def test_what_differs_in_a_changed_schema_is_said(setting: Setting) -> None:
     other_shape(setting)
     ran = setting.export()

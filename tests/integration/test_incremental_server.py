@@ -16,6 +16,7 @@ from exporter.errors import ServerError
 from exporter.protos import message_class
 from serving.client import ModelClient
 from serving.server import ModelServer
+from serving.updates import update
 from tests.test_incremental_isolation import constant_everywhere, filled
 from tests.updatable import Model, updatable_model
 
@@ -82,6 +83,9 @@ def test_a_refusal_is_an_error_that_says_why(client: ModelClient) -> None:
     with pytest.raises(ServerError) as caught:
         client.predict({"up_to": np.array([10**6])}, signature="incremental_update")
     assert "unpublished: nothing leads to 1000000; at 125" in f"{caught.value} {caught.value.cause}"
+    with pytest.raises(ServerError) as caught:
+        update(client, up_to=10**6)
+    assert "export-model verify" in caught.value.hint
 
 
 def test_the_model_directory_is_all_that_an_update_reads(client: ModelClient, tmp_path: Path) -> None:
