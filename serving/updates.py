@@ -39,7 +39,7 @@ def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = No
         raise UsageError(
             f"version {metadata.version} of {client.model} takes no deltas",
             cause=f"it has no signature {UPDATE_SIGNATURE!r}",
-            hint="publish a base that does: export-model ... --incr",
+            hint="publish a newer version that does: the same export-model command with --updatable",
         )
     inputs = {"up_to": np.array([up_to], np.int64)}
     try:

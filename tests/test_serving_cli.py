@@ -72,6 +72,13 @@ def test_an_update_of_an_unknown_model_does_not_send_to_and_fro(server: ModelSer
     assert "hint:  name a model that this server has with --model" in done.stderr
 
 
+def test_an_update_of_a_version_that_takes_no_deltas_tells_how_to_publish_one(server: ModelServer) -> None:
+    done = call("update", server.address, "--model", "ranker")
+    assert done.exit_code == 2
+    assert "version 7 of ranker takes no deltas" in done.stderr
+    assert "--updatable" in done.stderr, "--incr would be refused as long as this version is the newest"
+
+
 def test_status_of_a_model_that_is_not_available(tmp_path: Path) -> None:
     (tmp_path / "ranker" / "1").mkdir(parents=True)
     with ModelServer(tmp_path / "ranker", poll_seconds=0.01) as server:
