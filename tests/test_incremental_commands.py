@@ -353,3 +353,14 @@ def test_a_hold_is_read_back(setting: Setting) -> None:
     assert log.hold() == 20
     set_hold(log, None)
     assert log.hold() is None
+
+
+def test_a_plain_version_over_one_that_takes_deltas_is_noted(
+    setting: Setting, ranker: Path, ranker_graph: Path
+) -> None:
+    options = ("--ckpt-dir", ranker, "--model", ranker_graph, "--out", setting.model)
+    note = f"note: {setting.model / '10'} takes deltas"
+    assert note in export_model(*options, "--dry-run").err
+    assert note not in export_model(*options, "--dry-run", "--updatable").err
+    assert note in export_model(*options).err
+    assert "note" not in export_model(*options).err, "what is replaced now takes none either"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ from exporter.checkpoint.convert import write_bundle
 from exporter.checkpoint.identity import Identity
 from exporter.delta.history import identify
 from exporter.delta.recipe import Recipe
-from exporter.errors import CheckpointChanged, LinkRefused, UsageError
+from exporter.errors import CheckpointChanged, LinkRefused, ManifestError, NotUpdatable, UsageError
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, SourceGraph, clean, load_source
 from exporter.graph.training_graph import TrainingGraph
@@ -35,7 +36,8 @@ from exporter.pipeline.beside import model_beside, training_graph, with_trained
 from exporter.pipeline.updatable import UpdatableBase, make_base
 from exporter.publish.commit import Published, Staging, VersionRule, next_place, publish_version
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
-from exporter.publish.published import require_base_path
+from exporter.publish.published import children, require_base_path
+from exporter.publish.published_log import PublishedBase
 from exporter.verify.files import verify_bytes, verify_files
 from exporter.verify.outputs import Difference, Request, compare_outputs
 
@@ -58,11 +60,12 @@ class Plan:
     warmup: tuple[WarmupRequest, ...] = ()
     probes: tuple[WarmupRequest, ...] = ()
     training: TrainingGraph | None = None
+    target_notes: tuple[str, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know about the choices made."""
-        return (*self.catalog.notes, *self.graph.notes, *self.mapping.notes)
+        return (*self.catalog.notes, *self.graph.notes, *self.mapping.notes, *self.target_notes)
 
     @property
     def ignored(self) -> tuple[Extra, ...]:
@@ -124,7 +127,21 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         read_requests(request.warmup, found.graph.meta_graph) if request.warmup else (),
         read_requests(request.verify_inputs, found.graph.meta_graph) if request.verify_inputs else (),
         training,
+        () if request.updates else _target_notes(request.out),
     )
+
+
+def _target_notes(model: Path) -> tuple[str, ...]:
+    """A plain version over one that takes deltas ends the freshness of every server that loads it."""
+    newest = next((child for child in children(model) if child.is_ours), None)
+    if newest is None:
+        return ()
+    with suppress(NotUpdatable, ManifestError):
+        PublishedBase.read(newest.path)
+        return (
+            f"{newest.path} takes deltas, what replaces it does not: --updatable publishes one that does",
+        )
+    return ()
 
 
 @dataclass(frozen=True)
