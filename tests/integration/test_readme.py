@@ -15,6 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import autodist_trainer
+from tests.estimators import unpack
+from tests.once import once_a_run
+
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -30,6 +34,7 @@ PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("readme")
     (directory / "examples").symlink_to(ROOT / "examples")
+    leave_what_other_trainers_leave(directory, tmp_path_factory)
     servers: list[subprocess.Popen[bytes]] = []
     ports = {name: free_port() for name in ("8500", "8501")}
     for command in COMMANDS:
@@ -53,6 +58,16 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for server in servers:
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=300) == 0
+
+
+def leave_what_other_trainers_leave(directory: Path, factory: pytest.TempPathFactory) -> None:
+    """`model_dir` of an Estimator and the signatures for it, AutoDist's `saved_model`."""
+    estimators = once_a_run(factory, "estimator-model-dirs", unpack)
+    (directory / "model_dir").symlink_to(estimators / "wide_deep")
+    (signatures,) = re.findall(r"^```json\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    (directory / "signatures.json").write_text(signatures)
+    autodist = once_a_run(factory, "autodist", autodist_trainer.train)
+    (directory / "saved_model").symlink_to(autodist / "saved_model")
 
 
 def environment() -> dict[str, str]:
@@ -80,6 +95,7 @@ def await_server(address: str, model: str) -> None:
 def test_every_command_of_the_guide_works(workspace: Path) -> None:
     published = {path.name for path in (workspace / "models").iterdir()}
     assert published >= {"ranker", "from-meta", "averaged", "merged", "small", "checked", "tower", "fresh"}
+    assert published >= {"wide-deep", "clean", "both", "followed"}
     assert "renamed" not in published  # it was a dry run
     assert len(COMMANDS) >= 14
 
