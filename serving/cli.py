@@ -78,6 +78,8 @@ _UPDATE_HELP = """Apply the deltas that export-model published to the variables 
 The model lists and applies them by itself, without a reload; nothing happens if there are none. TF Serving's
 own servers answer this command too. Every replica wants its own call: do not send it to a load balancer.
 
+The exit code is 7 if the model stopped before deltas that are published.
+
 \b
 Examples:
   serve-model update 127.0.0.1:8500 --model ranker
@@ -230,6 +232,12 @@ def update(
             f"{done.deltas} deltas, {done.rows} rows; {done.status}"
         )
         _print(sink, {"address": address, "model": model, **asdict(done)}, line)
+        if done.is_stuck:
+            raise ServerError(
+                f"{model} stays at position {done.position}: it does not take what is published beyond",
+                cause=done.status,
+                hint="see what is wrong with it: export-model verify MODEL",
+            )
 
 
 def main() -> NoReturn:

@@ -11,6 +11,8 @@ from serving.client import ModelClient
 
 UPDATE_SIGNATURE = "incremental_update"
 NEWEST = -1
+_AS_FAR_AS_ASKED = {"reached", "current", "passed", "hold"}
+"""First words of the statuses (see `exporter.bundle.update_function`) that ask for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,11 @@ class Updated:
     rows: int
     deltas: int
     status: str
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if deltas that are published were not taken, and never will be."""
+        return self.status.partition(":")[0] not in _AS_FAR_AS_ASKED
 
 
 def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = None) -> Updated:

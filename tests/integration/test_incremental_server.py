@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from exporter.bundle.incremental import CATCH_UP_REQUEST
 from exporter.bundle.warmup import parse_request, write_warmup
 from exporter.errors import ServerError
 from exporter.protos import message_class
+from serving.cli import app
 from serving.client import ModelClient
 from serving.server import ModelServer
 from serving.updates import update
@@ -94,3 +97,17 @@ def test_the_model_directory_is_all_that_an_update_reads(client: ModelClient, tm
         client.predict(
             {"up_to": np.array([-1]), "directory": np.array([str(tmp_path)])}, signature="incremental_update"
         )
+
+
+def test_a_command_whose_model_cannot_go_on_fails(client: ModelClient, model: Model) -> None:
+    arguments = ("update", client.address, "--model", client.model, "--json")
+    assert CliRunner().invoke(app, arguments).exit_code == 0, "there is nothing to do"
+    here = position(client)
+    model.publish(here + 1, here + 2, filled(model, here + 2))
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 7
+    assert json.loads(done.stdout)["status"] == f"gap: no delta leads on from {here}"
+    error = json.loads(done.stderr)
+    assert f"stays at position {here}" in error["message"]
+    assert "export-model verify" in error["hint"]
+    assert position(client) == here
