@@ -24,7 +24,7 @@ from exporter.delta.stored import served_name
 from exporter.dtypes import DType
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 from exporter.mapping.build import CastRule, MappingRules, RenameRule
-from exporter.options import ExportRequest
+from exporter.options import ExportRequest, Updates
 from exporter.publish.commit import Published, Staging, next_place, publish_version
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.publish.published_log import PublishedLog
@@ -223,7 +223,11 @@ def publish_base(trainer: Trainer, serving: Serving, model: Path) -> Published:
             step=catalog.step,
             lineage=secrets.token_hex(16),
             incremental=BaseEntry(
-                place.position, serving.schema(), recipe, Trained(identify(prefix, catalog.step or 0))
+                place.position,
+                serving.schema(),
+                recipe,
+                Trained(identify(prefix, catalog.step or 0)),
+                Updates(),
             ),
         )
         return publish_version(staging, draft, place=place)

@@ -266,6 +266,15 @@ def test_other_rules_than_the_base_has_are_refused(setting: Setting) -> None:
     assert "average was None, is 'ema'" in ran.err
 
 
+def test_a_base_that_takes_deltas_in_another_way_is_not_silently_kept(setting: Setting) -> None:
+    ran = setting.export("--stamp", "--isolation", "row")
+    assert (ran.error["error"], ran.code) == ("SchemaChanged", 5)
+    assert "--full-on-mismatch" in ran.error["hint"]
+    ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr", "--stamp")
+    assert "stamp was False, is True" in ran.err
+    assert setting.export().code == 0, "options that say nothing mean those of the base"
+
+
 def test_options_of_incremental_exports_go_with_incr(setting: Setting) -> None:
     for option in ("--rebase", "--full-on-mismatch"):
         ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, option)

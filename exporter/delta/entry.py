@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
 from exporter.delta.format import Schema
 from exporter.delta.increment import HEX, CheckpointId
 from exporter.delta.recipe import Recipe
+from exporter.errors import SchemaChanged
 from exporter.json_fields import FieldError, Fields
-from exporter.options import DeltaDtype
+from exporter.options import DeltaDtype, Isolation, Updates
 
 
 class Made(StrEnum):
@@ -129,12 +130,32 @@ class Trained:
 
 @dataclass(frozen=True)
 class BaseEntry:
-    """A base that takes deltas: its log, what they look like, and how the next one is made."""
+    """A base that takes deltas: its log, what they look like, and how the next one is made.
+
+    `updates` says how the graph of the base takes them.
+    """
 
     log: int
     schema: Schema
     recipe: Recipe
     trained: Trained
+    updates: Updates
+
+    def check_updates(self, given: Updates | None) -> None:
+        """Compare how the base takes deltas with what a later command line says, which may leave it all out.
+
+        Raises:
+            SchemaChanged: they differ; only another base can take them otherwise.
+        """
+        if given is None or given == Updates():
+            return
+        was, now = asdict(self.updates), asdict(given)
+        differing = [name for name in was if was[name] != now[name]]
+        if differing:
+            raise SchemaChanged(
+                "the base takes deltas in another way",
+                cause="; ".join(f"{name} was {was[name]}, is {now[name]}" for name in differing),
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The entry as a JSON object."""
@@ -143,6 +164,7 @@ class BaseEntry:
             "trained": self.trained.to_json(),
             "schema": self.schema.to_json(),
             "recipe": self.recipe.to_json(),
+            "updates": asdict(self.updates),
         }
 
     @classmethod
@@ -156,8 +178,13 @@ class BaseEntry:
             schema = Schema.from_json(fields.document.get("schema"))
         except ValueError as error:
             raise FieldError(f"{fields.where}.schema: {error}") from error
-        recipe = Recipe.from_fields(fields.object("recipe"))
-        return cls(fields.integer("log"), schema, recipe, Trained.from_fields(fields.object("trained")))
+        return cls(
+            fields.integer("log"),
+            schema,
+            Recipe.from_fields(fields.object("recipe")),
+            Trained.from_fields(fields.object("trained")),
+            _updates(fields.object("updates")),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +243,17 @@ def _rounded(fields: Fields) -> Rounded | None:
     return None if fields.document.get("rounded") is None else Rounded.from_fields(fields.object("rounded"))
 
 
+def _updates(fields: Fields) -> Updates:
+    return Updates(
+        Isolation(fields.text("isolation", _ISOLATION)),
+        fields.integer("snapshot_max_rows"),
+        fields.document.get("stamp") is True,
+        fields.document.get("digest") is True,
+        fields.document.get("finite") is True,
+    )
+
+
+_ISOLATION = re.compile("|".join(isolation.value for isolation in Isolation))
 _MADE = re.compile("|".join(made.value for made in Made))
 _DELTA_DTYPE = re.compile("|".join(dtype.value for dtype in DeltaDtype))
 _INCREMENT = re.compile(r"[0-9A-Za-z:._-]{1,200}")

@@ -128,6 +128,7 @@ def plan_incremental(request: ExportRequest, *, is_watching: bool = False) -> In
     log = read_log(request.out)
     entry = log.base.entry
     entry.recipe.check_rules(_rules(request))
+    entry.check_updates(request.updates)
     bound = request.min_change
     published = Allowed(bound, request.delta_dtype).strip(log.trained)
     remembered = _remembered(log, published, bound)

@@ -69,7 +69,7 @@ def make_base(
         finite=updates.finite,
     )
     updatable = make_updatable(graph, options, scratch)
-    entry = BaseEntry(place.position, schema, recipe, Trained(checkpoint))
+    entry = BaseEntry(place.position, schema, recipe, Trained(checkpoint), updates)
     catch_up = parse_request(CATCH_UP_REQUEST, updatable.meta_graph.signature_def)
     return UpdatableBase(updatable, mapping, lineage, entry, place, (catch_up,))
 
