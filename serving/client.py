@@ -9,6 +9,7 @@ server something starts without TensorFlow.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -24,6 +25,8 @@ from serving.status import Code, State, VersionStatus
 DEFAULT_DEADLINE_S = 10.0
 DEFAULT_SIGNATURE = "serving_default"
 _MAX_MESSAGE_BYTES = (1 << 31) - 1
+_GRAPH_PLACE = re.compile(r"\{\{function_node [^}]*\}\}\s*|\s*\[\[.*?\]\](?=\s|$)")
+"""Where in the graph TensorFlow was when it failed: nothing that a client could look at."""
 _HINTS = {
     "UNAVAILABLE": "start a server: serve-model run MODEL_BASE_PATH",
     "DEADLINE_EXCEEDED": "give it more time with --deadline SECONDS",
@@ -210,7 +213,7 @@ class ModelClient:
             raise self._failed(method, error.code().name, error.details() or "") from error
 
     def _failed(self, method: str, code: str, details: str) -> CallFailed:
-        cause = f"{code}: {details}"
+        cause = f"{code}: {_GRAPH_PLACE.sub('', details).strip()}"
         hint = _HINTS.get(code, f"see what it serves: serve-model status {self.address} --model {self.model}")
         if code == "NOT_FOUND" and ("Latest(" in details or method == "GetModelStatus"):
             hint = "name a model that this server has with --model; it is the MODEL_BASE_PATH's last part"
