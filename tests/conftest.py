@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,10 @@ ROOT = Path(__file__).parent.parent
 # A slow machine is no failure: no test of ours is about time.
 hypothesis.settings.register_profile("export-model", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("export-model")
+
+
+# Who starts the tests in the background of a script has SIGINT ignored, and so would every child have it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

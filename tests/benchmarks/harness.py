@@ -73,6 +73,8 @@ class Lab:
     def fresh(self, name: str) -> Path:
         """A path where nothing is: what an earlier run left there is removed."""
         path = self.directory / name
+        if path.is_file():
+            path.unlink()
         shutil.rmtree(path, ignore_errors=True)
         return path
 
