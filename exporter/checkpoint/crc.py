@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from functools import cache
 
 import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
 
 CHUNK = 1 << 20
 """Bytes read at a time: fits a core's cache and keeps memory flat whatever the tensor's size."""
@@ -20,7 +24,7 @@ _MASK_DELTA = 0xA282EAD8
 _WORD = 0xFFFFFFFF
 
 
-def extend(crc: int, data: bytes) -> int:
+def extend(crc: int, data: bytes | Bytes) -> int:
     """The plain crc32c of what `crc` covers followed by `data`; start with 0. Releases the GIL."""
     return int(google_crc32c.extend(crc, data))
 
@@ -53,6 +57,21 @@ def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
             return
         offset += len(chunk)
         yield chunk
+
+
+def read_into(fd: int, offset: int, buffer: Bytes) -> int:
+    """Fill a buffer from an open file from `offset`; ends early where the file does.
+
+    The plain crc32c of what was read, taken while it is in a core's cache.
+    """
+    crc = position = 0
+    while position < len(buffer):
+        count = os.preadv(fd, [buffer.data[position : position + CHUNK]], offset + position)
+        if not count:
+            break
+        crc = extend(crc, buffer[position : position + count])
+        position += count
+    return crc
 
 
 @cache

@@ -1,4 +1,7 @@
-"""Which family of checkpoints a path is of: archives by name, tensor bundles by index, else format V1."""
+"""Which family of checkpoints a path is of: archives by name, tensor bundles by index, else format V1.
+
+What reads the other families is imported when one is met: a delta is made in the time that imports take.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,11 @@ from pathlib import Path
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
-from exporter.checkpoint.keras_archive import SUFFIXES as KERAS_SUFFIXES
-from exporter.checkpoint.keras_archive import read_config, read_keras
-from exporter.checkpoint.npz import SUFFIXES as NPZ_SUFFIXES
-from exporter.checkpoint.npz import read_npz
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.checkpoint.trainers import recognise
-from exporter.checkpoint.v1 import read_v1
 
+KERAS_SUFFIXES = (".keras", ".weights.json", ".h5", ".hdf5")
+NPZ_SUFFIXES = (".npz",)
 V1_SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 
 _ARCHIVES = (*KERAS_SUFFIXES, *NPZ_SUFFIXES)
@@ -32,10 +32,16 @@ def read_family(path: Path) -> Catalog:
         CheckpointError: a subclass of it says why it cannot be read.
     """
     if path.name.endswith(KERAS_SUFFIXES):
+        from exporter.checkpoint.keras_archive import read_keras
+
         return read_keras(path)
     if path.name.endswith(NPZ_SUFFIXES):
+        from exporter.checkpoint.npz import read_npz
+
         return read_npz(path)
     if not index_path(path).exists() and (files := v1_files(path)):
+        from exporter.checkpoint.v1 import read_v1
+
         return read_v1(path.with_name(v1_pattern(files[0].name)), files)
     return recognise(read_catalog(path))
 
@@ -51,7 +57,11 @@ def describes_model(path: Path) -> bool:
     Raises:
         CheckpointError: it is damaged or hostile.
     """
-    return is_archive(path) and not path.name.endswith(NPZ_SUFFIXES) and read_config(path) is not None
+    if not is_archive(path) or path.name.endswith(NPZ_SUFFIXES):
+        return False
+    from exporter.checkpoint.keras_archive import read_config
+
+    return read_config(path) is not None
 
 
 def archives(names: Collection[str]) -> list[str]:

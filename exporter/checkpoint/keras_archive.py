@@ -26,8 +26,6 @@ from exporter.checkpoint.zip_members import Member, read_members
 from exporter.dtypes import DType
 from exporter.errors import CheckpointError, CorruptFile, MissingShard, UnsafeArchive, UnsupportedFormat
 
-SUFFIXES = (".keras", ".weights.json", ".h5", ".hdf5")
-
 _CONFIG = "config.json"
 _WEIGHTS = "model.weights.h5"
 _MAX_JSON_BYTES = 256 << 20

@@ -28,7 +28,6 @@ from exporter.errors import CorruptFile, TruncatedFile, UnsafeArchive, Unsupport
 
 Array = np.ndarray[Any, Any]
 
-SUFFIXES = (".npz",)
 
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 1 << 16

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
-from exporter.checkpoint.crc import CHUNK, chunks_of, extend, mask, masked_crc
+from exporter.checkpoint.crc import CHUNK, chunks_of, extend, mask, read_into
 from exporter.checkpoint.sstable import varint
 from exporter.dtypes import DType
 from exporter.errors import CheckpointChanged, CheckpointError, CorruptFile, UnsupportedFormat
@@ -146,9 +146,10 @@ def _read_extent(catalog: Catalog, ref: TensorRef, extent: Extent, shape: tuple[
             return _read_strings(_map_bytes(fd, extent), extent, shape, _Place(path, ref.name))
         if ref.dtype.itemsize is None:
             raise UnsupportedFormat(f"{path}: {ref.name!r} is a {ref.dtype.label} tensor: it cannot be read")
-        data = b"".join(chunks_of(fd, extent.offset, extent.size))
-    _compare(masked_crc(data), extent, _Place(path, ref.name))
-    return np.frombuffer(data, ref.dtype.numpy).reshape(shape)
+        data = np.empty(extent.size, np.uint8)
+        crc = read_into(fd, extent.offset, data)
+    _compare(mask(crc), extent, _Place(path, ref.name))
+    return data.view(ref.dtype.numpy).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)

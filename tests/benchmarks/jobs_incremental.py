@@ -190,7 +190,7 @@ def _nothing_to_do(server: Served, position: int, calls: str) -> float:
 
 
 def _median(calls: str, run: Callable[..., Any], *arguments: Any) -> float:
-    for _ in range(_WARM_UP):
+    for _ in range(int(calls)):  # the first hundreds are slower: caches, and the loading that has just ended
         run(*arguments)
     return statistics.median(_seconds(lambda: run(*arguments)) for _ in range(int(calls)))
 
