@@ -8,6 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from exporter.errors import UsageError
+
 
 class DataMode(StrEnum):
     """How the bytes of variables reach the bundle.
@@ -116,3 +118,16 @@ class ExportRequest:
     train_tag: str | None = None
     min_change: float = 0.0
     delta_dtype: DeltaDtype | None = None
+
+
+def require_exact(request: ExportRequest) -> None:
+    """Refuse what only deltas can be told, where a version is asked for.
+
+    Raises:
+        UsageError: `min_change` or `delta_dtype` is set: a version is exact.
+    """
+    if request.min_change or request.delta_dtype:
+        raise UsageError(
+            "min_change and delta_dtype are for deltas, a version is exact",
+            hint="export(request, save_incr_model=True), or export_incremental(request)",
+        )

@@ -16,6 +16,7 @@ import pytest
 from exporter import ExportRequest, StopWhen, Watching, watch
 from exporter.checkpoint.tensor_bundle import index_path, read_array, read_catalog, shard_path
 from exporter.errors import CheckpointChanged, CorruptFile, ExportError, MissingTensors, UsageError
+from exporter.options import DeltaDtype
 from exporter.output import NoProgress
 from exporter.pipeline.watch import exported_digests
 from exporter.publish.published import children, read_manifest
@@ -271,3 +272,9 @@ def test_a_builder_runs_once(request_: ExportRequest) -> None:
 def test_one_versions_number_is_refused(request_: ExportRequest) -> None:
     with pytest.raises(UsageError, match="--version 7"):
         list(watch(replace(request_, version="7"), ONE_LOOK))
+
+
+@pytest.mark.parametrize("option", [{"min_change": 0.5}, {"delta_dtype": DeltaDtype.BFLOAT16}])
+def test_options_of_deltas_are_refused(request_: ExportRequest, option: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="a version is exact"):
+        one_look(replace(request_, **option))

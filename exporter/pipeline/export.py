@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, overload
 
-from exporter.errors import NothingChanged, UsageError
-from exporter.options import ExportRequest
+from exporter.errors import NothingChanged
+from exporter.options import ExportRequest, require_exact
 from exporter.output import ProgressFactory, no_progress
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.published_log import read_log
@@ -41,11 +41,7 @@ def export(
         ExportError: any other of errors.py.
     """
     if not save_incr_model:
-        if request.min_change or request.delta_dtype:
-            raise UsageError(
-                "min_change and delta_dtype are for deltas, a version is exact",
-                hint="export(request, save_incr_model=True), or export_incremental(request)",
-            )
+        require_exact(request)
         from exporter.pipeline import full
 
         return full.export(request, progress)

@@ -17,7 +17,7 @@ from exporter.checkpoint.identity import Identity, Looks, look
 from exporter.errors import CheckpointChanged, CheckpointNotFound, ExportError, ManifestError, UsageError
 from exporter.filesystem import make_directories, writing
 from exporter.following import EVERY_SECOND, Look, Watching, follow
-from exporter.options import ExportRequest
+from exporter.options import ExportRequest, require_exact
 from exporter.output import ProgressFactory, no_progress
 from exporter.pipeline.full import Exported, GraphSource, export, run_builders_once
 from exporter.publish.commit import model_lock
@@ -39,9 +39,10 @@ def watch(
     is exported. A builder is run once. `tell` gets errors that the watch outlives (`exporter.following`).
 
     Raises:
-        UsageError: the request names one version's number.
+        UsageError: the request names one version's number, or says how exact deltas are.
         ExportError: an error that only a person can mend; or, when the watch ends, that of its last look.
     """
+    require_exact(request)
     if request.version not in (None, "time"):
         raise UsageError(
             f"--version {request.version} names one version, and a watch publishes many",
