@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from exporter.errors import CorruptFile, MissingTensors, UsageError
+from exporter.errors import AmbiguousRename, CorruptFile, MissingTensors, UsageError
 from exporter.training import LoadReport, load_checkpoint
 
 v1 = tf.compat.v1
@@ -136,6 +136,25 @@ def test_renames(tmp_path: Path) -> None:
     report = load_checkpoint(fresh, path, renames=["third/(.*)=second/\\1", "second/(.*)=none/\\1"])
     assert {"third/kernel", "third/bias"} <= names(report)
     assert {item.variable for item in report.skipped} == {"second/kernel", "second/bias"}
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "archive"])
+@pytest.mark.parametrize("more", [False, True], ids=["fits", "fits in part"])
+def test_rules_that_disagree_are_refused(tmp_path: Path, how: str, more: bool) -> None:
+    path = save(scrambled(tower(keras)), tmp_path / "c", how)
+    fresh = tower(keras, more=more)
+    before = fresh.get_weights()
+    rules = ["second/(.*)=first/\\1", "second/kernel=head/kernel"]
+    with pytest.raises(AmbiguousRename, match="'second/kernel': rename rules disagree"):
+        load_checkpoint(fresh, path, renames=rules)
+    for found, expected in zip(fresh.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_rule_that_does_not_parse_is_refused(tmp_path: Path) -> None:
+    path = save(tower(keras), tmp_path / "c", "checkpoint")
+    with pytest.raises(UsageError, match="does not parse"):
+        load_checkpoint(tower(keras), path, renames=["(=x"])
 
 
 def test_one_tensor_is_not_given_to_two_variables(tmp_path: Path) -> None:

@@ -161,6 +161,19 @@ class MappingRules:
     object_path: str | None = None
     tensors: MappingOf[str, str] = field(default_factory=dict)
 
+    def renamed(self, key: str) -> str | None:
+        """The tensor name that the rename rules give a variable, None if none is about it.
+
+        Raises:
+            AmbiguousRename: two rules disagree.
+        """
+        names = {new for rule in self.renames if (new := rule.apply(key)) is not None}
+        if len(names) > 1:
+            raise AmbiguousRename(
+                f"variable {key!r}: rename rules disagree: {', '.join(sorted(map(repr, names)))}"
+            )
+        return names.pop() if names else None
+
 
 def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Mapping:
     """Find each graph variable's tensor.
@@ -223,15 +236,6 @@ class _Match:
     via: str
 
 
-def _renamed(key: str, rules: MappingRules) -> str | None:
-    renamed = {new for rule in rules.renames if (new := rule.apply(key)) is not None}
-    if len(renamed) > 1:
-        raise AmbiguousRename(
-            f"variable {key!r}: --rename rules disagree: {', '.join(sorted(map(repr, renamed)))}"
-        )
-    return renamed.pop() if renamed else None
-
-
 def _find_objects(
     wanted: MappingOf[str, tuple[GraphVariable, ...]],
     graph: InferenceGraph,
@@ -240,7 +244,7 @@ def _find_objects(
 ) -> dict[str, _Match]:
     shadows = averages(trained, rules.average) if rules.average else {}
     known = {key: rules.tensors[key] for key in wanted if rules.tensors.get(key) in trained.tensors}
-    renamed = {key: name for key in wanted if (name := _renamed(key, rules)) is not None}
+    renamed = {key: name for key in wanted if (name := rules.renamed(key)) is not None}
     rest = {key: variables[0] for key, variables in wanted.items() if key not in known}
     found = match_objects(rest, graph.objects, trained, renamed)
     found |= {key: Matched(name, "object") for key, name in known.items()}
@@ -255,7 +259,7 @@ def _find_objects(
 def _find_name(
     key: str, catalog: Catalog, rules: MappingRules, unnamed: MappingOf[str, str] | None = None
 ) -> _Match:
-    renamed = _renamed(key, rules)
+    renamed = rules.renamed(key)
     name, via = (renamed, "rename") if renamed is not None else (key, "name")
     if unnamed and renamed is None and key in unnamed:
         name = unnamed[key]

@@ -55,6 +55,7 @@ def fit_partly(
     `counted` are names that a framework numbers by itself.
 
     Raises:
+        AmbiguousRename: two rename rules disagree on a variable.
         UsageError: the rules name an object that is not there.
         CorruptFile: the checkpoint's graph of objects is damaged.
     """
@@ -119,7 +120,7 @@ class _Partial:
     def mapping(self) -> PartialMapping:
         found: dict[str, tuple[TensorRef, str]] = {}
         for key, name in self.served.items():
-            new = next((new for rule in self.rules.renames if (new := rule.apply(key)) is not None), None)
+            new = self.rules.renamed(key)
             if new is not None:
                 self._take(key, new, "rename", found)
             elif self.counted.isdisjoint(stems(name)):
@@ -204,8 +205,7 @@ class _Partial:
     def _missing(self, key: str) -> str:
         if not self.trained:  # a list without names
             return self.whole_error
-        name = next((new for rule in self.rules.renames if (new := rule.apply(key))), self.served[key])
-        return f"the checkpoint has no {name!r}"
+        return f"the checkpoint has no {self.rules.renamed(key) or self.served[key]!r}"
 
 
 def _in_layer(ref: TensorRef) -> str:

@@ -102,8 +102,8 @@ def load_checkpoint(
 
     Raises:
         MissingTensors: nothing fits at all.
-        AmbiguousRename: a rule does not parse.
-        UsageError: the model has no variables yet.
+        AmbiguousRename: two rules disagree on a variable.
+        UsageError: the model has no variables yet, or a rule does not parse.
         CheckpointError: the checkpoint cannot be read. In each of these cases nothing was loaded, except that
             a damaged value is found when it is its turn.
     """
