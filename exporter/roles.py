@@ -100,15 +100,27 @@ def node_role(environ: Mapping[str, str] = os.environ, *, last_worker_evaluates:
 
     Args:
         environ: the environment variables to read it from.
-        last_worker_evaluates: the cluster's last worker is no worker but the evaluator.
+        last_worker_evaluates: the cluster's last worker is no worker but the evaluator. A node alone has
+            no cluster, and stays what it is.
 
     Raises:
-        RoleUnknown: what the environment says is malformed or contradicts itself, or there is no worker
-            to spare as the evaluator.
+        RoleUnknown: what the environment says is malformed or contradicts itself; or the last worker shall
+            evaluate, and there is none to spare, or the launcher (AutoDist, Horovod, Open MPI) lists none.
     """
     task = _task(environ)
     if task is not None:
         return task.last_worker_evaluates() if last_worker_evaluates else task.role()
+    role = _without_list(environ)
+    if last_worker_evaluates and role.source:
+        raise RoleUnknown(
+            f"the last worker cannot evaluate: {role.source} does not tell which one that is",
+            hint="list the workers in TF_CONFIG, or in WORKER_HOSTS",
+        )
+    return role
+
+
+def _without_list(environ: Mapping[str, str]) -> Role:
+    """What launchers say that do not list the cluster's nodes; the chief of AutoDist's is taken for alone."""
     if environ.get("AUTODIST_WORKER", "").strip():
         return Role(NodeType.WORKER, None, is_chief=False, source="AUTODIST_WORKER")
     for name in _RANKS:

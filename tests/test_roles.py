@@ -104,6 +104,12 @@ def test_the_last_worker_evaluates_on_request() -> None:
         node_role(hosts("worker", 0, workers="c:1"), last_worker_evaluates=True)
 
 
+@pytest.mark.parametrize("name", ["AUTODIST_WORKER", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"])
+def test_the_last_worker_of_a_cluster_without_a_list_is_not_guessed(name: str) -> None:
+    with pytest.raises(RoleUnknown, match=f"{name} does not tell which one that is"):
+        node_role({name: "1"}, last_worker_evaluates=True)
+
+
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
