@@ -265,10 +265,10 @@ def export(
         stop = _stop_when(stop_after, stop_count, stop_step, stop_idle)
         if not watch and stop != StopWhen():
             raise UsageError("--stop-after, --stop-count, --stop-step and --stop-idle go with --watch")
+        sink.json_lines = watch
         if not any_role and not (role := node_role()).is_chief:
             _stand_by(role, sink)
             return
-        sink.json_lines = watch
         watching = Watching(interval, stop) if watch else None
         if incr and not updatable:
             from exporter import incremental_command

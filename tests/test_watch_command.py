@@ -105,7 +105,9 @@ def test_a_node_that_is_not_the_chief_writes_nothing(
     ran = export_model(*options)
     assert (ran.code, ran.err) == (0, "")
     assert "this node is worker 1 (TF_CONFIG), and the chief exports" in ran.out
-    document = export_model(*options, "--json").document
+    ran = export_model(*options, "--json")
+    document = ran.document
+    assert len(ran.out.splitlines()) == 1 or "--watch" not in mode, "each document of a watch is one line"
     told = {"path": None, "role": "worker", "index": 1, "role_source": "TF_CONFIG"}
     assert document == {"format_version": 1, **told}
     assert not (tmp_path / "m").exists()
