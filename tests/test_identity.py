@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from exporter import open_checkpoint
+from exporter.catalog import Catalog
 from exporter.checkpoint.identity import Identity
 from exporter.checkpoint.tensor_bundle import BundleWriter, shard_path
 from exporter.errors import CheckpointChanged
@@ -34,6 +35,40 @@ def test_an_archive_is_its_name_size_and_time(tmp_path: Path) -> None:
     assert Identity.of(open_checkpoint(path)) == first
     os.utime(path, ns=(0, 10**18))
     assert Identity.of(open_checkpoint(path)).digest != first.digest
+
+
+@pytest.mark.parametrize("name", ["weights.npz.sha256", "weights.npz.tmp"])
+def test_what_lies_beside_an_archive_is_not_the_archive(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "weights.npz"
+    np.savez(path, w=np.ones(3, np.float32))
+    (tmp_path / name).write_bytes(b"0")
+    first = Identity.of(open_checkpoint(path))
+    (tmp_path / name).write_bytes(b"0123")
+    first.require_same_files()
+    assert first.is_untouched
+    assert Identity.of(open_checkpoint(path)) == first
+
+
+def test_what_lies_beside_a_bundle_is_not_the_bundle(tmp_path: Path) -> None:
+    beside = [tmp_path / "model.index.md5", tmp_path / "model.json", tmp_path / "model"]
+    for path in beside:
+        path.write_bytes(b"0")
+    identity = save(tmp_path / "model", 1)
+    for path in beside:
+        path.write_bytes(b"0123")
+    identity.require_same_files()
+    assert [name for name, *_ in identity.files] == ["model.data-00000-of-00001", "model.index"]
+
+
+def test_a_replaced_shard_of_an_archive_is_refused(tmp_path: Path) -> None:
+    shards = tuple(tmp_path / f"m_0000{number}.weights.h5" for number in range(2))
+    for path in (tmp_path / "m.weights.json", *shards):
+        path.write_bytes(b"0")
+    identity = Identity.of(Catalog("Keras weights, sharded", tmp_path / "m.weights.json", {}, shards, (1, 1)))
+    identity.require_same_files()
+    shards[1].write_bytes(b"other")
+    with pytest.raises(CheckpointChanged, match="m_00001"):
+        identity.require_same_files()
 
 
 @pytest.mark.parametrize("suffix", [".index", ".data-00000-of-00001"])

@@ -127,6 +127,15 @@ def test_an_archive_that_is_overwritten_is_another(request_: ExportRequest) -> N
         assert served_factor(request.out) == value
 
 
+def test_what_lies_beside_an_archive_makes_it_no_other(request_: ExportRequest) -> None:
+    request_.ckpt_dir.mkdir()
+    request = replace(request_, ckpt_dir=request_.ckpt_dir / "latest.npz")
+    np.savez(request.ckpt_dir, factor=np.float32(1))
+    assert len(one_look(request)) == 1
+    request.ckpt_dir.with_name("latest.npz.sha256").write_text("0" * 64)
+    assert one_look(request) == []
+
+
 def test_a_version_that_was_exported_without_watching_counts(request_: ExportRequest) -> None:
     from exporter import export
 

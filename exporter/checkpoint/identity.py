@@ -24,12 +24,14 @@ class Identity:
     """A checkpoint, and what its files looked like when it was identified.
 
     `digest` is a lower-case SHA-256: of a tensor bundle's index, which has every tensor's checksum; of other
-    families, that have none, of their files' names, sizes and modification times.
+    families, that have none, of their files' names, sizes and modification times. `paths` are the prefix
+    and, of other families, these files.
     """
 
     prefix: Path
     digest: str
     files: Looks
+    paths: tuple[Path, ...]
 
     @classmethod
     def of(cls, catalog: Catalog) -> Identity:
@@ -41,13 +43,20 @@ class Identity:
         files = look(catalog.prefix)
         if index_path(catalog.prefix).name in {name for name, *_ in files}:
             try:
-                return cls(catalog.prefix, index_digest(catalog.prefix), files)
+                digest = index_digest(catalog.prefix)
             except CheckpointNotFound as error:
                 raise CheckpointChanged(error.message, cause=error.cause) from error
-        seen = [entry[:3] for path in catalog.shards for entry in look(path)]
+            return cls(catalog.prefix, digest, files, (catalog.prefix,))
+        seen = [entry[:3] for path in catalog.shards for entry in look(path) if entry[0] == path.name]
         if not seen:
             raise CheckpointChanged(f"{catalog.prefix} vanished after it was read")
-        return cls(catalog.prefix, hashlib.sha256(repr(seen).encode()).hexdigest(), files)
+        paths = tuple(dict.fromkeys((catalog.prefix, *catalog.shards)))
+        return cls(catalog.prefix, hashlib.sha256(repr(seen).encode()).hexdigest(), _look_at(paths), paths)
+
+    @property
+    def is_untouched(self) -> bool:
+        """True while no file was replaced, removed or added."""
+        return _look_at(self.paths) == self.files
 
     def require_same_files(self) -> None:
         """Refuse files that were replaced; that some are gone (pruned), or new, does no harm.
@@ -55,7 +64,7 @@ class Identity:
         Raises:
             CheckpointChanged: another checkpoint of the same name is there now, or is being written.
         """
-        now = {entry[0]: entry for entry in look(self.prefix)}
+        now = {entry[0]: entry for entry in _look_at(self.paths)}
         replaced = [entry[0] for entry in self.files if now.get(entry[0], entry) != entry]
         if replaced:
             raise CheckpointChanged(
@@ -77,9 +86,25 @@ def index_digest(prefix: Path) -> str:
 
 
 def look(prefix: Path) -> Looks:
-    """What the files of a checkpoint, or one file, look like; nothing if it is gone, or vanishing."""
+    """What the files of a checkpoint, or one file, look like; nothing if it is gone, or vanishing.
+
+    These are a tensor bundle's index, graph and shards, or else the file of the very name. What others put
+    beside them (checksums, what is being downloaded) is not the checkpoint.
+    """
     with suppress(OSError):
-        files = [path for path in prefix.parent.iterdir() if f"{path.name}.".startswith(f"{prefix.name}.")]
-        found = [(path.name, path.stat()) for path in sorted(files)]
+        files = {path.name: path for path in prefix.parent.iterdir() if _is_of(prefix.name, path.name)}
+        if index_path(prefix).name in files:
+            files.pop(prefix.name, None)
+        found = [(name, files[name].stat()) for name in sorted(files)]
         return tuple((name, now.st_size, now.st_mtime_ns, now.st_ino) for name, now in found)
     return ()
+
+
+def _is_of(prefix: str, name: str) -> bool:
+    rest = name.removeprefix(prefix)
+    return name.startswith(prefix) and (rest in ("", ".index", ".meta") or rest.startswith(".data-"))
+
+
+def _look_at(paths: tuple[Path, ...]) -> Looks:
+    """What the files of several paths, all in one directory, look like."""
+    return tuple(sorted({entry for path in paths for entry in look(path)}))

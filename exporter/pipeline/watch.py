@@ -102,7 +102,7 @@ class _Newest:
         try:
             return export(replace(self.request, ckpt_dir=checkpoint.prefix), self.progress, self.graphs)
         except ExportError as error:
-            if look(checkpoint.prefix) == checkpoint.files:
+            if checkpoint.is_untouched:
                 raise
             message = f"{checkpoint.prefix} was changed or removed while it was exported"
             raise CheckpointChanged(message, cause=error.message) from error
