@@ -339,6 +339,14 @@ def test_modules_that_cannot_be_imported(tmp_path: Path) -> None:
         archive_builder(path, custom_objects=["nowhere.at_all"])
 
 
+def test_a_module_that_ends_the_program_is_an_error(tmp_path: Path) -> None:
+    code = tmp_path / "a_script.py"
+    code.write_text("import sys\nsys.exit(0)\n")
+    path = keras_archive(tmp_path / "m.keras", config=layer("Dense", module="keras.layers"))
+    with pytest.raises(UsageError, match="cannot be imported"):
+        archive_builder(path, custom_objects=[str(code)])
+
+
 def test_a_file_of_classes_is_named_as_a_builders_file_is(tmp_path: Path) -> None:
     code = tmp_path / "my_special_layers.py"
     code.write_text("import keras\n\n\nclass Special(keras.layers.Dense):\n    pass\n")

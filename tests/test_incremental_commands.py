@@ -275,6 +275,15 @@ def test_a_base_that_takes_deltas_in_another_way_is_not_silently_kept(setting: S
     assert setting.export().code == 0, "options that say nothing mean those of the base"
 
 
+def test_caches_that_cannot_be_written_are_no_failure(setting: Setting) -> None:
+    other_checkpoint(setting)
+    shutil.rmtree(setting.log / ".state", ignore_errors=True)
+    (setting.log / ".state").write_text("in the way")
+    ran = setting.export()
+    assert ran.code == 0, ran.err
+    assert ran.document["path"]
+
+
 def test_options_of_incremental_exports_go_with_incr(setting: Setting) -> None:
     for option in ("--rebase", "--full-on-mismatch"):
         ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, option)

@@ -104,7 +104,7 @@ def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
     for name in modules:
         try:
             module = import_code(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UsageError(
                 f"--custom-objects {name}: it cannot be imported",
                 cause=str(error),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,14 @@ from exporter.delta.merge import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_hashes import BlockHasher, HashIndex, read_index, without_rows, write_index
 from exporter.delta.state import Array, Changes, State
 from exporter.delta.threshold import Allowed, recall, remember, sift
-from exporter.errors import CheckpointChanged, PositionError, PositionMoved
+from exporter.errors import (
+    CheckpointChanged,
+    ManifestError,
+    NotUpdatable,
+    PositionError,
+    PositionMoved,
+    PublishError,
+)
 from exporter.filesystem import writing
 from exporter.mapping.build import MappingRules
 from exporter.mapping.rename_file import read_renames
@@ -162,14 +170,21 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         packing = planned.request.delta_dtype
         what = Publication(span, way.step, made, trained, rounded=found.rounded, packing=packing)
         published = publish_changes(log, staging, found.changes, what, last=log.at.position)
-        if found.hashes is not None:
-            write_index(log.path / HASHES, found.hashes)
-        if found.stay:
-            remember(log.path / CACHES, log.schema, _header(planned), found.stay)
+        _keep_for_next_time(planned, found)
     rows, variables = count_rows(found.changes), len(found.changes)
     return ExportedDelta(
         planned, published, rows, variables, found.compared_bytes, time.monotonic() - started
     )
+
+
+def _keep_for_next_time(planned: IncrementalPlan, found: _Found) -> None:
+    """Write caches; the delta is published, so that what stands in their way is no failure of it."""
+    log = planned.log
+    with suppress(OSError, PublishError):
+        if found.hashes is not None:
+            write_index(log.path / HASHES, found.hashes)
+        if found.stay:
+            remember(log.path / CACHES, log.schema, _header(planned), found.stay)
 
 
 def export_incremental(
@@ -224,8 +239,13 @@ def export_base(request: ExportRequest, progress: ProgressFactory = no_progress)
 
 
 def as_base(request: ExportRequest) -> ExportRequest:
-    """The full export that begins a log."""
-    return request if request.updates else replace(request, updates=Updates())
+    """The full export that begins a log; it takes deltas as the base before it did, unless told otherwise."""
+    if request.updates not in (None, Updates()):
+        return request
+    before = Updates()
+    with suppress(NotUpdatable, ManifestError):
+        before = read_log(request.out).base.entry.updates
+    return replace(request, updates=before)
 
 
 def _rules(request: ExportRequest) -> MappingRules:

@@ -66,7 +66,8 @@ def rebase(model: Path, *, keep: int | None = None) -> Rebased | None:
         verify_files(staging.path, tensor_entries(catalog))
         draft = ManifestDraft(
             tensors=tensor_entries(catalog),
-            source=replace(base.manifest.source, checkpoint=log.trained.checkpoint.name),
+            # It holds what increments made of that checkpoint: no checkpoint has these contents.
+            source=replace(base.manifest.source, checkpoint=log.trained.checkpoint.name, digest=None),
             exporter=version("export-model"),
             step=at.step,
             lineage=log.lineage,

@@ -17,6 +17,7 @@ from exporter.delta.format import Kind, Rows
 from exporter.delta.log import Span
 from exporter.publish.commit import Staging
 from exporter.publish.delta_publication import Publication, publish_changes
+from exporter.publish.published import read_manifest
 from exporter.publish.published_log import read_log
 from tests.commands import export_model
 from tests.conftest import ROOT
@@ -118,6 +119,7 @@ def test_a_rebased_base_stands_where_its_deltas_led_and_goes_on(
     shutil.copytree(followed[1], model)
     assert export_model("merge", model, "--rebase", "--json").document["position"] == 40
     assert export_model("verify", model, "--bytes", "-q").code == 0
+    assert read_manifest(model / "40").source.digest is None, "no checkpoint holds what increments made of it"
     with loaded(model / "20") as old, loaded(model / "40") as new:
         assert old.update()["position"] == new.position() == 40
         np.testing.assert_array_equal(old.predict(**FEEDS)["click"], new.predict(**FEEDS)["click"])
@@ -154,6 +156,7 @@ def test_a_new_base_is_published_where_no_delta_fits_and_only_if_asked(
     assert export_model(*common).document["from_position"] == 41
     with loaded(model / "41") as server:
         assert server.update()["position"] == 41, "the deltas of the log before are not its own"
+        assert set(server.predict(**FEEDS)["model_position"]) == {41}, "stamped as the base before it"
 
 
 def test_a_server_tells_digests_that_the_published_log_predicts(
