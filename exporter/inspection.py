@@ -16,7 +16,7 @@ from exporter.errors import CheckpointNotFound
 from exporter.graph.feeds import hands_over_batches
 from exporter.graph.metagraph import read_metagraph
 from exporter.graph.nodes import Endpoint, GraphIndex
-from exporter.graph.saved_model import SERVE, read_saved_model
+from exporter.graph.saved_model import SERVE_TAG, read_saved_model
 from exporter.mapping.extras import Extra, classify_extras
 from exporter.protos import Proto
 from exporter.publish.manifest import FILE_NAME, Manifest
@@ -152,7 +152,7 @@ def signatures_of(meta_graph: Proto) -> tuple[Signature, ...]:
 def _bundle(path: Path) -> BundleView:
     prefix = path / VARIABLES_DIRECTORY / VARIABLES_NAME
     graphs = [*read_saved_model(path).meta_graphs]
-    graphs = [graph for graph in graphs if SERVE in graph.meta_info_def.tags] or graphs
+    graphs = [graph for graph in graphs if SERVE_TAG in graph.meta_info_def.tags] or graphs
     return BundleView(
         path,
         tuple(signature for graph in graphs for signature in signatures_of(graph)),

@@ -19,13 +19,13 @@ from exporter.bundle.cast import cast_variables
 from exporter.bundle.restore_graph import add_restore, served_variables
 from exporter.errors import NotServable, os_error
 from exporter.graph.inference_graph import Asset, InferenceGraph
+from exporter.graph.saved_model import SERVE_TAG
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import Mapping
 from exporter.output import human_bytes
 from exporter.protos import Proto, message_class
 
 SAVED_MODEL_FILE = "saved_model.pb"
-SERVE_TAG = "serve"
 PROTOBUF_LIMIT_BYTES = (1 << 31) - 1
 """No reader of protocol buffers takes a larger message."""
 

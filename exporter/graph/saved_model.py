@@ -18,7 +18,7 @@ from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.graph.training_graph import TrainingGraph, drop_training_signatures
 from exporter.protos import Proto
 
-SERVE = "serve"
+SERVE_TAG = "serve"
 _SCHEMA_VERSION = 1
 _INIT_SIGNATURE = "__saved_model_init_op"
 _INIT_COLLECTIONS = ("saved_model_main_op", "legacy_init_op")
@@ -46,7 +46,7 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     meta_graph = choose_graph(read_saved_model(path), path, request.tag)
     init_op = _init_op(meta_graph)
     assets = _assets(meta_graph, path)
-    notes = [] if SERVE in meta_graph.meta_info_def.tags else _without_training(meta_graph, request, path)
+    notes = [] if SERVE_TAG in meta_graph.meta_info_def.tags else _without_training(meta_graph, request, path)
     source = with_signatures(meta_graph, request, label=str(path), directory=path)
     has_objects = meta_graph.HasField("object_graph_def")
     objects = saved_objects(meta_graph, GraphIndex.of(meta_graph)) if has_objects else None
@@ -65,7 +65,7 @@ def load_training_graph(path: Path, tag: str) -> TrainingGraph:
         UsageError: no graph or several have the tag.
         MissingAsset: an asset that it names is not there.
     """
-    meta_graph = choose_graph(read_saved_model(path), path, tag)
+    meta_graph = choose_graph(read_saved_model(path), path, tag, "--train-tag")
     return TrainingGraph.of(str(path), tag, meta_graph, _assets(meta_graph, path))
 
 
@@ -99,8 +99,8 @@ def read_saved_model(path: Path) -> Proto:
     return model
 
 
-def choose_graph(model: Proto, path: Path, tag: str | None) -> Proto:
-    """The graph with the tags that `tag` lists by commas: with no others, or the only one with others.
+def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag") -> Proto:
+    """The graph with the tags that `tag` (of `option`) lists: with no others, or the only one with others.
 
     Without `tag` it is the one for serving, that with fewest other tags (`gpu`, `tpu`) if there are several;
     or the only graph, whatever its tags.
@@ -111,7 +111,7 @@ def choose_graph(model: Proto, path: Path, tag: str | None) -> Proto:
     graphs = [*model.meta_graphs]
     if tag is None and len(graphs) == 1:
         return graphs[0]
-    wanted = {SERVE} if tag is None else {*tag.split(",")}
+    wanted = {SERVE_TAG} if tag is None else {*tag.split(",")}
     found = [graph for graph in graphs if wanted <= {*graph.meta_info_def.tags}]
     fewest = min((len(graph.meta_info_def.tags) for graph in found), default=0)
     nearest = [graph for graph in found if len(graph.meta_info_def.tags) == fewest]
@@ -119,14 +119,14 @@ def choose_graph(model: Proto, path: Path, tag: str | None) -> Proto:
         nearest = found
     if len(nearest) == 1:
         return nearest[0]
-    shown = repr(tag or SERVE)
+    shown = repr(tag or SERVE_TAG)
     tags = "; ".join(",".join(graph.meta_info_def.tags) or "none" for graph in graphs)
     raise UsageError(
         f"{len(nearest)} graphs of {path} have the tag {shown}"
         if nearest
         else f"no graph of {path} has the tag {shown}",
         cause=f"the tags of its graphs are: {tags}",
-        hint="choose the graph to serve with --tag TAG,TAG",
+        hint=f"name all tags of one of them: {option} TAG,TAG",
     )
 
 

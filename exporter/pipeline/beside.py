@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from exporter.bundle.saved_model import SERVE_TAG
 from exporter.catalog import Catalog
 from exporter.checkpoint.families import describes_model
 from exporter.errors import UsageError
@@ -14,7 +13,7 @@ from exporter.graph.keys import variable_keys
 from exporter.graph.metagraph import is_autodist, read_metagraph
 from exporter.graph.nodes import GraphIndex
 from exporter.graph.partition import trained_strategies
-from exporter.graph.saved_model import is_saved_model, load_training_graph, read_saved_model
+from exporter.graph.saved_model import SERVE_TAG, is_saved_model, load_training_graph, read_saved_model
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import MappingRules
