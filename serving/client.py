@@ -25,8 +25,10 @@ from serving.status import Code, State, VersionStatus
 DEFAULT_DEADLINE_S = 10.0
 DEFAULT_SIGNATURE = "serving_default"
 _MAX_MESSAGE_BYTES = (1 << 31) - 1
-_GRAPH_PLACE = re.compile(r"\{\{function_node [^}]*\}\}\s*|\s*\[\[.*?\]\](?=\s|$)")
-"""Where in the graph TensorFlow was when it failed: nothing that a client could look at."""
+_GRAPH_PLACE = re.compile(
+    r"\{\{function_node [^}]*\}\}\s*|\n\s*\[\[[^\n]*|\nRecent warning and error logs:.*", re.DOTALL
+)
+"""Where in the graph TensorFlow was when it failed, and what else it logged: nothing for a client."""
 _HINTS = {
     "UNAVAILABLE": "start a server: serve-model run MODEL_BASE_PATH",
     "DEADLINE_EXCEEDED": "give it more time with --deadline SECONDS",

@@ -13,6 +13,7 @@ UPDATE_SIGNATURE = "incremental_update"
 NEWEST = -1
 _AS_FAR_AS_ASKED = {"reached", "current", "passed", "hold"}
 """First words of the statuses (see `exporter.bundle.update_function`) that ask for nothing."""
+_NO_HOLD = "hold: its file cannot be read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Updated:
     @property
     def is_stuck(self) -> bool:
         """True if deltas that are published were not taken, and never will be."""
-        return self.status.partition(":")[0] not in _AS_FAR_AS_ASKED
+        return self.status.partition(":")[0] not in _AS_FAR_AS_ASKED or _NO_HOLD in self.status
 
 
 def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = None) -> Updated:
