@@ -203,6 +203,29 @@ def test_the_graph_beside_a_checkpoint_is_waited_for(request_: ExportRequest, gr
     assert one_look(request) == [10]
 
 
+def test_a_graph_that_never_comes_is_not_waited_for(request_: ExportRequest) -> None:
+    """A tf.train.Checkpoint has no .meta."""
+    import tensorflow as tf
+
+    tf.train.Checkpoint(factor=tf.Variable(1.0)).write(str(request_.ckpt_dir / "ckpt-1"))
+    with pytest.raises(UsageError, match="--model"):
+        one_look(replace(request_, model=None))
+
+
+def test_the_saved_model_that_variables_belong_to_is_served(request_: ExportRequest, graph: Path) -> None:
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    directory = request_.ckpt_dir / "saved_model"
+    with tf.Graph().as_default(), v1.Session() as session:
+        v1.train.import_meta_graph(str(graph))
+        session.run(v1.global_variables_initializer())
+        x, y = (session.graph.get_tensor_by_name(name) for name in ("x:0", "y:0"))
+        v1.saved_model.simple_save(session, str(directory), {"x": x}, {"y": y})
+    request = ExportRequest(directory / "variables", request_.out)
+    assert len(one_look(request)) == 1
+
+
 def test_a_checkpoint_that_is_pruned_meanwhile_is_no_failure(request_: ExportRequest) -> None:
     prefix = save(request_.ckpt_dir, 10)
 

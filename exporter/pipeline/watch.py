@@ -11,14 +11,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.families import is_archive
 from exporter.checkpoint.identity import Identity, Looks, look
+from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
 from exporter.errors import CheckpointChanged, CheckpointNotFound, ExportError, ManifestError, UsageError
 from exporter.filesystem import make_directories, writing
 from exporter.following import EVERY_SECOND, Look, Watching, follow
 from exporter.options import ExportRequest, require_exact
 from exporter.output import ProgressFactory, no_progress
+from exporter.pipeline.beside import model_beside
 from exporter.pipeline.full import Exported, GraphSource, export, run_builders_once
 from exporter.publish.commit import model_lock
 from exporter.publish.published import children, read_stamp
@@ -73,7 +76,7 @@ class _Newest:
         if first and first == self._seen:
             return Look(None, self._step)
         catalog = open_checkpoint(self.request.ckpt_dir)
-        self._require_graph(catalog.prefix)
+        self._require_graph(catalog)
         done = self._export(Identity.of(catalog))
         self._seen, self._step = first, catalog.step
         return Look(done, catalog.step)
@@ -91,11 +94,16 @@ class _Newest:
         self._exported.add((done.plan.checkpoint if done else checkpoint).digest)
         return done
 
-    def _require_graph(self, prefix: Path) -> None:
-        """Wait for the graph, which a Saver writes after everything else, if nothing else is to be served."""
-        meta = prefix.with_name(f"{prefix.name}.meta")
-        if self.request.model is None and not is_archive(prefix) and not meta.exists():
-            raise CheckpointNotFound(f"there is no {meta.name} beside {prefix}, and no --model")
+    def _require_graph(self, catalog: Catalog) -> None:
+        """Wait for the graph, which a Saver writes after everything else, if nothing else is to be served.
+
+        Beside archives and objects none comes: planning says that it is missing.
+        """
+        if self.request.model is not None or is_archive(catalog.prefix) or OBJECT_GRAPH in catalog.tensors:
+            return
+        if model_beside(catalog) is None:
+            prefix = catalog.prefix
+            raise CheckpointNotFound(f"there is no {prefix.name}.meta beside {prefix}, and no --model")
 
     def _export_unless_changed(self, checkpoint: Identity) -> Exported:
         """Export it; what fails because the trainer prunes or replaces it is waited for."""
