@@ -42,7 +42,11 @@ class NodeType(StrEnum):
     EVALUATOR = "evaluator"
 
 
-_ALONE_IN_THEIR_JOB = {NodeType.CHIEF, NodeType.MASTER, NodeType.EVALUATOR}
+_CHIEFS = frozenset({NodeType.CHIEF, NodeType.MASTER})
+_ALONE_IN_THEIR_JOB = _CHIEFS | {NodeType.EVALUATOR}
+
+TRAINERS = _CHIEFS | {NodeType.WORKER}
+"""The jobs whose tasks compute; a MultiWorkerMirroredStrategy runs in all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +72,32 @@ SINGLE = Role(NodeType.SINGLE, None, is_chief=True)
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
-    """A node's place in its cluster; `jobs` has the indices in use for each job that the launcher lists."""
+class Task:
+    """A node's place in its cluster; `jobs` has the indices in use for each job that is listed.
+
+    `source` is the environment variable that told, empty for a strategy that did.
+    """
 
     type: NodeType
     index: int
     jobs: Mapping[str, frozenset[int]]
-    source: str
+    source: str = ""
 
     def role(self) -> Role:
-        has_chief = bool({NodeType.CHIEF, NodeType.MASTER} & self.jobs.keys())
+        """The node's role; the chief is the cluster's `chief` or `master`, else its worker 0."""
+        has_chief = bool(_CHIEFS & self.jobs.keys())
         is_first_worker = self.type is NodeType.WORKER and self.index == 0
-        is_chief = self.type in (NodeType.CHIEF, NodeType.MASTER) or (is_first_worker and not has_chief)
+        is_chief = self.type in _CHIEFS or (is_first_worker and not has_chief)
         return Role(self.type, self.index, is_chief, self.source)
 
     def last_worker_evaluates(self) -> Role:
+        """The node's role if the last worker is the evaluator.
+
+        Raises:
+            RoleUnknown: nobody would be left to train, or there is no worker.
+        """
         workers = self.jobs.get(NodeType.WORKER, frozenset())
-        training = self.jobs.keys() & {NodeType.CHIEF, NodeType.MASTER}
+        training = self.jobs.keys() & _CHIEFS
         if len(workers) + len(training) < 2 or not workers:
             raise RoleUnknown(
                 f"the last worker cannot evaluate: {self.source} lists {len(workers)} workers",
@@ -139,7 +152,7 @@ def is_chief(environ: Mapping[str, str] = os.environ) -> bool:
     return node_role(environ).is_chief
 
 
-def _task(environ: Mapping[str, str]) -> _Task | None:
+def _task(environ: Mapping[str, str]) -> Task | None:
     if text := environ.get("TF_CONFIG", "").strip():
         try:
             task = _in_tf_config(parse_object(text, "TF_CONFIG"))
@@ -154,7 +167,7 @@ def _task(environ: Mapping[str, str]) -> _Task | None:
     return None
 
 
-def _in_tf_config(config: Fields) -> _Task | None:
+def _in_tf_config(config: Fields) -> Task | None:
     cluster = config.object("cluster") if config.document.get("cluster") else None
     jobs = {name: _indices(cluster, name) for name in cluster.document} if cluster else {}
     jobs = {name: indices for name, indices in jobs.items() if indices}
@@ -164,7 +177,7 @@ def _in_tf_config(config: Fields) -> _Task | None:
     type_ = _type(task.text("type"), "TF_CONFIG")
     given = task.document.get("index")
     index = 0 if given is None and type_ in _ALONE_IN_THEIR_JOB else _index(given, "TF_CONFIG.task.index")
-    return _checked(_Task(type_, index, jobs, "TF_CONFIG"))
+    return _checked(Task(type_, index, jobs, "TF_CONFIG"))
 
 
 def _indices(cluster: Fields, job: str) -> frozenset[int]:
@@ -179,7 +192,7 @@ def _indices(cluster: Fields, job: str) -> frozenset[int]:
     raise cluster.fail(job, "a list of addresses")
 
 
-def _in_hosts(environ: Mapping[str, str]) -> _Task:
+def _in_hosts(environ: Mapping[str, str]) -> Task:
     def hosts(name: str) -> frozenset[int]:
         return frozenset(range(len([host for host in environ.get(name, "").split(",") if host.strip()])))
 
@@ -192,10 +205,10 @@ def _in_hosts(environ: Mapping[str, str]) -> _Task:
     type_ = _type(environ["JOB_NAME"].strip(), "JOB_NAME")
     given = environ.get("TASK_INDEX", "").strip() or None
     index = 0 if given is None and type_ in _ALONE_IN_THEIR_JOB else _index(given, "TASK_INDEX")
-    return _checked(_Task(type_, index, jobs, "JOB_NAME"))
+    return _checked(Task(type_, index, jobs, "JOB_NAME"))
 
 
-def _checked(task: _Task) -> _Task:
+def _checked(task: Task) -> Task:
     """The task, if the cluster has it. Evaluators need not be listed, and a launcher may list nothing."""
     is_listed = not task.jobs or task.index in task.jobs.get(task.type, ())
     if is_listed or (task.type is NodeType.EVALUATOR and NodeType.EVALUATOR not in task.jobs):

@@ -67,6 +67,16 @@ def test_a_strategy_in_one_process_is_its_own_chief(monkeypatch: pytest.MonkeyPa
         assert not is_multi_worker(strategy)
 
 
+def test_what_a_strategy_tells_is_not_asked_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be(monkeypatch, "worker", 7)  # contradicts itself
+    strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
+    assert is_chief(strategy)
+    with checkpoint_dir(tmp_path / "train", strategy) as directory:
+        assert directory == tmp_path / "train"
+
+
 def test_importing_a_name_imports_no_tensorflow() -> None:
     code = "import sys; from exporter.training import checkpoint_dir; print('tensorflow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from exporter.checkpoint.locate import WORKER_PREFIX
 from exporter.filesystem import make_directories, remove_tree, writing
 
 Strategy = Any
-
-_CHIEFS = ("chief", "master")
 
 
 def is_chief(strategy: Strategy | None = None) -> bool:
@@ -39,7 +37,7 @@ def is_chief(strategy: Strategy | None = None) -> bool:
     Raises:
         RoleUnknown: the environment contradicts itself.
     """
-    return roles.is_chief() if strategy is None else _is_chief_of(strategy)
+    return _role(strategy).is_chief
 
 
 @contextmanager
@@ -55,14 +53,14 @@ def checkpoint_dir(directory: Path | str, strategy: Strategy | None = None) -> I
         TargetNotWritable, DiskFull, PublishError: the directory cannot be made.
     """
     shared = Path(directory)
-    is_saver, worker = is_chief(strategy), _worker(strategy)
+    role = _role(strategy)
     with writing(shared):
         make_directories(shared)
-    if is_saver:
+    if role.is_chief:
         _remove_of_former_workers(shared, strategy)
         yield shared
         return
-    own = shared / f"{WORKER_PREFIX}{worker}"
+    own = shared / f"{WORKER_PREFIX}{_worker(role)}"
     remove_tree(own)
     with writing(own):
         make_directories(own)
@@ -76,48 +74,39 @@ def is_multi_worker(strategy: Strategy | None) -> bool:
     """True if several processes run the same strategy, each of them a part of the training."""
     import tensorflow as tf
 
-    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and len(_tasks(strategy)) > 1
+    is_for_several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    return is_for_several and sum(map(len, _jobs(strategy).values())) > 1
 
 
-def _is_chief_of(strategy: Strategy) -> bool:
+def _role(strategy: Strategy | None) -> roles.Role:
+    """What the strategy tells if there is one, whatever the environment says."""
+    if strategy is None:
+        return roles.node_role()
     if not is_multi_worker(strategy):
-        return True
-    task, tasks = _task(strategy), _tasks(strategy)
-    has_chief = any(job in _CHIEFS for job, _ in tasks)
-    return task[0] in _CHIEFS or (task == ("worker", 0) and not has_chief)
+        return roles.SINGLE
+    resolver = strategy.cluster_resolver
+    return roles.Task(roles.NodeType(resolver.task_type), resolver.task_id, _jobs(strategy)).role()
 
 
-def _worker(strategy: Strategy | None) -> str:
+def _worker(role: roles.Role) -> str:
     """What tells this worker from the others: its number, with its job if that is not `worker`."""
-    if is_multi_worker(strategy):
-        return _numbered(*_task(strategy))
-    role = roles.node_role()
     if role.index is None:  # AutoDist does not number its workers
         return re.sub(r"\W", "-", socket.gethostname())
-    return _numbered(role.type.value, role.index)
+    is_worker = role.type is roles.NodeType.WORKER
+    return str(role.index) if is_worker else f"{role.type.value}_{role.index}"
 
 
-def _numbered(job: str, index: int) -> str:
-    return str(index) if job == "worker" else f"{job}_{index}"
-
-
-def _task(strategy: Strategy) -> tuple[str, int]:
-    resolver = strategy.cluster_resolver
-    return resolver.task_type, resolver.task_id
-
-
-def _tasks(strategy: Strategy) -> list[tuple[str, int]]:
+def _jobs(strategy: Strategy) -> Mapping[str, frozenset[int]]:
     """The tasks that run a MultiWorkerMirroredStrategy; none if it has no cluster."""
     spec = strategy.cluster_resolver.cluster_spec()
-    jobs = [job for job in (*_CHIEFS, "worker") if job in spec.jobs]
-    return [(job, index) for job in jobs for index in spec.task_indices(job)]
+    return {job: frozenset(spec.task_indices(job)) for job in spec.jobs if job in roles.TRAINERS}
 
 
 def _remove_of_former_workers(shared: Path, strategy: Strategy | None) -> None:
     """Chief: what was left by workers that a smaller cluster has no longer. Others remove their own."""
     if not is_multi_worker(strategy):
         return
-    known = {str(index) for job, index in _tasks(strategy) if job == "worker"}
+    known = {str(index) for index in _jobs(strategy).get(roles.NodeType.WORKER, ())}
     for left in shared.glob(f"{WORKER_PREFIX}[0-9]*"):
         if left.name.removeprefix(WORKER_PREFIX) not in known:
             remove_tree(left)
