@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from exporter.checkpoint.tensor_bundle import index_path, read_array, read_catal
 from exporter.errors import CheckpointChanged, CorruptFile, ExportError, MissingTensors, UsageError
 from exporter.options import DeltaDtype
 from exporter.output import NoProgress
-from exporter.pipeline.watch import exported_digests
+from exporter.pipeline.watch import WATCH_LOCK, exported_digests
+from exporter.publish.commit import model_lock
 from exporter.publish.published import children, read_manifest
 from tests.bundles import write
 
@@ -281,6 +282,21 @@ def test_watches_at_once_share_the_work(request_: ExportRequest) -> None:
         thread.join(60)
     assert exported == [10]
     assert published(request_.out) == ["model.ckpt-10"]
+
+
+def test_a_watch_lets_another_one_finish(request_: ExportRequest) -> None:
+    save(request_.ckpt_dir, 10)
+    request_.out.mkdir()
+    told: list[ExportError] = []
+    with ExitStack() as other:
+        other.enter_context(model_lock(request_.out, name=WATCH_LOCK))
+        assert one_look(request_, told) == []
+        release = threading.Timer(0.2, other.close)
+        release.start()
+        watching = Watching(0.01, StopWhen(count=1, after_seconds=60))
+        (done,) = watch(request_, watching, told.append)
+        release.join()
+    assert (done.published.version, told) == (10, [])
 
 
 def test_a_builder_runs_once(request_: ExportRequest) -> None:

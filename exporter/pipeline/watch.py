@@ -7,7 +7,7 @@ watch that was killed, and a second one beside it, go on where the first one was
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,7 +16,14 @@ from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.families import is_archive
 from exporter.checkpoint.identity import Identity, Looks, look
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
-from exporter.errors import CheckpointChanged, CheckpointNotFound, ExportError, ManifestError, UsageError
+from exporter.errors import (
+    CheckpointChanged,
+    CheckpointNotFound,
+    ExportError,
+    ManifestError,
+    TargetBusy,
+    UsageError,
+)
 from exporter.filesystem import make_directories, writing
 from exporter.following import EVERY_SECOND, Look, Watching, follow
 from exporter.options import ExportRequest, require_exact
@@ -77,17 +84,23 @@ class _Newest:
             return Look(None, self._step)
         catalog = open_checkpoint(self.request.ckpt_dir)
         self._require_graph(catalog)
-        done = self._export(Identity.of(catalog))
+        checkpoint = Identity.of(catalog)
+        done = self._export(checkpoint)
+        if done is None and checkpoint.digest not in self._exported:
+            return Look(None, self._step)
         self._seen, self._step = first, catalog.step
         return Look(done, catalog.step)
 
     def _export(self, checkpoint: Identity) -> Exported | None:
+        """What was exported; None if it is published, or another watch is exporting."""
         if checkpoint.digest in self._exported:
             return None
         model = self.request.out
         with writing(model):
             make_directories(model)
-        with model_lock(model, name=WATCH_LOCK):
+        with _turn(model) as is_ours:
+            if not is_ours:
+                return None
             done = None
             if checkpoint.digest not in exported_digests(model):
                 done = self._export_unless_changed(checkpoint)
@@ -114,6 +127,18 @@ class _Newest:
                 raise
             message = f"{checkpoint.prefix} was changed or removed while it was exported"
             raise CheckpointChanged(message, cause=error.message) from error
+
+
+@contextmanager
+def _turn(model: Path) -> Iterator[bool]:
+    """Whether it is ours to export; another watch may be at it for longer than one waits for a lock."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(model_lock(model, seconds=0, name=WATCH_LOCK))
+            is_ours = True
+        except TargetBusy:
+            is_ours = False
+        yield is_ours
 
 
 def exported_digests(model: Path) -> set[str]:
