@@ -395,6 +395,46 @@ def test_an_export_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
+def test_one_that_waits_for_an_export_that_takes_too_long_is_told(tmp_path: Path) -> None:
+    exports = slow_exports(tmp_path)
+    first, second = prefixes(tmp_path)[-2:]
+    exports.start(first)
+    await_file(tmp_path / "begun")
+    exports.start(second)
+    outcome = exports.finish(0.1)
+    assert outcome is exports.outcomes[-1]
+    assert [(o.checkpoint, o.exit_code) for o in exports.outcomes] == [(first, 130), (second, 130)]
+    assert outcome.message == "not done after 0.1 s, not begun"
+
+
+def test_an_export_that_cannot_be_stopped_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that hangs in a system call, which no signal ends; the export before it went well."""
+    exports = slow_exports(tmp_path)
+    first, second = prefixes(tmp_path)[-2:]
+    (tmp_path / "go").touch()
+    exports.start(first)
+    exports.finish(120)
+    for left in ("begun", "go"):
+        (tmp_path / left).unlink()
+    monkeypatch.setattr("exporter.training.exports._STOP_SECONDS", 0.1)
+    with monkeypatch.context() as signals:
+        for name in ("terminate", "kill"):
+            signals.setattr(subprocess.Popen, name, lambda process: None)
+        exports.start(second)
+        await_file(tmp_path / "begun")
+        outcome = exports.finish(0.1)
+    done, late = exports.outcomes
+    assert done.is_done
+    assert (done.checkpoint, done.message) == (first, "")
+    assert outcome is late
+    assert (late.checkpoint, late.exit_code) == (second, 130)
+    assert late.message == "not done after 0.1 s, and it cannot be stopped"
+    (tmp_path / "go").touch()
+    exports.finish(120)
+
+
 def test_a_killed_export_is_told(tmp_path: Path) -> None:
     exports = slow_exports(tmp_path)
     exports.start(prefixes(tmp_path)[-1])

@@ -35,9 +35,10 @@ _TAIL_BYTES = 64 << 10
 class ExportOutcome:
     """How one export ended.
 
-    `exit_code` is the command's (README: In scripts), negative for a signal; `error`, `message` and `hint`
-    say what went wrong, `last_line` is the last that the command said on stderr. `document` is what it said
-    with `--json`: `document["path"]` is the published version.
+    `exit_code` is the command's (README: In scripts), negative for a signal, and 130 also for an export that
+    was given up before it had ended, or begun. `error`, `message` and `hint` say what went wrong, `last_line`
+    is the last that the command said on stderr. `document` is what it said with `--json`:
+    `document["path"]` is the published version.
     """
 
     checkpoint: Path
@@ -56,7 +57,7 @@ class ExportOutcome:
 
 
 class Exports:
-    """The exports of one training; `outcomes` are those that ended, in their order.
+    """The exports of one training; `outcomes` are those that ended or were given up, in their order.
 
     Raises:
         UsageError: `what` is no complete request.
@@ -67,6 +68,7 @@ class Exports:
         self._directory = Path.cwd()  # relative paths mean what they mean now
         self._changed = threading.Condition()
         self._waiting: Path | None = None
+        self._running: Path | None = None
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.outcomes: tuple[ExportOutcome, ...] = ()
@@ -87,21 +89,35 @@ class Exports:
                 self._thread.start()
 
     def finish(self, seconds: float) -> ExportOutcome | None:
-        """The last export's outcome, None without any; one that is not done in time is stopped."""
+        """The last export's outcome, None without any.
+
+        One that is not done in time is stopped, one that waits is not begun, and both are told as failures.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: self._thread is None, seconds):
                 log.error("export: not done after %g s, stopping it", seconds)
-                self._waiting = None
-                self._stop()
-                late = f"not done after {seconds:g} s, stopped"
-                self.outcomes = (*self.outcomes[:-1], *(replace(o, message=late) for o in self.outcomes[-1:]))
+                self._give_up(seconds)
         return self.outcomes[-1] if self.outcomes else None
+
+    def _give_up(self, seconds: float) -> None:
+        waiting, self._waiting = self._waiting, None
+        before = self.outcomes
+        self._stop()
+        stopped = self.outcomes[len(before) :]  # or done at the last moment
+        late = f"not done after {seconds:g} s"
+        told = [o if o.is_done else replace(o, message=f"{late}, stopped") for o in stopped]
+        for checkpoint, why in ((self._running, "and it cannot be stopped"), (waiting, "not begun")):
+            if checkpoint is not None:
+                message = f"{late}, {why}"
+                told.append(ExportOutcome(checkpoint, Exit.INTERRUPTED, seconds, {}, message=message))
+        self.outcomes = (*before, *told)
 
     def _stop(self) -> None:
         """The command unwinds on SIGTERM and publishes nothing by halves; whatever holds it up is killed."""
         for stop in (subprocess.Popen.terminate, subprocess.Popen.kill):
-            if self._process is not None:
-                stop(self._process)
+            process = self._process  # which its thread takes away when it ends
+            if process is not None:
+                stop(process)
             if self._changed.wait_for(lambda: self._thread is None, _STOP_SECONDS):
                 return
 
@@ -109,13 +125,16 @@ class Exports:
         while True:
             with self._changed:
                 checkpoint, self._waiting = self._waiting, None
+                self._running = checkpoint
                 if checkpoint is None:
                     self._thread = None
                     self._changed.notify_all()
                     return
             outcome = self._export_or_newer(checkpoint)
             _report(outcome)
-            self.outcomes = (*self.outcomes, outcome)
+            with self._changed:
+                self._running = None
+                self.outcomes = (*self.outcomes, outcome)
 
     def _export_or_newer(self, checkpoint: Path) -> ExportOutcome:
         outcome = self._export(checkpoint)
@@ -126,6 +145,7 @@ class Exports:
                 checkpoint = candidates(self.ckpt_dir)[0]
             log.info("export: %s was pruned, exporting %s", outcome.checkpoint.name, checkpoint.name)
             with self._changed:
+                self._running = checkpoint
                 self._waiting = None if self._waiting == checkpoint else self._waiting
             outcome = self._export(checkpoint)
         return outcome
