@@ -127,7 +127,8 @@ class Catalog:
     """A checkpoint: its tensors by name, and the shard files that their extents point into.
 
     `prefix` is what TensorFlow calls the checkpoint path; `step` is the global step if the checkpoint tells
-    it; `family` is the trainer family in the words of the report.
+    it; `family` is the trainer family in the words of the report; `index_digest` is the lower-case SHA-256 of
+    the index that was read, None where there is none.
     """
 
     family: str
@@ -138,6 +139,7 @@ class Catalog:
     step: int | None = None
     notes: tuple[str, ...] = field(default=())
     naming: Naming = Naming.NAMES
+    index_digest: str | None = None
 
     @property
     def is_bundle(self) -> bool:

@@ -37,7 +37,7 @@ def test_an_archive_is_its_name_size_and_time(tmp_path: Path) -> None:
     assert Identity.of(open_checkpoint(path)).digest != first.digest
 
 
-@pytest.mark.parametrize("name", ["weights.npz.sha256", "weights.npz.tmp"])
+@pytest.mark.parametrize("name", ["weights.npz.sha256", "weights.npz.tmp", "weights.npz.index"])
 def test_what_lies_beside_an_archive_is_not_the_archive(tmp_path: Path, name: str) -> None:
     path = tmp_path / "weights.npz"
     np.savez(path, w=np.ones(3, np.float32))
@@ -98,4 +98,12 @@ def test_a_checkpoint_that_is_gone_has_none(tmp_path: Path) -> None:
     for path in (tmp_path / "model.ckpt.index", shard_path(tmp_path / "model.ckpt", 0, 1)):
         path.unlink()
     with pytest.raises(CheckpointChanged, match="vanished"):
+        Identity.of(catalog)
+
+
+def test_a_bundle_that_was_replaced_after_it_was_read_has_none(tmp_path: Path) -> None:
+    save(tmp_path / "model.ckpt", 1)
+    catalog = open_checkpoint(tmp_path)
+    save(tmp_path / "model.ckpt", 2)
+    with pytest.raises(CheckpointChanged, match="replaced after it was read"):
         Identity.of(catalog)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from exporter import DeltaDtype, ExportedDelta, export
+from exporter import DeltaDtype, ExportedDelta, ExportRequest, Updates, export, open_checkpoint
+from exporter.checkpoint.identity import Identity
 from exporter.errors import Exit, NothingChanged, NotUpdatable, UsageError
-from exporter.publish.published_log import read_log
+from exporter.output import NoProgress
+from exporter.publish.published_log import PublishedBase, read_log
 from tests.logs import Serving, Trainer, assert_same_bits, publish_base, request, served_now, values_at
 from tests.test_delta_deeprec import save_increment
 
@@ -78,3 +82,20 @@ def test_options_of_deltas_are_not_silently_off(
     asked = replace(request(trainer, tmp_path / "model"), **options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a version is exact"):
         export(asked)
+
+
+def test_a_base_is_published_though_its_checkpoint_is_pruned_meanwhile(
+    ranker: Path, ranker_graph: Path, tmp_path: Path
+) -> None:
+    train = shutil.copytree(ranker, tmp_path / "train")
+    digest = Identity.of(open_checkpoint(train)).digest
+
+    @contextmanager
+    def pruning(label: str, total: int) -> Iterator[NoProgress]:
+        yield NoProgress()
+        if label == "variables":  # they are in the bundle now
+            shutil.rmtree(train)
+
+    asked = ExportRequest(train, tmp_path / "model", model=str(ranker_graph), updates=Updates())
+    done = export(asked, pruning)
+    assert PublishedBase.read(done.published.path).entry.trained.checkpoint.digest == digest

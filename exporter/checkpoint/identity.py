@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
+from exporter.checkpoint.families import is_archive
 from exporter.errors import CheckpointChanged, CheckpointNotFound
 
 Looks: TypeAlias = tuple[tuple[str, int, int, int], ...]
@@ -38,14 +39,16 @@ class Identity:
         """The identity of the checkpoint that a catalog was just read from.
 
         Raises:
-            CheckpointChanged: it is gone.
+            CheckpointChanged: it is gone, or another one of its name is there.
         """
-        files = look(catalog.prefix)
-        if index_path(catalog.prefix).name in {name for name, *_ in files}:
+        if catalog.index_digest is not None:
+            files = look(catalog.prefix)
             try:
                 digest = index_digest(catalog.prefix)
             except CheckpointNotFound as error:
-                raise CheckpointChanged(error.message, cause=error.cause) from error
+                raise CheckpointChanged(f"{catalog.prefix} vanished after it was read") from error
+            if digest != catalog.index_digest:
+                raise CheckpointChanged(f"{index_path(catalog.prefix)} was replaced after it was read")
             return cls(catalog.prefix, digest, files, (catalog.prefix,))
         seen = [entry[:3] for path in catalog.shards for entry in look(path) if entry[0] == path.name]
         if not seen:
@@ -92,7 +95,7 @@ def look(prefix: Path) -> Looks:
     beside them (checksums, what is being downloaded) is not the checkpoint.
     """
     with suppress(OSError):
-        files = {path.name: path for path in prefix.parent.iterdir() if _is_of(prefix.name, path.name)}
+        files = {path.name: path for path in prefix.parent.iterdir() if _is_of(prefix, path.name)}
         if index_path(prefix).name in files:
             files.pop(prefix.name, None)
         found = [(name, files[name].stat()) for name in sorted(files)]
@@ -100,9 +103,11 @@ def look(prefix: Path) -> Looks:
     return ()
 
 
-def _is_of(prefix: str, name: str) -> bool:
-    rest = name.removeprefix(prefix)
-    return name.startswith(prefix) and (rest in ("", ".index", ".meta") or rest.startswith(".data-"))
+def _is_of(prefix: Path, name: str) -> bool:
+    if not name.startswith(prefix.name) or is_archive(prefix):
+        return name == prefix.name
+    rest = name.removeprefix(prefix.name)
+    return rest in ("", ".index", ".meta") or rest.startswith(".data-")
 
 
 def _look_at(paths: tuple[Path, ...]) -> Looks:

@@ -10,6 +10,7 @@ Writing is `bundle_writer`, values are `tensor_values`; both are offered here to
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import stat
@@ -83,7 +84,8 @@ def read_catalog(prefix: Path) -> Catalog:
     if _identity(path) != identity:
         raise CheckpointChanged(f"{path} was replaced while it was read")
     family = "TensorFlow V2, object-based" if OBJECT_GRAPH in index.tensors else "TensorFlow V2, name-based"
-    catalog = Catalog(family, prefix, index.tensors, shards, sizes)
+    digest = hashlib.sha256(data).hexdigest()
+    catalog = Catalog(family, prefix, index.tensors, shards, sizes, index_digest=digest)
     return replace(catalog, step=_step(catalog))
 
 

@@ -18,7 +18,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.convert import write_bundle
 from exporter.checkpoint.identity import Identity
-from exporter.delta.history import identify
+from exporter.delta.increment import CheckpointId
 from exporter.delta.recipe import Recipe
 from exporter.errors import CheckpointChanged, LinkRefused, ManifestError, NotUpdatable, UsageError
 from exporter.graph.inference_graph import InferenceGraph
@@ -292,7 +292,7 @@ def _updatable(planned: Plan, staging: Staging) -> UpdatableBase:
         planned.graph,
         planned.mapping,
         Recipe.of(planned.graph, planned.rules, planned.mapping),
-        identify(planned.catalog.prefix, step or 0),
+        CheckpointId(planned.catalog.prefix.name, step or 0, planned.checkpoint.digest),
         next_place(planned.request.out, step),
         updates,
         scratch,
