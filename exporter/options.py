@@ -120,7 +120,10 @@ class ExportRequest:
     delta_dtype: DeltaDtype | None = None
 
 
-def require_exact(request: ExportRequest) -> None:
+_FOR_DELTAS = "export(request, save_incr_model=True), or export_incremental(request)"
+
+
+def require_exact(request: ExportRequest, hint: str = _FOR_DELTAS) -> None:
     """Refuse what only deltas can be told, where a version is asked for.
 
     Raises:
@@ -129,5 +132,5 @@ def require_exact(request: ExportRequest) -> None:
     if request.min_change or request.delta_dtype:
         raise UsageError(
             "min_change and delta_dtype are for deltas, a version is exact",
-            hint="export(request, save_incr_model=True), or export_incremental(request)",
+            hint=hint,
         )

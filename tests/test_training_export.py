@@ -18,7 +18,7 @@ import tf_keras
 from exporter import cli, roles
 from exporter.command import run
 from exporter.errors import ExportFailed, UsageError
-from exporter.options import DataMode, ExportFormat, ExportRequest, Isolation, Updates, Verify
+from exporter.options import DataMode, DeltaDtype, ExportFormat, ExportRequest, Isolation, Updates, Verify
 from exporter.training import ExportCallback, ExportHook
 from exporter.training.arguments import ExportArguments
 from exporter.training.exports import Exports, export_environment
@@ -114,6 +114,14 @@ def test_arguments_without_a_directory_are_refused(what: Any) -> None:
 def test_a_function_cannot_be_handed_to_another_process() -> None:
     with pytest.raises(UsageError, match="needs the builder's name"):
         ExportHook(ExportRequest(Path("a"), Path("b"), model=lambda: None))
+
+
+@pytest.mark.parametrize("options", [{"min_change": 0.1}, {"delta_dtype": DeltaDtype.INT8}])
+@pytest.mark.parametrize("made", [ExportHook, ExportCallback])
+def test_what_only_deltas_are_told_is_refused_before_the_training(made: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="are for deltas") as caught:
+        made(ExportRequest(Path("a"), Path("b"), **options))
+    assert "--incr" in caught.value.hint
 
 
 @pytest.mark.parametrize("options", [{"every_checkpoints": 0}, {"wait_seconds": 0}])

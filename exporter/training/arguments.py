@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from exporter.errors import UsageError
-from exporter.options import ExportRequest
+from exporter.options import ExportRequest, require_exact
 
 What = ExportRequest | Sequence[str | os.PathLike[str]]
 """What to export: a request, or the command's own arguments."""
@@ -42,9 +42,10 @@ class ExportArguments:
 
         Raises:
             UsageError: no `--ckpt-dir` or `--out`, a `--watch`, a request that a command line cannot express,
-                or one string.
+                or that is for deltas, or one string.
         """
         if isinstance(what, ExportRequest):
+            require_exact(what, 'pass arguments with "--incr": ["--ckpt-dir", "train", "--incr", ...]')
             return cls(what.ckpt_dir, tuple(_options(what)))
         given = [] if isinstance(what, str) else [os.fspath(argument) for argument in what]
         if _WATCH in given:
