@@ -35,8 +35,11 @@ def with_training(mapping: Mapping, training: TrainingGraph) -> Mapping:
         )
     for variable in training.variables:
         check_fits(f"{variable.key} of the training graph", variable, tensors[variable.key])
-    taken = {*training.tensors}
-    served = [source if _is_shared(source) else _renamed(source, taken) for source in mapping.sources]
+    taken = {*training.tensors, *(source.key for source in mapping.sources)}
+    served = [
+        source if _is_shared(source) or source.key not in training.tensors else _renamed(source, taken)
+        for source in mapping.sources
+    ]
     present = {source.key for source in served}
     kept = (name for name in training.tensors if name not in present)
     alone = [Source(name, (), tensors[name], via="the training graph") for name in kept]

@@ -275,7 +275,8 @@ def _write_variables(
 def _in_bundle(planned: Plan, directory: Path, progress: ProgressFactory) -> Plan:
     """The plan with the mapped tensors in a bundle under `directory`, which goes with the staging."""
     mapping = planned.mapping
-    tensors = [source.tensor for source in mapping.sources]
+    by_name = {source.tensor.name: source.tensor for source in mapping.sources}
+    tensors = list(by_name.values())  # one may be served cast, and kept as it is for a training graph
     with progress("read", sum(ref.bytes_ for ref in tensors)) as bar:
         catalog = write_bundle(mapping.catalog, tensors, directory / "model.ckpt", bar)
     sources = tuple(replace(item, tensor=catalog.tensors[item.tensor.name]) for item in mapping.sources)

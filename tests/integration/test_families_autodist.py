@@ -233,6 +233,28 @@ def test_a_serving_graph_of_other_values(trained: Path, tmp_path: Path) -> None:
     assert 0 < np.abs(scores - expected(trained, "scores")).max() < 0.02
 
 
+def test_an_archive_serves_a_cast_and_keeps_the_value_for_training(trained: Path, tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    reader = tf.train.load_checkpoint(str(trained / "checkpoints/model.ckpt-12"))
+    np.savez(
+        tmp_path / "w.npz", **{name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+    )
+    model = str(trained / "saved_model")
+    request = ExportRequest(
+        tmp_path / "w.npz", tmp_path / "small", model=model, tag=TAG, train_tag=TAG, casts=("table=bfloat16",)
+    )
+    done = export(request)
+    assert {item.key for item in done.plan.mapping.sources if item.tensor.name == "table"} == {
+        "table",
+        "serve/table",
+    }
+    with loaded(done.published.path, TAG) as (session, meta_graph):
+        signature = meta_graph.signature_def["evaluate"]
+        loss = session.run(signature.outputs["loss"].name, feeds(signature))
+    np.testing.assert_allclose(loss, expected(trained, "loss"), **NUMBERS)
+
+
 def test_other_vocabularies_of_one_name_stay_apart(trained: Path, tmp_path: Path) -> None:
     """The builder's file has the same name as the training graph's, and other words."""
     (tmp_path / "words.txt").write_text("e\nd\nc\nb\na\n")
