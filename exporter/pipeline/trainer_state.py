@@ -9,11 +9,13 @@ from pathlib import Path
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint.identity import index_digest
 from exporter.checkpoint.tensor_bundle import index_path
 from exporter.delta.deeprec import find_deeprec_way, read_increment
 from exporter.delta.entry import Trained
 from exporter.delta.format import Schema
-from exporter.delta.history import History, identify, read_history
+from exporter.delta.history import History, read_history
+from exporter.delta.increment import CheckpointId
 from exporter.delta.recipe import Recipe
 from exporter.delta.state import Changes, State
 from exporter.delta.stored import stored_variables, translate
@@ -84,7 +86,9 @@ def read_trainer(
         SchemaChanged: its variables are not those that are published.
     """
     catalog = open_checkpoint(ckpt_dir)
-    full = identify(catalog.prefix, catalog.step or 0)
+    # Of the index that was read: the trainer may have put another in its place since.
+    digest = catalog.index_digest or index_digest(catalog.prefix)
+    full = CheckpointId(catalog.prefix.name, catalog.step or 0, digest)
     history = read_history(catalog.prefix.parent)
     deeprec = None if history.increments else read_increment(catalog)
     if deeprec is not None:
