@@ -136,18 +136,21 @@ def retire_logs(log: PublishedLog, *, now: float, grace_seconds: float = GRACE_S
 def _without_base(log: PublishedLog) -> list[Path]:
     """The directories of logs that no version belongs to."""
     directory = log.path.parent
+    found = sorted(directory.iterdir()) if directory.is_dir() else []
+    others = [
+        path
+        for path in found
+        if _LOG.fullmatch(path.name) and path != log.path and path.is_dir() and not path.is_symlink()
+    ]
+    if not others:  # as a rule; then no version's manifest has to be read
+        return []
     try:
         manifests = [read_manifest(child.path) for child in children(log.model) if child.is_ours]
     except ManifestError:
         return []
     entries = [manifest.incremental for manifest in manifests]
     alive = {log_name(entry.log) for entry in entries if isinstance(entry, BaseEntry)}
-    found = sorted(directory.iterdir()) if directory.is_dir() else []
-    return [
-        path
-        for path in found
-        if _LOG.fullmatch(path.name) and path.name not in alive and path.is_dir() and not path.is_symlink()
-    ]
+    return [path for path in others if path.name not in alive]
 
 
 _LOG = re.compile(r"[0-9]{20}", re.ASCII)
