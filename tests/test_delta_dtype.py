@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.entry import DeltaEntry, Made, Rounded
-from exporter.delta.files import read_header
+from exporter.delta.files import read_delta
 from exporter.delta.format import Kind, Rows
 from exporter.delta.packing import round_rows, shrinks
 from exporter.delta.way import ROUNDED
@@ -191,7 +191,7 @@ def test_the_largest_error_is_the_true_one_and_the_exact_values_come_later(
         assert (done.compared_bytes > 0) is (source == "save")
         entry = done.published.manifest.incremental
         assert isinstance(entry, DeltaEntry) and entry.only_from and entry.rounded == done.rounded
-        assert read_header(read_catalog(done.published.path / "delta")).packing is dtype
+        assert read_delta(done.published.path / "delta", log.schema).header.packing is dtype
         served = values_at(log)
         changed = log.open(log.deltas[-1]).changes
         errors = [
@@ -257,7 +257,7 @@ def test_mergers_and_rollbacks_hold_every_bit_and_stay_small(
     newest = values_at(log)
     merged = chain.merge(model)
     assert merged is not None
-    header = read_header(read_catalog(merged.published.path / "delta"))
+    header = read_delta(merged.published.path / "delta", log.schema).header
     assert (header.packing, header.only_from) == (dtype, True)
     catalog = read_catalog(merged.published.path / "delta")
     assert catalog.tensors["s/users/packed"].shape[0] > 0

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.delta.files import read_delta, read_header, write_delta
+from exporter.delta.files import read_delta, write_delta
 from exporter.delta.format import (
     FORMAT_VERSION,
     POSITION_LIMIT,
@@ -93,7 +93,7 @@ def test_what_was_written_is_read(
     prefix = tmp_path_factory.mktemp("delta") / "delta"
     written = write_delta(prefix, schema, header, changes)
     assert [ref.name for ref in written] == ["delta/position", "delta/lineage", "delta/schema", *schema.keys]
-    assert read_header(read_catalog(prefix)) == header
+    assert read_delta(prefix, schema).header == header
     delta = read_delta(prefix, schema)
     assert delta.header == header
     assert delta.rows == sum(len(change.ids) for change in changes.values() if isinstance(change, Rows))

@@ -12,9 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta import packing as packing_module
-from exporter.delta.files import read_delta, read_header, write_delta
+from exporter.delta.files import read_delta, write_delta
 from exporter.delta.format import DeltaHeader, Kind, Rows, Schema, ServedVariable
 from exporter.delta.packing import Packing, decode, encode, pack_rows, round_rows, shrinks
 from exporter.dtypes import DType
@@ -130,7 +129,7 @@ def test_a_packed_delta_holds_every_bit(
         patch.setattr(packing_module, "_ROWS_AT_ONCE", at_once)
         prefix = Path(directory) / "delta"
         write_delta(prefix, schema, header, {"t": rows, "whole": whole})
-        assert read_header(read_catalog(prefix)) == header
+        assert read_delta(prefix, schema).header == header
         delta = read_delta(prefix, schema)
         assert delta.rows == len(rows.ids)
         found, dense = delta.changes["t"], delta.changes["whole"]

@@ -61,16 +61,6 @@ def write_delta(
     return writer.tensors
 
 
-def read_header(catalog: Catalog) -> DeltaHeader:
-    """What the delta in `catalog` says of itself, checksums verified.
-
-    Raises:
-        UnsupportedFormat: it is not a delta, or of another version.
-        CorruptFile: a checksum or a value is wrong.
-    """
-    return _header(catalog)[0]
-
-
 def read_delta(prefix: Path, schema: Schema) -> Delta:
     """The delta at `prefix`, its structure checked against `schema`; the values' checksums are not read.
 
