@@ -40,13 +40,16 @@ VersionFlag = Annotated[
 ]
 DebugFlag = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
-EXIT_CODES = """\b
-Exit codes:
-  0  done, or nothing to do             5  position or lineage mismatch
-  1  any other failure                  6  verification failed; nothing was published
-  2  usage                              7  a server refused, failed to load, or was late
-  3  checkpoint missing or damaged      10 differences found (diff --exit-code)
-  4  variables without a tensor         130 interrupted"""
+
+def _exit_codes() -> str:
+    """The table of exit codes at the end of a help text, in two columns."""
+    texts = [f"{int(code):<2} {code.meaning}" for code in Exit]
+    half = (len(texts) + 1) // 2
+    rows = (f"  {left:<36}{right}" for left, right in zip(texts[:half], texts[half:], strict=True))
+    return "\b\nExit codes:\n" + "\n".join(rows)
+
+
+EXIT_CODES = _exit_codes()
 
 
 def new_app(name: str) -> typer.Typer:

@@ -59,21 +59,31 @@ import errno
 import os
 from enum import IntEnum
 from pathlib import Path
+from typing import Self
 
 
 class Exit(IntEnum):
-    """Exit codes of both commands."""
+    """Exit codes of both commands; each has a `meaning` for help texts and tables."""
 
-    DONE = 0
-    FAILURE = 1
-    USAGE = 2
-    CHECKPOINT = 3
-    MAPPING = 4
-    POSITION = 5
-    VERIFICATION = 6
-    SERVER = 7
-    DIFFERENT = 10
-    INTERRUPTED = 130
+    meaning: str
+
+    def __new__(cls, code: int, meaning: str) -> Self:
+        """A member that is its code, and knows what it means."""
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.meaning = meaning
+        return member
+
+    DONE = 0, "done, or nothing to do"
+    FAILURE = 1, "any other failure"
+    USAGE = 2, "usage"
+    CHECKPOINT = 3, "checkpoint missing or damaged"
+    MAPPING = 4, "variables without a tensor"
+    POSITION = 5, "position or lineage mismatch"
+    VERIFICATION = 6, "verification failed; nothing was published"
+    SERVER = 7, "a server refused, failed to load, or was late"
+    DIFFERENT = 10, "differences found (diff --exit-code)"
+    INTERRUPTED = 130, "interrupted"
 
 
 class ExportError(Exception):

@@ -123,13 +123,21 @@ def run_server(
         typer.Option(metavar="NAME", help="Name in requests. [default: MODEL_BASE_PATH's last part]"),
     ] = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 takes a free one.")] = 8500,
-    poll_seconds: Annotated[float, typer.Option(min=0.01, help="How often to look for new versions.")] = 1.0,
-    threads: Annotated[int, typer.Option(min=1, help="How many calls to work on at a time.")] = 8,
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="gRPC port; 0 takes a free one.")
+    ] = 8500,
+    poll_seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.01, help="How often to look for new versions.")
+    ] = 1.0,
+    threads: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many calls to work on at a time.")
+    ] = 8,
     max_filled_bytes: Annotated[
         int,
         typer.Option(
-            min=0, help="Refuse requests that have more than this filled in, to the shape they name."
+            metavar="BYTES",
+            min=0,
+            help="Refuse requests that have more than this filled in, to the shape they name.",
         ),
     ] = 64 << 20,
     wait: Annotated[
@@ -207,7 +215,10 @@ def predict(
         typer.Option(metavar="NAME", help="[default: the request's signature_name, or serving_default]"),
     ] = None,
     version: Annotated[
-        int | None, typer.Option(min=0, help="The version to ask. [default: the newest that is available]")
+        int | None,
+        typer.Option(
+            metavar="VERSION", min=0, help="The version to ask. [default: the newest that is available]"
+        ),
     ] = None,
     deadline: Deadline = 10.0,
     json_: JsonFlag = False,
@@ -238,7 +249,10 @@ def update(
         typer.Option(metavar="POSITION", min=-1, help="The position to reach; -1 is the newest published."),
     ] = -1,
     version: Annotated[
-        int | None, typer.Option(min=0, help="The version to update. [default: the newest that is available]")
+        int | None,
+        typer.Option(
+            metavar="VERSION", min=0, help="The version to update. [default: the newest that is available]"
+        ),
     ] = None,
     deadline: Deadline = 60.0,
     json_: JsonFlag = False,

@@ -1,0 +1,1 @@
+"""What makes parts of this repository; nothing of it is installed."""

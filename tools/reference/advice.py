@@ -1,0 +1,278 @@
+"""What the code cannot tell of its errors: why each happens to people, and what they do about it.
+
+A class of errors.py without an entry here fails the making of the page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from exporter import errors
+from exporter.errors import ExportError
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Why an error happens, and what to do: Markdown, one or two sentences each."""
+
+    why: str
+    do: str
+
+
+ADVICE: dict[type[ExportError], Advice] = {
+    errors.ExportError: Advice(
+        "Something that no other class names: standard output cannot be written, or the program itself is "
+        "at fault.",
+        "If the text begins with `unexpected`, it is a bug: run again with `--debug` and report the "
+        "traceback.",
+    ),
+    errors.UsageError: Advice(
+        "An option is malformed, or two options contradict each other, or a file that an option names "
+        "cannot be read. Nothing has been looked at yet.",
+        "Change the command line; every option is in the [reference](export-model.md).",
+    ),
+    errors.RoleUnknown: Advice(
+        "`TF_CONFIG` or another variable that launchers set describes a cluster, and does not say clearly "
+        "which of its nodes this is. Exporting on every node would publish the same thing several times.",
+        "Correct the variable, or say `--any-role` where a single node is meant to export.",
+    ),
+    errors.CheckpointError: Advice(
+        "The operating system refuses to read or list the file.",
+        "Look at the `cause:` line: permissions, a network file system that is gone, a path that is no "
+        "directory.",
+    ),
+    errors.CheckpointNotFound: Advice(
+        "The directory is empty or wrong, training has not saved yet, or the only checkpoint there is "
+        "still being written (an index without all its shards is not complete).",
+        "List what is there with `export-model inspect DIR`. With `--watch` the command waits for the "
+        "first checkpoint.",
+    ),
+    errors.MissingShard: Advice(
+        "The checkpoint was copied without all its `.data-*` files, or a copy is still running.",
+        "Copy the missing files beside the index, or name an older complete checkpoint by its prefix.",
+    ),
+    errors.TruncatedFile: Advice(
+        "A copy ended early, or the disk of the trainer was full while it saved.",
+        "Copy the checkpoint again; if the original is short as well, take an older one.",
+    ),
+    errors.CorruptFile: Advice(
+        "A checksum does not match, or the structure of the file contradicts itself. Bytes were changed "
+        "after they were written: a bad disk, a broken copy, a tool that edited the file, or a file that "
+        "is something else than its name says.",
+        "Copy it again and compare. A damaged delta or version is found and named by `export-model doctor "
+        "MODEL`.",
+    ),
+    errors.UnsupportedFormat: Advice(
+        "The file is sound, and of a kind that is not read: another version, big-endian, compressed in "
+        "another way, an encrypted archive, a SavedModel in chunks.",
+        "Save it again as the text says. A newer format version needs the `export-model` that wrote it, "
+        "or a newer one.",
+    ),
+    errors.UnsafeArchive: Advice(
+        "An archive has pickled objects, links, paths that lead out of it, or unfolds to far more than it "
+        "holds. Nothing of it was executed.",
+        "Save the weights again with the trainer. There is no option to read such a file in spite of this.",
+    ),
+    errors.CheckpointChanged: Advice(
+        "The trainer pruned or replaced the checkpoint while it was read. Nothing was published.",
+        "Run the command again; `--watch` does that by itself. If it happens often, let the trainer keep "
+        "more checkpoints.",
+    ),
+    errors.GraphError: Advice(
+        "The graph in the `.meta` or SavedModel contradicts itself (edges to nodes that are not there, "
+        "doubled names, collections that are no JSON).",
+        "Check that the file was written by TensorFlow and not edited; a builder (`--model file.py:fn`) "
+        "needs no such file.",
+    ),
+    errors.BuilderError: Advice(
+        "The Python function that `--model` names raised, could not be imported, or returned something "
+        "that is not inputs and outputs.",
+        "Run it alone in Python. `--debug` shows its traceback; what it may return is in the guide on "
+        "builders.",
+    ),
+    errors.UnknownTensor: Advice(
+        "`--input`, `--output`, `--feed` or `--signatures` names a tensor that the graph does not have, "
+        "often for want of a scope or of `:0`.",
+        "List the tensors: `export-model inspect GRAPH --tensors`. The text names the nearest ones.",
+    ),
+    errors.CodeRefused: Advice(
+        "A Keras archive holds a `Lambda` or a class that is not Keras' own. Loading it would run code "
+        "from the archive.",
+        "Name the module that defines the class with `--custom-objects`, or trust the archive with "
+        "`--allow-code`.",
+    ),
+    errors.NotServable: Advice(
+        "What the output depends on does not exist while serving: an input pipeline, a queue, a "
+        "`py_function`, a file reader, or an operation that cannot be updated in place.",
+        "Choose outputs behind it, make it an input with `--input`, or freeze it with `--feed`.",
+    ),
+    errors.MissingAsset: Advice(
+        "A lookup table of the graph is filled from a vocabulary file that is not where the graph looks "
+        "for it.",
+        "Put the file there, or beside the `.meta` if its path is relative.",
+    ),
+    errors.MappingError: Advice(
+        "Graph and checkpoint fit by name, and a value cannot become what is served: too large for the "
+        "type of `--cast`, or rows that cannot be laid out anew.",
+        "Leave the variable out of `--cast`, or serve the partitions that the trainer has.",
+    ),
+    errors.MissingTensors: Advice(
+        "The graph has variables that the checkpoint does not: names were changed by a scope, the "
+        "checkpoint is of another model, or averages are asked for that were not saved.",
+        "`export-model inspect CHECKPOINT --unmatched MODEL` prints both left-over lists side by side; "
+        "`--rename` or `--rename-file` joins them.",
+    ),
+    errors.ShapeMismatch: Advice(
+        "A variable and its tensor have different shapes or types: other hyper-parameters "
+        "(`--model-arg`), another vocabulary, or a rename that joins the wrong pair.",
+        "Build the graph with the values that training used.",
+    ),
+    errors.ObjectMismatch: Advice(
+        "An object-based checkpoint (TensorFlow 2, Keras) is matched by walking both graphs of objects, "
+        "and they differ: layers in another order, one more or one less, other attribute names.",
+        "Build the model as the trainer did; if only names changed, say so with `--rename`.",
+    ),
+    errors.TrainingModeServed: Advice(
+        "Batch normalisation in the graph uses the statistics of each request's own batch, as in "
+        "training, although the checkpoint holds moving averages for inference. Answers would depend on "
+        "what else is in the batch.",
+        "Build the graph with `training=False`, freeze the placeholder with `--feed is_training=false`, "
+        "or say `--allow-batch-statistics` if it is meant.",
+    ),
+    errors.AmbiguousRename: Advice(
+        "Two `--rename` rules give one variable different names, or two variables claim one tensor.",
+        "Make the patterns more specific; they match whole names. `--dry-run` prints what matches.",
+    ),
+    errors.NoCertainMatch: Advice(
+        "The file stores values without the graph's names (`.npz` lists, weights files by layer number), "
+        "and shapes and layer names do not decide which value is whose. Guessing would publish a wrong "
+        "model.",
+        "Write the pairs down: `inspect --unmatched` begins the table for `--rename-file`. `--by-order` "
+        "trusts a list's order.",
+    ),
+    errors.PartitionStrategyUnknown: Advice(
+        "An embedding table has other partitions in the graph than in the checkpoint, and the order of "
+        "its rows depends on whether training looked it up by `mod` or by `div`.",
+        "Put the trainer's `.meta` beside the checkpoint, which tells it, or say `--partition-strategy "
+        "NAME=mod`.",
+    ),
+    errors.PositionError: Advice(
+        "What is to be published does not continue the log of deltas: another graph, vocabulary or option "
+        "than the base was made with.",
+        "Publish a new base (`--updatable`, or `--full-on-mismatch` with `--incr`).",
+    ),
+    errors.NotUpdatable: Advice(
+        "Nothing is published under the model base path, or its newest version takes no deltas.",
+        "Publish a base with `--incr` or `--updatable`.",
+    ),
+    errors.DeltaGap: Advice(
+        "Between two positions a delta is missing: it was removed by hand, is damaged, or was merged away "
+        "under a replica that is far behind.",
+        "`export-model doctor MODEL` says which; a replica that is behind the gap has to load the newest "
+        "version.",
+    ),
+    errors.StaleDelta: Advice(
+        "The state is at the delta's end, or beyond it. Applying it would go back.",
+        "Nothing has to be done: take the next delta.",
+    ),
+    errors.ForeignLineage: Advice(
+        "The delta was published for another base: a directory was copied between models, or restored "
+        "from a backup.",
+        "Remove the directory that the text names.",
+    ),
+    errors.SchemaChanged: Advice(
+        "The served variables, their types, shapes or export options are not those that the log began "
+        "with, so no delta can express the change.",
+        "Begin a new log: `--full-on-mismatch` with `--incr`, or `--updatable`.",
+    ),
+    errors.PositionUnknown: Advice(
+        "The position that was named is between two deltas, before the first base, or its deltas were "
+        "merged or removed.",
+        "`export-model history MODEL` and `export-model verify MODEL` list positions that can be named.",
+    ),
+    errors.ChainEnds: Advice(
+        "The newest version takes deltas and the one to be published would not. Servers load it and stop "
+        "updating.",
+        "Export with `--incr` or `--updatable`; say `--plain` if deltas are to end.",
+    ),
+    errors.ModelHeld: Advice(
+        "Somebody rolled the model back, or set a hold for a canary, and what is to be published would "
+        "pass it.",
+        "Lift the hold with `export-model resume MODEL` when it is safe; `--despite-hold` publishes a "
+        "version all the same.",
+    ),
+    errors.NothingChanged: Advice(
+        "`save_incr_model=True` asks for a delta, and the trainer has saved nothing since the last one.",
+        "Save first. `export_incremental()` does nothing in this case instead.",
+    ),
+    errors.PositionMoved: Advice(
+        "Another process published to the same model between planning and publishing. Nothing of this "
+        "command was published.",
+        "Run it again. Two exporters of one model are safe and waste work.",
+    ),
+    errors.VerificationError: Advice(
+        "What was staged, or what is published, is not what its manifest says; or `--verify outputs` "
+        "found other answers than the source graph's.",
+        "Before publishing: nothing was published, run again. In a published directory: `export-model "
+        "doctor MODEL`.",
+    ),
+    errors.ManifestError: Advice(
+        "A `manifest.json` (or the hold) is missing, damaged, or of a format that this release does not "
+        "know.",
+        "Remove the directory that the text names and publish anew; of a newer format, use the newer "
+        "`export-model`.",
+    ),
+    errors.PublishError: Advice(
+        "Writing failed for a reason other than space and permission; the `cause:` line is the operating "
+        "system's.",
+        "Look at the file system; nothing was published, and the command can be run again.",
+    ),
+    errors.TargetNotWritable: Advice(
+        "The model base path is read-only, belongs to somebody else, or is not a directory; or the file "
+        "system has no locks.",
+        "Choose another `--out`, or change its permissions.",
+    ),
+    errors.DiskFull: Advice(
+        "The disk or a quota is full. The staging directory has been removed.",
+        "Free space; `--keep N` removes old versions, `--data link` copies nothing.",
+    ),
+    errors.TargetBusy: Advice(
+        "Another command holds the model's lock, for longer than this one waits.",
+        "Wait for it. The lock is the kernel's: a process that died holds none.",
+    ),
+    errors.LinkRefused: Advice(
+        "`--data link` allows no copies, and the checkpoint lies on another file system, or belongs to "
+        "another user (`fs.protected_hardlinks`).",
+        "`--data auto` links where it can and copies where it must.",
+    ),
+    errors.VersionExists: Advice(
+        "`--version` names a number that is taken, or that is below the newest: servers would not load it.",
+        "Leave `--version` out.",
+    ),
+    errors.Unreachable: Advice(
+        "A path cannot even be looked at: permissions of a directory above it, a dead mount, a loop of "
+        "links.",
+        "Make it reachable for this user.",
+    ),
+    errors.ExportFailed: Advice(
+        "A training hook runs exports in a process of its own, and one of them failed or was not done in "
+        "time.",
+        "The training's log has the export's own error. The checkpoint is there: run the same export by "
+        "hand.",
+    ),
+    errors.ServerError: Advice(
+        "A model server has no version that can be served, or did not take an update.",
+        "`serve-model status HOST` shows the state of each version; `export-model verify MODEL` checks "
+        "the files.",
+    ),
+    errors.ModelPathNotFound: Advice(
+        "The directory to serve does not exist, or is one version instead of the directory above it.",
+        "Name the model base path, which holds the version directories.",
+    ),
+    errors.CallFailed: Advice(
+        "A call to a model server ended in another status than OK: nobody listens there, the model has "
+        "another name, the request does not fit, or the deadline passed.",
+        "The text names the server's status. After DEADLINE_EXCEEDED of an update, call again: updates "
+        "are idempotent.",
+    ),
+}

@@ -1,0 +1,129 @@
+"""A page for each of the two commands: its use, examples, and options in the groups of `--help`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from exporter.help_groups import GROUPS, REST, group_of
+from tools.reference.markdown import code, code_block, table, text
+
+_COMMON = ("--json", "--quiet", "--debug", "--help", "-V")
+"""Options that are told once on a page, not for each of its commands."""
+_NOTE = re.compile(r"\s*\[((?:default: |required|x[<>]=|\S+<=x).*)\]$")
+_ARGUMENT_TYPE = re.compile(r" <[^>]*>$")
+_MANY_OPTIONS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option or argument as `--help` tells of it; `notes` are its default and limits."""
+
+    name: str
+    help: str
+    notes: str
+    is_argument: bool
+
+    @property
+    def long_name(self) -> str:
+        """`--name`, or an argument's metavar."""
+        names = [word for word in self.name.replace(",", "").split() if word.startswith("-")]
+        return max(names, key=len) if names else self.name
+
+    def row(self) -> tuple[str, str, str]:
+        """Its line in a table."""
+        return code(self.name), text(self.help), text(self.notes)
+
+
+def page(app: typer.Typer, name: str) -> str:
+    """The page of an application and all its subcommands."""
+    root: Any = typer.main.get_command(app)
+    context = _context(root, name)
+    names = list(root.list_commands(context))
+    linked = ", ".join(f"[{sub}](#{name}-{sub})" for sub in names)
+    parts = [f"# {name}\n", *_command(root, context, "[OPTIONS] [COMMAND ...]"), f"Commands: {linked}.\n"]
+    shared = {option.long_name: option for option in _options(root, context)}
+    for sub in names:
+        command = root.get_command(context, sub)
+        inner = _context(command, f"{name} {sub}")
+        parts += [f"## {name} {sub}\n", *_command(command, inner, "[OPTIONS]")]
+        shared |= {option.long_name: option for option in _options(command, inner)}
+    rows = (shared[option].row() for option in _COMMON)
+    parts += ["## Options of every command\n", _option_table(rows)]
+    return "\n".join(parts)
+
+
+def _command(command: Any, context: Any, usage: str) -> Iterator[str]:
+    options = [option for option in _options(command, context) if option.long_name not in _COMMON]
+    arguments = [option for option in options if option.is_argument]
+    yield code_block(" ".join((context.info_name, usage, *(argument.name for argument in arguments))))
+    yield from _help(command.help)
+    if arguments:
+        yield table(("argument", "what it is"), (argument.row()[:2] for argument in arguments))
+    groups = list(_groups([option for option in options if not option.is_argument]))
+    if len(groups) > 1:
+        yield "## Options\n"
+    for heading, rows in groups:
+        if heading != REST:
+            yield f"### {heading}\n"
+        yield _option_table(option.row() for option in rows)
+
+
+def _option_table(rows: Iterable[tuple[str, str, str]]) -> str:
+    return table(("option", "what it does", "default, limits"), rows)
+
+
+def _groups(options: list[Option]) -> Iterator[tuple[str, list[Option]]]:
+    """The root command's options by heading; a subcommand's, which are few, under none."""
+    is_grouped = len(options) > _MANY_OPTIONS
+    for heading in (*GROUPS, REST):
+        rows = [o for o in options if (group_of(o.long_name) if is_grouped else REST) == heading]
+        if rows:
+            yield heading, rows
+
+
+def _help(help_: str) -> Iterator[str]:
+    """A help text: its paragraphs, and what `\\b` marks (examples, tables) as they stand."""
+    for paragraph in help_.strip().split("\n\n"):
+        if not paragraph.startswith("\b"):
+            yield text(" ".join(paragraph.split())) + "\n"
+            continue
+        heading, *lines = paragraph.removeprefix("\b").strip("\n").splitlines()
+        if heading.startswith("Exit codes"):
+            yield "Exit codes are on [a page of their own](exit-codes.md).\n"
+        else:
+            yield code_block("\n".join(line.removeprefix("  ") for line in lines))
+
+
+def _context(command: Any, name: str) -> Any:
+    context_class = getattr(command, "context_class", None) or typer.Context
+    return context_class(command, info_name=name, help_option_names=["-h", "--help"])
+
+
+def _options(command: Any, context: Any) -> Iterator[Option]:
+    for parameter in command.get_params(context):
+        record = parameter.get_help_record(context)
+        if record is None:
+            continue
+        name, help_ = record
+        notes: list[str] = []
+        while found := _NOTE.search(help_):
+            notes = [*found[1].split("; "), *notes]
+            help_ = help_[: found.start()]
+        is_argument = parameter.param_type_name == "argument"
+        yield Option(
+            _ARGUMENT_TYPE.sub("", name) if is_argument else name,
+            help_,
+            ", ".join(map(_in_words, notes)),
+            is_argument,
+        )
+
+
+def _in_words(note: str) -> str:
+    """A default as it is, and `x>=1` as `at least 1`."""
+    note = re.sub(r"^x>=(\S+)$", r"at least \1", re.sub(r"^(\S+)<=x<=(\S+)$", r"\1 to \2", note))
+    return note.removeprefix("default: ")

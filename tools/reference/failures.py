@@ -1,0 +1,149 @@
+"""Two pages from the tree of errors: the exit codes, and what to do about each error, with all its texts."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from exporter import errors
+from exporter.errors import CallFailed, Exit, ExportError
+from tools.reference.advice import ADVICE
+from tools.reference.markdown import code, table, text
+
+ROOT = Path(__file__).parent.parent.parent
+SOURCES = ("exporter", "serving")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A text that an error is raised with, `…` for what varies, and the hint that it brings along, if any."""
+
+    text: str
+    hint: str
+
+
+_EXIT_CODES = """\
+# Exit codes
+
+Both commands end with one of these codes. A script needs nothing else: no text has to be parsed. With
+`--json` the last line of stderr is one object with `error` (the name of the class), `message`, `cause`,
+`hint` and `exit_code`.
+
+{table}
+What a script may rely on:
+
+- 0 is also the code of a command that found nothing to do: the checkpoint is published already, there is no
+  delta to merge, this node of the cluster is not the chief. The document's `status` tells which.
+- After 1 to 7 nothing is half-written, and running the same command again is safe.
+- 10 comes from `export-model diff --exit-code` alone. `export-model verify` and `doctor` end with 6 if
+  something is damaged on disk; `doctor` with 3 if it is the checkpoint alone, with 7 if it is model servers
+  alone.
+- `serve-model status` ends with 7 unless a version is AVAILABLE, `serve-model update` with 7 if the model
+  stopped before deltas that are published.
+- A command that was interrupted (SIGINT, SIGTERM) removes its staging directory and ends with 130.
+  `serve-model run` ends with 0 after SIGTERM: that is how containers are stopped.
+"""
+_TROUBLESHOOTING = """\
+# Troubleshooting
+
+Look for the text after `error:`. What varies in it (names, paths, numbers) is `…` here. Each error has a
+class, which `--json` names, and an [exit code](exit-codes.md). `export-model doctor MODEL` looks for most of
+what can be wrong with a published model, and names the command that helps.
+"""
+
+
+def exit_codes() -> str:
+    """The page of exit codes."""
+    kinds = list(all_errors())
+    rows = (
+        (
+            str(int(code_)),
+            code_.meaning,
+            ", ".join(
+                f"[{kind.__name__}](troubleshooting.md#{kind.__name__.lower()})"
+                for kind in kinds
+                if kind.exit_code is code_
+            ),
+        )
+        for code_ in Exit
+    )
+    return _EXIT_CODES.format(table=table(("code", "meaning", "errors"), rows))
+
+
+def troubleshooting() -> str:
+    """The page of errors, in the order of the tree."""
+    parts = [_TROUBLESHOOTING]
+    for kind in all_errors():
+        parts += _section(kind)
+    return "\n".join(parts)
+
+
+def _section(kind: type[ExportError]) -> Iterator[str]:
+    advice = ADVICE[kind]
+    yield f"## {kind.__name__}\n"
+    yield f"{text((inspect.getdoc(kind) or '').partition(chr(10))[0])} Exit code {int(kind.exit_code)}.\n"
+    yield f"- *Why:* {advice.why}"
+    yield f"- *What to do:* {advice.do}"
+    yield f"- *Hint, unless the text has its own:* {text(kind.default_hint)}\n"
+    found = messages().get(kind.__name__, [])
+    if found:
+        yield table(("text", "hint of its own"), ((code(m.text), text(m.hint)) for m in found))
+
+
+def all_errors() -> Iterator[type[ExportError]]:
+    """Every class of errors.py, parents before children."""
+    kinds = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ExportError)
+    ]
+
+    def under(parent: type[ExportError]) -> Iterator[type[ExportError]]:
+        yield parent
+        for kind in kinds:
+            if parent in kind.__bases__:
+                yield from under(kind)
+
+    return under(ExportError)
+
+
+@cache
+def messages() -> dict[str, list[Message]]:
+    """The texts that each class is raised with anywhere in the code."""
+    names = {kind.__name__ for kind in all_errors()}
+    found: dict[str, dict[str, Message]] = {}
+    for path in sorted(path for source in SOURCES for path in (ROOT / source).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+                for message in _messages(node):
+                    found.setdefault(node.func.id, {}).setdefault(message.text, message)
+    return {name: sorted(texts.values(), key=lambda m: m.text) for name, texts in found.items()}
+
+
+def _messages(call: ast.Call) -> Iterator[Message]:
+    assert isinstance(call.func, ast.Name)
+    position = 1 if call.func.id == CallFailed.__name__ else 0
+    hints = [_template(keyword.value) for keyword in call.keywords if keyword.arg == "hint"]
+    for argument in call.args[position : position + 1]:
+        for branch in (argument.body, argument.orelse) if isinstance(argument, ast.IfExp) else (argument,):
+            template = _template(branch)
+            if any(letter.isalpha() for letter in template):
+                yield Message(template, next((hint for hint in hints if hint != "…"), ""))
+
+
+def _template(node: ast.expr) -> str:
+    """A text as the code writes it, `…` for each part that is computed."""
+    match node:
+        case ast.Constant(value=str(words)):
+            return " ".join(words.split()) if "\n" in words else words
+        case ast.JoinedStr(values=values):
+            return "".join(map(_template, values))
+        case ast.FormattedValue(conversion=conversion):
+            return "'…'" if conversion == ord("r") else "…"
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return _template(left) + _template(right)
+        case ast.IfExp(body=body):
+            return _template(body)
+    return "…"

@@ -1,0 +1,23 @@
+"""Which pages are made from the code, and where they lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from exporter.cli import app as export_model
+from serving.cli import app as serve_model
+from tools.reference import commands, failures
+
+ROOT = Path(__file__).parent.parent.parent
+NOTE = "<!-- Made from the code by `python -m tools.reference`; edit the code instead. -->\n\n"
+
+
+def made() -> dict[str, str]:
+    """The pages, by path."""
+    pages = {
+        "export-model.md": commands.page(export_model, "export-model"),
+        "serve-model.md": commands.page(serve_model, "serve-model"),
+        "exit-codes.md": failures.exit_codes(),
+        "troubleshooting.md": failures.troubleshooting(),
+    }
+    return {f"docs/reference/{name}": NOTE + content for name, content in pages.items()}
