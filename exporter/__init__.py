@@ -15,17 +15,11 @@ if TYPE_CHECKING:
     from exporter.catalog import Catalog as Catalog
     from exporter.checkpoint import open_checkpoint as open_checkpoint
     from exporter.errors import ExportError as ExportError
-    from exporter.following import StopWhen as StopWhen
-    from exporter.following import Watching as Watching
-    from exporter.inspection import inspect as inspect
     from exporter.options import DataMode as DataMode
     from exporter.options import DeltaDtype as DeltaDtype
     from exporter.options import ExportRequest as ExportRequest
     from exporter.options import Updates as Updates
     from exporter.options import Verify as Verify
-    from exporter.pipeline.chain import merge as merge
-    from exporter.pipeline.chain import resume as resume
-    from exporter.pipeline.chain import rollback as rollback
     from exporter.pipeline.export import export as export
     from exporter.pipeline.full import Exported as Exported
     from exporter.pipeline.full import Plan as Plan
@@ -33,8 +27,14 @@ if TYPE_CHECKING:
     from exporter.pipeline.full import plan as plan
     from exporter.pipeline.incremental import ExportedDelta as ExportedDelta
     from exporter.pipeline.incremental import export_incremental as export_incremental
+    from exporter.pipeline.inspection import inspect as inspect
+    from exporter.pipeline.log_maintenance import merge as merge
+    from exporter.pipeline.log_maintenance import resume as resume
+    from exporter.pipeline.log_maintenance import rollback as rollback
     from exporter.pipeline.rebase import rebase as rebase
     from exporter.pipeline.watch import watch as watch
+    from exporter.pipeline.watch_loop import StopWhen as StopWhen
+    from exporter.pipeline.watch_loop import Watching as Watching
     from exporter.roles import Role as Role
     from exporter.roles import is_chief as is_chief
     from exporter.roles import node_role as node_role
@@ -50,22 +50,22 @@ _HOMES = {
     "ExportedDelta": "exporter.pipeline.incremental",
     "Plan": "exporter.pipeline.full",
     "Role": "exporter.roles",
-    "StopWhen": "exporter.following",
+    "StopWhen": "exporter.pipeline.watch_loop",
     "Updates": "exporter.options",
     "Verify": "exporter.options",
-    "Watching": "exporter.following",
+    "Watching": "exporter.pipeline.watch_loop",
     "execute": "exporter.pipeline.full",
     "export": "exporter.pipeline.export",
     "export_incremental": "exporter.pipeline.incremental",
-    "inspect": "exporter.inspection",
+    "inspect": "exporter.pipeline.inspection",
     "is_chief": "exporter.roles",
-    "merge": "exporter.pipeline.chain",
+    "merge": "exporter.pipeline.log_maintenance",
     "node_role": "exporter.roles",
     "open_checkpoint": "exporter.checkpoint",
     "plan": "exporter.pipeline.full",
     "rebase": "exporter.pipeline.rebase",
-    "resume": "exporter.pipeline.chain",
-    "rollback": "exporter.pipeline.chain",
+    "resume": "exporter.pipeline.log_maintenance",
+    "rollback": "exporter.pipeline.log_maintenance",
     "verify_model": "exporter.verify.log",
     "watch": "exporter.pipeline.watch",
 }

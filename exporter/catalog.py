@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from exporter.dtypes import DType
+from exporter.wire.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True)

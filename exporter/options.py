@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from exporter.errors import UsageError
-from exporter.places import local_name, local_path
+from exporter.local_paths import local_name, local_path
 
 
 class DataMode(StrEnum):
@@ -63,7 +63,7 @@ class DeltaDtype(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """How a base takes deltas; see `exporter.bundle.incremental`."""
+    """How a base takes deltas; see `exporter.subgraph.make_updatable`."""
 
     isolation: Isolation = Isolation.SNAPSHOT
     snapshot_max_rows: int = 4_000_000

@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import Any
 
 from exporter.errors import RoleUnknown
-from exporter.json_fields import FieldError, Fields, parse_object
+from exporter.wire.json_fields import FieldError, Fields, parse_object
 
 _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 _HOSTS = ("JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST")

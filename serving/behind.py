@@ -13,10 +13,10 @@ from datetime import datetime
 from pathlib import Path
 
 from exporter.errors import CallFailed, ManifestError, NotUpdatable, PositionError
-from exporter.publish.history import Event, History, read_history
-from exporter.publish.published_log import PublishedLog, read_log
+from exporter.publish.delta_log import PublishedLog, read_log
+from exporter.publish.timeline import Event, History, read_history
 from serving.client import ModelClient
-from serving.standing import standing
+from serving.incremental_status import standing
 from serving.status import State, VersionStatus
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from exporter import completion
-from exporter.command import (
+from exporter.cli import completion
+from exporter.cli.edge import (
     EXIT_CODES,
     DebugFlag,
     JsonFlag,
@@ -24,9 +24,9 @@ from exporter.command import (
     path_option,
     run,
 )
+from exporter.cli.output import Output
 from exporter.errors import Exit, ServerError, UsageError
-from exporter.output import Output
-from exporter.places import local_path
+from exporter.local_paths import local_path
 from serving.address import with_port
 from serving.status import State, VersionStatus, error_text
 
@@ -333,7 +333,7 @@ def _request(source: str) -> dict[str, Any]:
     """The JSON object in a file, or on standard input."""
     import json
 
-    from exporter.filesystem import read_regular
+    from exporter.files import read_regular
 
     try:
         text = sys.stdin.read() if source == "-" else read_regular(local_path("--json-input", source))
@@ -355,7 +355,7 @@ def _ask(
     client: ModelClient, metadata: Metadata, name: str, version: int | None, request: dict[str, Any]
 ) -> tuple[dict[str, Any], int]:
     """The answer in REST's form, and the version that gave it."""
-    from exporter.rest_json import examples_input, predict_inputs
+    from exporter.wire.rest_json import examples_input, predict_inputs
     from serving import rest_response
 
     if name not in metadata.signatures:

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from exporter.errors import CallFailed
-from exporter.protos import Proto, message_class
-from exporter.tensor_proto import fill, to_array
+from exporter.wire.protos import Proto, message_class
+from exporter.wire.tensor_proto import fill, to_array
 from serving.address import with_port
 from serving.status import Code, State, VersionStatus
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from exporter.protos import Proto
-from exporter.tensor_proto import dtype_of, fill, to_array
+from exporter.wire.protos import Proto
+from exporter.wire.tensor_proto import dtype_of, fill, to_array
 from serving.status import Code, StatusError, invalid
 
 DEFAULT_SIGNATURE = "serving_default"

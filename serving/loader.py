@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from exporter.filesystem import open_regular
+from exporter.files import open_regular
 from serving.status import Code, StatusError, invalid
 
 SAVED_MODEL_FILES = ("saved_model.pb", "saved_model.pbtxt")

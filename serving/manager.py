@@ -12,7 +12,7 @@ from pathlib import Path
 from exporter.errors import ServerError
 from serving.loader import LoadedModel, has_saved_model, load
 from serving.status import Code, State, StatusError, VersionStatus, status_of
-from serving.versions import Latest, Load, Policy, next_action, versions_among
+from serving.version_policy import Latest, Load, Policy, next_action, versions_among
 from serving.warmup import warm_up
 
 Listener = Callable[[VersionStatus], None]

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from exporter.errors import ServerError
-from exporter.protos import Proto
+from exporter.wire.protos import Proto
 from serving.loader import LoadedModel
 from serving.manager import VersionManager
 from serving.status import Code, State, StatusError, VersionStatus, invalid
-from serving.versions import Every, Latest, Policy, Specific
+from serving.version_policy import Every, Latest, Policy, Specific
 
 UNLOAD_GRACE_SECONDS = 10.0
 

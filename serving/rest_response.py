@@ -11,8 +11,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from exporter.dtypes import DType
-from exporter.tensor_proto import dtype_of
+from exporter.wire.dtypes import DType
+from exporter.wire.tensor_proto import dtype_of
 
 Json = Any
 """What `json.dumps` takes."""

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from exporter.errors import ModelPathNotFound, ServerError, UsageError
-from exporter.places import local_path
+from exporter.local_paths import local_path
 from serving.status import VersionStatus
-from serving.versions import Latest, Policy
+from serving.version_policy import Latest, Policy
 
 if TYPE_CHECKING:
     from os import PathLike

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import grpc
 
-from exporter.protos import Proto
+from exporter.wire.protos import Proto
 from serving.inference import (
     DEFAULT_SIGNATURE,
     MAX_FILLED_BYTES,

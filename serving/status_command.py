@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from exporter.cli.output import Output
 from exporter.errors import ServerError
-from exporter.output import Output
 from serving.behind import Target, VersionStanding, ask, compare
 from serving.client import ModelClient
 from serving.status import State, VersionStatus, error_text

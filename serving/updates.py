@@ -20,7 +20,7 @@ from serving.status import Code, State
 UPDATE_SIGNATURE = "incremental_update"
 NEWEST = -1
 _AS_FAR_AS_ASKED = {"reached", "current", "passed", "hold"}
-"""First words of the statuses (see `exporter.bundle.update_function`) that ask for nothing."""
+"""First words of the statuses (see `exporter.subgraph.update`) that ask for nothing."""
 _POLL_SECONDS = 0.1
 _NO_HOLD = "hold: its file cannot be read"
 _WITH_A_TARGET = {"reached", "passed", "inside", "unpublished"}

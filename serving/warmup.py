@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from exporter.filesystem import open_regular
-from exporter.protos import Proto, message_class
+from exporter.files import open_regular
+from exporter.wire.protos import Proto, message_class
 from serving.inference import Model, classify, multi_inference, predict, regress
 from serving.status import Code, StatusError, invalid
 

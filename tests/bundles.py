@@ -10,12 +10,12 @@ from typing import Any
 import cramjam
 import numpy as np
 
-from exporter import protos
 from exporter.catalog import Extent, TensorRef
-from exporter.checkpoint.crc import masked_crc
 from exporter.checkpoint.sstable import read_table, varint, write_table
 from exporter.checkpoint.tensor_bundle import BundleWriter, shard_path
-from exporter.dtypes import DType
+from exporter.wire import protos
+from exporter.wire.crc32c import masked_crc
+from exporter.wire.dtypes import DType
 
 MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import typer
 
-from exporter import cli
-from exporter.command import run
+from exporter.cli import app as cli
+from exporter.cli.edge import run
 
 
 @dataclass(frozen=True)

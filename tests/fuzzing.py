@@ -28,13 +28,13 @@ from typing import Any
 
 import numpy as np
 
-from exporter import protos
-from exporter.bundle.warmup import parse_request
+from exporter.bundle.warmup_requests import parse_request
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.sstable import read_table, write_table
 from exporter.errors import Exit, ExportError
-from exporter.filesystem import read_regular
-from exporter.tensor_proto import to_array
+from exporter.files import read_regular
+from exporter.wire import protos
+from exporter.wire.tensor_proto import to_array
 from tests.archives import keras_archive, legacy_file, npy, weights_file, zip_of
 from tests.bundles import compressed, compressed_table, write
 from tests.commands import export_model

@@ -8,8 +8,8 @@ import numpy as np
 
 from exporter.catalog import TensorRef
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, read_array, read_catalog
-from exporter.delta.history import History, identify, read_history
-from exporter.delta.increment import CheckpointId, StoredIncrement, apply_increments
+from exporter.increments.history import History, identify, read_history
+from exporter.increments.increment import CheckpointId, StoredIncrement, apply_increments
 
 
 def values_of(prefix: Path) -> dict[str, np.ndarray]:

@@ -12,27 +12,28 @@ from pathlib import Path
 
 import numpy as np
 
-from exporter import protos
-from exporter.bundle.incremental import UPDATE_SIGNATURE
 from exporter.bundle.variables import write_variables
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.delta.entry import BaseEntry, Trained
 from exporter.delta.format import Kind, Schema, ServedVariable
-from exporter.delta.history import Milestone, identify, read_history
-from exporter.delta.increment import Changed, CheckpointId, Increment
-from exporter.delta.recipe import Recipe
-from exporter.delta.stored import served_name
-from exporter.dtypes import DType
+from exporter.delta.row_reader import served_name
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
+from exporter.increments.history import Milestone, identify, read_history
+from exporter.increments.increment import Changed, CheckpointId, Increment
+from exporter.increments.trained import Trained
 from exporter.mapping.build import CastRule, MappingRules, RenameRule
+from exporter.mapping.mapping_spec import Recipe
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.rebase import DESCRIPTION, FIRST_POSITION
 from exporter.publish.commit import Published, Staging, next_place, publish_version
+from exporter.publish.delta_log import PublishedLog
+from exporter.publish.log_entries import BaseEntry
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
-from exporter.publish.published_log import PublishedLog
-from exporter.tensor_proto import fill
+from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
 from exporter.training.store import Store
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
+from exporter.wire.tensor_proto import fill
 
 Values = Mapping[str, np.ndarray]
 TABLES = {"users": (23, 3), "items": (10, 2)}

@@ -12,10 +12,10 @@ import numpy as np
 
 from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta.format import Kind, ServedVariable
-from exporter.delta.history import Milestone, identify
-from exporter.delta.increment import Changed, CheckpointId, Increment
-from exporter.dtypes import DType
+from exporter.increments.history import Milestone, identify
+from exporter.increments.increment import Changed, CheckpointId, Increment
 from exporter.training.store import Store
+from exporter.wire.dtypes import DType
 from tests.graph_runs import v1_graph
 
 ENDS = {"inputs": {"x": "x"}, "outputs": {"y": "y"}}

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.delta.history import State, identify, read_history
-from exporter.delta.increment import CheckpointId
-from exporter.dtypes import DType
+from exporter.increments.history import State, identify, read_history
+from exporter.increments.increment import CheckpointId
+from exporter.training.change_tracking import Mode, Part, Tracked
 from exporter.training.collector import Collector
 from exporter.training.publisher import Publisher
 from exporter.training.recording import RowGroup
 from exporter.training.store import Store
-from exporter.training.survey import Mode, Part, Tracked
+from exporter.wire.dtypes import DType
 
 TABLES = {"net/users": (23, 3), "net/items": (10, 2)}
 DENSE = {"net/kernel": (3, 4), "net/scale": ()}

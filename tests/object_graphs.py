@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from exporter import protos
 from exporter.catalog import TensorRef
 from exporter.checkpoint.object_graph import SUFFIX, ObjectGraph, TrackedObject, TrackedVariable
-from exporter.dtypes import DType
 from exporter.graph.inference_graph import GraphVariable
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
 
 SHAPE = (4, 4)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from exporter.dtypes import DType
 from exporter.publish.commit import Published, Staging, VersionRule, publish_version
 from exporter.publish.manifest import Manifest, ManifestDraft, Origin, TensorEntry
-from exporter.publish.published import children, read_manifest
+from exporter.publish.versions import children, read_manifest
+from exporter.wire.dtypes import DType
 
 SAVED_MODEL = b"a graph"
 SHARD = "variables/variables.data-00000-of-00001"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from exporter.pipeline import chain
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.manifest import FILE_NAME
-from exporter.publish.published import lease
+from exporter.publish.versions import lease
 from tests.logs import Serving, Trainer, publish_base, request
 
 LATER = 1e12
@@ -39,10 +39,10 @@ def first_base(model: Path) -> Path:
 
 def test_a_log_goes_with_its_last_base(model: Path) -> None:
     old, new = logs(model)
-    chain.tidy(model, clock=lambda: LATER)
+    log_maintenance.tidy(model, clock=lambda: LATER)
     assert logs(model) == [old, new], "its base is there"
     shutil.rmtree(first_base(model))
-    _, retired = chain.tidy(model, clock=lambda: LATER)
+    _, retired = log_maintenance.tidy(model, clock=lambda: LATER)
     assert logs(model) == [new]
     assert [name.split("/")[0] for name in retired.removed] == [old.name]
     assert not any(path.exists() for path in retired.trash)
@@ -50,7 +50,7 @@ def test_a_log_goes_with_its_last_base(model: Path) -> None:
 
 def test_it_stays_for_the_grace_period(model: Path) -> None:
     shutil.rmtree(first_base(model))
-    chain.tidy(model)
+    log_maintenance.tidy(model)
     assert len(logs(model)) == 2
 
 
@@ -58,20 +58,20 @@ def test_it_stays_while_someone_reads_a_delta(model: Path) -> None:
     shutil.rmtree(first_base(model))
     (delta,) = (path for path in logs(model)[0].iterdir() if (path / FILE_NAME).exists())
     with lease(delta):
-        chain.tidy(model, clock=lambda: LATER)
+        log_maintenance.tidy(model, clock=lambda: LATER)
         assert delta.exists()
-    chain.tidy(model, clock=lambda: LATER)
+    log_maintenance.tidy(model, clock=lambda: LATER)
     assert not delta.exists()
 
 
 def test_it_stays_while_a_version_does_not_say_which_log_it_is_of(model: Path) -> None:
     (first_base(model) / FILE_NAME).write_text("{")
-    chain.tidy(model, clock=lambda: LATER)
+    log_maintenance.tidy(model, clock=lambda: LATER)
     assert len(logs(model)) == 2
 
 
 def test_what_is_no_log_stays(model: Path) -> None:
     (model / "deltas" / "notes").mkdir()
     (model / "deltas" / f"{7:020d}").symlink_to(model)
-    chain.tidy(model, clock=lambda: LATER)
+    log_maintenance.tidy(model, clock=lambda: LATER)
     assert len(logs(model)) == 4

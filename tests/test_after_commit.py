@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from exporter.delta.log import FANOUT
-from exporter.publish.published_log import list_deltas, log_path
+from exporter.delta.spans import FANOUT
+from exporter.publish.delta_log import list_deltas, log_path
 from tests.commands import export_model
 from tests.logs import Serving, Trainer, damage_tensor, publish_base
 from tests.test_incremental_commands import SHARD, flip, truncate

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from exporter.errors import NothingChanged
-from exporter.following import StopWhen, Watching
 from exporter.options import ExportRequest, Updates
-from exporter.pipeline import chain
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import execute, export, plan
 from exporter.pipeline.watch import watch
+from exporter.pipeline.watch_loop import StopWhen, Watching
 from exporter.publish.made_from import PublishedAlready
-from exporter.publish.published import children
+from exporter.publish.versions import children
 from tests.commands import export_model
 from tests.test_holds import MODEL, request_of, save
 
@@ -139,13 +139,13 @@ def test_a_rollback_stays_and_a_hold_does_not_fail_the_retry(directory: Path) ->
     ran()
     save(directory / "train", 20)
     ran()
-    back = chain.rollback(Path("models/ranker"), 10)
+    back = log_maintenance.rollback(Path("models/ranker"), 10)
     assert back.hold == 21
     retry = ran()
     assert (retry["status"], retry["version"], retry["hold"]) == ("nothing_to_do", 20, 21)
     assert export_model(*EXPORT, "--again").code == 5, "what is to be published is held"
     assert export_model(*EXPORT, "--cast", "bfloat16").code == 5
-    chain.resume(Path("models/ranker"), lift_only=True)
+    log_maintenance.resume(Path("models/ranker"), lift_only=True)
     assert ran()["status"] == "nothing_to_do", "what was taken back does not come back by a retry"
     assert versions() == [21, 20, 10]
 

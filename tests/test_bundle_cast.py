@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter import protos
-from exporter.bundle.cast import cast_graph, cast_variables
-from exporter.bundle.saved_model import write_saved_model
+from exporter.bundle.saved_model_writer import write_saved_model
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.dtypes import DType
 from exporter.errors import MappingError
+from exporter.graph.cast_variables import cast_variables
 from exporter.mapping.build import CastRule, MappingRules, build_mapping
+from exporter.pipeline.updatable import as_served
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
 from tests.trained import answers_eagerly, answers_in_session, assert_same, export, inference_graph, train
 
 tf1 = tf.compat.v1
@@ -159,7 +160,7 @@ def test_a_graph_that_was_cast_before_is_written_as_it_is(tmp_path: Path) -> Non
     graph = inference_graph(model(gathered))
     export(graph, trained.prefix, tmp_path / "1", rules=BFLOAT16)
     mapping = build_mapping(graph, read_catalog(trained.prefix), BFLOAT16)
-    cast = cast_graph(graph, mapping.sources)
+    cast, mapping = as_served(graph, mapping)
     assert [variable.dtype for variable in cast.variables] == [DType.BFLOAT16]
     write_saved_model(cast, mapping, tmp_path / "2")
     once, before = ((tmp_path / name / "saved_model.pb").read_bytes() for name in ("1", "2"))

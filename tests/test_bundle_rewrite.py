@@ -17,12 +17,12 @@ from exporter.bundle import rewrite
 from exporter.bundle.variables import How, write_variables
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.dtypes import DType
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 from exporter.mapping.build import CastRule, Mapping, MappingRules, Source
 from exporter.mapping.row_order import mod_lengths
 from exporter.options import DataMode
+from exporter.wire.dtypes import DType
 from tests.trained import (
     answers_eagerly,
     answers_in_session,

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter import protos
-from exporter.bundle import saved_model
-from exporter.bundle.saved_model import write_saved_model
+from exporter.bundle import saved_model_writer
+from exporter.bundle.saved_model_writer import write_saved_model
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.errors import NotServable, TargetNotWritable
 from exporter.graph.inference_graph import InferenceGraph, PartitionStrategy
 from exporter.mapping.build import Mapping, MappingRules, build_mapping
+from exporter.wire import protos
 from tests.trained import (
     answers_eagerly,
     answers_in_session,
@@ -231,7 +231,7 @@ def test_a_graph_above_protobufs_limit_names_its_largest_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is lowered: a real graph of 2 GiB would take the machine's memory several times over."""
-    monkeypatch.setattr(saved_model, "PROTOBUF_LIMIT_BYTES", 10_000)
+    monkeypatch.setattr(saved_model_writer, "PROTOBUF_LIMIT_BYTES", 10_000)
     meta = protos.MetaGraphDef()
     node = meta.graph_def.node.add(name="table/init", op="Const")
     node.attr["value"].tensor.tensor_content = bytes(20_000)
@@ -242,8 +242,8 @@ def test_a_graph_above_protobufs_limit_names_its_largest_nodes(
 
 
 def test_ten_thousand_variables_stay_one_restore(tmp_path: Path) -> None:
-    from exporter.dtypes import DType
     from exporter.graph.inference_graph import GraphVariable
+    from exporter.wire.dtypes import DType
     from tests.values import catalog, tensor
 
     meta, variables, tensors = protos.MetaGraphDef(), [], []

@@ -31,7 +31,7 @@ from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused, Pub
 from exporter.graph.inference_graph import GraphVariable
 from exporter.mapping.build import Mapping, Source
 from exporter.options import DataMode
-from exporter.output import NoProgress
+from exporter.progress import NoProgress
 
 RNG = np.random.default_rng(7)
 

@@ -16,11 +16,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tensorflow_serving.apis import prediction_log_pb2
 
-from exporter import protos
-from exporter.bundle.warmup import MAX_RECORDS, encode_records, parse_request, read_requests, write_warmup
-from exporter.dtypes import DType
+from exporter.bundle.warmup_requests import (
+    MAX_RECORDS,
+    encode_records,
+    parse_request,
+    read_requests,
+    write_warmup,
+)
 from exporter.errors import TargetNotWritable, UsageError
-from exporter.rest_json import examples_input, predict_inputs, serialized_examples
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
+from exporter.wire.rest_json import examples_input, predict_inputs, serialized_examples
 
 PREDICT = "tensorflow/serving/predict"
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.delta import stored
-from exporter.delta.state import State
-from exporter.delta.stored import stored_variables
+from exporter.delta import row_reader
+from exporter.delta.row_reader import stored_variables
+from exporter.delta.snapshot import State
 from exporter.errors import CorruptFile
 from exporter.options import DeltaDtype
-from exporter.pipeline import chain
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.comparison import compare, parse_side
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
-from exporter.publish.published_log import BROKEN_LOG_HINT, list_deltas, read_log
+from exporter.publish.delta_log import BROKEN_LOG_HINT, list_deltas, read_log
 from tests.logs import (
     Serving,
     Trainer,
@@ -68,11 +68,11 @@ def world(tmp_path: Path) -> World:
 
 
 def resumed(world: World) -> None:
-    chain.resume(world.model)
+    log_maintenance.resume(world.model)
 
 
 def rolled_back(world: World) -> None:
-    chain.rollback(world.model, 11)
+    log_maintenance.rollback(world.model, 11)
 
 
 def compared(world: World) -> None:
@@ -126,8 +126,8 @@ def test_rows_that_are_held_back_ask_for_the_whole_base_once(
 ) -> None:
     """What was compared is not read again for the next delta, until a shard of the base is written to."""
     read: list[object] = []
-    check = stored.check_values
-    monkeypatch.setattr(stored, "check_values", lambda *run: (read.append(run), check(*run)))
+    check = row_reader.check_values
+    monkeypatch.setattr(row_reader, "check_values", lambda *run: (read.append(run), check(*run)))
     left_out(world)
     assert len(read) == 2, "users and items"
     left_out(world)
@@ -222,8 +222,8 @@ def test_each_partition_is_read_once_however_many_parts_are_served_from_it(
     variables = [found for source in sources for found in stored_variables(catalog, source)]
     state = State({variable.name: variable for variable in variables})
     read: list[object] = []
-    check = stored.check_values
-    monkeypatch.setattr(stored, "check_values", lambda *run: (read.append(run[2] or run[1]), check(*run)))
+    check = row_reader.check_values
+    monkeypatch.setattr(row_reader, "check_values", lambda *run: (read.append(run[2] or run[1]), check(*run)))
     for name in state.stored:
         state.check([name])
     state.check(state.stored)

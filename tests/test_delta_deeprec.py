@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
-from exporter.delta.deeprec import DIRECTORY, read_increment
-from exporter.delta.entry import Made
 from exporter.delta.format import Rows
 from exporter.errors import CorruptFile
+from exporter.increments.deeprec import DIRECTORY, read_increment
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
-from exporter.publish.published_log import read_log
+from exporter.publish.delta_log import read_log
+from exporter.publish.log_entries import Made
 from tests.logs import Serving, Trainer, assert_same_bits, boxes, publish_base, request, served_now, values_at
 
 

@@ -16,10 +16,10 @@ from exporter.delta.diff import Comparison, RowSpill, diff, differing_rows
 from exporter.delta.format import Kind, Rows, Schema, ServedVariable
 from exporter.delta.merge import merge_changes
 from exporter.delta.row_hashes import BlockHasher, HashIndex, block_rows, read_index, write_index
-from exporter.delta.state import State
-from exporter.delta.stored import StoredVariable
-from exporter.dtypes import DType
+from exporter.delta.row_reader import StoredVariable
+from exporter.delta.snapshot import State
 from exporter.errors import CorruptFile
+from exporter.wire.dtypes import DType
 
 SHAPE = (3000, 5)
 TABLE = ServedVariable("t", DType.FLOAT, SHAPE, Kind.TABLE)

@@ -13,17 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.delta.entry import DeltaEntry, Made, Rounded
-from exporter.delta.files import read_delta
+from exporter.delta.delta_files import read_delta
+from exporter.delta.deviation import Rounded
 from exporter.delta.format import Kind, Rows
 from exporter.delta.packing import round_rows, shrinks
-from exporter.delta.way import ROUNDED
 from exporter.errors import ExportError
-from exporter.json_fields import FieldError, parse_object
+from exporter.increments.plan import ROUNDED
 from exporter.options import DeltaDtype
-from exporter.pipeline import chain
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
-from exporter.publish.published_log import PublishedLog, read_log
+from exporter.publish.delta_log import PublishedLog, read_log
+from exporter.publish.log_entries import DeltaEntry, Made
+from exporter.wire.json_fields import FieldError, parse_object
 from tests.commands import export_model
 from tests.logs import (
     Serving,
@@ -112,7 +113,7 @@ class RoundedWorld(World):
             values_at(read_log(self.model), to)
         except ExportError:
             return
-        chain.rollback(self.model, to)
+        log_maintenance.rollback(self.model, to)
         assert_same_bits(values_at(read_log(self.model)), self.history[to])
 
     def export_rounded(self, dtype: DeltaDtype | None, bound: float = 0.0) -> None:
@@ -255,7 +256,7 @@ def test_mergers_and_rollbacks_hold_every_bit_and_stay_small(
         export(trainer, model, wanted)
     log = read_log(model)
     newest = values_at(log)
-    merged = chain.merge(model)
+    merged = log_maintenance.merge(model)
     assert merged is not None
     header = read_delta(merged.published.path / "delta", log.schema).header
     assert (header.packing, header.only_from) == (dtype, False)
@@ -263,10 +264,10 @@ def test_mergers_and_rollbacks_hold_every_bit_and_stay_small(
     assert catalog.tensors["s/users/packed"].shape[0] > 0
     assert_same_bits(values_at(read_log(model)), newest)
     for position, values in history.items():
-        done = chain.rollback(model, position)
+        done = log_maintenance.rollback(model, position)
         assert done.published is not None
         assert_same_bits(values_at(read_log(model)), values)
-    chain.resume(model)
+    log_maintenance.resume(model)
     entry = read_log(model).newest.entry
     assert isinstance(entry, DeltaEntry) and entry.made is Made.RESUME
     export(trainer, model)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.delta.files import read_delta, write_delta
+from exporter.delta.delta_files import read_delta, write_delta
 from exporter.delta.format import (
     FORMAT_VERSION,
     POSITION_LIMIT,
@@ -24,9 +24,9 @@ from exporter.delta.format import (
     ServedVariable,
 )
 from exporter.delta.packing import round_rows
-from exporter.dtypes import DType
 from exporter.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from exporter.options import DeltaDtype
+from exporter.wire.dtypes import DType
 
 SCHEMA = Schema.of(
     [

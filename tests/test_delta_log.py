@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exporter.delta.entry import Trained
 from exporter.delta.format import DeltaHeader
-from exporter.delta.history import History, Milestone
-from exporter.delta.increment import CheckpointId, Increment, StoredIncrement
-from exporter.delta.log import (
+from exporter.delta.spans import (
     FANOUT,
     Position,
     Span,
@@ -24,8 +21,11 @@ from exporter.delta.log import (
     nearest_base,
     plan_chain,
 )
-from exporter.delta.way import find_way
 from exporter.errors import DeltaGap, ForeignLineage, PositionUnknown, SchemaChanged, StaleDelta
+from exporter.increments.history import History, Milestone
+from exporter.increments.increment import CheckpointId, Increment, StoredIncrement
+from exporter.increments.plan import find_way
+from exporter.increments.trained import Trained
 
 HEADER = DeltaHeader("a", "digest", 10, 20, 200)
 

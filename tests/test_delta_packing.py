@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from exporter.delta import packing as packing_module
-from exporter.delta.files import read_delta, write_delta
+from exporter.delta.delta_files import read_delta, write_delta
 from exporter.delta.format import DeltaHeader, Kind, Rows, Schema, ServedVariable
 from exporter.delta.packing import Packing, decode, encode, pack_rows, round_rows, shrinks
-from exporter.dtypes import DType
 from exporter.options import DeltaDtype
+from exporter.wire.dtypes import DType
 
 BFLOAT16, INT8 = DeltaDtype
 TINY, HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)

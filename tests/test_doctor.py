@@ -19,7 +19,7 @@ import pytest
 
 from exporter.doctor.examination import examine
 from exporter.doctor.finding import Check, Finding, Level, diagnosis
-from exporter.publish.published_log import list_deltas, log_path
+from exporter.publish.delta_log import list_deltas, log_path
 from exporter.publish.staging import STAGING_PREFIX, Staging
 from tests.commands import Ran, export_model
 from tests.logs import Serving, Trainer, publish_base
@@ -345,7 +345,7 @@ def test_another_user_cannot_publish_and_reads_what_doctor_says(place: Place) ->
 
 def test_doctor_does_not_import_tensorflow(place: Place) -> None:
     code = (
-        "import sys\nfrom exporter.cli import app\n"
+        "import sys\nfrom exporter.cli.app import app\n"
         "try: app(sys.argv[1:], standalone_mode=False)\nexcept BaseException: pass\n"
         "assert 'grpc' in sys.modules and 'tensorflow' not in sys.modules\n"
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from exporter.publish.published_log import read_log
+from exporter.publish.delta_log import read_log
 from tests.commands import export_model
 from tests.logs import Serving, Trainer, publish_base, set_hold
 from tests.test_holds import MODEL, save

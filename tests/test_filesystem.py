@@ -10,9 +10,9 @@ import pytest
 
 from exporter.checkpoint import open_checkpoint
 from exporter.errors import CheckpointError, ManifestError, UsageError
-from exporter.filesystem import open_regular, read_regular
+from exporter.files import open_regular, read_regular
 from exporter.graph.metagraph import read_metagraph
-from exporter.publish.published import read_manifest
+from exporter.publish.versions import read_manifest
 from serving.loader import load
 from serving.status import StatusError
 from tests.bundles import write

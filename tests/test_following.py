@@ -10,7 +10,15 @@ import pytest
 
 from exporter import errors
 from exporter.errors import ExportError
-from exporter.following import Look, Standing, StopWhen, Watching, follow, is_for_a_person, parse_duration
+from exporter.pipeline.watch_loop import (
+    Look,
+    Standing,
+    StopWhen,
+    Watching,
+    follow,
+    is_for_a_person,
+    parse_duration,
+)
 
 NEVER = StopWhen()
 

@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from exporter import ExportRequest, Updates, export
 from exporter.errors import CheckpointError, CheckpointNotFound, MissingTensors, NotServable
-from exporter.inspection import BundleView, CheckpointView, inspect
 from exporter.options import Verify
+from exporter.pipeline.inspection import BundleView, CheckpointView, inspect
 from tests import foreign_models
 from tests.bundles import compress_index
 from tests.commands import export_model

@@ -19,21 +19,21 @@ import numpy as np
 import pytest
 
 from exporter.checkpoint.tensor_bundle import BundleWriter
-from exporter.delta.entry import DeltaEntry
 from exporter.delta.format import Kind, Rows, ServedVariable
-from exporter.delta.history import Milestone, read_history
-from exporter.delta.increment import Changed, Increment, apply_increments
-from exporter.delta.increment import from_json as increment_from_json
-from exporter.delta.increment import to_json as increment_to_json
 from exporter.delta.row_hashes import read_index
-from exporter.delta.threshold import recall
-from exporter.dtypes import DType
-from exporter.publish.history import read_history as read_publications
+from exporter.delta.tolerance import recall
+from exporter.increments.history import Milestone, read_history
+from exporter.increments.increment import Changed, Increment, apply_increments
+from exporter.increments.increment import from_json as increment_from_json
+from exporter.increments.increment import to_json as increment_to_json
+from exporter.publish.delta_log import CACHES, HASHES, PublishedBase, PublishedLog, list_deltas, read_log
 from exporter.publish.hold import Hold
+from exporter.publish.log_entries import DeltaEntry
 from exporter.publish.manifest import from_json, to_json
-from exporter.publish.published import read_manifest
-from exporter.publish.published_log import CACHES, HASHES, PublishedBase, PublishedLog, list_deltas, read_log
+from exporter.publish.timeline import read_history as read_publications
+from exporter.publish.versions import read_manifest
 from exporter.training.store import Store
+from exporter.wire.dtypes import DType
 from tests.commands import export_model
 from tests.golden.trainer import given_id
 from tests.increments import values_of

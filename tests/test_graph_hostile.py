@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from exporter import protos
 from exporter.errors import ExportError, GraphError, NotServable
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.graph.nodes import GraphIndex, const_value
+from exporter.wire import protos
 
 Node = tuple[str, str, list[str]]
 

@@ -14,12 +14,12 @@ from google.protobuf import text_format
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exporter import protos
 from exporter.catalog import SliceSpec
 from exporter.errors import CorruptFile, ExportError, GraphError, UnknownTensor, UsageError
 from exporter.graph.keys import parse_slice_spec
 from exporter.graph.load import GraphRequest, clean, load_graph, load_source
 from exporter.graph.metagraph import read_metagraph
+from exporter.wire import protos
 from tests.graph_runs import Trained, serve, train
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exporter import protos
 from exporter.errors import CorruptFile, GraphError, MissingAsset, NotServable, UnsupportedFormat, UsageError
 from exporter.graph.load import GraphRequest, load_graph
+from exporter.wire import protos
 from tests.graph_runs import ops, serve, v1_graph
 
 WORDS = ["apple", "pear", "plum"]

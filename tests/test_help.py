@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.help_groups import GROUPS, REST
+from exporter.cli.help_groups import GROUPS, REST
 from serving import cli as serving_cli
 from tests.commands import export_model, run_app
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from exporter.options import ExportRequest, Updates
-from exporter.pipeline import chain
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
@@ -27,7 +27,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (10, 20, 30, 40):
         save(directory / "train", step)
         export_incremental(request_of(directory))
-    chain.merge(directory / "served", 20, 40)
+    log_maintenance.merge(directory / "served", 20, 40)
     return directory
 
 
@@ -50,12 +50,12 @@ def story(document: dict[str, Any]) -> list[tuple[str, int | None, int]]:
 
 def test_what_happened_is_told_in_the_order_of_positions(request_: ExportRequest) -> None:
     model = request_.out
-    chain.rollback(model, 30)
-    chain.resume(model)
+    log_maintenance.rollback(model, 30)
+    log_maintenance.resume(model)
     rebase(model)
     save(request_.ckpt_dir, 50)
     export_incremental(request_)
-    chain.rollback(model, 40)
+    log_maintenance.rollback(model, 40)
     found = history(model)
     assert story(found) == [
         ("base", None, 10),
@@ -89,7 +89,7 @@ def test_what_was_merged_away_is_counted(request_: ExportRequest) -> None:
 
 def test_what_waits_behind_a_hold_is_marked(request_: ExportRequest) -> None:
     model = request_.out
-    chain.rollback(model, 20)
+    log_maintenance.rollback(model, 20)
     save(request_.ckpt_dir, 60)
     export_incremental(request_)
     waiting = [event["position"] for event in history(model)["events"] if event["is_past_hold"]]
@@ -120,7 +120,7 @@ def test_plain_versions_have_a_history_too(request_: ExportRequest) -> None:
     for step in (70, 80):
         save(request.ckpt_dir, step)
         export(request)
-    chain.rollback(request.out, 70)
+    log_maintenance.rollback(request.out, 70)
     found = history(request.out)
     assert story(found) == [("version", None, 70), ("version", None, 80), ("rollback", None, 81)]
     assert (found["position"], found["step"], found["hold"], found["log"]) == (81, 70, 81, None)
@@ -136,5 +136,5 @@ def test_inspect_shows_the_newest_position(request_: ExportRequest) -> None:
     document = json.loads(export_model("inspect", request_.out, "--json").out)
     assert (document["position"], document["step"], document["hold"]) == (40, 40, None)
     assert document["versions"][0]["position"] == 10
-    chain.rollback(request_.out, 30)
+    log_maintenance.rollback(request_.out, 30)
     assert "newest position 41 (step 30), held at 41" in export_model("inspect", request_.out).out

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from exporter.errors import ChainEnds, ModelHeld
-from exporter.following import StopWhen, Watching
 from exporter.options import ExportRequest, Updates
-from exporter.pipeline import chain
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import execute, export, plan
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.pipeline.watch import watch
-from exporter.publish.published import children
-from exporter.publish.published_log import read_log
+from exporter.pipeline.watch_loop import StopWhen, Watching
+from exporter.publish.delta_log import read_log
+from exporter.publish.versions import children
 from tests.commands import export_model
 from tests.logs import set_hold
 
@@ -69,7 +69,7 @@ def request_(origin: Path, tmp_path: Path) -> ExportRequest:
     """Held at 31, after a rollback to 20."""
     shutil.copytree(origin, tmp_path, dirs_exist_ok=True)
     given = request_of(tmp_path)
-    chain.rollback(given.out, 20)
+    log_maintenance.rollback(given.out, 20)
     return given
 
 
@@ -104,12 +104,12 @@ def test_a_hold_that_cannot_be_read_binds_too(request_: ExportRequest, name: str
 
 def test_a_rollback_while_an_export_is_under_way_is_not_overrun(request_: ExportRequest) -> None:
     """What was planned before the hold is refused where nothing can come in between."""
-    chain.resume(request_.out)
+    log_maintenance.resume(request_.out)
     plans = [
         plan(replace(request_, plain=True)),
         plan(replace(request_, updates=Updates())),
     ]
-    chain.rollback(request_.out, 10)
+    log_maintenance.rollback(request_.out, 10)
     for planned in plans:
         with pytest.raises(ModelHeld):
             execute(planned)
@@ -159,7 +159,7 @@ def test_a_watch_waits_for_a_hold_to_be_lifted(request_: ExportRequest) -> None:
         found = pool.submit(lambda: list(watch(given, watching, tell)))
         assert held.wait(60)
         assert versions(given.out) == [10]
-        chain.resume(given.out, lift_only=True)
+        log_maintenance.resume(given.out, lift_only=True)
         (done,) = found.result(120)
     assert told == ["ModelHeld"]
     assert versions(given.out) == [done.published.version, 10]
@@ -183,7 +183,7 @@ def test_a_hold_of_an_older_log_binds_nobody(request_: ExportRequest) -> None:
 
 def test_a_base_is_made_while_deltas_are_published(request_: ExportRequest) -> None:
     """Deltas that come meanwhile lead on from it."""
-    chain.resume(request_.out)
+    log_maintenance.resume(request_.out)
     log = read_log(request_.out)
     from exporter.pipeline import rebase as module
     from exporter.publish.permission import Permission

@@ -29,7 +29,7 @@ from exporter.errors import (
     UnsupportedFormat,
     UsageError,
 )
-from exporter.graph.keras_archive import archive_builder
+from exporter.graph.archived_model import archive_builder
 from tests.archives import keras_archive, npy, patched, values, weights_file, zip_of
 
 ARRAY = npy(np.arange(4, dtype=np.float32))

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from exporter.catalog import Extent
 from exporter.checkpoint.sstable import read_table, write_table
 from exporter.checkpoint.tensor_bundle import index_path, parse_index, read_array, read_catalog, shard_path
-from exporter.dtypes import DType
 from exporter.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -23,6 +22,7 @@ from exporter.errors import (
     TruncatedFile,
     UnsupportedFormat,
 )
+from exporter.wire.dtypes import DType
 from tests.bundles import block, entry, header, table, write, write_index
 
 PATH = Path("model.ckpt-7.index")

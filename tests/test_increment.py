@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta.format import FILE_PREFIX, Kind, Rows, ServedVariable
-from exporter.delta.history import History, Milestone, identify, read_history
-from exporter.delta.increment import (
+from exporter.errors import CheckpointNotFound, CorruptFile, UnsupportedFormat
+from exporter.increments.history import History, Milestone, identify, read_history
+from exporter.increments.increment import (
     MANIFEST,
     Changed,
     CheckpointId,
@@ -25,8 +26,7 @@ from exporter.delta.increment import (
     rows_of,
     to_json,
 )
-from exporter.dtypes import DType
-from exporter.errors import CheckpointNotFound, CorruptFile, UnsupportedFormat
+from exporter.wire.dtypes import DType
 
 HEX = st.text("0123456789abcdef", min_size=32, max_size=32)
 STEPS = st.integers(0, 10**18)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, shard_path
-from exporter.delta.files import write_delta
+from exporter.delta.delta_files import write_delta
 from exporter.delta.format import DeltaHeader
-from exporter.publish.published_log import list_deltas, log_path, read_log
+from exporter.publish.delta_log import list_deltas, log_path, read_log
 from exporter.publish.staging import remove_leftovers
 from tests.commands import Ran, export_model
 from tests.logs import Serving, Trainer, assert_same_bits, publish_base, served_now, set_hold, values_at

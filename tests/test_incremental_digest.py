@@ -12,9 +12,9 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exporter.bundle.digest import CHUNK_ROWS, Chunk, chunk_digest, chunks
 from exporter.delta.format import Kind, Schema, ServedVariable
-from exporter.dtypes import DType
+from exporter.subgraph.digest import CHUNK_ROWS, Chunk, chunk_digest, chunks
+from exporter.wire.dtypes import DType
 from tests.updatable import Model, loaded, updatable_model
 
 tf1 = tf.compat.v1

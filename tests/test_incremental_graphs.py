@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter.bundle.incremental import IsolationMode, make_updatable, schema_of
 from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta.format import Rows
 from exporter.errors import NotServable
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph
+from exporter.subgraph.make_updatable import IsolationMode, make_updatable, schema_of
 from tests.graph_runs import v1_graph
 from tests.trained import export, inference_graph, train
 from tests.updatable import (

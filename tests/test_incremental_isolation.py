@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter.bundle.incremental import IsolationMode
 from exporter.delta.format import Change, Kind, Rows
+from exporter.subgraph.make_updatable import IsolationMode
 from tests.updatable import Loaded, Model, loaded, updatable_model
 
 tf1 = tf.compat.v1

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exporter.delta.history import identify, read_history
 from exporter.errors import CorruptFile, ExportError
-from exporter.pipeline import chain
+from exporter.increments.history import identify, read_history
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
-from exporter.publish.published_log import read_log
+from exporter.publish.delta_log import read_log
 from tests.logs import (
     Serving,
     Trainer,
@@ -87,15 +87,15 @@ class World:
             case "watch":
                 self.watch()
             case "merge":
-                chain.merge(self.model)
+                log_maintenance.merge(self.model)
             case "tidy":
-                chain.tidy(self.model, clock=lambda: 1e12)
+                log_maintenance.tidy(self.model, clock=lambda: 1e12)
             case "rollback":
                 older = [position for position in self.history if position < log.at.position]
                 if older:
                     self.take_back(int(rng.choice(older)))
             case "resume" if log.hold() is not None:
-                done = chain.resume(self.model)
+                done = log_maintenance.resume(self.model)
                 after = read_log(self.model)
                 if done.published is not None:
                     assert after.at != log.at
@@ -147,7 +147,7 @@ class World:
             values_at(log, to)
         except ExportError:
             return
-        done = chain.rollback(self.model, to)
+        done = log_maintenance.rollback(self.model, to)
         assert done.published is not None
         log = read_log(self.model)
         assert log.hold() == log.at.position == done.published.manifest.position

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exporter.delta.entry import Made
 from exporter.delta.format import Change, Contents, Kind, Role, Schema, ServedVariable
-from exporter.dtypes import DType
 from exporter.errors import NotServable, SchemaChanged
 from exporter.options import DeltaDtype, ExportRequest, Isolation, Updates
 from exporter.pipeline import updatable
-from exporter.pipeline.chain import merge, resume, rollback
 from exporter.pipeline.comparison import compare, parse_side
 from exporter.pipeline.full import export, plan
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.log_maintenance import merge, resume, rollback
 from exporter.pipeline.rebase import rebase
-from exporter.publish.published_log import PublishedLog, read_log
+from exporter.publish.delta_log import PublishedLog, read_log
+from exporter.publish.log_entries import Made
 from exporter.verify.log import verify_model
+from exporter.wire.dtypes import DType
 from tests.commands import export_model
 from tests.lookup_tables import KINDS, TableTrainer
 from tests.updatable import Loaded, loaded
@@ -288,8 +288,8 @@ def damaged(name: str, changes: dict[str, Any]) -> dict[str, Change]:
 def test_wrong_contents_are_refused_before_anything_is_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from exporter.delta import files
-    from exporter.delta.files import write_delta
+    from exporter.delta import delta_files
+    from exporter.delta.delta_files import write_delta
 
     trainer, model = TableTrainer(tmp_path / "train"), tmp_path / "model"
     before = publish_base(trainer, model)
@@ -305,7 +305,7 @@ def test_wrong_contents_are_refused_before_anything_is_written(
     prefix = delta.catalog.prefix
     with pytest.raises(ValueError, match="'seen-keys'"):
         write_delta(tmp_path / "refused", log.schema, delta.header, wrong)
-    monkeypatch.setattr(files, "check_lookups", lambda schema, changes: None)
+    monkeypatch.setattr(delta_files, "check_lookups", lambda schema, changes: None)
     write_delta(prefix, log.schema, delta.header, wrong)
     monkeypatch.undo()
     assert len(verify_model(model).problems) > 0

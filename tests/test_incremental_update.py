@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter.bundle.incremental import CATCH_UP_REQUEST
-from exporter.bundle.warmup import parse_request
+from exporter.bundle.warmup_requests import parse_request
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.delta.format import Change, Rows, Schema, ServedVariable
 from exporter.delta.packing import round_rows
 from exporter.options import DeltaDtype
-from exporter.protos import message_class
+from exporter.subgraph.make_updatable import CATCH_UP_REQUEST
+from exporter.wire.protos import message_class
 from tests.updatable import Loaded, Model, applied, assert_holds, loaded, random_changes, updatable_model
 
 
@@ -341,7 +341,7 @@ def test_a_chain_stops_before_its_damaged_end(server: Loaded, model: Model) -> N
 def test_row_numbers_outside_or_out_of_order(
     server: Loaded, model: Model, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("exporter.delta.files._check_ids", lambda *_: None)
+    monkeypatch.setattr("exporter.delta.delta_files._check_ids", lambda *_: None)
     rows = Rows(np.array(ids, np.int64), np.ones((2, 4), np.float32))
     model.publish(100, 110, random_changes(model.schema, seed=1) | {"items": rows})
     assert server.update()["status"].endswith("has wrong rows for items")
@@ -349,7 +349,7 @@ def test_row_numbers_outside_or_out_of_order(
 
 
 def test_fewer_values_than_ids(server: Loaded, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exporter.delta.files._check_ids", lambda *_: None)
+    monkeypatch.setattr("exporter.delta.delta_files._check_ids", lambda *_: None)
     rows = Rows(np.array([1, 2, 3], np.int64), np.ones((2, 4), np.float32))
     model.publish(100, 110, {"items": rows})
     assert server.update()["status"].endswith("has wrong rows for items")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.publish.published import lease
+from exporter.publish.versions import lease
 from tests.commands import export_model
 from tests.logs import Serving, Trainer, publish_base
 from tests.test_holds import MODEL, save

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exporter.delta.format import Change, Rows
-from exporter.delta.log import plan_chain
+from exporter.delta.spans import plan_chain
 from exporter.options import DeltaDtype
-from exporter.pipeline import chain
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
-from exporter.publish.published_log import list_deltas, read_log
+from exporter.publish.delta_log import list_deltas, read_log
 from exporter.publish.retention import ROLLBACK_POSITIONS
 from tests.logs import Serving, Trainer, Values, assert_same_bits, publish_base, request, values_at
 from tests.test_min_change import drift
@@ -92,13 +92,15 @@ class World:
                 start = int(rng.choice([base.at.position for base in log.bases]))
                 end = int(rng.choice([delta.end for delta in log.deltas]))
                 if start < end:
-                    chain.merge(self.model, start, end)
+                    log_maintenance.merge(self.model, start, end)
             case "tidy":
-                chain.tidy(self.model, clock=lambda: LATER)
+                log_maintenance.tidy(self.model, clock=lambda: LATER)
             case "rollback" if log.deltas:
-                chain.rollback(self.model, int(rng.choice(sorted(self.known() - {log.at.position}))))
+                log_maintenance.rollback(
+                    self.model, int(rng.choice(sorted(self.known() - {log.at.position})))
+                )
             case "resume" if log.hold() is not None:
-                chain.resume(self.model)
+                log_maintenance.resume(self.model)
             case "rebase":
                 rebase(self.model)
             case "forget base" if len(log.bases) > 1:

@@ -10,7 +10,7 @@ import pytest
 
 from exporter.errors import UsageError
 from exporter.graph.load import GraphRequest, load_source
-from exporter.inspection import GraphView, inspect
+from exporter.pipeline.inspection import GraphView, inspect
 from tests.commands import export_model
 from tests.graph_runs import v1_graph
 

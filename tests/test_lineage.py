@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exporter.delta.increment import CheckpointId
 from exporter.errors import UsageError
-from exporter.pipeline import chain
+from exporter.increments.increment import CheckpointId
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
-from exporter.publish.published_log import read_log
+from exporter.publish.delta_log import read_log
 from tests.logs import Serving, publish_base, request, values_at
 from tests.numpy_trainer import TABLES, NumpyTrainer, Values, as_any
 
@@ -94,11 +94,11 @@ class World:
             case "watch":
                 self.watch()
             case "merge":
-                chain.merge(self.model)
+                log_maintenance.merge(self.model)
             case "roll back":
                 positions = [delta.start for delta in read_log(self.model).deltas]
                 if positions:
-                    chain.rollback(self.model, int(trainer.rng.choice(positions)))
+                    log_maintenance.rollback(self.model, int(trainer.rng.choice(positions)))
             case _:
                 raise AssertionError(what)
 

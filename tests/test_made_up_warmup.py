@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter import ExportRequest, export, protos
-from exporter.bundle.made_up import made_up_requests
-from exporter.bundle.warmup import MAX_RECORDS, WARMUP_FILE
+from exporter import ExportRequest, export
+from exporter.bundle.made_up_warmup import made_up_requests
+from exporter.bundle.warmup_requests import MAX_RECORDS, WARMUP_FILE
 from exporter.errors import UsageError
 from exporter.options import Updates
+from exporter.wire import protos
 from tests.trained import inference_graph, train
 from tests.updatable import loaded, two_tables_and_dense, updatable_model
 

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
-from exporter.dtypes import DType
 from exporter.errors import Exit, ManifestError
 from exporter.publish.manifest import (
     FileEntry,
@@ -30,6 +29,7 @@ from exporter.publish.manifest import (
     tensor_entries,
     to_json,
 )
+from exporter.wire.dtypes import DType
 
 MANIFEST = Manifest(
     kind=Kind.BASE,

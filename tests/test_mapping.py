@@ -6,7 +6,6 @@ import pytest
 
 from exporter.catalog import TensorRef
 from exporter.checkpoint.object_graph import SUFFIX
-from exporter.dtypes import DType
 from exporter.errors import (
     AmbiguousRename,
     MissingTensors,
@@ -24,6 +23,7 @@ from exporter.mapping.build import (
     check_casts,
 )
 from exporter.mapping.extras import ExtraKind
+from exporter.wire.dtypes import DType
 from tests.values import catalog, graph, parts, tensor, variable
 
 MOD, DIV, NONE = PartitionStrategy.MOD, PartitionStrategy.DIV, PartitionStrategy.NONE

@@ -13,7 +13,7 @@ from exporter.errors import NotServable
 from exporter.graph.inference_graph import Asset, InferenceGraph
 from exporter.options import DataMode, ExportFormat, ExportRequest, Updates, Verify
 from exporter.pipeline.full import export, plan
-from exporter.verify.files import verify_published
+from exporter.verify.version_files import verify_published
 from tests.commands import export_model
 from tests.trained import Trained, embedding, train
 

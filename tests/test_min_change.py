@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exporter.delta.entry import LeftOut
-from exporter.delta.files import read_delta
+from exporter.delta.delta_files import read_delta
+from exporter.delta.deviation import LeftOut
 from exporter.delta.format import Kind
-from exporter.json_fields import FieldError, parse_object
-from exporter.pipeline import chain
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
-from exporter.publish.published_log import PublishedDelta, read_log
+from exporter.publish.delta_log import PublishedDelta, read_log
+from exporter.wire.json_fields import FieldError, parse_object
 from tests.commands import export_model
 from tests.logs import (
     TABLES,
@@ -96,17 +96,17 @@ class World:
             case "export":
                 self.export(float(rng.choice([0.0, 0.02, 0.1])))
             case "merge":
-                chain.merge(self.model)
+                log_maintenance.merge(self.model)
             case "tidy":
-                chain.tidy(self.model, clock=lambda: 1e12)
+                log_maintenance.tidy(self.model, clock=lambda: 1e12)
             case "rollback" if log.deltas:
                 before_ = values_at(log, log.newest.start) if isinstance(log.newest, PublishedDelta) else None
                 if before_ is not None:
                     assert isinstance(log.newest, PublishedDelta)
-                    chain.rollback(self.model, log.newest.start)
+                    log_maintenance.rollback(self.model, log.newest.start)
                     assert_same_bits(values_at(read_log(self.model)), before_)
             case "resume" if log.hold() is not None:
-                chain.resume(self.model)
+                log_maintenance.resume(self.model)
 
     def export(self, bound: float) -> None:
         done = export(self.trainer, self.model, bound)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.filesystem import nearest
+from exporter.files import nearest
 from tests.commands import export_model
 from tests.logs import Serving, Trainer, publish_base
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exporter.dtypes import DType
 from exporter.errors import AmbiguousRename, MappingError, MissingTensors, ObjectMismatch, UsageError
 from exporter.mapping.object_matching import Trained, match_objects
+from exporter.wire.dtypes import DType
 from tests.object_graphs import SHAPE, Slotted, Tree, Var, graph_of, tensors_of, wanted_of
 
 

@@ -17,9 +17,9 @@ from exporter.checkpoint.tensor_bundle import read_array
 from exporter.errors import BuilderError, MappingError, MissingTensors, ObjectMismatch, ShapeMismatch
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph
-from exporter.inspection import signatures_of
 from exporter.options import ExportRequest
 from exporter.pipeline.full import Plan, plan
+from exporter.pipeline.inspection import signatures_of
 from tests.object_trainers import chain, scorer, tower
 
 KERASES = [pytest.param(keras, id="keras3"), pytest.param(tf_keras, id="keras2")]

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, BundleWriter, read_array
-from exporter.dtypes import DType
 from exporter.errors import MappingError, NoCertainMatch
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.mapping.build import MappingRules, build_mapping
+from exporter.wire.dtypes import DType
 from tests.archives import keras_archive, legacy_file, weights_file
 from tests.bundles import write
 from tests.object_graphs import Var, graph_of, message_of

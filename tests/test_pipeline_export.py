@@ -13,8 +13,8 @@ import pytest
 from exporter import DeltaDtype, ExportedDelta, ExportRequest, Updates, export, open_checkpoint
 from exporter.checkpoint.identity import Identity
 from exporter.errors import Exit, NothingChanged, NotUpdatable, UsageError
-from exporter.output import NoProgress
-from exporter.publish.published_log import PublishedBase, read_log
+from exporter.progress import NoProgress
+from exporter.publish.delta_log import PublishedBase, read_log
 from tests.logs import Serving, Trainer, assert_same_bits, publish_base, request, served_now, values_at
 from tests.test_delta_deeprec import save_increment
 

@@ -8,9 +8,10 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 import pytest
 import typer
 
-from exporter import ExportRequest, cli
+from exporter import ExportRequest
+from exporter.cli import app as cli
 from exporter.errors import UsageError
-from exporter.places import local_path
+from exporter.local_paths import local_path
 from exporter.training.arguments import ExportArguments
 from exporter.training.chief import checkpoint_dir
 from exporter.training.hook import IncrementHook

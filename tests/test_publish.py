@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exporter.checkpoint.crc import masked_crc
 from exporter.errors import (
     DiskFull,
     Exit,
@@ -26,10 +25,11 @@ from exporter.errors import (
     VerificationError,
     VersionExists,
 )
-from exporter.filesystem import writing
+from exporter.files import writing
 from exporter.publish.commit import Staging, VersionRule, next_place, next_position, publish_version
-from exporter.publish.published import children, last_position, lease, read_manifest, served_version
 from exporter.publish.staging import remove_leftovers
+from exporter.publish.versions import children, last_position, lease, read_manifest, served_version
+from exporter.wire.crc32c import masked_crc
 from tests.publishing import FILES, SHARD, draft, fill, hidden, names, publish, versions, whole_versions
 
 GREATEST = 2**63 - 1

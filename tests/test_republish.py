@@ -10,10 +10,10 @@ import pytest
 
 from exporter.errors import ModelHeld, PositionUnknown, UsageError, VerificationError
 from exporter.options import ExportRequest, Updates
-from exporter.pipeline import chain
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.publish.hold import Hold
-from exporter.publish.published import children, read_manifest
+from exporter.publish.versions import children, read_manifest
 from exporter.verify.log import verify_model
 from tests.commands import export_model
 from tests.kills import count_steps, killed_at
@@ -67,38 +67,38 @@ def test_a_version_comes_back_as_the_newest_without_a_copy(request_: ExportReque
 
 
 def test_the_trainers_next_export_does_not_overrun_it(request_: ExportRequest) -> None:
-    chain.rollback(request_.out, 20)
+    log_maintenance.rollback(request_.out, 20)
     save(request_.ckpt_dir, 40)
     with pytest.raises(ModelHeld, match="is held at 31"):
         export(request_)
-    chain.resume(request_.out)
+    log_maintenance.resume(request_.out)
     assert export(request_).published.version == 40
 
 
 def test_after_several_the_first_one_counts(request_: ExportRequest) -> None:
     model = request_.out
-    chain.rollback(model, 20)
-    chain.rollback(model, 10)
+    log_maintenance.rollback(model, 20)
+    log_maintenance.rollback(model, 10)
     assert holds(model, versions(model)[0]) == 10
-    assert chain.resume(model).values_of.position == 30
+    assert log_maintenance.resume(model).values_of.position == 30
     assert holds(model, versions(model)[0]) == 30
-    chain.rollback(model, 10)
-    assert chain.resume(model, lift_only=True).published is None
+    log_maintenance.rollback(model, 10)
+    assert log_maintenance.resume(model, lift_only=True).published is None
     assert holds(model, versions(model)[0]) == 10
-    chain.rollback(model, 20)
-    chain.rollback(model, versions(model)[1])
-    assert chain.resume(model).published is None, "the second led back to where the first began"
+    log_maintenance.rollback(model, 20)
+    log_maintenance.rollback(model, versions(model)[1])
+    assert log_maintenance.resume(model).published is None, "the second led back to where the first began"
 
 
 def test_what_cannot_come_back_is_said(request_: ExportRequest) -> None:
     model = request_.out
     with pytest.raises(PositionUnknown, match="no version 25") as caught:
-        chain.rollback(model, 25)
+        log_maintenance.rollback(model, 25)
     assert "10" in caught.value.cause
     with pytest.raises(UsageError, match="is the newest"):
-        chain.rollback(model, 30)
+        log_maintenance.rollback(model, 30)
     with pytest.raises(UsageError, match="is not held"):
-        chain.resume(model)
+        log_maintenance.resume(model)
     assert versions(model) == [30, 20, 10]
     assert not Hold(model).is_set
 
@@ -111,38 +111,38 @@ def test_damage_does_not_come_back(request_: ExportRequest, name: str) -> None:
     file.unlink()
     file.write_bytes(content)
     with pytest.raises(VerificationError):
-        chain.rollback(request_.out, 10)
+        log_maintenance.rollback(request_.out, 10)
     assert versions(request_.out) == [30, 20, 10]
     assert not Hold(request_.out).is_set
 
 
 def test_resume_where_the_version_of_before_is_gone(request_: ExportRequest) -> None:
-    chain.rollback(request_.out, 10)
+    log_maintenance.rollback(request_.out, 10)
     shutil.rmtree(request_.out / "30")
     with pytest.raises(PositionUnknown) as caught:
-        chain.resume(request_.out)
+        log_maintenance.resume(request_.out)
     assert "--lift-only" in caught.value.hint
     assert Hold(request_.out).is_set
-    chain.resume(request_.out, lift_only=True)
+    log_maintenance.resume(request_.out, lift_only=True)
 
 
 def test_a_hold_of_plain_versions_binds_a_log_that_follows_and_is_lifted_with_it(
     request_: ExportRequest,
 ) -> None:
-    chain.rollback(request_.out, 10)
+    log_maintenance.rollback(request_.out, 10)
     export(ExportRequest(**(vars(request_) | {"updates": Updates(), "despite_hold": True})))
     ran = export_model("merge", request_.out, "--rebase")
     assert ran.code == 5
-    chain.resume(request_.out)
+    log_maintenance.resume(request_.out)
     assert export_model("merge", request_.out, "--rebase").code == 0
 
 
 def roll_back(model: Path) -> None:
-    chain.rollback(model, 10)
+    log_maintenance.rollback(model, 10)
 
 
 def resume(model: Path) -> None:
-    chain.resume(model)
+    log_maintenance.resume(model)
 
 
 @pytest.mark.parametrize("action", [roll_back, resume])

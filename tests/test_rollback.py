@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exporter.delta.entry import Made
 from exporter.errors import DiskFull, ManifestError, ModelHeld, UsageError
-from exporter.pipeline import chain
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import export_incremental
-from exporter.publish.published_log import PublishedLog, read_log
+from exporter.publish.delta_log import PublishedLog, read_log
+from exporter.publish.log_entries import Made
 from tests.logs import Serving, Trainer, assert_same_bits, publish_base, request, set_hold, values_at
 
 Values = dict[str, np.ndarray]
@@ -65,11 +65,11 @@ def is_at(log: PublishedLog, expected: Values) -> None:
 def test_after_two_rollbacks_resume_publishes_what_the_trainer_had(
     model: Path, known: dict[int, Values]
 ) -> None:
-    chain.rollback(model, 20)
-    second = chain.rollback(model, 10)
+    log_maintenance.rollback(model, 20)
+    second = log_maintenance.rollback(model, 10)
     assert (second.before.position, second.hold) == (31, 32)
     is_at(read_log(model), known[10])
-    done = chain.resume(model)
+    done = log_maintenance.resume(model)
     assert (done.values_of.position, done.hold) == (30, None)
     is_at(read_log(model), known[30])
     assert read_log(model).trained == read_log(model).trained_at(30)[0]
@@ -78,37 +78,37 @@ def test_after_two_rollbacks_resume_publishes_what_the_trainer_had(
 def test_a_rollback_of_a_rollback_needs_no_resumption_of_values(
     model: Path, known: dict[int, Values]
 ) -> None:
-    chain.rollback(model, 20)
-    chain.rollback(model, 30)
+    log_maintenance.rollback(model, 20)
+    log_maintenance.rollback(model, 30)
     is_at(read_log(model), known[30])
-    done = chain.resume(model)
+    done = log_maintenance.resume(model)
     assert (done.published, read_log(model).at.position) == (None, 32)
     is_at(read_log(model), known[30])
 
 
 def test_a_rollback_that_was_resumed_is_not_in_force_any_more(model: Path, known: dict[int, Values]) -> None:
-    chain.rollback(model, 10)
-    chain.resume(model)
-    chain.rollback(model, 20)
-    assert chain.resume(model).values_of.position == 32
+    log_maintenance.rollback(model, 10)
+    log_maintenance.resume(model)
+    log_maintenance.rollback(model, 20)
+    assert log_maintenance.resume(model).values_of.position == 32
     is_at(read_log(model), known[30])
 
 
 def test_resume_publishes_nothing_where_newer_values_are_there(trainer: Trainer, model: Path) -> None:
-    chain.rollback(model, 10)
+    log_maintenance.rollback(model, 10)
     export_incremental(request(trainer, model))
     newest = values_at(read_log(model))
-    assert chain.resume(model).published is None
+    assert log_maintenance.resume(model).published is None
     is_at(read_log(model), newest)
-    chain.rollback(model, 10)
-    chain.rollback(model, 20)
-    assert chain.resume(model).values_of.position == 40
+    log_maintenance.rollback(model, 10)
+    log_maintenance.rollback(model, 20)
+    assert log_maintenance.resume(model).values_of.position == 40
     is_at(read_log(model), newest)
 
 
 def test_resume_can_leave_the_values_as_they_are(model: Path, known: dict[int, Values]) -> None:
-    chain.rollback(model, 10)
-    done = chain.resume(model, lift_only=True)
+    log_maintenance.rollback(model, 10)
+    done = log_maintenance.resume(model, lift_only=True)
     assert (done.published, done.values_of.position) == (None, 31)
     assert not read_log(model).held.is_set
     is_at(read_log(model), known[10])
@@ -116,14 +116,16 @@ def test_resume_can_leave_the_values_as_they_are(model: Path, known: dict[int, V
 
 def test_a_rollback_by_an_earlier_release_is_resumed(model: Path, known: dict[int, Values]) -> None:
     """It did not say where the log stood before: its delta begins there."""
-    with chain._operating(model) as (log, staging):
-        done = chain._restore(log, staging, chain.Restoration(20, Made.ROLLBACK, start=30))
+    with log_maintenance._operating(model) as (log, staging):
+        done = log_maintenance._restore(
+            log, staging, log_maintenance.Restoration(20, Made.ROLLBACK, start=30)
+        )
     set_hold(read_log(model), 31)
     manifest = done.path / "manifest.json"
     assert ',"before":30' in manifest.read_text()
     manifest.write_text(manifest.read_text().replace(',"before":30', ""))
-    chain.rollback(model, 10)
-    assert chain.resume(model).values_of.position == 30
+    log_maintenance.rollback(model, 10)
+    assert log_maintenance.resume(model).values_of.position == 30
     is_at(read_log(model), known[30])
 
 
@@ -136,11 +138,11 @@ def test_a_damaged_hold_hinders_nobody_who_sets_it_or_lifts_it(
     with pytest.raises(ManifestError, match="expected a position") as caught:
         log.hold()
     assert "resume" in caught.value.hint
-    chain.tidy(model, clock=lambda: 1e12)
-    assert chain.rollback(model, 20).hold == 31
+    log_maintenance.tidy(model, clock=lambda: 1e12)
+    assert log_maintenance.rollback(model, 20).hold == 31
     assert log.hold() == 31
     log.held.path.write_text(content)
-    chain.resume(model)
+    log_maintenance.resume(model)
     assert not log.held.is_set
     is_at(read_log(model), known[30])
 
@@ -150,16 +152,16 @@ def test_a_hold_that_is_a_pipe_does_not_block(model: Path) -> None:
     os.mkfifo(log.held.path)
     with pytest.raises(ManifestError):
         log.hold()
-    assert chain.rollback(model, 20).hold == 31
+    assert log_maintenance.rollback(model, 20).hold == 31
 
 
 def test_a_lower_hold_stays_until_the_rollback_is_there(model: Path) -> None:
     log = read_log(model)
     set_hold(log, 10)
     with pytest.raises(UsageError):
-        chain.rollback(model, 30)
+        log_maintenance.rollback(model, 30)
     assert log.hold() == 10
-    assert chain.rollback(model, 20).hold == log.hold() == 31
+    assert log_maintenance.rollback(model, 20).hold == log.hold() == 31
 
 
 def test_what_killed_rollbacks_of_earlier_releases_left_is_removed(model: Path) -> None:
@@ -167,13 +169,13 @@ def test_what_killed_rollbacks_of_earlier_releases_left_is_removed(model: Path) 
     left, other = log.path / ".hold.0123abcd", log.path / ".hold.mine"
     for path in (left, other):
         path.write_text("30\n")
-    chain.rollback(model, 20)
+    log_maintenance.rollback(model, 20)
     assert (left.exists(), other.exists()) == (False, True)
     left.write_text("30\n")
-    chain.resume(model)
+    log_maintenance.resume(model)
     assert not left.exists()
     left.write_text("30\n")
-    chain.tidy(model)
+    log_maintenance.tidy(model)
     assert not left.exists()
 
 
@@ -196,10 +198,10 @@ def test_a_rollback_beside_an_exporter_that_never_rests(trainer: Trainer, model:
                 expected = values_at(read_log(model), to)
                 while read_log(model).at.position == to:
                     exporting.done() and exporting.result()
-                done = chain.rollback(model, to)
+                done = log_maintenance.rollback(model, to)
                 assert done.hold is not None
                 assert_same_bits(values_at(read_log(model), done.hold), expected)
-                chain.resume(model)
+                log_maintenance.resume(model)
         finally:
             ended.set()
         exporting.result(60)
@@ -207,13 +209,13 @@ def test_a_rollback_beside_an_exporter_that_never_rests(trainer: Trainer, model:
 
 def test_two_operators_at_once_are_one_after_the_other(model: Path, known: dict[int, Values]) -> None:
     with ThreadPoolExecutor(4) as pool:
-        rollbacks = [pool.submit(chain.rollback, model, to) for to in (10, 20, 10, 20)]
+        rollbacks = [pool.submit(log_maintenance.rollback, model, to) for to in (10, 20, 10, 20)]
         done = [each.result(60) for each in rollbacks]
     log = read_log(model)
     last = max(done, key=lambda each: each.hold or 0)
     assert log.hold() == last.hold == log.at.position == 34
     is_at(log, known[last.values_of.position])
-    assert chain.resume(model).values_of.position == 30
+    assert log_maintenance.resume(model).values_of.position == 30
     is_at(read_log(model), known[30])
 
 
@@ -236,14 +238,14 @@ def test_a_full_disk_leaves_log_and_hold_as_they_were(
         set_hold(log, held)
     for bytes_ in (0, 2, 3, 40, 200, 1000):
         with pytest.raises(DiskFull), no_file_longer_than(bytes_):
-            chain.rollback(model, 20)
+            log_maintenance.rollback(model, 20)
         assert (log.hold(), read_log(model).at.position) == (held, 30)
-    chain.rollback(model, 20)
+    log_maintenance.rollback(model, 20)
     for bytes_ in (0, 100, 1000):
         with pytest.raises(DiskFull), no_file_longer_than(bytes_):
-            chain.resume(model)
+            log_maintenance.resume(model)
         assert (log.hold(), read_log(model).at.position) == (31, 31)
-    chain.resume(model)
+    log_maintenance.resume(model)
     is_at(read_log(model), known[30])
 
 
@@ -251,16 +253,16 @@ def test_resume_needs_no_space_to_lift_a_hold(model: Path) -> None:
     log = read_log(model)
     set_hold(log, 20)
     with no_file_longer_than(0):
-        chain.resume(model)
+        log_maintenance.resume(model)
     assert not log.held.is_set
 
 
 def test_a_merger_does_not_lead_servers_past_a_rollback_again(model: Path) -> None:
-    chain.rollback(model, 20)
+    log_maintenance.rollback(model, 20)
     log = read_log(model)
     with pytest.raises(ModelHeld, match="would lead servers to 30 again"):
-        chain.merge(model, 10, 30)
+        log_maintenance.merge(model, 10, 30)
     assert read_log(model).deltas == log.deltas
-    assert chain.merge(model) is not None, "to the rollback's own position everybody may go"
-    chain.resume(model)
-    assert chain.merge(model, 10, 30) is not None
+    assert log_maintenance.merge(model) is not None, "to the rollback's own position everybody may go"
+    log_maintenance.resume(model)
+    assert log_maintenance.merge(model, 10, 30) is not None

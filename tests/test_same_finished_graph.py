@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from exporter.graph.saved_model import read_saved_model
-from exporter.protos import Proto
+from exporter.wire.protos import Proto
 from tests.commands import Ran, export_model
 from tests.test_same_graph import Job, begun, refused
 

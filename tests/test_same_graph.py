@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from exporter.checkpoint.tensor_bundle import BundleWriter
-from exporter.delta.files import write_delta
+from exporter.delta.delta_files import write_delta
 from exporter.graph.file_digests import FileDigests, file_digest
 from exporter.graph.saved_model import read_saved_model
 from exporter.publish import delta_publication

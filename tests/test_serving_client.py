@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from exporter.errors import CallFailed, Exit
-from exporter.protos import message_class
+from exporter.wire.protos import message_class
 from serving.client import ModelClient
 from serving.server import ModelServer
 from serving.status import Code, State, VersionStatus

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from exporter.errors import ServerError
-from exporter.protos import message_class
-from exporter.tensor_proto import fill
+from exporter.wire.protos import message_class
+from exporter.wire.tensor_proto import fill
 from serving.manager import VersionManager
 from serving.status import Code, State, StatusError, VersionStatus
-from serving.versions import Every, Latest, Specific
+from serving.version_policy import Every, Latest, Specific
 from tests.serving_models import write_saved_model, write_warmup
 
 DEADLINE_SECONDS = 60.0

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exporter.protos import message_class
+from exporter.wire.protos import message_class
 from serving.manager import VersionManager
 from serving.models import ServedModels
 from serving.status import Code, State, StatusError
-from serving.versions import Latest, Policy
+from serving.version_policy import Latest, Policy
 from tests.serving_models import write_saved_model
 
 WAIT_SECONDS = 60.0

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from exporter.options import ExportRequest
-from exporter.pipeline import chain
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
 from serving.cli import app
@@ -73,7 +73,7 @@ def test_how_far_behind_and_how_old(server: ModelServer, request_: ExportRequest
 
 def test_a_hold_and_a_rollback(server: ModelServer, request_: ExportRequest) -> None:
     call("update", server.address, "--model", "ranker")
-    chain.rollback(request_.out, 20)
+    log_maintenance.rollback(request_.out, 20)
     save(request_.ckpt_dir, 40)
     export_incremental(request_)
     document = status(server, "--published", request_.out)

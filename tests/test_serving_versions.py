@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.status import State
-from serving.versions import Every, Latest, Load, Specific, Unload, next_action, versions_among
+from serving.version_policy import Every, Latest, Load, Specific, Unload, next_action, versions_among
 
 A, L, U, E = State.AVAILABLE, State.LOADING, State.UNLOADING, State.END
 

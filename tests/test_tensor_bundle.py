@@ -24,8 +24,8 @@ from exporter.checkpoint.tensor_bundle import (
     read_catalog,
     shard_path,
 )
-from exporter.dtypes import DType
 from exporter.errors import CheckpointChanged, CorruptFile, UnsupportedFormat
+from exporter.wire.dtypes import DType
 from tests.bundles import entry, header, restore, save, save_parts, write, write_index
 
 Array = np.ndarray[Any, Any]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from exporter import protos
-from exporter.dtypes import DType
-from exporter.tensor_proto import dtype_of, fill, to_array
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
+from exporter.wire.tensor_proto import dtype_of, fill, to_array
 
 LABELS = [
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "bool"),

@@ -15,14 +15,15 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from exporter import cli, roles
-from exporter.command import run
+from exporter import roles
+from exporter.cli import app as cli
+from exporter.cli.edge import run
 from exporter.errors import ExportFailed, UsageError
 from exporter.options import DataMode, DeltaDtype, ExportFormat, ExportRequest, Isolation, Updates, Verify
 from exporter.training import ExportCallback, ExportHook
 from exporter.training.arguments import ExportArguments
 from exporter.training.exports import Exports, export_environment
-from exporter.training.sightings import Sightings
+from exporter.training.new_checkpoints import Sightings
 
 v1 = tf.compat.v1
 

@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.delta.history import read_history
-from exporter.delta.increment import apply_increments
 from exporter.errors import CorruptFile, MissingTensors, PublishError, ShapeMismatch, UsageError
+from exporter.increments.history import read_history
+from exporter.increments.increment import apply_increments
 from exporter.training import IncrementHook, MonitoredTrainingSession, restore_increments
 from exporter.training import store as store_module
 from exporter.training.store import Store

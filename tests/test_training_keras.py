@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter.delta.history import read_history
 from exporter.errors import UsageError
+from exporter.increments.history import read_history
 from exporter.training import IncrementCallback
 from tests.increments import differing, starts
 

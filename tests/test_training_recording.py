@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from exporter.training.access import access
+from exporter.training.change_tracking import survey
 from exporter.training.recording import record
-from exporter.training.survey import survey
 
 v1 = tf.compat.v1
 

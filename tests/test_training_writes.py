@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from exporter.errors import UsageError
-from exporter.training.survey import Mode, plan_digest, survey
+from exporter.training.change_tracking import Mode, plan_digest, survey
 from exporter.training.writes import is_resource, variable_use
 from tests.training_graphs import LAZY, OPTIMIZERS, v1
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exporter.catalog import Catalog, Naming, TensorRef
-from exporter.dtypes import DType
 from exporter.errors import MappingError, NoCertainMatch
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.mapping.build import MappingRules, build_mapping
-from exporter.mapping.unnamed import match_unnamed
+from exporter.mapping.by_layer import match_unnamed
+from exporter.wire.dtypes import DType
 from tests.values import graph, tensor, variable
 
 NAMES = ["first", "second", "third", "fourth", "fifth"]

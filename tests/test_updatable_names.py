@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter.bundle.incremental import IsolationMode, schema_of
 from exporter.errors import NotServable
 from exporter.graph.inference_graph import InferenceGraph
+from exporter.subgraph.make_updatable import IsolationMode, schema_of
 from tests.commands import export_model
 from tests.trained import inference_graph, train
 from tests.updatable import Model, assert_holds, loaded, two_tables_and_dense, updatable_base

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exporter.catalog import Catalog, SliceSpec
-from exporter.checkpoint.crc import combine, extend
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.errors import Exit, ManifestError, VerificationError
 from exporter.publish.commit import Staging, publish_version
 from exporter.publish.manifest import ManifestDraft, Origin, TensorEntry, tensor_entries
-from exporter.verify import files as verify
-from exporter.verify.files import verify_bytes, verify_files, verify_published
+from exporter.verify import version_files as verify
+from exporter.verify.version_files import verify_bytes, verify_files, verify_published
+from exporter.wire.crc32c import combine, extend
 
 PREFIX = Path("variables", "variables")
 SHARD = "variables/variables.data-00000-of-00001"

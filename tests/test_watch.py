@@ -17,11 +17,11 @@ from exporter import ExportRequest, StopWhen, Watching, watch
 from exporter.checkpoint.tensor_bundle import index_path, read_array, read_catalog, shard_path
 from exporter.errors import CheckpointChanged, CorruptFile, ExportError, MissingTensors, UsageError
 from exporter.options import DeltaDtype
-from exporter.output import NoProgress
 from exporter.pipeline.watch import WATCH_LOCK
+from exporter.progress import NoProgress
 from exporter.publish.commit import model_lock
 from exporter.publish.made_from import newest_made_from
-from exporter.publish.published import children, read_manifest
+from exporter.publish.versions import children, read_manifest
 from tests.bundles import write
 
 ONE_LOOK = Watching(0.01, StopWhen(after_seconds=0))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.publish.published_log import list_deltas, log_path
+from exporter.publish.delta_log import list_deltas, log_path
 from exporter.roles import VARIABLES
 from tests.commands import Ran, export_model
 from tests.logs import Serving, Trainer, publish_base

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from exporter import protos
-from exporter.bundle.saved_model import write_saved_model
+from exporter.bundle.saved_model_writer import write_saved_model
 from exporter.bundle.variables import VariablesReport, write_variables
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.dtypes import DType
 from exporter.graph.inference_graph import Asset, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.mapping.build import MappingRules, build_mapping
 from exporter.options import DataMode
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
 
 tf1 = tf.compat.v1
 

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from exporter.bundle.incremental import (
+from exporter.delta.delta_files import write_delta
+from exporter.delta.format import Change, DeltaHeader, Rows, Schema, log_name
+from exporter.graph.inference_graph import InferenceGraph
+from exporter.subgraph.make_updatable import (
     STATUS_SIGNATURE,
     UPDATE_SIGNATURE,
     IncrementalOptions,
     make_updatable,
     schema_of,
 )
-from exporter.delta.files import write_delta
-from exporter.delta.format import Change, DeltaHeader, Rows, Schema, log_name
-from exporter.graph.inference_graph import InferenceGraph
 from tests.trained import export, inference_graph, train
 
 tf1 = tf.compat.v1

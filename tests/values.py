@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from exporter import protos
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
-from exporter.dtypes import DType
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
 
 
 def tensor(name: str, *shape: int, dtype: DType = DType.FLOAT, rows: Iterable[int] = ()) -> TensorRef:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from exporter.errors import NotServable, os_error
 from exporter.graph.inference_graph import Asset
-from exporter.protos import Proto, message_class
+from exporter.wire.protos import Proto, message_class
 
 ASSETS_DIRECTORY = "assets"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from exporter.bundle.source_shard import check_size, open_shard
 from exporter.errors import CheckpointChanged, os_error
-from exporter.output import Progress
+from exporter.progress import Progress
 
 BATCH_BYTES = 16 << 20
 """What one task copies: large enough to amortise the task, small enough to be interrupted soon."""

@@ -11,13 +11,13 @@ import os
 import shutil
 from pathlib import Path
 
-from exporter.bundle.saved_model import SAVED_MODEL_FILE, restorable_graph
+from exporter.bundle.saved_model_writer import SAVED_MODEL_FILE, restorable_graph
 from exporter.bundle.variables import VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.errors import NotServable, os_error
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.signatures import DEFAULT_SIGNATURE
 from exporter.mapping.build import Mapping
-from exporter.protos import Proto
+from exporter.wire.protos import Proto
 
 PAIR_NAME = "export"
 

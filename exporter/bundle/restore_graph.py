@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from exporter.dtypes import DType
 from exporter.graph.inference_graph import GraphTable, GraphVariable
 from exporter.mapping.build import Source
-from exporter.protos import Proto, message_class
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto, message_class
 
 VARIABLES_COLLECTION = "variables"
 """Global variables: what makes `tf.saved_model.load` own them as Python objects."""

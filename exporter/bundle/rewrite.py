@@ -18,10 +18,10 @@ import numpy as np
 
 from exporter.bundle.source_shard import open_shard
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
-from exporter.checkpoint import crc
-from exporter.dtypes import DType
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError
 from exporter.mapping.build import Source
+from exporter.wire import crc32c
+from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 
@@ -235,12 +235,12 @@ class _Input:
         data = os.pread(self._descriptor, size, self._extent.offset + self._done)
         if len(data) != size:
             raise CheckpointChanged(f"{self._path} became shorter after its index was read")
-        self._crc = crc.extend(self._crc, data)
+        self._crc = crc32c.extend(self._crc, data)
         self._done += size
-        if self._done == self._extent.size and crc.mask(self._crc) != self._extent.crc32c:
+        if self._done == self._extent.size and crc32c.mask(self._crc) != self._extent.crc32c:
             raise CorruptFile(
                 f"{self._path} is damaged: the checksum of {self._name!r} is "
-                f"{crc.mask(self._crc):08x}, its index says {self._extent.crc32c:08x}"
+                f"{crc32c.mask(self._crc):08x}, its index says {self._extent.crc32c:08x}"
             )
         return np.frombuffer(data, self.dtype)
 
@@ -255,7 +255,7 @@ class _Output:
 
     def write(self, values: Array) -> None:
         data = values.tobytes()
-        self._crc = crc.extend(self._crc, data)
+        self._crc = crc32c.extend(self._crc, data)
         while data:
             written = os.pwrite(self._descriptor, data, self._offset)
             self._offset += written
@@ -263,4 +263,4 @@ class _Output:
 
     def stamp(self, extent: Extent) -> Extent:
         """The extent with the checksum of what was written."""
-        return replace(extent, crc32c=crc.mask(self._crc))
+        return replace(extent, crc32c=crc32c.mask(self._crc))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from exporter.errors import CheckpointChanged, CheckpointError
-from exporter.filesystem import open_regular
+from exporter.files import open_regular
 
 
 @contextmanager

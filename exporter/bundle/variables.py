@@ -22,7 +22,7 @@ from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_pa
 from exporter.errors import LinkRefused, os_error
 from exporter.mapping.build import Mapping, Source
 from exporter.options import DataMode
-from exporter.output import NoProgress, Progress
+from exporter.progress import NoProgress, Progress
 
 VARIABLES_DIRECTORY = "variables"
 VARIABLES_NAME = "variables"

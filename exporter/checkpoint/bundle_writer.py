@@ -17,13 +17,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from exporter import protos
 from exporter.catalog import Extent, SliceRef, SliceSpec, TensorRef
-from exporter.checkpoint.crc import CHUNK, extend, mask
 from exporter.checkpoint.slice_keys import slice_key
 from exporter.checkpoint.sstable import write_table
 from exporter.checkpoint.tensor_values import encode_strings
-from exporter.dtypes import DType
+from exporter.wire import protos
+from exporter.wire.crc32c import CHUNK, extend, mask
+from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 Buffer = bytes | bytearray | memoryview | Array

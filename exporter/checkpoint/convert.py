@@ -10,9 +10,9 @@ import numpy as np
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
-from exporter.dtypes import DType
 from exporter.errors import os_error
-from exporter.output import NoProgress, Progress
+from exporter.progress import NoProgress, Progress
+from exporter.wire.dtypes import DType
 
 
 def write_bundle(

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from exporter.checkpoint.crc import CHUNK, chunks_of
 from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, CorruptFile, TruncatedFile
-from exporter.filesystem import open_regular
+from exporter.files import open_regular
+from exporter.wire.crc32c import CHUNK, chunks_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ import numpy as np
 from exporter import errors
 from exporter.checkpoint.file_range import FileRange, verify
 from exporter.checkpoint.hdf5_process import FRAME
-from exporter.dtypes import DType
 from exporter.errors import CheckpointError, CorruptFile, UnsafeArchive
+from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 

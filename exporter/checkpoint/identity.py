@@ -15,7 +15,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.families import is_archive
 from exporter.errors import CheckpointChanged, CheckpointNotFound
-from exporter.filesystem import read_regular
+from exporter.files import read_regular
 
 Looks: TypeAlias = tuple[tuple[str, int, int, int], ...]
 """Names, sizes in bytes, modification times in nanoseconds and inodes of files, by name."""

@@ -23,8 +23,8 @@ from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.file_range import FileRange
 from exporter.checkpoint.hdf5 import Contents, Dataset, read_hdf5
 from exporter.checkpoint.zip_members import Member, read_members
-from exporter.dtypes import DType
 from exporter.errors import CheckpointError, CorruptFile, MissingShard, UnsafeArchive, UnsupportedFormat
+from exporter.wire.dtypes import DType
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.weights.h5"

@@ -43,7 +43,7 @@ from exporter.errors import (
     UnsafeArchive,
     UnsupportedFormat,
 )
-from exporter.filesystem import nearest, read_regular
+from exporter.files import nearest, read_regular
 
 STATE_FILE = "checkpoint"
 WORKER_PREFIX = "workertemp_"

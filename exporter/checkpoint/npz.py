@@ -23,8 +23,8 @@ import numpy as np
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.file_range import FileRange
 from exporter.checkpoint.zip_members import Member, read_members
-from exporter.dtypes import DType
 from exporter.errors import CorruptFile, TruncatedFile, UnsafeArchive, UnsupportedFormat
+from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 

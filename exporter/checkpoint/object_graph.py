@@ -17,13 +17,13 @@ from functools import cached_property
 
 from google.protobuf.message import DecodeError
 
-from exporter import protos
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
 from exporter.checkpoint.tensor_values import read_array
-from exporter.dtypes import DType
 from exporter.errors import CorruptFile
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 VARIABLE_VALUE = "VARIABLE_VALUE"
 SUFFIX = f"/.ATTRIBUTES/{VARIABLE_VALUE}"

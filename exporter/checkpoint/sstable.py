@@ -22,8 +22,8 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from exporter.checkpoint.crc import masked_crc
 from exporter.errors import CheckpointError, CorruptFile, TruncatedFile, UnsupportedFormat
+from exporter.wire.crc32c import masked_crc
 
 Entry = tuple[bytes, bytes]
 

@@ -20,13 +20,11 @@ from typing import NoReturn
 
 from google.protobuf.message import DecodeError
 
-from exporter import protos
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.bundle_writer import BundleWriter, encode_index, index_path, shard_path
 from exporter.checkpoint.slice_keys import WHOLE, overlap, slice_key
 from exporter.checkpoint.sstable import Entry, read_table
 from exporter.checkpoint.tensor_values import check_values, memory_map, read_array
-from exporter.dtypes import DType
 from exporter.errors import (
     CheckpointChanged,
     CheckpointError,
@@ -36,7 +34,9 @@ from exporter.errors import (
     TruncatedFile,
     UnsupportedFormat,
 )
-from exporter.filesystem import read_regular
+from exporter.files import read_regular
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
 
 __all__ = [
     "BundleWriter",

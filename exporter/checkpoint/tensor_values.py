@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
-from exporter.checkpoint.crc import CHUNK, chunks_of, extend, mask, read_into
 from exporter.checkpoint.sstable import varint
-from exporter.dtypes import DType
 from exporter.errors import CheckpointChanged, CheckpointError, CorruptFile, UnsupportedFormat
-from exporter.filesystem import open_regular
+from exporter.files import open_regular
+from exporter.wire.crc32c import CHUNK, chunks_of, extend, mask, read_into
+from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 

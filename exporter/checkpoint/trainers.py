@@ -12,8 +12,8 @@ from pathlib import Path
 from exporter.catalog import Catalog
 from exporter.checkpoint.object_graph import ROOT, ObjectGraph, read_object_graph
 from exporter.checkpoint.tensor_values import read_array
-from exporter.dtypes import DType
-from exporter.filesystem import open_regular
+from exporter.files import open_regular
+from exporter.wire.dtypes import DType
 
 _KERAS_3 = {"_operations", "_functional", "_trainable_variables_indices"}
 _KERAS_2 = {"layer-0", "layer_with_weights-0", "keras_api", "_index_dict"}

@@ -18,8 +18,8 @@ import numpy as np
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.file_range import FileRange
 from exporter.checkpoint.tensor_bundle import GLOBAL_STEP, step_in_name
-from exporter.dtypes import DType
 from exporter.errors import CorruptFile, MissingShard
+from exporter.wire.dtypes import DType
 
 _TABLE_MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 FAMILY = "TensorFlow V1"

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from exporter.checkpoint.crc import CHUNK
 from exporter.checkpoint.file_range import FileRange, RangeReader
 from exporter.errors import CorruptFile, TruncatedFile, UnsafeArchive, UnsupportedFormat
+from exporter.wire.crc32c import CHUNK
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _LOCAL_MAGIC = b"PK\x03\x04"

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from exporter.delta.stored import StoredRun, StoredVariable
+from exporter.delta.row_reader import StoredRun, StoredVariable
 
 _Identity = list[int]
 _RunKey = tuple[str, int, int, int]

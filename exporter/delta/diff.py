@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from exporter.checkpoint.crc import combine, extend, mask
 from exporter.delta.format import Change, Kind, Rows, Schema, ServedVariable
 from exporter.delta.row_hashes import BlockHasher, HashIndex, block_rows
-from exporter.delta.state import State
+from exporter.delta.snapshot import State
 from exporter.errors import CorruptFile
-from exporter.output import NoProgress, Progress
+from exporter.progress import NoProgress, Progress
+from exporter.wire.crc32c import combine, extend, mask
 
 Array = np.ndarray[Any, Any]
 

@@ -23,7 +23,7 @@ neither, and both of one length:
 
 Values are absolute: a delta may be applied twice, and it fits every state of its log at a position `p` with
 `from <= p < to`. Flag 1 (`only_from`) says that it fits `p = from` alone, because rows were left out or
-rounded; mergers of such deltas fit every state inside (`exporter.delta.log`). Flags that a reader does not
+rounded; mergers of such deltas fit every state inside (`exporter.delta.spans`). Flags that a reader does not
 know make a delta unreadable to it.
 
 Flags 2 and 4 (not both) say that rows are packed, as bfloat16 or as int8 (`exporter.delta.packing`). Tables
@@ -62,8 +62,8 @@ import numpy as np
 
 from exporter.catalog import Catalog
 from exporter.delta.packing import RowValues, shrinks
-from exporter.dtypes import DType
 from exporter.options import DeltaDtype
+from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 

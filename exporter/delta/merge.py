@@ -10,7 +10,7 @@ import numpy as np
 
 from exporter.delta.diff import RowSpill
 from exporter.delta.format import Change, Kind, Rows, Schema
-from exporter.delta.state import Changes, State
+from exporter.delta.snapshot import Changes, State
 
 Array = np.ndarray[Any, Any]
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from exporter.dtypes import DType
 from exporter.options import DeltaDtype
+from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 

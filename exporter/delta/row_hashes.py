@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from exporter.checkpoint.crc import masked_crc
-from exporter.filesystem import read_regular
+from exporter.files import read_regular
+from exporter.wire.crc32c import masked_crc
 
 Array = np.ndarray[Any, Any]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from exporter.doctor.finding import Check, Finding, Level, command, count
 from exporter.errors import DeltaGap, ManifestError, PositionError
-from exporter.output import human_bytes
+from exporter.progress import human_bytes
+from exporter.publish.delta_log import PublishedLog
 from exporter.publish.hold import Hold
 from exporter.publish.permission import binding
-from exporter.publish.published import Child, children, read_stamp
-from exporter.publish.published_log import PublishedLog
 from exporter.publish.retention import logs_without_base
+from exporter.publish.versions import Child, children, read_stamp
 from exporter.verify.log import Problem, VerifiedModel
 
 FUTURE_SECONDS = 60.0

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from exporter.delta.log import plan_chain
+from exporter.delta.spans import plan_chain
 from exporter.doctor.finding import Check, Finding, Level, command, count
 from exporter.errors import CallFailed, ManifestError, PositionError
-from exporter.publish.published import children, read_stamp
-from exporter.publish.published_log import PublishedDelta
+from exporter.publish.delta_log import PublishedDelta
+from exporter.publish.versions import children, read_stamp
 from exporter.verify.log import VerifiedModel
 
 AVAILABLE = "AVAILABLE"

@@ -13,12 +13,12 @@ from exporter.checkpoint import open_checkpoint
 from exporter.doctor.finding import Check, Finding, Level, command, count
 from exporter.doctor.published import FUTURE_SECONDS, size_of
 from exporter.errors import CheckpointError, PublishError
-from exporter.filesystem import writing
-from exporter.output import human_bytes
+from exporter.files import writing
+from exporter.progress import human_bytes
 from exporter.publish.commit import LOCK_NAME
-from exporter.publish.published import children
-from exporter.publish.published_log import DELTAS_DIRECTORY
+from exporter.publish.delta_log import DELTAS_DIRECTORY
 from exporter.publish.staging import Staging, dead_leftovers
+from exporter.publish.versions import children
 
 _CLOSED = {"others": "users outside its group", "group": "its group", "owner": "its owner"}
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from exporter import protos
-from exporter.dtypes import DType
 from exporter.graph.inference_graph import Asset
 from exporter.graph.nodes import data_inputs, endpoint
 from exporter.graph.reach import reach
 from exporter.graph.resource_variables import free_name
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 
 def remember_paths(

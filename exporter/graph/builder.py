@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from exporter import protos
 from exporter.catalog import TensorRef
 from exporter.errors import BuilderError, ExportError, UsageError
-from exporter.filesystem import nearest
+from exporter.files import nearest
 from exporter.graph.code_import import code_behind, import_code
 from exporter.graph.keras_places import keras_places
 from exporter.graph.metagraph import with_signatures
@@ -39,7 +38,8 @@ from exporter.graph.object_models import (
 from exporter.graph.signatures import DEFAULT_SIGNATURE, METHODS, check_method
 from exporter.graph.source_graph import GraphRequest, SourceGraph, TableKey, VariableKey
 from exporter.graph.sources import importable, no_function
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.protos import Proto
 
 Builder = Callable[..., Any]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from exporter import protos
 from exporter.errors import UsageError
 from exporter.graph.asset_paths import remember_paths
 from exporter.graph.feeds import cut_inputs, fix_constants, served_shape
@@ -35,7 +34,8 @@ from exporter.graph.tables import (
     use_file_names,
 )
 from exporter.graph.training_mode import training_mode
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.protos import Proto
 
 _DROPPED_ATTRS = (
     "_class",

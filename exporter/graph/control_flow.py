@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from exporter.errors import GraphError
 from exporter.graph.nodes import Endpoint, control_inputs, data_inputs
-from exporter.protos import Proto
+from exporter.wire.protos import Proto
 
 SWITCHES = frozenset({"Switch", "RefSwitch", "_SwitchN"})
 MERGES = frozenset({"Merge", "RefMerge"})

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from exporter.dtypes import DType
 from exporter.graph.control_flow import ENTERS, SWITCHES
 from exporter.graph.functions import needed_by
 from exporter.graph.keys import VARIABLE_OPS
 from exporter.graph.nodes import Endpoint, GraphIndex, attr_dtype, endpoint
 from exporter.graph.reach import all_before, reach
 from exporter.graph.servable import called_functions, changes_state
-from exporter.protos import Proto
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 _AFTER_CONDITION = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 """Calls whose first input chooses the function, which gets the others."""

@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from exporter import protos
-from exporter.dtypes import DType
 from exporter.errors import UsageError
 from exporter.graph.feeds import constant
 from exporter.graph.nodes import Endpoint, GraphIndex, endpoint, shape_proto
 from exporter.graph.resource_variables import free_name
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 _STORED = (DType.FLOAT, DType.INT64, DType.STRING)
 """What a tf.Example holds (source: tensorflow/core/example/feature.proto)."""

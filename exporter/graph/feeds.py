@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from exporter import protos
-from exporter.dtypes import DType
 from exporter.errors import UsageError
 from exporter.graph.nodes import Endpoint, GraphIndex, attr_dtype, shape_proto
 from exporter.graph.resource_variables import free_name
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2", "PlaceholderWithDefault"})
 _WORDS = {"true": True, "false": False, "yes": True, "no": False}

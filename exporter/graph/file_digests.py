@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from exporter.filesystem import open_regular
+from exporter.files import open_regular
 
 _SETTLED_NS = 2_000_000_000
 """Age above which a file's times tell whether it was changed; clocks of file servers differ a little."""

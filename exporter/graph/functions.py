@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from exporter import protos
 from exporter.errors import GraphError
 from exporter.graph.constant_tables import constant_fills, fill_before_use
 from exporter.graph.control_flow import ENTERS, SWITCHES
 from exporter.graph.resource_variables import gather_rows
 from exporter.graph.servable import called_functions, changes_state, check_body, check_reads
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.protos import Proto
 
 _CALLS = frozenset(
     {"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case"}

@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from exporter import protos
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.protos import Proto
 
 _MEANINGLESS = ("shared_name", "container", "config_proto", "executor_type")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph
-from exporter.dtypes import DType
-from exporter.protos import Proto
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 
 class PartitionStrategy(Enum):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from exporter.catalog import TensorRef
-from exporter.dtypes import DType
+from exporter.wire.dtypes import DType
 
 
 def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dict[str, TensorRef]:

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator
 
 from google.protobuf.message import DecodeError
 
-from exporter import protos
 from exporter.catalog import SliceSpec
 from exporter.graph.nodes import (
     Endpoint,
@@ -23,7 +22,8 @@ from exporter.graph.nodes import (
 )
 from exporter.graph.object_names import variable_names
 from exporter.graph.source_graph import VariableKey
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.protos import Proto
 
 VARIABLE_OPS = frozenset({"Variable", "VariableV2", "VarHandleOp"})
 _COLLECTIONS = (

@@ -14,7 +14,7 @@ from exporter.graph.feeds import hands_over_batches
 from exporter.graph.keys import VARIABLE_OPS
 from exporter.graph.nodes import Endpoint, GraphIndex, data_inputs
 from exporter.graph.servable import changes_state
-from exporter.protos import Proto
+from exporter.wire.protos import Proto
 
 _SAVER = re.compile(r"(Save|Restore)(V2|Slices?)?|MergeV2Checkpoints|ShardedFile(name|spec)")
 _FILE_NAMES = re.compile(r"Identity|PlaceholderWithDefault|StringJoin|Pack|Select(V2)?|StaticRegexFullMatch")

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from exporter.dtypes import DType
 from exporter.graph.control_flow import MERGES, SWITCHES
 from exporter.graph.nodes import attr, attr_dtype, const_value
 from exporter.graph.servable import called_functions
-from exporter.protos import Proto
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 Scalar = Any
 """A constant of one element as Python has it."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from exporter.checkpoint.families import is_archive
 from exporter.errors import UsageError
-from exporter.filesystem import nearest
+from exporter.files import nearest
 from exporter.graph.clean import clean
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.metagraph import load_metagraph
@@ -76,8 +76,8 @@ def load_source(request: GraphRequest) -> SourceGraph:
 
 
 def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
+    from exporter.graph.archived_model import archive_builder
     from exporter.graph.builder import load_builder
-    from exporter.graph.keras_archive import archive_builder
     from exporter.graph.sources import importable
 
     if request.model_args:

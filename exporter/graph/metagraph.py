@@ -7,10 +7,9 @@ from pathlib import Path
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError
 
-from exporter import protos
 from exporter.checkpoint.trainers import AUTODIST_SCOPE
 from exporter.errors import CorruptFile, NotServable, UsageError
-from exporter.filesystem import read_regular
+from exporter.files import read_regular
 from exporter.graph.feeds import parse_feeds
 from exporter.graph.keys import variable_keys
 from exporter.graph.likely_ends import input_placeholders, likely_outputs
@@ -27,7 +26,8 @@ from exporter.graph.signatures import (
 )
 from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.graph.tables import add_init_op
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.protos import Proto
 
 _SHOWN = 6
 

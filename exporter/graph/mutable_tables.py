@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from exporter.dtypes import DType
 from exporter.graph.inference_graph import GraphTable
 from exporter.graph.keys import restored_names
 from exporter.graph.nodes import GraphIndex, attr, attr_dtype, attr_text, shape_of, through_identities
 from exporter.graph.source_graph import TableKey
-from exporter.protos import Proto
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 _RESTORABLE = re.compile(r"Mutable(Dense)?HashTable(OfTensors)?V2")
 _IMPORTS = frozenset({"LookupTableImport", "LookupTableImportV2"})

@@ -1,7 +1,7 @@
 """A GraphDef that can be asked questions: nodes by name, a tensor's dtype and shape, attributes.
 
-Works on `exporter.protos` alone. What an operation returns is read from the OpDefs that every MetaGraphDef
-carries (`meta_info_def.stripped_op_list`) and from the signatures of the function library.
+Works on `exporter.wire.protos` alone. What an operation returns is read from the OpDefs that every
+MetaGraphDef carries (`meta_info_def.stripped_op_list`) and from the signatures of the function library.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from exporter import protos
-from exporter.dtypes import DType
 from exporter.errors import GraphError, UnknownTensor
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 _REF = 100
 """DT_FLOAT_REF is DT_FLOAT + 100, and so on (source: tensorflow/core/framework/types.proto)."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from exporter.checkpoint.object_graph import SUFFIX, ObjectGraph, TrackedObject, TrackedVariable
 from exporter.graph.nodes import GraphIndex, attr, const_value, data_inputs, endpoint
-from exporter.protos import Proto
+from exporter.wire.protos import Proto
 
 
 def variable_names(meta_graph: Proto, index: GraphIndex) -> dict[str, str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from exporter.checkpoint.families import is_archive
 from exporter.errors import BuilderError, UsageError
-from exporter.filesystem import read_regular
+from exporter.files import read_regular
 from exporter.graph.file_digests import FileDigests, file_digest
 from exporter.graph.graph_digest import graph_digest
 from exporter.graph.inference_graph import InferenceGraph
@@ -35,7 +35,7 @@ from exporter.graph.sources import (
     read_sources,
     require_function,
 )
-from exporter.json_fields import Fields
+from exporter.wire.json_fields import Fields
 
 _HEX = re.compile("[0-9a-f]{64}")
 _MAX_SIGNATURES_BYTES = 64 << 20

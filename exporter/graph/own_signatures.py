@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from exporter import protos
 from exporter.errors import GraphError, NotServable
 from exporter.graph.clean import clean
 from exporter.graph.effects import Effects, EffectsOf
@@ -19,7 +18,8 @@ from exporter.graph.reach import all_before
 from exporter.graph.servable import called_functions, is_refused
 from exporter.graph.signatures import signature_tensors, tensor_names
 from exporter.graph.source_graph import SourceGraph
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.protos import Proto
 
 
 def keep_servable(source: SourceGraph) -> SourceGraph:

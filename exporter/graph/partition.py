@@ -15,7 +15,7 @@ from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 from exporter.graph.keys import variable_keys
 from exporter.graph.nodes import Endpoint, GraphIndex, data_inputs
 from exporter.graph.servable import called_functions
-from exporter.protos import Proto
+from exporter.wire.protos import Proto
 
 _ASSIGNED_BY = {
     "FloorMod": PartitionStrategy.MOD,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from exporter.errors import GraphError
 from exporter.graph.control_flow import MERGES, NEXT_ITERATIONS, Pivots
 from exporter.graph.nodes import Endpoint, endpoint
-from exporter.protos import Proto
+from exporter.wire.protos import Proto
 
 _SHOWN_AT_EACH_END = 4
 

@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from exporter import protos
-from exporter.dtypes import DType
 from exporter.errors import NotServable
 from exporter.graph.control_flow import ENTERS, SWITCHES
 from exporter.graph.inference_graph import GraphVariable
 from exporter.graph.keys import VARIABLE_OPS
 from exporter.graph.nodes import Endpoint, attr, attr_dtype, attr_text, const_value, endpoint, shape_of
 from exporter.graph.source_graph import VariableKey
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 _REF_FORMS = {
     name: name.removeprefix("Ref")

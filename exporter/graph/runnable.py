@@ -7,13 +7,13 @@ Nothing else is changed, so that a comparison still finds what cleaning did wron
 
 from __future__ import annotations
 
-from exporter import protos
 from exporter.graph.control_flow import Pivots
 from exporter.graph.nodes import GraphIndex, data_inputs
 from exporter.graph.reach import all_before
 from exporter.graph.servable import is_refused
 from exporter.graph.source_graph import SourceGraph
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.protos import Proto
 
 
 def runnable_graph(source: SourceGraph) -> Proto:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from exporter import protos
 from exporter.checkpoint.trainers import SAVED_MODEL_FILES
 from exporter.errors import CorruptFile, MissingAsset, UnsupportedFormat, UsageError
-from exporter.filesystem import read_regular
+from exporter.files import read_regular
 from exporter.graph.feeds import parse_feeds
 from exporter.graph.metagraph import parse_message, with_signatures
 from exporter.graph.nodes import GraphIndex, endpoint
@@ -18,7 +17,8 @@ from exporter.graph.object_names import saved_objects
 from exporter.graph.signatures import collection_spec, drop_internal, requested_specs
 from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.graph.training_graph import TrainingGraph, drop_training_signatures
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.protos import Proto
 
 SERVE_TAG = "serve"
 _SCHEMA_VERSION = 1

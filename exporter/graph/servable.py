@@ -9,7 +9,7 @@ from functools import cache
 from exporter.errors import NotServable
 from exporter.graph.nodes import attr_dtype, control_inputs
 from exporter.graph.reach import Reached
-from exporter.protos import Proto
+from exporter.wire.protos import Proto
 
 _CHANGES_STATE = re.compile(
     r"""Assign | Assign(Add|Sub)(VariableOp)? | AssignVariable(XlaConcatND|Op) | CountUpTo | ResourceCountUpTo

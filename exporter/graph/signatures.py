@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from exporter import protos
-from exporter.dtypes import DType
 from exporter.errors import GraphError, UsageError
-from exporter.filesystem import read_regular
+from exporter.files import read_regular
 from exporter.graph.examples import Feature, add_parser, read_features
 from exporter.graph.nodes import Endpoint, GraphIndex, base_dtype, endpoint, shape_proto
 from exporter.graph.source_graph import GraphRequest
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 _MAX_FILE_BYTES = 64 << 20
 DEFAULT_SIGNATURE = "serving_default"

@@ -12,7 +12,7 @@ import numpy as np
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph
 from exporter.graph.sources import SourceFile
-from exporter.protos import Proto
+from exporter.wire.protos import Proto
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from exporter import protos
-from exporter.dtypes import DType
 from exporter.errors import GraphError, MissingAsset, NotServable
 from exporter.graph.functions import callers, reachable
 from exporter.graph.inference_graph import Asset
@@ -25,7 +23,9 @@ from exporter.graph.nodes import (
 from exporter.graph.resource_variables import free_name
 from exporter.graph.servable import called_functions
 from exporter.graph.source_graph import SourceGraph
-from exporter.protos import Proto
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 TABLES = frozenset({"HashTable", "HashTableV2"})
 _MUTABLE = re.compile(r"(Anonymous)?Mutable(Dense)?HashTable\w*")

@@ -25,7 +25,7 @@ from exporter.graph.nodes import (
 from exporter.graph.reach import all_before, reach
 from exporter.graph.servable import changes_state, check_servable
 from exporter.graph.signatures import signature_tensors, tensor_names
-from exporter.protos import Proto
+from exporter.wire.protos import Proto
 
 
 def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> list[str]:

@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from exporter.dtypes import DType
 from exporter.graph.inference_graph import TrainingMode
 from exporter.graph.live import Body, data, is_by_batch, node_of
 from exporter.graph.nodes import attr_dtype, const_value
-from exporter.protos import Proto
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 _RANDOM = re.compile(
     r"(Stateless)?(Random|TruncatedNormal|ParameterizedTruncatedNormal|Multinomial"

@@ -12,16 +12,16 @@ from functools import cached_property
 
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.object_graph import read_object_graph
-from exporter.dtypes import DType
 from exporter.errors import AmbiguousRename, MissingTensors, ShapeMismatch, UsageError
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
+from exporter.mapping.by_layer import match_unnamed
 from exporter.mapping.extras import TF_AVERAGE, Extra, classify_extras
 from exporter.mapping.name_evidence import left_over_twins
 from exporter.mapping.object_averages import averages
 from exporter.mapping.object_matching import Matched, Trained, match_objects
 from exporter.mapping.row_order import row_order
-from exporter.mapping.tables import find_tables
-from exporter.mapping.unnamed import match_unnamed
+from exporter.mapping.table_sources import find_tables
+from exporter.wire.dtypes import DType
 
 _REPORTED_MISSES = 20
 _VIA = {Naming.NAMES: "number", Naming.LAYERS: "layer", Naming.ORDER: "order"}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from exporter.catalog import Catalog
 from exporter.errors import UsageError
-from exporter.filesystem import read_regular
+from exporter.files import read_regular
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.mapping.build import RenameRule
 

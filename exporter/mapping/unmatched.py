@@ -11,8 +11,8 @@ from exporter.catalog import Catalog, TensorRef
 from exporter.errors import MappingError
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.mapping.build import MappingRules, build_mapping
+from exporter.mapping.by_layer import match_unnamed
 from exporter.mapping.extras import ExtraKind, classify_extras
-from exporter.mapping.unnamed import match_unnamed
 
 _CANDIDATES = 5
 

@@ -20,14 +20,14 @@ from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import Change, Kind, Rows, Schema, ServedVariable
-from exporter.delta.log import Position
-from exporter.delta.state import State
-from exporter.delta.stored import StoredVariable, stored_variables
+from exporter.delta.row_reader import StoredVariable, stored_variables
+from exporter.delta.snapshot import State
+from exporter.delta.spans import Position
 from exporter.errors import UsageError
+from exporter.local_paths import local_name
 from exporter.pipeline.layouts import side_by_side
-from exporter.places import local_name
-from exporter.publish.published import children
-from exporter.publish.published_log import VARIABLES_PREFIX, PublishedLog, read_log
+from exporter.publish.delta_log import VARIABLES_PREFIX, PublishedLog, read_log
+from exporter.publish.versions import children
 
 Array = np.ndarray[Any, Any]
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from exporter.errors import NothingChanged
 from exporter.options import ExportRequest, require_exact
-from exporter.output import ProgressFactory, no_progress
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
-from exporter.publish.published_log import read_log
+from exporter.progress import ProgressFactory, no_progress
+from exporter.publish.delta_log import read_log
 
 if TYPE_CHECKING:
     from exporter.pipeline.full import Exported

@@ -11,33 +11,30 @@ from pathlib import Path
 from typing import TypeAlias
 
 from exporter.bundle.metagraph_pair import keep_pair_alone, write_pair
-from exporter.bundle.saved_model import write_saved_model
+from exporter.bundle.saved_model_writer import write_saved_model
 from exporter.bundle.variables import VariablesReport, as_rewritten, write_variables
-from exporter.bundle.warmup import WarmupRequest, read_requests, write_warmup
+from exporter.bundle.warmup_requests import WarmupRequest, read_requests, write_warmup
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.convert import write_bundle
 from exporter.checkpoint.identity import Identity
-from exporter.delta.entry import BaseEntry
-from exporter.delta.increment import CheckpointId
-from exporter.delta.recipe import Recipe
 from exporter.errors import CheckpointChanged, LinkRefused, UsageError
-from exporter.filesystem import writing
+from exporter.files import writing
 from exporter.graph.feeds import mode_switches
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, SourceGraph, clean, load_source
 from exporter.graph.origin import GraphOrigin
 from exporter.graph.training_graph import TrainingGraph
+from exporter.increments.increment import CheckpointId
 from exporter.mapping.batch_statistics import check_batch_statistics
 from exporter.mapping.build import Mapping, MappingRules, build_mapping, check_casts
 from exporter.mapping.extras import Extra, classify_extras
+from exporter.mapping.mapping_spec import Recipe
 from exporter.mapping.rename_file import read_renames
 from exporter.mapping.request_rules import parse_rules
-from exporter.mapping.training import with_training
+from exporter.mapping.training_variables import with_training
 from exporter.mapping.unmatched import Unmatched, find_unmatched
 from exporter.options import DataMode, ExportFormat, ExportRequest, Verify
-from exporter.output import ProgressFactory, no_progress
-from exporter.pipeline.beside import model_beside, training_graph, with_trained
 from exporter.pipeline.plan_digest import plan_digest
 from exporter.pipeline.same_graph import SourceFiles, graph_request
 from exporter.pipeline.target import (
@@ -47,14 +44,17 @@ from exporter.pipeline.target import (
     require_own_directory,
     target_notes,
 )
+from exporter.pipeline.trainer_graph import model_beside, training_graph, with_trained
 from exporter.pipeline.updatable import UpdatableBase, make_base, update_notes
+from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import Published, Staging, VersionRule, next_place, publish_version
+from exporter.publish.delta_log import log_path
+from exporter.publish.log_entries import BaseEntry
 from exporter.publish.made_from import newest_made_from
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
-from exporter.publish.published import require_base_path
-from exporter.publish.published_log import log_path
-from exporter.verify.files import verify_bytes, verify_files
+from exporter.publish.versions import require_base_path
 from exporter.verify.outputs import Difference, Request, compare_outputs
+from exporter.verify.version_files import verify_bytes, verify_files
 
 _ATTEMPTS = 3
 """Checkpoints that may vanish under our hands before we give up."""

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, TypeAlias, TypedDict
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates
 from exporter.delta.checked_files import CheckedFiles
+from exporter.delta.deviation import LeftOut, Rounded
 from exporter.delta.diff import Comparison, diff
-from exporter.delta.entry import DeltaEntry, LeftOut, Made, Rounded, Trained
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema
-from exporter.delta.log import Position, Span
 from exporter.delta.merge import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_hashes import BlockHasher, HashIndex, read_index, without_rows, write_index
-from exporter.delta.state import Array, Changes, State
-from exporter.delta.threshold import Allowed, recall, remember, sift
+from exporter.delta.snapshot import Array, Changes, State
+from exporter.delta.spans import Position, Span
+from exporter.delta.tolerance import Allowed, recall, remember, sift
 from exporter.errors import (
     CheckpointChanged,
     ExportError,
@@ -36,19 +36,21 @@ from exporter.errors import (
     PositionMoved,
     PublishError,
 )
-from exporter.filesystem import writing
+from exporter.files import writing
+from exporter.increments.trained import Trained
 from exporter.mapping.build import MappingRules
 from exporter.mapping.rename_file import read_renames
 from exporter.mapping.request_rules import parse_rules
 from exporter.options import ExportRequest, Updates, Verify
-from exporter.output import ProgressFactory, no_progress
-from exporter.pipeline.chain import tidy
+from exporter.pipeline.log_maintenance import tidy
 from exporter.pipeline.same_graph import SameGraph, check_same_graph
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
+from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
+from exporter.publish.delta_log import CACHES, CHECKED, HASHES, PublishedLog, read_log
 from exporter.publish.delta_publication import Publication, count_rows, publish_changes
-from exporter.publish.published import children
-from exporter.publish.published_log import CACHES, CHECKED, HASHES, PublishedLog, read_log
+from exporter.publish.log_entries import DeltaEntry, Made
+from exporter.publish.versions import children
 
 if TYPE_CHECKING:
     from exporter.pipeline.full import Exported
@@ -152,7 +154,7 @@ def plan_incremental(request: ExportRequest, *, is_watching: bool = False) -> In
     entry.recipe.check_rules(_rules(request))
     entry.check_updates(request.updates)
     bound = request.min_change
-    published = Allowed(bound, request.delta_dtype).strip(log.trained)
+    published = log.trained.exact_but_for(request.delta_dtype)
     remembered = _remembered(log, published, bound)
     published = replace(published, left_out=None) if remembered else published
     trainer = read_trainer(
@@ -204,7 +206,7 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
 
 
 def _verify_bytes(written: Catalog) -> None:
-    from exporter.verify.files import verify_bytes  # few ask for it, and a delta is made in no time
+    from exporter.verify.version_files import verify_bytes  # few ask for it, and a delta is made in no time
 
     verify_bytes(written)
 

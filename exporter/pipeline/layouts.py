@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 
 from exporter.catalog import Catalog, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
-from exporter.delta.stored import RowOrder, StoredVariable
-from exporter.dtypes import DType
+from exporter.delta.row_reader import RowOrder, StoredVariable
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.graph.metagraph import read_metagraph
 from exporter.graph.partition import trained_strategies
 from exporter.mapping.row_order import mod_lengths
+from exporter.wire.dtypes import DType
 
 _PART = re.compile(r"(.+)/part_([0-9]+)(/.+)?")
 _Parts = Mapping[int, TensorRef]

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from exporter.bundle.warmup import WarmupRequest
+from exporter.bundle.warmup_requests import WarmupRequest
 from exporter.errors import MissingAsset
 from exporter.graph.graph_digest import graph_digest
 from exporter.graph.inference_graph import InferenceGraph

@@ -15,24 +15,24 @@ from pathlib import Path
 
 import numpy as np
 
-from exporter import tensor_proto
-from exporter.bundle.incremental import UPDATE_SIGNATURE
-from exporter.bundle.saved_model import SAVED_MODEL_FILE
+from exporter.bundle.saved_model_writer import SAVED_MODEL_FILE
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta.format import Kind, ServedVariable
-from exporter.delta.log import Position
-from exporter.delta.state import Array, State
-from exporter.delta.stored import served_name
+from exporter.delta.row_reader import served_name
+from exporter.delta.snapshot import Array, State
+from exporter.delta.spans import Position
 from exporter.errors import ManifestError
-from exporter.filesystem import writing
+from exporter.files import writing
 from exporter.graph.saved_model import read_saved_model
-from exporter.pipeline.chain import undisturbed
-from exporter.protos import Proto
+from exporter.pipeline.log_maintenance import undisturbed
 from exporter.publish.commit import Place, Published, Staging, publish_version
+from exporter.publish.delta_log import VARIABLES_PREFIX, PublishedLog
 from exporter.publish.manifest import ManifestDraft, tensor_entries
 from exporter.publish.permission import Permission
-from exporter.publish.published_log import VARIABLES_PREFIX, PublishedLog
-from exporter.verify.files import verify_bytes, verify_files
+from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
+from exporter.verify.version_files import verify_bytes, verify_files
+from exporter.wire import tensor_proto
+from exporter.wire.protos import Proto
 
 FIRST_POSITION = "first_position"
 """The constant of the incremental subgraph that holds position and step of its base, and -1."""

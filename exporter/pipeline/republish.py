@@ -17,10 +17,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
-from exporter.delta.entry import Made
-from exporter.delta.log import Position
+from exporter.delta.spans import Position
 from exporter.errors import PositionUnknown, UsageError
-from exporter.filesystem import writing
+from exporter.files import writing
 from exporter.publish.absent import nothing_published
 from exporter.publish.commit import (
     Published,
@@ -31,10 +30,11 @@ from exporter.publish.commit import (
     publish_version,
 )
 from exporter.publish.hold import Hold
+from exporter.publish.log_entries import Made
 from exporter.publish.manifest import Manifest, ManifestDraft, TakenBackTo
 from exporter.publish.permission import Permission
-from exporter.publish.published import Child, children, last_position, read_manifest, read_stamp
-from exporter.verify.files import PAIR_PREFIX, VARIABLES_PREFIX, verify_bytes, verify_published
+from exporter.publish.versions import Child, children, last_position, read_manifest, read_stamp
+from exporter.verify.version_files import PAIR_PREFIX, VARIABLES_PREFIX, verify_bytes, verify_published
 
 
 @dataclass(frozen=True)

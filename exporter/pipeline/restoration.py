@@ -1,17 +1,17 @@
-"""What a rollback or a resumption would publish: decided from what is published, written by `chain`."""
+"""What a rollback or a resumption would publish, decided from what is published; nothing is written."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from exporter.delta.entry import Made
-from exporter.delta.log import Position, Span
+from exporter.delta.spans import Position, Span
 from exporter.errors import PositionUnknown, UsageError
 from exporter.pipeline.republish import TakingBack
 from exporter.publish.commit import next_delta_position
+from exporter.publish.delta_log import PublishedBase, PublishedDelta, PublishedLog
+from exporter.publish.log_entries import Made
 from exporter.publish.permission import binding
-from exporter.publish.published_log import PublishedBase, PublishedDelta, PublishedLog
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ from typing import Any
 
 from exporter.catalog import Catalog
 from exporter.errors import CheckpointError, GraphError, PublishError, SchemaChanged, UsageError
-from exporter.filesystem import make_directories
+from exporter.files import make_directories
 from exporter.graph.file_digests import FileDigests
 from exporter.graph.origin import GraphOrigin, changed_assets
 from exporter.graph.source_graph import GraphRequest
 from exporter.options import ExportRequest, Verify
-from exporter.publish.published_log import CACHES, PublishedLog
+from exporter.publish.delta_log import CACHES, PublishedLog
 
 _FILE = CACHES / "sources.json"
 
@@ -92,7 +92,7 @@ def check_same_graph(log: PublishedLog, request: ExportRequest, catalog: Catalog
     base, origin = f"of base {log.base.at.position}", log.base.entry.origin
     asked = graph_request(request, request.model)
     if origin is not None and origin.is_beside and request.model is None:
-        from exporter.pipeline.beside import model_beside
+        from exporter.pipeline.trainer_graph import model_beside
 
         asked = replace(asked, model=model_beside(catalog))
     differences = [*(origin or GraphOrigin()).differences(asked)]

@@ -10,10 +10,10 @@ from exporter.checkpoint.identity import Identity
 from exporter.errors import ManifestError, NotUpdatable, UsageError
 from exporter.options import ExportRequest
 from exporter.publish.commit import VersionRule
+from exporter.publish.delta_log import PublishedBase
 from exporter.publish.made_from import PublishedAlready, newest_made_from
 from exporter.publish.permission import Permission
-from exporter.publish.published import children
-from exporter.publish.published_log import PublishedBase
+from exporter.publish.versions import children
 
 
 def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> None:

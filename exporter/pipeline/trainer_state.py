@@ -11,19 +11,19 @@ from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.identity import index_digest
 from exporter.checkpoint.tensor_bundle import index_path
-from exporter.delta.deeprec import find_deeprec_way, read_increment
 from exporter.delta.diff import diff_lookups
-from exporter.delta.entry import Trained
 from exporter.delta.format import Schema
-from exporter.delta.history import History, read_history
-from exporter.delta.increment import CheckpointId
-from exporter.delta.recipe import Recipe
-from exporter.delta.state import Changes, State
-from exporter.delta.stored import stored_variables, translate
-from exporter.delta.way import AnyIncrement, Way, find_way
+from exporter.delta.row_reader import stored_variables, translate
+from exporter.delta.snapshot import Changes, State
 from exporter.errors import SchemaChanged
+from exporter.increments.deeprec import find_deeprec_way, read_increment
+from exporter.increments.history import History, read_history
+from exporter.increments.increment import CheckpointId
+from exporter.increments.plan import AnyIncrement, Way, find_way
+from exporter.increments.trained import Trained
 from exporter.mapping.build import Mapping, Source
-from exporter.publish.published_log import PublishedLog
+from exporter.mapping.mapping_spec import Recipe
+from exporter.publish.delta_log import PublishedLog
 
 
 @dataclass(frozen=True)

@@ -6,25 +6,26 @@ import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from exporter.bundle.cast import cast_variables
-from exporter.bundle.incremental import (
+from exporter.bundle.made_up_warmup import made_up_requests
+from exporter.bundle.warmup_requests import MAX_RECORDS, WarmupRequest, parse_request
+from exporter.errors import NotServable, UsageError
+from exporter.graph.cast_variables import cast_variables
+from exporter.graph.inference_graph import GraphVariable, InferenceGraph
+from exporter.increments.increment import CheckpointId
+from exporter.increments.trained import Trained
+from exporter.mapping.build import Mapping
+from exporter.mapping.mapping_spec import Recipe
+from exporter.options import Updates
+from exporter.publish.commit import Place
+from exporter.publish.log_entries import BaseEntry
+from exporter.subgraph.make_updatable import (
     CATCH_UP_REQUEST,
     IncrementalOptions,
     IsolationMode,
     make_updatable,
     schema_of,
 )
-from exporter.bundle.made_up import made_up_requests
-from exporter.bundle.warmup import MAX_RECORDS, WarmupRequest, parse_request
-from exporter.delta.entry import BaseEntry, Trained
-from exporter.delta.increment import CheckpointId
-from exporter.delta.recipe import Recipe
-from exporter.errors import NotServable, UsageError
-from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.mapping.build import Mapping
-from exporter.options import Updates
-from exporter.protos import message_class
-from exporter.publish.commit import Place
+from exporter.wire.protos import message_class
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def make_base(
         UsageError: more requests than a server plays.
         MappingError: a variable cannot be cast.
     """
-    graph, mapping = _as_served(graph, mapping)
+    graph, mapping = as_served(graph, mapping)
     schema = schema_of(graph)
     lineage = secrets.token_hex(16)
     requests = made_up_requests(graph) if warmup is None else warmup
@@ -112,10 +113,10 @@ def update_notes(graph: InferenceGraph, mapping: Mapping) -> tuple[str, ...]:
         MappingError: a variable cannot be cast.
     """
     _refuse_large_tables(mapping)
-    return schema_of(_as_served(graph, mapping)[0]).notes
+    return schema_of(as_served(graph, mapping)[0]).notes
 
 
-def _as_served(graph: InferenceGraph, mapping: Mapping) -> tuple[InferenceGraph, Mapping]:
+def as_served(graph: InferenceGraph, mapping: Mapping) -> tuple[InferenceGraph, Mapping]:
     """The graph and mapping with the variables in the dtypes that they are stored in: casts come first.
 
     The graph's lookup tables get the names and shapes that they are stored in.

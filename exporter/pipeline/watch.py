@@ -24,13 +24,13 @@ from exporter.errors import (
     TargetBusy,
     UsageError,
 )
-from exporter.filesystem import make_directories, writing
-from exporter.following import EVERY_SECOND, Look, Watching, follow
+from exporter.files import make_directories, writing
 from exporter.graph.origin import check_named
 from exporter.options import ExportRequest, require_exact
-from exporter.output import ProgressFactory, no_progress
-from exporter.pipeline.beside import model_beside
 from exporter.pipeline.full import Exported, GraphSource, export, run_builders_once
+from exporter.pipeline.trainer_graph import model_beside
+from exporter.pipeline.watch_loop import EVERY_SECOND, Look, Watching, follow
+from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import model_lock
 from exporter.publish.made_from import PublishedAlready
 
@@ -48,7 +48,7 @@ def watch(
     """Export the newest complete checkpoint whenever there is another one; yields what was exported.
 
     There may be no checkpoint and no directory yet. Of several that came since the last look only the newest
-    is exported. A builder is run once. `tell` gets errors that the watch outlives (`exporter.following`),
+    is exported. A builder is run once. `tell` gets errors that the watch outlives (see `watch_loop`),
     `ended` why it ends. A model that is not where `--model` says is refused before anything is waited for.
 
     Raises:

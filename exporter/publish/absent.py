@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from exporter.errors import ExportError, NotUpdatable
-from exporter.filesystem import nearest
-from exporter.publish.published import children
+from exporter.files import nearest
+from exporter.publish.versions import children
 
 
 def nothing_published(model: Path) -> NotUpdatable:

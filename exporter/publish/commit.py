@@ -30,22 +30,14 @@ from exporter.errors import (
     VersionExists,
     os_error,
 )
-from exporter.filesystem import (
-    lock_within,
-    make_directories,
-    open_lock,
-    remove_tree,
-    sync,
-    write_durably,
-    writing,
-)
+from exporter.files import lock_within, make_directories, open_lock, remove_tree, sync, write_durably, writing
 from exporter.publish.hold import HOLD_FILE, Hold
 from exporter.publish.manifest import FILE_NAME, FileEntry, Manifest, ManifestDraft, to_json
 from exporter.publish.permission import REFUSING, Permission
-from exporter.publish.published import children, last_position
 from exporter.publish.retention import GRACE_SECONDS, Kept, Retired, retire
 from exporter.publish.seal import seal
 from exporter.publish.staging import Staging
+from exporter.publish.versions import children, last_position
 
 __all__ = [
     "TAKING_THE_LOCK",

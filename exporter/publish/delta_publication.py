@@ -8,15 +8,17 @@ from importlib.metadata import version
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.delta.entry import DeltaEntry, Made, Rounded, Trained
-from exporter.delta.files import write_delta
+from exporter.delta.delta_files import write_delta
+from exporter.delta.deviation import Rounded
 from exporter.delta.format import FILE_PREFIX, Change, DeltaHeader, Rows
-from exporter.delta.log import Span
-from exporter.filesystem import writing
+from exporter.delta.spans import Span
+from exporter.files import writing
+from exporter.increments.trained import Trained
 from exporter.options import DeltaDtype
 from exporter.publish.commit import TAKING_THE_LOCK, PublishedDelta, Staging, UnderLock, publish_delta
+from exporter.publish.delta_log import PublishedLog
+from exporter.publish.log_entries import DeltaEntry, Made
 from exporter.publish.manifest import Kind, ManifestDraft, Origin, tensor_entries
-from exporter.publish.published_log import PublishedLog
 
 
 @dataclass(frozen=True, slots=True)

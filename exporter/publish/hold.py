@@ -5,7 +5,7 @@
 
 The file holds a position in digits. What cannot be read binds as well: readers then do not move at all by
 themselves. While a rollback is published the file is, for an instant, a symbolic link into the delta that is
-about to appear (`exporter.pipeline.chain` has the argument).
+about to appear (`exporter.pipeline.log_maintenance` has the argument).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exporter.errors import ManifestError, PublishError
-from exporter.filesystem import make_directories, read_regular, sync, write_durably, writing
+from exporter.files import make_directories, read_regular, sync, write_durably, writing
 from exporter.publish.staging import Staging
 
 HOLD_FILE = "hold"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exporter.errors import NothingChanged
-from exporter.filesystem import read_regular
+from exporter.files import read_regular
 from exporter.publish.manifest import FILE_NAME, Stamp
-from exporter.publish.published import children, read_stamp
+from exporter.publish.versions import children, read_stamp
 
 
 @dataclass(frozen=True, slots=True)

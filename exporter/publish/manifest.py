@@ -8,7 +8,7 @@
      "files": [{"path": "saved_model.pb", "bytes": 812, "crc32c": "00c0ffee"}]}
 
 A delta has `from_position` too; a base that takes deltas, and a delta, have `incremental`: what they are in
-their log (`exporter.delta.entry`). A version that a rollback or resumption published again has `taken_back`.
+their log (`log_entries`). A version that a rollback or resumption published again has `taken_back`.
 A version made from a checkpoint has `plan_digest`: what it was made by (`exporter.pipeline.plan_digest`).
 Every `crc32c` is TensorFlow's masked one, as in the bundle's index, in eight hex digits; a tensor has one for
 each of its slices; a data shard has none, because its tensors have theirs.
@@ -30,10 +30,10 @@ from json.encoder import encode_basestring_ascii
 from pathlib import Path
 
 from exporter.catalog import Catalog, TensorRef
-from exporter.delta.entry import BaseEntry, DeltaEntry
-from exporter.dtypes import DType
 from exporter.errors import ManifestError
-from exporter.json_fields import FieldError, Fields, parse_object
+from exporter.publish.log_entries import BaseEntry, DeltaEntry
+from exporter.wire.dtypes import DType
+from exporter.wire.json_fields import FieldError, Fields, parse_object
 
 FILE_NAME = "manifest.json"
 FORMAT_VERSION = 1

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exporter.errors import ChainEnds, ManifestError, ModelHeld
+from exporter.publish.delta_log import log_path
 from exporter.publish.hold import Hold
-from exporter.publish.published import Child, children, read_stamp
-from exporter.publish.published_log import log_path
+from exporter.publish.versions import Child, children, read_stamp
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from exporter.delta.entry import BaseEntry
 from exporter.delta.format import log_name
-from exporter.delta.log import expendable
+from exporter.delta.spans import expendable
 from exporter.errors import ManifestError
-from exporter.filesystem import open_lock, try_lock
+from exporter.files import open_lock, try_lock
+from exporter.publish.delta_log import DELTAS_DIRECTORY, PublishedDelta, PublishedLog, list_deltas
+from exporter.publish.log_entries import BaseEntry
 from exporter.publish.manifest import FILE_NAME
-from exporter.publish.published import Child, children, read_manifest, read_stamp
-from exporter.publish.published_log import DELTAS_DIRECTORY, PublishedDelta, PublishedLog, list_deltas
 from exporter.publish.staging import TRASH_PREFIX
+from exporter.publish.versions import Child, children, read_manifest, read_stamp
 
 GRACE_SECONDS = 300.0
 """How long a superseded version stays: a server polls each second but loads for minutes, and one that began
@@ -49,7 +49,7 @@ def retire(versions: Iterable[Child], *, keep: int, now: float, grace_seconds: f
     """Move all but the newest `keep` versions out of sight; the caller holds the model's lock.
 
     Only versions with a manifest count and go: what this program did not publish is not its to remove. A
-    version stays if someone has a lease of it (`exporter.publish.published.lease`), or while less than
+    version stays if someone has a lease of it (`exporter.publish.versions.lease`), or while less than
     `grace_seconds` have passed between the publication of its successor and `now` (seconds since 1970).
     """
     ours = sorted((child for child in versions if child.is_ours), key=lambda child: child.version)

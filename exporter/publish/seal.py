@@ -7,10 +7,10 @@ import re
 import stat
 from pathlib import Path
 
-from exporter.checkpoint.crc import chunks_of, extend, mask
 from exporter.errors import VerificationError
-from exporter.filesystem import sync
+from exporter.files import sync
 from exporter.publish.manifest import FileEntry
+from exporter.wire.crc32c import chunks_of, extend, mask
 
 _DATA_SHARD = re.compile(r".*\.data-[0-9]{5}-of-[0-9]{5}")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from exporter.errors import ExportError
-from exporter.filesystem import make_directories, open_lock, remove_tree, still_at, try_lock, writing
+from exporter.files import make_directories, open_lock, remove_tree, still_at, try_lock, writing
 
 STAGING_PREFIX = ".staging-"
 TRASH_PREFIX = ".trash-"
@@ -35,7 +35,7 @@ class Staging:
     false. Whatever was not published when the block ends is removed.
 
     Raises:
-        TargetNotWritable, DiskFull, PublishError: on entry, see `exporter.filesystem.writing`.
+        TargetNotWritable, DiskFull, PublishError: on entry, see `exporter.files.writing`.
     """
 
     def __init__(self, model: Path, *, sweeps: bool = True) -> None:

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from exporter.training.change_tracking import Part
 from exporter.training.recording import SCOPE
-from exporter.training.survey import Part
 from exporter.training.writes import is_resource
 
 Array = np.ndarray[Any, Any]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from exporter.errors import UsageError
+from exporter.local_paths import local_path
 from exporter.options import ExportRequest, require_exact
-from exporter.places import local_path
 
 What = ExportRequest | Sequence[str | os.PathLike[str]]
 """What to export: a request, or the command's own arguments."""

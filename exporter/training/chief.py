@@ -22,8 +22,8 @@ from typing import Any
 
 from exporter import roles
 from exporter.checkpoint.locate import WORKER_PREFIX
-from exporter.filesystem import make_directories, remove_tree, writing
-from exporter.places import local_path
+from exporter.files import make_directories, remove_tree, writing
+from exporter.local_paths import local_path
 
 Strategy = Any
 

@@ -12,10 +12,10 @@ import numpy as np
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_array
 from exporter.delta.format import Kind, Rows, ServedVariable
-from exporter.delta.increment import Changed, StoredIncrement, rows_of
+from exporter.increments.increment import Changed, StoredIncrement, rows_of
 from exporter.training.access import CHUNK_BYTES, Access, PartAccess, access
+from exporter.training.change_tracking import Mode, Part, Tracked
 from exporter.training.recording import Recording, RowGroup
-from exporter.training.survey import Mode, Part, Tracked
 
 Array = np.ndarray[Any, Any]
 Session = Any
@@ -94,7 +94,7 @@ class CheckpointSource:
             yield entry, read_array(self.catalog, self._stored(entry))
 
     def _stored(self, entry: Tracked) -> TensorRef:
-        """The tensor; of one that is declared larger than it is (see `survey`), the part that is there."""
+        """The tensor; of one that is declared larger than it is (`change_tracking`), its part."""
         ref = self.catalog.tensors[entry.name]
         if ref.shape == entry.shape:
             return ref

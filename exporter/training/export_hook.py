@@ -21,7 +21,7 @@ from exporter.training.callbacks import callback_base
 from exporter.training.chief import is_chief as is_chief_of
 from exporter.training.chief import is_multi_worker
 from exporter.training.exports import ExportOutcome, Exports
-from exporter.training.sightings import Sightings
+from exporter.training.new_checkpoints import Sightings
 
 log = logging.getLogger(__name__)
 

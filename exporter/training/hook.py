@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from exporter.errors import UsageError
-from exporter.output import human_bytes
-from exporter.places import local_path
+from exporter.local_paths import local_path
+from exporter.progress import human_bytes
+from exporter.training.change_tracking import Mode, Tracked, survey
 from exporter.training.collector import Collector
 from exporter.training.publisher import Publisher
 from exporter.training.recording import Recording, counts_every_step, record
 from exporter.training.store import Store
-from exporter.training.survey import Mode, Tracked, survey
 
 Session = Any
 

@@ -17,19 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from exporter import protos
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, read_array
-from exporter.dtypes import DType
 from exporter.errors import UsageError
-from exporter.output import human_bytes
-from exporter.places import local_path
+from exporter.local_paths import local_path
+from exporter.progress import human_bytes
 from exporter.training.callbacks import callback_base
+from exporter.training.change_tracking import Mode, Part, Tracked
 from exporter.training.collector import Collector
 from exporter.training.hook import schedule
 from exporter.training.publisher import Publisher
 from exporter.training.store import Store
-from exporter.training.survey import Mode, Part, Tracked
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 

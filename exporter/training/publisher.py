@@ -14,11 +14,11 @@ import logging
 import time
 from typing import Any
 
-from exporter.delta.history import Milestone
 from exporter.errors import PublishError, UsageError
+from exporter.increments.history import Milestone
 from exporter.training.collector import CheckpointSource, Collector, Source
 from exporter.training.restore import overlay
-from exporter.training.standing import Standing, continued, started
+from exporter.training.run import Standing, continued, started
 from exporter.training.store import FullCheckpoint, Store
 
 Session = Any

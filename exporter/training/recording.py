@@ -35,7 +35,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exporter.training.survey import Mode, Part, Tracked, plan_digest
+from exporter.training.change_tracking import Mode, Part, Tracked, plan_digest
 from exporter.training.writes import RowWrite, consumers_of, is_resource, variable_use
 
 Operation = Any

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from exporter.delta.format import Change, Rows
-from exporter.delta.increment import Changed, StoredIncrement
 from exporter.errors import MissingTensors, ShapeMismatch, UsageError
-from exporter.places import local_path
+from exporter.increments.increment import Changed, StoredIncrement
+from exporter.local_paths import local_path
 from exporter.training.access import Access, access
+from exporter.training.change_tracking import Tracked, survey
 from exporter.training.store import Store
-from exporter.training.survey import Tracked, survey
 
 Session = Any
 

@@ -12,10 +12,10 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.locate import STATE_FILE, candidates
 from exporter.checkpoint.tensor_bundle import BundleWriter, index_path, read_catalog, step_in_name
 from exporter.delta.format import FILE_PREFIX
-from exporter.delta.history import DIRECTORY, History, Milestone, identify, read_history
-from exporter.delta.increment import MANIFEST, Changed, CheckpointId, Increment, StoredIncrement, to_json
 from exporter.errors import CheckpointError, UsageError
-from exporter.filesystem import make_directories, remove_tree, sync, write_durably, writing
+from exporter.files import make_directories, remove_tree, sync, write_durably, writing
+from exporter.increments.history import DIRECTORY, History, Milestone, identify, read_history
+from exporter.increments.increment import MANIFEST, Changed, CheckpointId, Increment, StoredIncrement, to_json
 from exporter.publish.staging import TRASH_PREFIX, Staging
 
 _UNFINISHED = ".milestone-"

@@ -21,19 +21,19 @@ from typing import Any
 
 import numpy as np
 
-from exporter import protos
 from exporter.catalog import Catalog, SliceSpec, TensorRef
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.object_graph import TrackedVariable
 from exporter.checkpoint.tensor_values import read_array
-from exporter.dtypes import DType
 from exporter.errors import MissingTensors, UsageError
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.graph.keras_places import keras_places
 from exporter.graph.object_models import view_objects
+from exporter.local_paths import local_path
 from exporter.mapping.build import MappingRules, RenameRule
 from exporter.mapping.partial import Fit, PartialMapping, fit_partly
-from exporter.places import local_path
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 Variable = Any

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.delta.log import Position
+from exporter.delta.spans import Position
 from exporter.errors import DeltaGap, ExportError, ManifestError, NotUpdatable, VerificationError
 from exporter.publish.absent import nothing_published
-from exporter.publish.hold import Hold
-from exporter.publish.published import children
-from exporter.publish.published_log import (
+from exporter.publish.delta_log import (
     BROKEN_LOG_HINT,
     VARIABLES_PREFIX,
     PublishedDelta,
     PublishedLog,
     read_log,
 )
-from exporter.verify.files import verify_bytes, verify_published
+from exporter.publish.hold import Hold
+from exporter.publish.versions import children
+from exporter.verify.version_files import verify_bytes, verify_published
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from exporter.dtypes import DType
 from exporter.errors import VerificationError
 from exporter.graph.runnable import runnable_graph
 from exporter.graph.signatures import tensor_names
@@ -24,7 +23,8 @@ from exporter.graph.source_graph import SourceGraph
 from exporter.graph.tables import files_to_feed
 from exporter.mapping.build import Mapping as TensorMapping
 from exporter.mapping.build import Source
-from exporter.protos import Proto
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 Feeds = Mapping[str, NDArray[Any]]
 

@@ -14,15 +14,15 @@ import numpy as np
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_catalog
-from exporter.delta.files import write_delta
+from exporter.delta.delta_files import write_delta
 from exporter.delta.format import FILE_PREFIX, Change, DeltaHeader, Kind, Rows, ServedVariable
-from exporter.delta.history import identify
-from exporter.delta.increment import Changed, Increment
-from exporter.dtypes import DType
+from exporter.increments.history import identify
+from exporter.increments.increment import Changed, Increment
 from exporter.options import Updates
 from exporter.pipeline.full import export as run_export
-from exporter.publish.published_log import PublishedLog, read_log
+from exporter.publish.delta_log import PublishedLog, read_log
 from exporter.training.store import Store
+from exporter.wire.dtypes import DType
 from tests.benchmarks import data
 from tests.benchmarks.harness import Lab, job
 from tests.benchmarks.job import Timer

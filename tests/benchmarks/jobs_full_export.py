@@ -14,13 +14,13 @@ import numpy as np
 
 from exporter.bundle.variables import How, write_variables
 from exporter.checkpoint import open_checkpoint
-from exporter.checkpoint.crc import chunks_of, extend
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.mapping.build import MappingRules, build_mapping
 from exporter.options import DataMode, ExportRequest
 from exporter.pipeline.full import export as run_export
 from exporter.pipeline.full import plan
-from exporter.verify.files import VARIABLES_PREFIX, verify_bytes
+from exporter.verify.version_files import VARIABLES_PREFIX, verify_bytes
+from exporter.wire.crc32c import chunks_of, extend
 from tests.benchmarks.job import Timer
 
 

@@ -25,11 +25,11 @@ from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import FILE_PREFIX, Kind
 from exporter.delta.row_hashes import BlockHasher, HashIndex
-from exporter.delta.state import State
-from exporter.delta.stored import served_name, stored_variables
+from exporter.delta.row_reader import served_name, stored_variables
+from exporter.delta.snapshot import State
 from exporter.options import ExportRequest
 from exporter.pipeline.incremental import export_incremental
-from exporter.publish.published_log import PublishedLog, read_log
+from exporter.publish.delta_log import PublishedLog, read_log
 from tests.benchmarks.followed import BASE, publish, published_deltas
 from tests.benchmarks.job import Timer
 from tests.benchmarks.jobs_full_export import requests, restore_and_save

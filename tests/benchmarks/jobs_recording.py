@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from exporter.training.change_tracking import survey
 from exporter.training.recording import Recording, record
-from exporter.training.survey import survey
 from tests.benchmarks.job import Timer
 
 TABLE_ROWS, WIDTH = 1 << 18, 64

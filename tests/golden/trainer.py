@@ -10,12 +10,12 @@ import numpy as np
 
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter
-from exporter.delta.deeprec import DIRECTORY as DEEPREC
 from exporter.delta.format import Kind, ServedVariable
-from exporter.delta.history import Milestone, identify
-from exporter.delta.increment import Changed, CheckpointId, Increment
-from exporter.dtypes import DType
+from exporter.increments.deeprec import DIRECTORY as DEEPREC
+from exporter.increments.history import Milestone, identify
+from exporter.increments.increment import Changed, CheckpointId, Increment
 from exporter.training.store import Store
+from exporter.wire.dtypes import DType
 
 TABLES = {"users": (8, 4), "users/Adagrad": (8, 4), "items": (7, 16), "items/Adagrad": (7, 16)}
 PARTS = ((0, 4), (4, 7))

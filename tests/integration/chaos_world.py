@@ -25,12 +25,12 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from exporter.delta.entry import Made
 from exporter.delta.format import Schema
 from exporter.errors import ExportError
-from exporter.pipeline import chain
-from exporter.publish.published import children
-from exporter.publish.published_log import PublishedLog, list_deltas, read_log
+from exporter.pipeline import log_maintenance
+from exporter.publish.delta_log import PublishedLog, list_deltas, read_log
+from exporter.publish.log_entries import Made
+from exporter.publish.versions import children
 from exporter.verify.log import verify_model
 from tests.commands import Ran, export_model
 from tests.kills import killed_at
@@ -196,7 +196,7 @@ class World:
 
     def tidy(self) -> None:
         """Retention, long after everything was published."""
-        chain.tidy(self.model, clock=lambda: LATER)
+        log_maintenance.tidy(self.model, clock=lambda: LATER)
         self.account()
         self.assert_all_lead_on()
 

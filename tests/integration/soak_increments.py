@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from exporter import ExportRequest, export_incremental
-from exporter.delta.history import read_history
+from exporter.increments.history import read_history
 from tests.increments import differing, starts, values_of
 from tests.integration import increment_nodes
 from tests.integration.increment_cluster import Cluster, Job, log

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from exporter.delta.format import Kind
-from exporter.delta.state import State
+from exporter.delta.snapshot import State
 from exporter.errors import UsageError
 from exporter.options import ExportRequest
-from exporter.pipeline import chain
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.commit import Staging
-from exporter.publish.published_log import PublishedLog, read_log
+from exporter.publish.delta_log import PublishedLog, read_log
 from exporter.verify.log import verify_model
 from tests.kills import count_steps, killed_at
 from tests.logs import Serving, Trainer, assert_same_bits, publish_base, values_at
@@ -36,28 +36,28 @@ def export(model: Path) -> None:
 
 
 def merge(model: Path) -> None:
-    chain.merge(model)
+    log_maintenance.merge(model)
 
 
 def tidy(model: Path) -> None:
-    chain.tidy(model, clock=lambda: 1e12)
+    log_maintenance.tidy(model, clock=lambda: 1e12)
 
 
 def rollback(model: Path) -> None:
-    chain.rollback(model, 10)
+    log_maintenance.rollback(model, 10)
 
 
 def rollback_to_20(model: Path) -> None:
-    chain.rollback(model, 20)
+    log_maintenance.rollback(model, 20)
 
 
 def roll_back_twice(model: Path) -> None:
-    chain.rollback(model, 20)
+    log_maintenance.rollback(model, 20)
     rollback(model)
 
 
 def resume(model: Path) -> None:
-    chain.resume(model)
+    log_maintenance.resume(model)
 
 
 ROLLBACKS = {rollback: 10, rollback_to_20: 20}

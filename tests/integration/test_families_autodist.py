@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exporter import protos
 from exporter.errors import MissingTensors, NotServable, ShapeMismatch, UnsupportedFormat, UsageError
 from exporter.graph.saved_model import read_saved_model
-from exporter.inspection import BundleView, inspect
 from exporter.options import DataMode, ExportFormat, ExportRequest, Updates, Verify
 from exporter.pipeline.full import Exported, export, plan
+from exporter.pipeline.inspection import BundleView, inspect
+from exporter.wire import protos
 from serving.client import ModelClient
 from serving.server import ModelServer
 from tests import autodist_trainer

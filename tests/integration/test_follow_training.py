@@ -18,7 +18,7 @@ import pytest
 
 from exporter.checkpoint.tensor_bundle import read_array, read_catalog
 from exporter.errors import Exit
-from exporter.publish.published import children, read_manifest
+from exporter.publish.versions import children, read_manifest
 from exporter.roles import VARIABLES
 
 TRAINER = Path(__file__).parent / "saving_trainer.py"

@@ -142,7 +142,7 @@ def test_meta_export_never_imports_tensorflow(digits: DigitsTraining, tmp_path: 
             arguments += [f"--{kind}", f"{name}={tensor}"]
     code = f"""
 import sys
-from exporter import cli
+from exporter.cli import app as cli
 try:
     cli.run(cli.app, {arguments!r})
 except SystemExit as left:

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exporter.bundle.digest import chunk_digest, chunks
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.delta.entry import Made
 from exporter.delta.format import Kind, Rows
-from exporter.delta.log import Span
+from exporter.delta.spans import Span
 from exporter.publish.commit import Staging
+from exporter.publish.delta_log import read_log
 from exporter.publish.delta_publication import Publication, publish_changes
-from exporter.publish.published import read_manifest
-from exporter.publish.published_log import read_log
+from exporter.publish.log_entries import Made
+from exporter.publish.versions import read_manifest
+from exporter.subgraph.digest import chunk_digest, chunks
 from tests.commands import export_model
 from tests.conftest import ROOT
 from tests.updatable import Loaded, loaded

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from exporter.bundle.incremental import CATCH_UP_REQUEST
-from exporter.bundle.warmup import parse_request, write_warmup
+from exporter.bundle.warmup_requests import parse_request, write_warmup
 from exporter.errors import ServerError
-from exporter.protos import message_class
+from exporter.subgraph.make_updatable import CATCH_UP_REQUEST
+from exporter.wire.protos import message_class
 from serving.cli import app
 from serving.client import ModelClient
 from serving.server import ModelServer

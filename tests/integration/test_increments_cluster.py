@@ -6,7 +6,7 @@ import random
 import time
 from pathlib import Path
 
-from exporter.delta.history import History, read_history
+from exporter.increments.history import History, read_history
 from tests.increments import differing, full, starts
 from tests.integration.increment_cluster import Cluster, Job, log
 

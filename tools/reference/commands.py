@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from exporter.help_groups import GROUPS, REST, group_of
+from exporter.cli.help_groups import GROUPS, REST, group_of
 from tools.reference.markdown import code, code_block, table, text
 
 _COMMON = ("--json", "--quiet", "--debug", "--help", "-V")

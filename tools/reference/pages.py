@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from exporter.cli import app as export_model
+from exporter.cli.app import app as export_model
 from serving.cli import app as serve_model
 from tools.reference import commands, failures
 

@@ -1,0 +1,374 @@
+"""The command `export-model`: parse options, call the pipeline, render; heavy imports wait for their turn."""
+
+from __future__ import annotations
+
+import gc
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exporter.cli import completion, doctor_command, history_command, inspect_command, log_commands
+from exporter.cli.edge import (
+    EXIT_CODES,
+    DebugFlag,
+    JsonFlag,
+    QuietFlag,
+    VersionFlag,
+    command,
+    new_app,
+    pairs,
+    path_option,
+    run,
+)
+from exporter.cli.help_groups import GroupedHelp
+from exporter.cli.output import Output, escape
+from exporter.errors import UsageError
+from exporter.options import (
+    DataMode,
+    DeltaDtype,
+    ExportFormat,
+    ExportRequest,
+    Isolation,
+    Updates,
+    Verify,
+)
+from exporter.pipeline.watch_loop import StopWhen, Watching, parse_duration
+from exporter.roles import Role, node_role
+
+app = new_app("export-model")
+
+_HELP = f"""Export a distributed TensorFlow checkpoint as a SavedModel that TensorFlow Serving can serve.
+
+The inference graph comes from --model: a builder (pkg.mod:fn or file.py:fn), a .meta file, or a SavedModel
+directory; without it, from the .meta beside the checkpoint. Data is linked, not copied, where the file system
+allows it.
+
+\b
+Examples:
+  export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker
+  export-model --ckpt-dir train/model.ckpt-900 --input x=Placeholder:0 --output y=Softmax:0 --out models/cnn
+  export-model --ckpt-dir train/ --model models/cnn/900 --average ema --verify outputs --out models/cnn
+  export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --dry-run
+  export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --watch --stop-idle 2h
+  export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --incr
+  export-model inspect train/
+
+{EXIT_CODES}"""
+
+
+@app.callback(cls=GroupedHelp, invoke_without_command=True, help=_HELP)
+def export(
+    context: typer.Context,
+    ckpt_dir: Annotated[
+        Path | None,
+        path_option("--ckpt-dir", "DIR|PREFIX", "Checkpoint directory, or one checkpoint's prefix."),
+    ] = None,
+    out: Annotated[
+        Path | None, path_option("--out", "MODEL", "Model base path; a version directory appears in it.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHAT", help="pkg.mod:fn, path/file.py:fn, a .meta file or a SavedModel directory."
+        ),
+    ] = None,
+    model_arg: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Argument for the builder. Repeat.")
+    ] = None,
+    input_: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="NAME=TENSOR", help="Signature input by tensor name. Repeat."),
+    ] = None,
+    output: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=TENSOR", help="Signature output by tensor name. Repeat."),
+    ] = None,
+    signatures: Annotated[
+        Path | None, path_option("--signatures", "FILE", "JSON file with several signatures.")
+    ] = None,
+    tag: Annotated[
+        str | None, typer.Option(metavar="TAG,TAG", help="Of a SavedModel's graphs, the one with these tags.")
+    ] = None,
+    train_tag: Annotated[
+        str | None, typer.Option(metavar="TAG", help="Keep the source SavedModel's training graph, too.")
+    ] = None,
+    feed: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PLACEHOLDER=VALUE", help="Freeze a placeholder, as keep_prob=1.0. Repeat."),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN=NAME", help="Variable name (regular expression) to tensor name. Repeat."
+        ),
+    ] = None,
+    rename_file: Annotated[
+        Path | None,
+        path_option("--rename-file", "FILE", "Table of names, one 'variable tensor' a line; # for comments."),
+    ] = None,
+    by_order: Annotated[
+        bool,
+        typer.Option("--by-order", help="Match a list of arrays without names by the graph's order."),
+    ] = False,
+    allow_code: Annotated[
+        bool,
+        typer.Option("--allow-code", help="Trust a Keras archive: run the code that it carries or names."),
+    ] = False,
+    allow_batch_statistics: Annotated[
+        bool,
+        typer.Option(
+            "--allow-batch-statistics",
+            help="Normalise by each request's own batch on purpose, though there are moving statistics.",
+        ),
+    ] = False,
+    custom_objects: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PKG.MOD|FILE.PY", help="Module whose classes a Keras archive may name. Repeat."
+        ),
+    ] = None,
+    average: Annotated[
+        str | None,
+        typer.Option(metavar="ema|NAME", help="Serve moving averages in place of raw weights."),
+    ] = None,
+    partition_strategy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=mod|div", help="How training looked a partitioned table up. Repeat."),
+    ] = None,
+    object_path: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="The served model among a TF2 checkpoint's objects: net/tower."),
+    ] = None,
+    cast: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[PATTERN=]bfloat16|float16", help="Store matching variables smaller. Repeat."),
+    ] = None,
+    format_: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format", help="What a version holds: a SavedModel, Cloud ML's export.meta pair, both."
+        ),
+    ] = ExportFormat.SAVED_MODEL,
+    data: Annotated[DataMode, typer.Option(help="How variable bytes reach the bundle.")] = DataMode.AUTO,
+    warmup: Annotated[
+        Path | None, path_option("--warmup", "FILE", "Warm-up requests, one in REST's JSON a line.")
+    ] = None,
+    no_warmup: Annotated[
+        bool, typer.Option("--no-warmup", help="No made-up warm-up requests in a base that takes deltas.")
+    ] = False,
+    version: Annotated[
+        str | None,
+        typer.Option(metavar="N|time", help="Version directory; otherwise the step while it grows."),
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Remove all but the newest N versions.")
+    ] = None,
+    verify: Annotated[Verify, typer.Option(help="What to check before publishing.")] = Verify.FILES,
+    verify_inputs: Annotated[
+        Path | None, path_option("--verify-inputs", "FILE", "Requests for --verify outputs, as for --warmup.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(metavar="X", help="Largest difference that --verify outputs accepts.")
+    ] = 1e-6,
+    incr: Annotated[
+        bool, typer.Option("--incr", help="Publish what changed as a delta; the first time, the base.")
+    ] = False,
+    updatable: Annotated[
+        bool, typer.Option("--updatable", help="Publish a new base that takes deltas.")
+    ] = False,
+    isolation: Annotated[
+        Isolation, typer.Option(help="What a response may mix while a delta is applied.")
+    ] = Isolation.SNAPSHOT,
+    snapshot_max_rows: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Larger deltas are applied in visible pieces.")
+    ] = 4_000_000,
+    stamp: Annotated[
+        bool, typer.Option("--stamp", help="Predict answers with model_position and model_step.")
+    ] = False,
+    with_digest: Annotated[
+        bool, typer.Option("--with-digest", help="Add a signature that gives checksums of what is served.")
+    ] = False,
+    require_finite: Annotated[
+        bool, typer.Option("--require-finite", help="The model refuses deltas that hold NaN or infinity.")
+    ] = False,
+    full_on_mismatch: Annotated[
+        bool, typer.Option("--full-on-mismatch", help="With --incr: publish a new base where no delta fits.")
+    ] = False,
+    min_change: Annotated[
+        float,
+        typer.Option(
+            metavar="X", min=0.0, help="With --incr: rows that moved less (norm) wait for a later delta."
+        ),
+    ] = 0.0,
+    delta_dtype: Annotated[
+        DeltaDtype | None,
+        typer.Option(help="With --incr: send rows of tables rounded, and say by how much at most."),
+    ] = None,
+    rebase: Annotated[
+        bool, typer.Option("--rebase", help="With --incr: merge base and deltas into a new base, too.")
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Publish a version without deltas over one that takes them.")
+    ] = False,
+    check_graph: Annotated[
+        bool, typer.Option("--check-graph", help="With --incr: build the graph again, compare with the base.")
+    ] = False,
+    despite_hold: Annotated[
+        bool, typer.Option("--despite-hold", help="Publish a version although the model is held.")
+    ] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Publish a checkpoint once more that is published already.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on: export each new checkpoint, or with --incr each change.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.05, help="How often --watch looks.")
+    ] = 1.0,
+    stop_after: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="End --watch after 90 (seconds), 15m, 2h or 1d.")
+    ] = None,
+    stop_count: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="End --watch after N publications.")
+    ] = None,
+    stop_step: Annotated[
+        int | None, typer.Option(metavar="STEP", min=0, help="End --watch once this step is published.")
+    ] = None,
+    stop_idle: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="End --watch when nothing new came for so long.")
+    ] = None,
+    any_role: Annotated[
+        bool,
+        typer.Option("--any-role", help="Export even if this node of the cluster is not the chief."),
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+    own_version: VersionFlag = False,
+) -> None:
+    """Export (the root command)."""
+    if context.invoked_subcommand is not None:
+        with command(json_, quiet, debug):
+            _refuse_root_options(context)
+        return
+    with command(json_, quiet, debug) as sink:
+        if ckpt_dir is None or out is None:
+            missing = "--ckpt-dir" if ckpt_dir is None else "--out"
+            raise UsageError(
+                f"{missing} is missing", hint="export-model --ckpt-dir DIR --out MODEL; see --help"
+            )
+        updates = Updates(isolation, snapshot_max_rows, stamp, with_digest, require_finite)
+        request = ExportRequest(
+            ckpt_dir=ckpt_dir,
+            out=out,
+            model=model,
+            model_args=pairs("--model-arg", model_arg),
+            inputs=pairs("--input", input_),
+            outputs=pairs("--output", output),
+            signatures=signatures,
+            tag=tag,
+            train_tag=train_tag,
+            feeds=pairs("--feed", feed),
+            renames=tuple(rename or ()),
+            rename_file=rename_file,
+            by_order=by_order,
+            allow_code=allow_code,
+            allow_batch_statistics=allow_batch_statistics,
+            custom_objects=tuple(custom_objects or ()),
+            average=average,
+            casts=tuple(cast or ()),
+            partition_strategies=pairs("--partition-strategy", partition_strategy),
+            object_path=object_path,
+            format=format_,
+            data=data,
+            warmup=warmup,
+            no_warmup=no_warmup,
+            version=version,
+            keep=keep,
+            verify=verify,
+            verify_inputs=verify_inputs,
+            tolerance=tolerance,
+            min_change=min_change,
+            delta_dtype=delta_dtype,
+            plain=plain,
+            despite_hold=despite_hold,
+            check_graph=check_graph,
+            again=again,
+            updates=updates if updatable or incr else None,
+        )
+        if not incr and (min_change or delta_dtype or rebase or full_on_mismatch or check_graph):
+            options = "--min-change, --delta-dtype, --rebase, --full-on-mismatch and --check-graph"
+            raise UsageError(f"{options} go with --incr")
+        if again and (watch or (incr and not updatable)):
+            raise UsageError("--again publishes one version: it does not go with --watch and --incr")
+        if not math.isfinite(min_change):
+            raise UsageError(f"--min-change {min_change} is no distance", hint="as in --min-change 0.001")
+        stop = _stop_when(stop_after, stop_count, stop_step, stop_idle)
+        if not watch and stop != StopWhen():
+            raise UsageError("--stop-after, --stop-count, --stop-step and --stop-idle go with --watch")
+        sink.json_lines = watch
+        if not any_role and not (role := node_role()).is_chief:
+            _stand_by(role, sink)
+            return
+        watching = Watching(interval, stop) if watch else None
+        if incr and not updatable:
+            from exporter.cli import incremental_command
+
+            how = incremental_command.How(full_on_mismatch, rebase, watching)
+            incremental_command.run(request, sink, how, dry_run=dry_run)
+            return
+        from exporter.cli import full_command
+
+        full_command.run(request, sink, watching, dry_run=dry_run)
+
+
+def _stop_when(after: str | None, count: int | None, step: int | None, idle: str | None) -> StopWhen:
+    return StopWhen(
+        math.inf if after is None else parse_duration("--stop-after", after),
+        math.inf if count is None else count,
+        math.inf if step is None else step,
+        math.inf if idle is None else parse_duration("--stop-idle", idle),
+    )
+
+
+def _stand_by(role: Role, sink: Output) -> None:
+    """What a node says that leaves the export to its chief."""
+    document = {
+        "status": "nothing_to_do",
+        "path": None,
+        "role": role.type,
+        "index": role.index,
+        "role_source": role.source,
+    }
+    why = f"this node is {role} ({role.source}), and the chief exports; --any-role exports here, too"
+    sink.result(document, [f"[bold]{'nothing to do':<14}[/]{escape(why)}"], is_done=True)
+
+
+def _refuse_root_options(context: typer.Context) -> None:
+    given = [
+        f"--{name.rstrip('_').replace('_', '-')}"
+        for name, value in context.params.items()
+        if value not in (None, False)
+        and str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"
+    ]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)} before {context.invoked_subcommand!r} has no effect",
+            hint=f"put options behind it: export-model {context.invoked_subcommand} ... {given[0]}",
+        )
+
+
+inspect_command.register(app)
+completion.register(app, "export-model")
+history_command.register(app)
+log_commands.register(app)
+app.command()(doctor_command.doctor)
+
+
+def main() -> None:
+    """The console script."""
+    gc.set_threshold(100_000, 20, 20)  # plans of thousands of tensors are many small objects without cycles
+    run(app)

@@ -1,0 +1,164 @@
+"""`export-model doctor`: one page of what is wrong with a model, or will be, each with its command.
+
+The one place of the exporter where model servers are asked: what is published and what is served meet here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command, path_argument, path_option
+from exporter.cli.output import Output, escape
+
+if TYPE_CHECKING:
+    from exporter.doctor.examination import Examination
+    from exporter.doctor.finding import Finding
+    from exporter.doctor.replicas import Replica
+
+
+def doctor(
+    model: Annotated[Path, path_argument("MODEL", "Model base path.")],
+    ckpt_dir: Annotated[
+        Path | None,
+        path_option(
+            "--ckpt-dir", "DIR|PREFIX", "Where it is exported from: what the next export would read."
+        ),
+    ] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST[:PORT]", help="A model server that should serve it. Repeat."),
+    ] = None,
+    model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The model's name there. [default: MODEL's last part]")
+    ] = None,
+    patience: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="How long a server may take to serve what is published."),
+    ] = 60.0,
+    deadline: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.001, help="How long to wait for a server's answer.")
+    ] = 5.0,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Say what is wrong with a published model, or will be, and which command helps.
+
+    Looks at files and checksums, ways from each base to the newest position, holds, permissions, clocks and
+    left-overs; with --ckpt-dir at what the next export reads, with --target at what servers serve. Nothing is
+    changed. Warnings do not fail; what is wrong does, with exit code 6 if it is on disk, 3 if it is the
+    checkpoint alone, 7 if it is servers alone.
+
+    \b
+    Examples:
+      export-model doctor models/ranker
+      export-model doctor models/ranker --ckpt-dir train/ --target localhost:8500 --target 10.0.0.7
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter.doctor.examination import examine
+        from exporter.doctor.finding import diagnosis
+        from exporter.doctor.replicas import judge
+
+        now = time.time()
+        seen = examine(model, ckpt_dir, now=now)
+        findings = [*seen.findings]
+        name = model_name or model.resolve().name
+        replicas = [_ask(address, name, deadline) for address in target or ()]
+        for replica in replicas:
+            findings += judge(model, seen.found, replica, now=now, patience=patience)
+        _report(seen, findings, replicas, ckpt_dir, sink)
+        error = diagnosis(model, findings)
+        if error is not None:
+            raise error
+
+
+def _ask(address: str, name: str, deadline: float) -> Replica:
+    from exporter.doctor.replicas import AVAILABLE, Answer, Replica
+    from exporter.errors import CallFailed
+    from serving.client import ModelClient
+    from serving.incremental_status import standing
+
+    with ModelClient(address, name, deadline_s=deadline) as client:
+        versions: dict[int, Answer] = {}
+        try:
+            for status in client.status():
+                at = standing(client, status.version) if status.state.name == AVAILABLE else None
+                versions[status.version] = Answer(
+                    status.state.name,
+                    f"{status.code.name}: {status.message}" if status.code else "",
+                    None if at is None else at.position,
+                    None if at is None else at.lineage,
+                )
+        except CallFailed as error:
+            return Replica(client.address, name, failure=error)
+        return Replica(client.address, name, versions)
+
+
+def _report(
+    seen: Examination, findings: list[Finding], replicas: list[Replica], ckpt_dir: Path | None, sink: Output
+) -> None:
+    found = seen.found
+    wrong = sum(finding.level.value == "wrong" for finding in findings)
+    document = {
+        "model": str(seen.model),
+        "status": "wrong" if wrong else "warnings" if findings else "well",
+        "versions": found.versions,
+        "deltas": len(found.log.deltas) if found.log else 0,
+        "position": found.at.position if found.at else None,
+        "step": found.at.step if found.at else None,
+        "hold": found.hold,
+        "ckpt_dir": None if ckpt_dir is None else str(ckpt_dir),
+        "targets": [
+            {
+                "address": replica.address,
+                "model": replica.name,
+                "versions": {number: answer.state for number, answer in replica.versions.items()},
+                "positions": {number: answer.position for number, answer in replica.versions.items()},
+            }
+            for replica in replicas
+        ],
+        "findings": [
+            {
+                "check": finding.check.value,
+                "level": finding.level.value,
+                "message": finding.message,
+                "cause": finding.cause or None,
+                "command": finding.command,
+            }
+            for finding in findings
+        ],
+    }
+    sink.result(document, _lines(seen, findings, replicas, ckpt_dir))
+
+
+def _lines(
+    seen: Examination, findings: list[Finding], replicas: list[Replica], ckpt_dir: Path | None
+) -> Iterator[str]:
+    from exporter.doctor.finding import count
+
+    found = seen.found
+    deltas = f", {count(len(found.log.deltas), 'delta')}" if found.log else ", which takes no deltas"
+    at = f", position {found.at}" if found.at else ""
+    yield f"[bold]{'model':<14}[/]{escape(seen.model)}: {count(found.versions, 'version')}{deltas}{at}"
+    asked = [
+        *([f"checkpoints in {ckpt_dir}"] if ckpt_dir else []),
+        *(replica.address for replica in replicas),
+    ]
+    if asked:
+        yield f"[bold]{'asked':<14}[/]{escape(', '.join(asked))}"
+    wrong = sum(finding.level.value == "wrong" for finding in findings)
+    told = f"{wrong} wrong, {count(len(findings) - wrong, 'warning')}" if findings else "nothing wrong"
+    yield f"[bold]{'found':<14}[/]{told}"
+    for finding in sorted(findings, key=lambda finding: finding.level.value, reverse=True):
+        colour = "red" if finding.level.value == "wrong" else "yellow"
+        yield ""
+        level = f"[bold {colour}]{finding.level.value:<8}[/]"
+        yield f"{level} [bold]{finding.check.value}[/]: {escape(finding.message)}"
+        if finding.cause:
+            yield f"{'':<9}cause: {escape(finding.cause)}"
+        yield f"{'':<9}$ {escape(finding.command)}"

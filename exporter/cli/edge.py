@@ -1,0 +1,178 @@
+"""What the two command lines share: one sink, errors to exit codes, signals, and how Typer is set up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from exporter.cli.completion import prepare
+from exporter.cli.output import Mode, Output, silence
+from exporter.cli.quiet_import import quiet_tensorflow
+from exporter.errors import Exit, ExportError, UsageError, unreachable
+from exporter.local_paths import path_parser
+from exporter.pipeline.watch_loop import is_waiting
+
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="One JSON document on stdout, errors as JSON on stderr.")
+]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        typer.echo(f"export-model {version('export-model')}")
+        raise typer.Exit
+
+
+VersionFlag = Annotated[
+    bool,
+    typer.Option("-V", is_eager=True, callback=_print_version, help="Show this program's own version."),
+]
+DebugFlag = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def _exit_codes() -> str:
+    """The table of exit codes at the end of a help text, in two columns."""
+    texts = [f"{int(code):<2} {code.meaning}" for code in Exit]
+    half = (len(texts) + 1) // 2
+    rows = (f"  {left:<36}{right}" for left, right in zip(texts[:half], texts[half:], strict=True))
+    return "\b\nExit codes:\n" + "\n".join(rows)
+
+
+EXIT_CODES = _exit_codes()
+
+
+def new_app(name: str) -> typer.Typer:
+    """A Typer application that prints plain text, so that help and errors look the same in a pipe."""
+    return typer.Typer(
+        name=name,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+
+
+def path_option(name: str, metavar: str, help_: str, **more: Any) -> Any:
+    """A Typer option that takes a local path, and refuses stores."""
+    return typer.Option(name, metavar=metavar, parser=path_parser(name), help=help_, **more)
+
+
+def path_argument(metavar: str, help_: str) -> Any:
+    """A Typer argument that takes a local path, and refuses stores."""
+    return typer.Argument(metavar=metavar, parser=path_parser(metavar), help=help_)
+
+
+def pairs(option: str, values: list[str] | None) -> dict[str, str]:
+    """Repeated `NAME=VALUE` options as a dict.
+
+    Raises:
+        UsageError: no `=`, an empty side, or a name given twice.
+    """
+    result: dict[str, str] = {}
+    for text in values or ():
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise UsageError(f"{option} {text!r} is not of the form NAME=VALUE")
+        if name in result:
+            raise UsageError(f"{option} names {name!r} twice")
+        result[name] = value
+    return result
+
+
+@contextmanager
+def command(json_: bool, quiet: bool, debug: bool) -> Iterator[Output]:
+    """Run a command's body with its sink; whatever it raises ends in a message and an exit code.
+
+    SIGTERM is treated as SIGINT is: the body is unwound, so that staging is removed.
+    """
+    mode = Mode.JSON if json_ else Mode.QUIET if quiet else Mode.HUMAN
+    sink = Output(mode)
+    quiet_tensorflow()
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield sink
+    except ExportError as error:
+        _finish(sink, error, debug)
+    except KeyboardInterrupt:
+        _finish(sink, _Interrupted("interrupted"), debug)
+    except BrokenPipeError:  # the reader of stdout has gone (`| head`): nothing is left to say
+        silence(sys.stdout)
+        raise typer.Exit(Exit.FAILURE) from None
+    except OSError as error:  # of some look at a path: whether it is there, or a file
+        _finish(sink, unreachable(error), debug)
+    except Exception as error:  # noqa: BLE001 - the edge of the program: no traceback without --debug
+        _finish(sink, ExportError(f"unexpected {type(error).__name__}: {error}"), debug)
+
+
+def outlived(sink: Output, error: ExportError) -> None:
+    """Say what went wrong, or is waited for, and that the command goes on all the same."""
+    if is_waiting(error):
+        sink.note(f"waiting: {error.message}")
+    else:
+        sink.error(error)
+
+
+def watch_ended(sink: Output, why: str) -> None:
+    """The last line of a watch."""
+    sink.note(f"the watch has ended: {why}")
+
+
+class _Interrupted(ExportError):
+    """SIGINT or SIGTERM."""
+
+    exit_code = Exit.INTERRUPTED
+    default_hint = "nothing is half-written; run the command again"
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _finish(sink: Output, error: ExportError, debug: bool) -> NoReturn:
+    if debug:
+        traceback.print_exc(file=sink.stderr)
+    sink.error(error)
+    raise typer.Exit(int(error.exit_code))
+
+
+def _open_closed_streams() -> None:
+    """Give closed standard streams (`>&-`) their descriptors back: a file that is opened next would get them,
+    and with them what is printed. Writing to such a stream still fails, as it should.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY)  # the lowest free descriptor, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115  for good
+
+
+def run(app: typer.Typer, arguments: list[str] | None = None) -> NoReturn:
+    """Run an application as a program; Typer's usage errors leave by the same door as all others."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    _open_closed_streams()
+    prepare(str(app.info.name))
+    try:
+        code = app(arguments, standalone_mode=False)
+    except UsageError as error:  # of an option's own parser
+        Output(Mode.JSON if "--json" in arguments else Mode.HUMAN).error(error)
+        sys.exit(Exit.USAGE)
+    except Exception as error:
+        if getattr(error, "exit_code", None) != Exit.USAGE or not hasattr(error, "format_message"):
+            raise
+        sink = Output(Mode.JSON if "--json" in arguments else Mode.HUMAN)
+        sink.error(UsageError(error.format_message(), hint=f"see {app.info.name} --help"))
+        sys.exit(Exit.USAGE)
+    sys.exit(code if isinstance(code, int) else Exit.DONE)

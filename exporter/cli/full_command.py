@@ -1,0 +1,64 @@
+"""`export-model` without `--incr`: run it once, or follow training, and say what it did."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from exporter.cli import render
+from exporter.cli.edge import outlived, watch_ended
+from exporter.cli.output import Output, escape
+from exporter.options import ExportRequest
+from exporter.pipeline import full
+from exporter.pipeline.watch import watch
+from exporter.pipeline.watch_loop import Watching
+from exporter.publish.made_from import PublishedAlready
+from exporter.publish.permission import held_at
+
+
+def run(request: ExportRequest, sink: Output, watching: Watching | None, *, dry_run: bool) -> None:
+    """Export the newest checkpoint, or each newest one while watching; or print what would be exported.
+
+    Raises:
+        ExportError: any of errors.py.
+    """
+    if watching is not None and not dry_run:
+        for done in watch(
+            request, watching, partial(outlived, sink), sink.progress, partial(watch_ended, sink)
+        ):
+            render.exported(done, sink)
+        return
+    try:
+        if dry_run:
+            render.plan(full.plan(request), sink)
+        else:
+            render.exported(full.export(request, sink.progress), sink)
+    except PublishedAlready as error:
+        published_already(request, error, sink, dry_run=dry_run)
+
+
+def published_already(
+    request: ExportRequest, error: PublishedAlready, sink: Output, *, dry_run: bool
+) -> None:
+    """What an export prints whose checkpoint is published already, by the same plan."""
+    made = error.made
+    hold, is_newest = held_at(request.out), made.version == made.newest
+    document = {
+        **({"dry_run": True} if dry_run else {}),
+        "status": "nothing_to_do",
+        "path": str(made.path),
+        "version": made.version,
+        "position": made.stamp.position,
+        "newest_version": made.newest,
+        "hold": hold,
+        "message": error.message,
+    }
+    lines = [_line("nothing to do", error.message)]
+    if not is_newest:
+        lines.append(_line("newest", f"version {made.newest}; to publish this one again: --again"))
+    if hold is not None:
+        lines.append(_line("hold", f"at {hold}, until export-model resume"))
+    sink.result(document, lines, is_done=True)
+
+
+def _line(label: str, text: str) -> str:
+    return f"[bold]{label:<14}[/]{escape(text)}"

@@ -1,0 +1,118 @@
+"""`export-model history MODEL`: what was published, in the order of positions, and where the model stands."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command, path_argument
+from exporter.cli.output import Output, escape
+
+if TYPE_CHECKING:
+    from exporter.publish.timeline import Event, History
+
+Document = dict[str, Any]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the subcommand to an application."""
+    app.command()(history)
+
+
+def history(
+    model: Annotated[Path, path_argument("MODEL", "Model base path.")],
+    last: Annotated[int | None, typer.Option(metavar="N", min=1, help="The newest N events alone.")] = None,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Show what was published: versions, bases, deltas, mergers, rollbacks, resumptions, and the hold.
+
+    \b
+    Examples:
+      export-model history models/ranker
+      export-model history models/ranker --last 20 --json
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter.publish.timeline import read_history
+
+        told(read_history(model), sink, last)
+
+
+def told(found: History, sink: Output, last: int | None) -> None:
+    """What `history` prints, all of it or the `last` events."""
+    events = found.events[-last:] if last else found.events
+    document: Document = {
+        "model": str(found.model),
+        "position": found.at.position if found.at else None,
+        "step": found.at.step if found.at else None,
+        "log": found.log,
+        "hold": found.hold,
+        "events": [_document(event) for event in events],
+    }
+    sink.result(document, _lines(found, len(events)))
+    columns = {"time (UTC)": "left", "what": "left", "position": "right", "step": "right", "": "left"}
+    sink.table("", columns, (_row(event) for event in events))
+
+
+def _document(event: Event) -> Document:
+    fields = asdict(event) | {"what": event.what.value, "path": str(event.path)}
+    fields["created"] = None if event.created is None else event.created.isoformat()
+    return {
+        "what": fields.pop("what"),
+        "position": fields.pop("position"),
+        "from_position": fields.pop("start"),
+        **fields,
+    }
+
+
+def _lines(found: History, shown: int) -> Iterator[str]:
+    yield _line("model", str(found.model))
+    began = f"; its log of deltas began with version {found.log}" if found.log is not None else ""
+    yield _line("position", f"{found.at or 'unknown'}{began}")
+    if found.hold is not None:
+        waiting = sum(event.is_past_hold for event in found.events)
+        yield _line("hold", f"at {found.hold}; {waiting or 'nothing'} published beyond it")
+        yield _line("next", f"to lift it: export-model resume {shlex.quote(str(found.model))}")
+    if shown < len(found.events):
+        yield _line("shown", f"the last {shown} of {len(found.events)} events")
+
+
+def _row(event: Event) -> tuple[Any, ...]:
+    when = "" if event.created is None else event.created.strftime("%Y-%m-%d %H:%M:%S")
+    step = "" if event.step is None else event.step
+    return when, event.what.value, event.position, step, "; ".join(_notes(event))
+
+
+def _notes(event: Event) -> Iterator[str]:
+    what = event.what.value
+    if event.problem:
+        yield event.problem
+    elif event.back_to is not None:
+        yield f"values of {event.back_to} again"
+    elif what in ("version", "base"):
+        yield f"from {event.checkpoint}"
+    elif what == "rebase":
+        yield "a new base with all deltas so far"
+    if event.start is not None:
+        yield f"from {event.start} on"
+    if what == "merge":
+        away = f", {event.merged_away} of them merged away" if event.merged_away else ""
+        yield f"{event.parts} publications in one{away}"
+    elif event.rows is not None:
+        yield f"{event.rows} rows" + (", found by comparison" if event.compared else "")
+    if event.merged_into is not None:
+        yield f"merged into {event.merged_into}"
+    if event.is_past_hold:
+        yield "waits behind the hold"
+    if not event.is_current:
+        yield "of before" if event.log is None else f"of the log {event.log}, which has ended"
+
+
+def _line(label: str, text: str) -> str:
+    return f"[bold]{label:<14}[/]{escape(text)}"

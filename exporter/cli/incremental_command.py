@@ -1,0 +1,237 @@
+"""`export-model --incr`: run it, and say what it did."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from exporter.cli.edge import outlived, watch_ended
+from exporter.cli.output import Output, escape
+from exporter.errors import ExportError, ManifestError, PositionError, UsageError
+from exporter.graph.origin import check_named
+from exporter.options import ExportRequest
+from exporter.pipeline import incremental
+from exporter.pipeline.incremental import ExportedDelta, Incremental, IncrementalPlan
+from exporter.pipeline.watch_loop import Look, Watching, follow, is_for_a_person
+from exporter.progress import human_bytes
+from exporter.publish.permission import Permission
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """What an incremental export does besides; without `watching` it ends after one publication."""
+
+    full_on_mismatch: bool = False
+    rebase: bool = False
+    watching: Watching | None = None
+
+
+def run(request: ExportRequest, sink: Output, how: How, *, dry_run: bool) -> None:
+    """Publish the next delta, or the base; or print what would be published.
+
+    Raises:
+        ExportError: any of errors.py.
+    """
+    if request.check_graph and (how.watching is not None or how.full_on_mismatch):
+        raise UsageError(
+            "--check-graph goes neither with --watch nor with --full-on-mismatch",
+            cause="a builder is run once in a process: of a second run, layers have other names",
+        )
+    if dry_run:
+        _dry_run(request, sink, how)
+    elif how.watching is None:
+        if how.rebase:  # refused before anything is published; while watching, deltas go on behind a hold
+            Permission(request.despite_hold).check(request.out, takes_deltas=True)
+        done = _publish(request, sink, how)
+        _report(done, sink)
+        if how.rebase:
+            _rebase(request, done)
+    else:
+        check_named(request.model)
+        tell, ended = partial(outlived, sink), partial(watch_ended, sink)
+        for done in follow(lambda: _look(request, sink, how), how.watching, tell, ended=ended):
+            _report(done, sink)
+            if how.rebase:
+                _rebase_or_tell(request, done, sink)
+
+
+def _publish(request: ExportRequest, sink: Output, how: How) -> Incremental:
+    return incremental.export_incremental(
+        request,
+        sink.progress,
+        full_on_mismatch=how.full_on_mismatch,
+        is_watching=how.watching is not None,
+    )
+
+
+def _look(request: ExportRequest, sink: Output, how: How) -> Look[Incremental]:
+    done = _publish(request, sink, how)
+    if not isinstance(done, ExportedDelta):
+        return Look(done, done.published.manifest.step)
+    if done.published is not None:
+        return Look(done, done.at.step)
+    if how.rebase:  # what the last delta's publication did not come to
+        _rebase(request, done)
+    return Look(None, done.at.step)
+
+
+def _rebase(request: ExportRequest, done: Incremental) -> None:
+    """Publish a new base, too. The delta has been published and reported: a failure says so.
+
+    Raises:
+        ExportError: see `rebase`.
+    """
+    from exporter.pipeline.rebase import rebase
+
+    try:
+        rebase(request.out, keep=request.keep, despite_hold=request.despite_hold)
+    except ExportError as error:
+        if done.published is not None:
+            error.message = f"{done.published.path} is published, but no new base: {error.message}"
+        raise
+
+
+def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output) -> None:
+    """As `_rebase`; what another look may mend ends no watch.
+
+    Raises:
+        ExportError: an error that needs a person.
+    """
+    try:
+        _rebase(request, done)
+    except ExportError as error:
+        if is_for_a_person(error):
+            raise
+        outlived(sink, error)
+
+
+def _report(done: Incremental, sink: Output) -> None:
+    if isinstance(done, ExportedDelta):
+        exported(done, sink)
+        return
+    from exporter.cli import render
+
+    render.exported(done, sink)
+
+
+def exported(done: ExportedDelta, sink: Output) -> None:
+    """What an incremental export prints when it is done."""
+    plan = done.plan
+    document = {
+        "status": "nothing_to_do" if done.published is None else "published",
+        **_plan_document(plan),
+        "path": None if done.published is None else str(done.published.path),
+        "position": done.at.position,
+        "hold": _hold(plan),
+        "step": done.at.step,
+        "rows": done.rows,
+        "variables_changed": done.variables,
+        "left_out": None if done.left_out is None else done.left_out.to_json(),
+        "rounded": None if done.rounded is None else done.rounded.to_json(),
+        "bytes_compared": done.compared_bytes,
+        "seconds": round(done.seconds, 4),
+        "warnings": [warning.message for warning in done.warnings],
+    }
+    lines = list(_plan_lines(plan))
+    if done.published is None:
+        lines.append(_line("nothing to do", f"position {done.at} is published already"))
+    else:
+        size = sum(file.bytes_ for file in done.published.manifest.files)
+        lines.append(_line("delta", f"{done.rows} rows in {done.variables} variables, {human_bytes(size)}"))
+        if (left_out := done.left_out) is not None:
+            near = f"less than {left_out.bound:g}, {left_out.largest:.3g} at most"
+            lines.append(_line("left out", f"{left_out.rows} rows that moved {near}"))
+        if (rounded := done.rounded) is not None:
+            off = f"to {rounded.dtype.value}, off by {rounded.largest:.3g} at most"
+            lines.append(_line("rounded", f"{rounded.rows} rows {off}"))
+        lines.append(_line("published", f"{done.published.path} in {done.seconds:.2f} s"))
+        lines += _next_lines(plan)
+    sink.result(document, lines, is_done=True)
+    for warning in done.warnings:
+        sink.warn(f"the delta is published; {warning.message} (hint: {warning.hint})")
+
+
+def _hold(plan: IncrementalPlan) -> int | None:
+    """The log's hold; a damaged file is not this command's to report: what it did is done."""
+    with suppress(ManifestError):
+        return plan.log.hold()
+    return None
+
+
+def _next_lines(plan: IncrementalPlan) -> Iterator[str]:
+    """What makes the delta served; behind a hold it waits until that is lifted."""
+    hold = _hold(plan)
+    if hold is not None:
+        yield _line("hold", f"at {hold}: servers go no further until it is lifted")
+        yield _line("next", f"export-model resume {shlex.quote(str(plan.log.model))}")
+    else:
+        yield _line("next", f"serve-model update HOST:PORT --model {shlex.quote(plan.log.model.name)}")
+
+
+def _dry_run(request: ExportRequest, sink: Output, how: How) -> None:
+    if not incremental.is_begun(request):
+        _dry_run_base(request, sink)
+        return
+    try:
+        planned = incremental.plan_incremental(request)
+    except PositionError as error:
+        if not how.full_on_mismatch:
+            raise
+        sink.note(f"a new base is due: {error.message}" + (f" ({error.cause})" if error.cause else ""))
+        _dry_run_base(request, sink)
+        return
+    what = "nothing" if planned.is_nothing else f"the delta {planned.span}"
+    sink.result(
+        {
+            "dry_run": True,
+            "status": "nothing_to_do" if planned.is_nothing else "planned",
+            **_plan_document(planned),
+        },
+        [*_plan_lines(planned), _line("would write", f"{what} under {planned.log.path}")],
+    )
+    for note in planned.notes:
+        sink.note(f"note: {note}")
+
+
+def _dry_run_base(request: ExportRequest, sink: Output) -> None:
+    from exporter.cli import render
+    from exporter.pipeline import full as pipeline
+
+    render.plan(pipeline.plan(incremental.as_base(request)), sink)
+
+
+def _plan_document(planned: IncrementalPlan) -> Document:
+    way = planned.trainer.way
+    return {
+        "checkpoint": str(planned.trainer.catalog.prefix),
+        "log": planned.log.base.entry.log,
+        "lineage": planned.log.lineage,
+        "from_position": planned.log.at.position,
+        "to_position": planned.log.at.position if planned.is_nothing else planned.position,
+        "to_step": way.step,
+        "increments": [stored.path.name for stored in way.increments],
+        "compares": not way.is_known,
+        "why": way.why,
+        "graph": planned.graph.said,
+        "notes": list(planned.notes),
+    }
+
+
+def _plan_lines(planned: IncrementalPlan) -> Iterator[str]:
+    way, log = planned.trainer.way, planned.log
+    yield _line("so far", f"position {log.at}; this log of deltas began with version {log.base.entry.log}")
+    tail = f", {len(way.increments)} increments" if way.increments else ""
+    yield _line("checkpoint", f"{planned.trainer.catalog.prefix.name}, step {way.step}{tail}")
+    yield _line("graph", f"and assets: {planned.graph.said}")
+    if not way.is_known:
+        yield _line("compared", f"all rows: {way.why}")
+
+
+def _line(label: str, text: str) -> str:
+    return f"[bold]{label:<14}[/]{escape(text)}"

@@ -1,0 +1,78 @@
+"""The subcommand `inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command, pairs, path_argument, path_option
+from exporter.errors import UsageError
+from exporter.options import ExportRequest
+
+
+def register(app: typer.Typer) -> None:
+    """Add the subcommand to an application."""
+    app.command()(inspect)
+
+
+def inspect(
+    path: Annotated[Path, path_argument("PATH", "Checkpoint, .meta, SavedModel or model base path.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    unmatched: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Compare a checkpoint with a graph, as --model names it: what fits nowhere."
+        ),
+    ] = None,
+    model_arg: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="With --unmatched: a builder's argument.")
+    ] = None,
+    input_: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="NAME=TENSOR", help="With --unmatched: an input of a .meta's graph."),
+    ] = None,
+    output: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=TENSOR", help="With --unmatched: an output of a .meta's graph."),
+    ] = None,
+    rename_file: Annotated[
+        Path | None, path_option("--rename-file", "FILE", "With --unmatched: the table of names so far.")
+    ] = None,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Show what a checkpoint, a graph or a published model holds.
+
+    \b
+    Examples:
+      export-model inspect train/
+      export-model inspect train/model.ckpt-900 --tensors
+      export-model inspect train/model.ckpt-900.meta
+      export-model inspect models/ranker/900 --json
+      export-model inspect weights.npz --unmatched my_model.py:serving
+    """
+    with command(json_, quiet, debug) as sink:
+        if unmatched is not None:
+            from exporter.cli import render
+            from exporter.pipeline import full as pipeline
+
+            request = ExportRequest(
+                ckpt_dir=path,
+                out=Path(),
+                model=unmatched,
+                model_args=pairs("--model-arg", model_arg),
+                inputs=pairs("--input", input_),
+                outputs=pairs("--output", output),
+                rename_file=rename_file,
+            )
+            render.compared(pipeline.compare_names(request), sink)
+            return
+        if model_arg or input_ or output or rename_file:
+            raise UsageError("--model-arg, --input, --output and --rename-file go with --unmatched")
+        from exporter.cli import render
+        from exporter.pipeline import inspection
+
+        render.inspected(inspection.inspect(path), sink, tensors=tensors)

@@ -1,0 +1,174 @@
+"""The subcommands that look at a log or change it: merge, rollback, resume, diff, verify."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command, path_argument
+from exporter.errors import Exit
+
+DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, write nothing.")]
+ModelArgument = Annotated[Path, path_argument("MODEL", "Model base path.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the subcommands to an application."""
+    for function in (merge, rollback, resume, diff, verify):
+        app.command()(function)
+
+
+def merge(
+    model: ModelArgument,
+    from_: Annotated[
+        int | None, typer.Option("--from", metavar="POSITION", help="Where the first delta begins.")
+    ] = None,
+    to: Annotated[int | None, typer.Option(metavar="POSITION", help="Where the last delta leads.")] = None,
+    rebase: Annotated[
+        bool, typer.Option("--rebase", help="Merge base and deltas into a new base instead.")
+    ] = False,
+    keep: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="With --rebase: keep the newest N versions.")
+    ] = None,
+    despite_hold: Annotated[
+        bool,
+        typer.Option("--despite-hold", help="With --rebase: publish the base although the model is held."),
+    ] = False,
+    dry_run: DryRunFlag = False,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Merge published deltas into one, or with --rebase base and deltas into a new base.
+
+    \b
+    Examples:
+      export-model merge models/ranker
+      export-model merge models/ranker --from 900 --to 1200
+      export-model merge models/ranker --rebase --keep 2
+      export-model merge models/ranker --dry-run
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter.cli import render_log
+        from exporter.pipeline import log_maintenance
+        from exporter.pipeline import rebase as bases
+
+        if rebase and dry_run:
+            render_log.rebasing(bases.plan_rebase(model, despite_hold=despite_hold), sink)
+        elif rebase:
+            render_log.rebased(bases.rebase(model, keep=keep, despite_hold=despite_hold), sink)
+        elif dry_run:
+            render_log.merging(log_maintenance.plan_merge(model, from_, to), sink)
+        else:
+            render_log.merged(log_maintenance.merge(model, from_, to), sink)
+
+
+def rollback(
+    model: ModelArgument,
+    to: Annotated[
+        int, typer.Option(metavar="POSITION", help="The position, or plain version, whose values come back.")
+    ],
+    dry_run: DryRunFlag = False,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Publish the values of an earlier position as the next one, and hold the model there.
+
+    Where versions take no deltas, an earlier version is published again as the newest; its data is linked.
+
+    \b
+    Examples:
+      export-model rollback models/ranker --to 900 --dry-run
+      export-model rollback models/ranker --to 900
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter.cli import render_log
+        from exporter.pipeline import log_maintenance
+
+        if dry_run:
+            render_log.taking_back(log_maintenance.plan_rollback(model, to), sink)
+        else:
+            render_log.taken_back(log_maintenance.rollback(model, to), sink)
+
+
+def resume(
+    model: ModelArgument,
+    lift_only: Annotated[
+        bool,
+        typer.Option("--lift-only", help="Leave the values as they are, as after the trainer was set back."),
+    ] = False,
+    dry_run: DryRunFlag = False,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Lift the hold; after a rollback, publish the values of before it again unless newer ones are there.
+
+    \b
+    Examples:
+      export-model resume models/ranker
+      export-model resume models/ranker --lift-only
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter.cli import render_log
+        from exporter.pipeline import log_maintenance
+
+        if dry_run:
+            render_log.taking_back(log_maintenance.plan_resume(model, lift_only=lift_only), sink)
+        else:
+            render_log.taken_back(log_maintenance.resume(model, lift_only=lift_only), sink)
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint, version, MODEL or MODEL@POSITION.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The same.")],
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exit with 10 if there are differences.")
+    ] = False,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Show what differs between two states: variables, rows, norms.
+
+    \b
+    Examples:
+      export-model diff train/model.ckpt-900 train/model.ckpt-1000
+      export-model diff models/ranker@900 models/ranker --exit-code
+      export-model diff models/ranker train/
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter.cli import render_log
+        from exporter.pipeline import comparison
+
+        found = comparison.compare(comparison.parse_side(a), comparison.parse_side(b))
+        render_log.differences(found, sink)
+    if exit_code and not found.is_empty:
+        raise typer.Exit(Exit.DIFFERENT)
+
+
+def verify(
+    model: ModelArgument,
+    bytes_: Annotated[bool, typer.Option("--bytes", help="Read all values of the versions, too.")] = False,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Check everything that is published: files, checksums, and that each base reaches the newest position.
+
+    \b
+    Examples:
+      export-model verify models/ranker
+      export-model verify models/ranker --bytes --json
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter.cli import render_log
+        from exporter.verify import log as verify_log
+
+        found = verify_log.verify_model(model, bytes_=bytes_)
+        render_log.verified(found, sink)
+        if found.problems:
+            raise found.problems[0]

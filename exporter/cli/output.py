@@ -1,0 +1,223 @@
+"""The one sink for everything a command says: people, `--json` or `--quiet`. Nothing else prints.
+
+stdout carries results, stderr talk. Colour is decided for each stream: NO_COLOR > FORCE_COLOR > isatty.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import IO, TYPE_CHECKING, Any
+
+from exporter.errors import ExportError
+from exporter.progress import NoProgress, Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FORMAT_VERSION = 1
+"""Version of every JSON document on stdout; it comes first in each."""
+
+
+class Mode(Enum):
+    """Who reads the output."""
+
+    HUMAN = "human"
+    JSON = "json"
+    QUIET = "quiet"
+
+
+@dataclass
+class Output:
+    """A command's output. Streams default to the process's own at the time of the call.
+
+    With `json_lines` each document takes one line, and people read the time of each result and note: for a
+    command that goes on and has many results.
+    """
+
+    mode: Mode = Mode.HUMAN
+    debug: bool = False
+    json_lines: bool = False
+    stdout: IO[str] = field(default_factory=lambda: sys.stdout)
+    stderr: IO[str] = field(default_factory=lambda: sys.stderr)
+
+    def result(
+        self, document: Mapping[str, Any], lines: Iterable[str] = (), *, is_done: bool = False
+    ) -> None:
+        """The command's result: one JSON document, or lines for people. `lines` may hold rich markup.
+
+        `is_done`: it tells of something that has happened, so that a failure to print it is a warning.
+
+        Raises:
+            BrokenPipeError: the reader of stdout has gone.
+            ExportError: stdout is closed, or its disk is full.
+        """
+        with self._writing_stdout(is_done=is_done):
+            if self.mode is Mode.JSON:
+                indent = None if self.json_lines else 2
+                whole = {"format_version": FORMAT_VERSION, **document}
+                json.dump(whole, self.stdout, indent=indent, default=str)
+                self.stdout.write("\n")
+            elif self.mode is Mode.HUMAN:
+                console = self._console(self.stdout)
+                for line in [*self._time(), *lines]:
+                    console.print(line, soft_wrap=True)
+            self.stdout.flush()
+
+    def _time(self) -> list[str]:
+        return [time.strftime("%Y-%m-%d %H:%M:%S")] if self.json_lines else []
+
+    @contextmanager
+    def _writing_stdout(self, *, is_done: bool) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            silence(self.stdout)
+            cause = error.strerror or str(error)
+            if is_done:
+                self.warn(f"all is done, but the result could not be written to standard output: {cause}")
+                return
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise ExportError(
+                "the result could not be written to standard output",
+                cause=cause,
+                hint="run the command again with standard output going where it can be written",
+            ) from error
+
+    def table(self, title: str, columns: Mapping[str, str], rows: Iterable[Iterable[Any]]) -> None:
+        """A table for people; `columns` maps headings to "left" or "right"."""
+        if self.mode is not Mode.HUMAN:
+            return
+        from rich import box
+        from rich.table import Table
+
+        table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading, justify in columns.items():
+            table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console = self._console(self.stdout)
+        with self._writing_stdout(is_done=False):
+            console.print(table, width=None if console.is_terminal else _PIPE_WIDTH)
+            self.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """Talk, on stderr, for people."""
+        if self.mode is Mode.HUMAN:
+            self._say(escape(" ".join([*self._time(), text])))
+
+    def warn(self, text: str) -> None:
+        """Talk that a person should not miss, on stderr, unless --quiet."""
+        if self.mode is not Mode.QUIET:
+            self._say(f"[yellow]warning:[/] {escape(text)}")
+
+    def _say(self, text: str) -> None:
+        """Talk never fails a command, whatever became of stderr."""
+        try:
+            self._console(self.stderr).print(text, soft_wrap=True)
+            self.stderr.flush()
+        except OSError:
+            silence(self.stderr)
+
+    def error(self, error: ExportError) -> None:
+        """What went wrong, why, and the next command; with --json one object as stderr's last line."""
+        if self.mode is Mode.JSON:
+            document = {
+                "error": type(error).__name__,
+                "message": error.message,
+                "cause": error.cause,
+                "hint": error.hint,
+                "exit_code": int(error.exit_code),
+            }
+            with suppress(OSError):
+                self.stderr.write(json.dumps(document) + "\n")
+                self.stderr.flush()
+        else:
+            self._say(f"[bold red]error:[/] {escape(error.message)}")
+            if error.cause:
+                self._say(f"[bold]cause:[/] {escape(error.cause)}")
+            self._say(f"[bold]hint:[/]  {escape(error.hint)}")
+
+    @contextmanager
+    def progress(self, label: str, total: int, *, unit: str = "bytes") -> Iterator[Progress]:
+        """A progress bar on stderr if that is a terminal and a person reads it."""
+        if self.mode is not Mode.HUMAN or not self.stderr.isatty():
+            yield NoProgress()
+            return
+        from rich import progress as bars
+
+        amount = (
+            (bars.DownloadColumn(), bars.TransferSpeedColumn())
+            if unit == "bytes"
+            else (bars.MofNCompleteColumn(),)
+        )
+        columns = (
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            *amount,
+            bars.TimeRemainingColumn(),
+        )
+        with bars.Progress(*columns, console=self._console(self.stderr), transient=True) as bar:
+            task = bar.add_task(label, total=total)
+            yield _Bar(bar, task)
+
+    def _console(self, stream: IO[str]) -> Console:
+        from rich.console import Console
+
+        class Raising(Console):
+            """rich's own leaves the program with exit code 1, whatever has been done."""
+
+            def on_broken_pipe(self) -> None:
+                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+        return Raising(
+            file=stream,
+            force_terminal=(use_colour(stream) and stream.isatty()) or None,
+            no_color=not use_colour(stream),
+            color_system="standard" if use_colour(stream) else None,
+            highlight=False,
+        )
+
+
+_PIPE_WIDTH = 200
+
+
+@dataclass(frozen=True)
+class _Bar:
+    bar: Any
+    task: Any
+
+    def advance(self, amount: int) -> None:
+        self.bar.advance(self.task, amount)
+
+
+def silence(stream: IO[str]) -> None:
+    """Send a stream that fails to nowhere, so that what is left in it is not tried again at exit."""
+    with suppress(OSError, ValueError):
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, stream.fileno())
+        os.close(descriptor)
+
+
+def use_colour(stream: IO[str]) -> bool:
+    """NO_COLOR > FORCE_COLOR > isatty; an empty variable counts as unset (no-color.org)."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty()
+
+
+def escape(value: Any) -> str:
+    """Text that rich is to print as it is."""
+    from rich.markup import escape
+
+    return escape(str(value))

@@ -1,0 +1,248 @@
+"""What the commands that work on a log print, for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from exporter.cli.output import Output, escape
+from exporter.errors import ExportError
+from exporter.pipeline.comparison import Differences, Side
+from exporter.pipeline.log_maintenance import Merged, Merging
+from exporter.pipeline.rebase import Rebased, Rebasing
+from exporter.pipeline.republish import TakenBack, TakingBack
+from exporter.progress import human_bytes
+from exporter.verify.log import VerifiedModel
+
+Document = dict[str, Any]
+
+
+def merged(done: Merged | None, sink: Output) -> None:
+    """What `merge` did; None: there was nothing to merge."""
+    if done is None:
+        sink.result(
+            {"status": "nothing_to_do", "path": None, "merged": []}, [_NOTHING_TO_MERGE], is_done=True
+        )
+        return
+    size = sum(file.bytes_ for file in done.published.manifest.files)
+    sink.result(
+        {"status": "published", **_merged_document(done, size)},
+        [
+            _line("merged", f"{len(done.parts)} deltas, {human_bytes(size)}"),
+            _line("published", str(done.published.path)),
+        ],
+        is_done=True,
+    )
+    _warn(done.published.warnings, sink)
+
+
+def merging(plan: Merging | None, sink: Output) -> None:
+    """What `merge --dry-run` prints: the document of the run, in which `bytes` are not known yet."""
+    if plan is None:
+        sink.result(
+            {"dry_run": True, "status": "nothing_to_do", "path": None, "merged": []}, [_NOTHING_TO_MERGE]
+        )
+        return
+    lines = [_line("would merge", f"{len(plan.parts)} deltas"), _line("would publish", str(plan.path))]
+    sink.result({"dry_run": True, "status": "planned", **_merged_document(plan, None)}, lines)
+
+
+def _merged_document(merger: Merged | Merging, size: int | None) -> Document:
+    return {
+        "path": str(merger.path),
+        "from_position": merger.span.start,
+        "position": merger.span.end,
+        "merged": [delta.path.name for delta in merger.parts],
+        "bytes": size,
+    }
+
+
+def rebased(done: Rebased | None, sink: Output) -> None:
+    """What `merge --rebase` did; None: the newest base stands at the newest position."""
+    if done is None:
+        sink.result({"status": "nothing_to_do", "path": None}, [_NOTHING_TO_REBASE], is_done=True)
+        return
+    published = done.published
+    sink.result(
+        {
+            "status": "published",
+            "path": str(published.path),
+            "position": published.position,
+            "step": published.manifest.step,
+            "deltas": done.deltas,
+            "versions_removed": list(published.removed),
+            "versions_kept": [asdict(kept) for kept in published.kept],
+        },
+        [
+            _line("merged", f"the base and {done.deltas} deltas"),
+            *(_line("removed", f"version {number}") for number in published.removed),
+            *(_line("kept", f"version {kept.version}, too: {kept.reason}") for kept in published.kept),
+            _line("published", str(published.path)),
+        ],
+        is_done=True,
+    )
+    _warn(published.warnings, sink)
+
+
+def rebasing(plan: Rebasing | None, sink: Output) -> None:
+    """What `merge --rebase --dry-run` prints; which versions go is decided when the base is there."""
+    if plan is None:
+        sink.result({"dry_run": True, "status": "nothing_to_do", "path": None}, [_NOTHING_TO_REBASE])
+        return
+    document = {
+        "dry_run": True,
+        "status": "planned",
+        "path": str(plan.path),
+        "position": plan.at.position,
+        "step": plan.at.step,
+        "deltas": plan.deltas,
+        "versions_removed": None,
+        "versions_kept": None,
+    }
+    lines = [
+        _line("would merge", f"the base and {plan.deltas} deltas"),
+        _line("would publish", str(plan.path)),
+    ]
+    sink.result(document, lines)
+
+
+def taken_back(done: TakenBack, sink: Output) -> None:
+    """What `rollback` or `resume` did."""
+    lines = [
+        _line("values", f"of position {done.values_of}"),
+        _line("published", str(done.path or "nothing: the values stay")),
+        _line("hold", f"at {done.hold}" if done.hold is not None else "lifted"),
+    ]
+    status = "hold_lifted" if done.published is None else "published"
+    sink.result({"status": status, **_taken_back_document(done)}, lines, is_done=True)
+    if done.published is not None:
+        _warn(done.published.warnings, sink)
+
+
+def taking_back(plan: TakingBack, sink: Output) -> None:
+    """What `rollback --dry-run` and `resume --dry-run` print: the document of the run."""
+    lines = [
+        _line("values", f"of position {plan.values_of}"),
+        _line("would publish", str(plan.path or "nothing: the values stay")),
+        _line("would hold", f"at {plan.hold}") if plan.hold is not None else _line("would lift", "the hold"),
+    ]
+    sink.result({"dry_run": True, "status": "planned", **_taken_back_document(plan)}, lines)
+
+
+def _taken_back_document(what: TakenBack | TakingBack) -> Document:
+    return {
+        "path": None if what.path is None else str(what.path),
+        "from_position": what.before.position,
+        "position": what.position,
+        "values_of": what.values_of.position,
+        "step": what.values_of.step,
+        "hold": what.hold,
+    }
+
+
+def _warn(warnings: Iterable[ExportError], sink: Output) -> None:
+    """What went wrong after something was published."""
+    for warning in warnings:
+        sink.warn(warning.message)
+
+
+def differences(found: Differences, sink: Output) -> None:
+    """What `diff` prints."""
+    document: Document = {
+        "a": _side(found.a),
+        "b": _side(found.b),
+        "equal": found.is_empty,
+        "compared": found.compared,
+        "variables": [
+            {
+                "name": variable.name,
+                "changed_rows": variable.changed_rows,
+                "rows": variable.rows,
+                "norm": variable.norm,
+                "largest": variable.largest,
+            }
+            for variable in found.variables
+        ],
+        "only_a": list(found.only_a),
+        "only_b": list(found.only_b),
+    }
+    lines = [
+        _line("a", _side_text(found.a)),
+        _line("b", _side_text(found.b)),
+        _line("differ", f"{len(found.variables)} of {found.compared} variables"),
+        *(_line("only in a", name) for name in found.only_a),
+        *(_line("only in b", name) for name in found.only_b),
+    ]
+    sink.result(document, lines)
+    if found.variables:
+        columns = {"variable": "left", "rows": "right", "of": "right", "norm": "right", "largest": "right"}
+        rows = (
+            (v.name, v.changed_rows, v.rows, _number(v.norm), _number(v.largest)) for v in found.variables
+        )
+        sink.table("", columns, rows)
+
+
+def verified(found: VerifiedModel, sink: Output) -> None:
+    """What `verify` prints."""
+    deltas = len(found.log.deltas) if found.log else 0
+    document: Document = {
+        "versions": found.versions,
+        "deltas": deltas,
+        "log": found.log.base.entry.log if found.log else None,
+        "lineage": found.log.lineage if found.log else None,
+        "position": found.at.position if found.at else None,
+        "step": found.at.step if found.at else None,
+        "positions": list(found.positions),
+        "hold": found.hold,
+        "problems": [{"error": type(e).__name__, "message": e.message} for e in found.problems],
+    }
+    lines = [
+        _line("versions", str(found.versions)),
+        _line("deltas", str(deltas)),
+        _line("position", _newest(found)),
+        *([_line("positions", _positions(found.positions))] if found.positions else []),
+        *([_line("hold", f"at {found.hold}")] if found.hold is not None else []),
+        _line("problems", str(len(found.problems)) if found.problems else "none"),
+        *(_line("", problem.message) for problem in found.problems[1:]),
+    ]
+    sink.result(document, lines)
+
+
+def _newest(found: VerifiedModel) -> str:
+    if found.log is None:
+        return "the newest version takes no deltas"
+    return str(found.at) if found.at else "unknown"
+
+
+def _positions(known: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, known[-10:]))
+    return shown if len(known) <= 10 else f"{len(known)}, the last {shown}"
+
+
+def _side(side: Side) -> Document:
+    at = side.at
+    is_published = side.log is not None
+    return {
+        "label": side.label,
+        "position": at.position if at and is_published else None,
+        "step": at.step if at else None,
+    }
+
+
+def _side_text(side: Side) -> str:
+    if side.at is None:
+        return side.label
+    return f"{side.label}, " + (f"position {side.at}" if side.log is not None else f"step {side.at.step}")
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _line(label: str, text: str) -> str:
+    return f"[bold]{label:<14}[/]{escape(text)}"
+
+
+_NOTHING_TO_MERGE = _line("nothing to do", "one delta, or none, leads there")
+_NOTHING_TO_REBASE = _line("nothing to do", "the newest base stands at the newest position")

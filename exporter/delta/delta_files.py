@@ -1,0 +1,247 @@
+"""Deltas as files: written as a tensor bundle, and read with their structure checked; see `format`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_array, read_catalog
+from exporter.delta.format import (
+    FORMAT_VERSION,
+    LINEAGE_KEY,
+    PACKINGS,
+    POSITION_KEY,
+    SCHEMA_KEY,
+    Change,
+    Delta,
+    DeltaHeader,
+    Flag,
+    Kind,
+    Rows,
+    Schema,
+    ServedVariable,
+    check_lookups,
+)
+from exporter.delta.packing import LARGEST_SCALE, SMALLEST_SCALE, PackedRows, Packing, RowValues
+from exporter.errors import CorruptFile, UnsupportedFormat
+from exporter.options import DeltaDtype
+from exporter.wire.dtypes import DType
+
+Array = np.ndarray[Any, Any]
+
+
+def write_delta(
+    prefix: Path, schema: Schema, header: DeltaHeader, changes: Mapping[str, Change]
+) -> tuple[TensorRef, ...]:
+    """Write the bundle `prefix`.index and .data-00000-of-00001; a variable without a change is left out.
+
+    The header's packing changes no value: rows that do not pack as they are, are stored exactly.
+
+    Returns the tensors that were written. Nothing is synced and nothing is published by this.
+
+    Raises:
+        ValueError: a change does not fit its variable, or names none of the schema.
+    """
+    if header.schema_digest != schema.digest:
+        raise ValueError("the header names another schema")
+    unknown = changes.keys() - {variable.name for variable in schema.variables}
+    if unknown:
+        raise ValueError(f"the schema has no variable {min(unknown)!r}")
+    check_lookups(schema, changes)
+    tensors = [(v, list(_tensors(v, changes.get(v.name)))) for v in schema.variables]
+    rows = sum(len(change.ids) for change in changes.values() if isinstance(change, Rows))
+    with BundleWriter(prefix) as writer:
+        writer.add(POSITION_KEY, _position(header, rows))
+        writer.add(LINEAGE_KEY, np.array(header.lineage.encode(), object))
+        writer.add(SCHEMA_KEY, np.array(header.schema_digest.encode(), object))
+        for variable, arrays in tensors:
+            _add(writer, variable, arrays, header.packing)
+    return writer.tensors
+
+
+def read_delta(prefix: Path, schema: Schema) -> Delta:
+    """The delta at `prefix`, its structure checked against `schema`; the values' checksums are not read.
+
+    Raises:
+        CheckpointError: it cannot be read, see errors.py.
+        UnsupportedFormat: it is not a delta, of another version, or made for other variables.
+        CorruptFile: a checksum, a row number or the number of rows is wrong, or a tensor is of no variable.
+    """
+    catalog = read_catalog(prefix)
+    header, rows = _header(catalog)
+    if header.schema_digest != schema.digest:
+        raise UnsupportedFormat(
+            f"{prefix} was made for other variables",
+            cause=f"its schema is {header.schema_digest[:12]}, expected {schema.digest[:12]}",
+        )
+    changes = ((v.name, _change(catalog, v, header.packing)) for v in schema.variables)
+    found = {name: change for name, change in changes if change is not None}
+    _check_nothing_else(catalog, schema, header.packing)
+    try:
+        check_lookups(schema, found)
+    except ValueError as exc:
+        raise CorruptFile(f"{prefix} is damaged: {exc}") from exc
+    delta = Delta(header, catalog, found)
+    if delta.rows != rows:
+        raise CorruptFile(f"{prefix} is damaged: it tells of {rows} rows and holds {delta.rows}")
+    return delta
+
+
+def _check_nothing_else(catalog: Catalog, schema: Schema, packing: DeltaDtype | None) -> None:
+    """Refuse tensors of no variable: their values would be lost."""
+    packed = {tensor.key for variable in schema.variables for tensor in variable.packed(packing)}
+    known = {POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys, *packed}
+    if unknown := sorted(catalog.tensors.keys() - known):
+        raise CorruptFile(f"{catalog.prefix} is damaged: it holds {unknown[0]!r}, which is of no variable")
+
+
+def _position(header: DeltaHeader, rows: int) -> Array:
+    flags = Flag.ONLY_FROM if header.only_from else Flag(0)
+    flags |= PACKINGS[header.packing] if header.packing else Flag(0)
+    fields = (FORMAT_VERSION, header.from_position, header.to_position, header.step, flags, rows)
+    return np.array(fields, np.int64)
+
+
+def _header(catalog: Catalog) -> tuple[DeltaHeader, int]:
+    position = _read(catalog, POSITION_KEY, DType.INT64, (6,))
+    version, start, end, step, flags, rows = position.tolist()
+    packings = [packing for packing, flag in PACKINGS.items() if flags & flag]
+    if version != FORMAT_VERSION or flags & ~sum(Flag) or len(packings) > 1:
+        raise UnsupportedFormat(
+            f"{catalog.prefix} has delta format {version} with flags {flags}; "
+            f"this program reads format {FORMAT_VERSION} with flags {Flag.ONLY_FROM} and one of "
+            f"{', '.join(str(int(flag)) for flag in PACKINGS.values())}",
+            hint="use the export-model that published it, or a newer one",
+        )
+    lineage = _read(catalog, LINEAGE_KEY, DType.STRING, ()).item().decode(errors="replace")
+    digest = _read(catalog, SCHEMA_KEY, DType.STRING, ()).item().decode(errors="replace")
+    try:
+        only_from, packing = bool(flags & Flag.ONLY_FROM), packings[0] if packings else None
+        return DeltaHeader(lineage, digest, start, end, step, only_from, packing), rows
+    except ValueError as exc:
+        raise CorruptFile(f"{catalog.prefix} is damaged: {exc}") from exc
+
+
+def _read(catalog: Catalog, key: str, dtype: DType, shape: tuple[int, ...]) -> Array:
+    return read_array(catalog, _ref(catalog, key, dtype, shape))
+
+
+def _ref(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]) -> TensorRef:
+    """The tensor `key`, which has this dtype and, where it is not None, this shape."""
+    ref = catalog.tensors.get(key)
+    if ref is None:
+        raise UnsupportedFormat(f"{catalog.prefix} is not a delta: it has no tensor {key!r}")
+    fits = len(ref.shape) == len(shape) and all(
+        wanted in (None, size) for wanted, size in zip(shape, ref.shape, strict=True)
+    )
+    if ref.dtype is not dtype or not fits or ref.extent is None:
+        wanted = ", ".join("n" if size is None else str(size) for size in shape)
+        raise CorruptFile(
+            f"{catalog.prefix} is damaged: {key!r} is {ref.dtype.label}{list(ref.shape)}, "
+            f"expected {dtype.label}[{wanted}]"
+        )
+    return ref
+
+
+def _change(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None) -> Change | None:
+    refs = [
+        _ref(catalog, key, dtype, (None, *(variable.element_shape if key == variable.keys[-1] else ())))
+        for key, dtype in zip(variable.keys, variable.dtypes, strict=True)
+    ]
+    if refs[-1].shape[0] == 0 and refs[0].shape[0] == 0:
+        return None
+    if variable.kind is Kind.DENSE:
+        if refs[0].shape[0] != 1:
+            raise CorruptFile(f"{catalog.prefix} is damaged: {refs[0].shape[0]} values of {variable.name!r}")
+        return _array(catalog, refs[0])[0, ...]
+    ids, exact = _array(catalog, refs[0]), _array(catalog, refs[1])
+    try:
+        values = _unpacked(catalog, variable, exact, packing) if variable.packed(packing) else exact
+        _check_ids(variable, ids, values)
+    except ValueError as exc:
+        raise CorruptFile(f"{catalog.prefix} is damaged: {exc}") from exc
+    return Rows(ids, values)
+
+
+def _unpacked(
+    catalog: Catalog, variable: ServedVariable, values: Array, packing: DeltaDtype | None
+) -> PackedRows:
+    places, codes, *scales = (
+        memory_map(catalog, _ref(catalog, tensor.key, tensor.dtype, (None, *tensor.element_shape)))
+        for tensor in variable.packed(packing)
+    )
+    rows = len(places) + len(codes)
+    if len(places) != len(values):
+        raise ValueError(f"{variable.name!r}: {len(places)} places for {len(values)} exact rows")
+    if len(places) and not ((places[1:] > places[:-1]).all() and places[0] >= 0 and places[-1] < rows):
+        raise ValueError(f"{variable.name!r}: places are not strictly increasing in 0-{rows - 1}")
+    for scale in scales:
+        if len(scale) != len(codes):
+            raise ValueError(f"{variable.name!r}: {len(scale)} scales for {len(codes)} rows")
+        if not ((scale == 0) | (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)).all():
+            raise ValueError(f"{variable.name!r}: a scale is none, from {SMALLEST_SCALE} to {LARGEST_SCALE}")
+    return PackedRows(values, places, codes, scales[0] if scales else None)
+
+
+def _array(catalog: Catalog, ref: TensorRef) -> Array:
+    return read_array(catalog, ref) if ref.dtype is DType.STRING else memory_map(catalog, ref)
+
+
+def _add(
+    writer: BundleWriter, variable: ServedVariable, arrays: Sequence[RowValues], packing: DeltaDtype | None
+) -> None:
+    """Write the tensors of a variable, given those of `variable.keys`; rows are packed in pieces."""
+    extra = variable.packed(packing)
+    if not extra or packing is None:
+        for key, dtype, array in zip(variable.keys, variable.dtypes, arrays, strict=True):
+            if isinstance(array, PackedRows):
+                writer.add_chunks(key, dtype, array.shape, array.pieces())
+            else:
+                writer.add(key, array)
+        return
+    ids, rows = arrays
+    packed = Packing.of(rows, packing)
+    places, codes, *_ = extra
+    exact_shape, codes_shape = (
+        (count, *variable.shape[1:]) for count in (len(packed.exact), len(packed.packed))
+    )
+    writer.add(variable.keys[0], np.asarray(ids))
+    writer.add_chunks(variable.keys[1], variable.dtype, exact_shape, packed.values())
+    writer.add(places.key, packed.exact)
+    writer.add_chunks(codes.key, codes.dtype, codes_shape, packed.codes())
+    if packed.scales is not None:
+        writer.add(extra[-1].key, packed.scales)
+
+
+def _tensors(variable: ServedVariable, change: Change | None) -> Iterator[RowValues]:
+    """The arrays of `variable.keys`."""
+    numpy = np.dtype(object) if variable.dtype is DType.STRING else variable.dtype.numpy
+    if change is None:
+        if variable.kind is Kind.TABLE:
+            yield np.empty(0, np.int64)
+        yield np.empty((0, *(size or 0 for size in variable.element_shape)), numpy)
+        return
+    if isinstance(change, Rows) is not (variable.kind is Kind.TABLE):
+        raise ValueError(f"{variable.name!r} is {variable.kind.value}, its change is not")
+    values = change.values if isinstance(change, Rows) else np.asarray(change)[np.newaxis, ...]
+    if values.dtype != numpy or not variable.fits(values.shape[1:]):
+        wanted = f"{variable.dtype.label}{list(variable.element_shape)}"
+        raise ValueError(f"{variable.name!r} takes {wanted}, not {values.dtype}{list(values.shape[1:])}")
+    if isinstance(change, Rows):
+        _check_ids(variable, change.ids, values)
+        yield change.ids
+    yield values
+
+
+def _check_ids(variable: ServedVariable, ids: Array, values: RowValues) -> None:
+    if ids.dtype != np.int64 or ids.shape != values.shape[:1]:
+        raise ValueError(f"{variable.name!r}: {ids.dtype}{list(ids.shape)} ids for {len(values)} rows")
+    increasing = bool((ids[1:] > ids[:-1]).all())
+    if len(ids) and not (increasing and ids[0] >= 0 and ids[-1] < variable.shape[0]):
+        raise ValueError(
+            f"{variable.name!r}: row numbers are not strictly increasing in 0-{variable.shape[0] - 1}"
+        )

@@ -1,0 +1,347 @@
+"""Served variables as a checkpoint stores them: read by rows, in the order and dtype in which they are
+served.
+
+A served variable is a box of a tensor. The tensor lies in a bundle whole or in slices; its rows may have to
+be taken out of `mod` partitions (row i is row i // n of slice i % n), laid out in others, and cast. Three
+numberings meet here: *stored* rows count through the slices as they lie in the file, *natural* rows are the
+ids that a lookup uses, *served* rows are those of one served variable.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
+from exporter.checkpoint.tensor_bundle import check_values, memory_map, read_array
+from exporter.delta.format import Change, Kind, Rows, ServedVariable
+from exporter.errors import CorruptFile, MappingError
+from exporter.graph.inference_graph import GraphVariable
+from exporter.mapping.build import Source
+from exporter.wire.dtypes import DType
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """How natural rows are dealt out: to `gather` slices of a tensor, to `scatter` parts; 0 for neither."""
+
+    gather: int = 0
+    scatter: int = 0
+
+
+@dataclass(frozen=True)
+class StoredVariable:
+    """The values of one served variable in a bundle.
+
+    `box` is what it is of the tensor, `part` the number of the box among its tensor's; `dtype` the served
+    one.
+    """
+
+    name: str
+    catalog: Catalog
+    tensor: TensorRef
+    box: SliceSpec
+    dtype: DType
+    order: RowOrder = RowOrder()
+    part: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape as served."""
+        return self.box.lengths
+
+    def rows(self, start: int, stop: int) -> Array:
+        """Served rows `start` to `stop`: a view of the file if they lie there so, else a copy."""
+        if self.order != RowOrder():
+            return self.rows_at(np.arange(start, stop))
+        first = self.box.starts[0] + start
+        return self._cast(self._contiguous(first, first + stop - start))
+
+    def rows_at(self, ids: Array) -> Array:
+        """Served rows `ids`, int64 [n], in their order."""
+        natural = ids * self.order.scatter + self.part if self.order.scatter else ids + self.box.starts[0]
+        values = np.empty((len(ids), *self.shape[1:]), self.tensor.dtype.numpy)
+        columns = tuple(
+            slice(s, s + n) for s, n in zip(self.box.starts[1:], self.box.lengths[1:], strict=True)
+        )
+        for number, piece in enumerate(self._pieces):
+            inside, offsets = self._in_piece(natural, number, piece)
+            if inside.any():
+                if piece.spec.lengths[1:] == self.box.full_shape[1:]:
+                    values[inside] = piece.values[offsets][:, *columns]
+                else:
+                    self._copy_columns(values, np.flatnonzero(inside), piece, offsets)
+        return self._cast(values)
+
+    def whole(self) -> Array:
+        """All values, checksums verified; strings as `bytes` in an object array."""
+        if self.shape and self.order != RowOrder():
+            check_stored([self])
+            return self.rows(0, self.shape[0])
+        values = read_array(self.catalog, self.tensor)
+        box = tuple(slice(s, s + n) for s, n in zip(self.box.starts, self.box.lengths, strict=True))
+        return self._cast(values[box] if box else values)
+
+    @property
+    def extent(self) -> Extent | None:
+        """The run of bytes that holds exactly the served rows, in order; None if they are made of others."""
+        if self.order != RowOrder() or self.dtype is not self.tensor.dtype:
+            return None
+        if self.tensor.extent is not None:
+            return self.tensor.extent if self.box.is_full else None
+        return next((part.extent for part in self.tensor.slices if part.spec == self.box), None)
+
+    @property
+    def runs(self) -> Iterator[StoredRun]:
+        """Everything that the values are made of."""
+        if self.tensor.extent is not None:
+            yield StoredRun(self.catalog.path_of(self.tensor.extent), self.tensor.extent)
+        for part in self.tensor.slices:
+            if part.extent is not None and (self.order != RowOrder() or _overlaps(part.spec, self.box)):
+                yield StoredRun(self.catalog.path_of(part.extent), part.extent, part)
+
+    @property
+    def is_row_addressable(self) -> bool:
+        """False for scalars and for elements without a fixed size."""
+        return bool(self.shape) and self.tensor.dtype.itemsize is not None
+
+    @cached_property
+    def _pieces(self) -> list[_Piece]:
+        if self.tensor.extent is not None:
+            whole = SliceSpec(self.tensor.shape, (0,) * len(self.tensor.shape), self.tensor.shape)
+            return [_Piece(whole, memory_map(self.catalog, self.tensor))]
+        stored = (part for part in self.tensor.slices if part.extent is not None)
+        ordered = sorted(stored, key=lambda part: part.spec.starts)
+        needed = [p for p in ordered if self.order != RowOrder() or _overlaps(p.spec, self.box)]
+        return [_Piece(part.spec, memory_map(self.catalog, self.tensor, part)) for part in needed]
+
+    def _in_piece(self, natural: Array, number: int, piece: _Piece) -> tuple[Array, Array]:
+        """Which of the natural rows lie in a piece, and where in it."""
+        if self.order.gather:
+            inside = natural % self.order.gather == number
+            return inside, natural[inside] // self.order.gather
+        first, count = piece.spec.starts[0], piece.spec.lengths[0]
+        inside = (natural >= first) & (natural < first + count)
+        return inside, natural[inside] - first
+
+    def _contiguous(self, first: int, last: int) -> Array:
+        region = SliceSpec(
+            self.box.full_shape,
+            (first, *self.box.starts[1:]),
+            (last - first, *self.box.lengths[1:]),
+        )
+        values, filled = None, 0
+        for piece in self._pieces:
+            if not _overlaps(piece.spec, region):
+                continue
+            source, target = _intersection(piece.spec, region)
+            found = piece.values[source]
+            if found.shape == region.lengths:
+                return found
+            values = np.empty(region.lengths, self.tensor.dtype.numpy) if values is None else values
+            values[target] = found
+            filled += found.size
+        if values is None or filled != values.size:
+            if math.prod(region.lengths) == 0:
+                return np.empty(region.lengths, self.tensor.dtype.numpy)
+            raise CorruptFile(f"{self.catalog.prefix}: parts of {self.tensor.name!r} are not stored")
+        return values
+
+    def _copy_columns(self, values: Array, into: Array, piece: _Piece, offsets: Array) -> None:
+        """Rows of a piece that holds some columns of the box."""
+        spec = piece.spec
+        wide = SliceSpec(
+            spec.full_shape, (0, *self.box.starts[1:]), (spec.full_shape[0], *self.box.lengths[1:])
+        )
+        if _overlaps(spec, wide):
+            source, target = _intersection(spec, wide)
+            index: tuple[Any, ...] = (into, *target[1:])
+            values[index] = piece.values[offsets][:, *source[1:]]
+
+    def _cast(self, values: Array) -> Array:
+        return cast_values(values, self.dtype, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """A run of bytes that has a checksum: a tensor, or one slice of it."""
+
+    path: Path
+    extent: Extent
+    part: SliceRef | None = None
+
+
+def check_stored(
+    variables: Iterable[StoredVariable], known: Collection[StoredRun] = (), *, workers: int = 0
+) -> frozenset[StoredRun]:
+    """Compare the checksums of everything that the values of these variables are made of, each once.
+
+    Several runs are read at a time, in bounded memory. What is `known` to be right is not read; what was read
+    is returned.
+
+    Raises:
+        CorruptFile: one differs.
+        CheckpointChanged: a shard vanished or shrank.
+    """
+    found = {run: variable for variable in variables for run in variable.runs if run not in known}
+    if not found:
+        return frozenset()
+    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), "check") as pool:
+        jobs = [pool.submit(check_values, v.catalog, v.tensor, run.part) for run, v in found.items()]
+        try:
+            for job in jobs:
+                job.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    spec: SliceSpec
+    values: Array
+
+
+def cast_values(values: Array, dtype: DType, name: str) -> Array:
+    """Values as they are served; the array itself if it has the dtype already.
+
+    Raises:
+        MappingError: a finite value is too large for `dtype`.
+    """
+    if dtype is DType.STRING or values.dtype == dtype.numpy:
+        return values
+    with np.errstate(over="ignore"):
+        converted = values.astype(dtype.numpy)
+    lost = np.isfinite(values) & ~np.isfinite(converted)
+    if lost.any():
+        raise MappingError(
+            f"variable {name!r} holds {values[lost][0]:g}, which is too large for {dtype.label}",
+            hint="begin a new log without that cast: --full-on-mismatch",
+        )
+    return converted
+
+
+def served_name(variable: GraphVariable) -> str:
+    """The name of a served variable in a schema: its key, and behind it its slice if it is a part."""
+    part = variable.part
+    return variable.key if part is None or part.is_full else f"{variable.key}[{part.restore_spec}]"
+
+
+def stored_variables(catalog: Catalog, source: Source) -> Iterator[StoredVariable]:
+    """The served variables of one source of a mapping, read from the trainer's checkpoint."""
+    if not source.variables:
+        yield _contents(catalog, source.tensor)
+    order = RowOrder(source.gather_parts, source.scatter_parts)
+    for part, variable in enumerate(source.variables):
+        yield StoredVariable(
+            served_name(variable), catalog, source.tensor, _box(variable), source.dtype, order, part
+        )
+
+
+def served_in(catalog: Catalog, source: Source) -> Iterator[StoredVariable]:
+    """The same variables read from a published bundle, where they lie as they are served."""
+    tensor = catalog.tensors.get(source.key)
+    if tensor is None:
+        raise CorruptFile(f"{catalog.prefix} has no tensor {source.key!r}")
+    if not source.variables:
+        yield _contents(catalog, tensor)
+    for variable in source.variables:
+        yield StoredVariable(served_name(variable), catalog, tensor, _box(variable), source.dtype)
+
+
+def _contents(catalog: Catalog, tensor: TensorRef) -> StoredVariable:
+    """The keys or values of a lookup table: a tensor as it is, of whatever length."""
+    box = SliceSpec(tensor.shape, (0,) * len(tensor.shape), tensor.shape)
+    return StoredVariable(tensor.name, catalog, tensor, box, tensor.dtype)
+
+
+def translate(source: Source, change: Change, schema: Mapping[str, ServedVariable]) -> dict[str, Change]:
+    """What a trainer's change of the tensor of `source` is to the variables served from it.
+
+    The ids of rows count through the tensor as it is stored. Rows stay rows, also of variables that are
+    served whole: see `exporter.delta.merge.fold_whole`.
+    """
+    if not isinstance(change, Rows):
+        return dict(_parts_of_whole(source, change, schema))
+    natural = _natural(source, change.ids)
+    values = cast_values(np.asarray(change.values), source.dtype, source.key)
+    translated: dict[str, Change] = {}
+    for part, variable in enumerate(source.variables):
+        name, box = served_name(variable), _box(variable)
+        if source.scatter_parts:
+            inside = natural % source.scatter_parts == part
+            ids = natural[inside] // source.scatter_parts
+        else:
+            inside = (natural >= box.starts[0]) & (natural < box.starts[0] + box.lengths[0])
+            ids = natural[inside] - box.starts[0]
+        columns = tuple(slice(s, s + n) for s, n in zip(box.starts[1:], box.lengths[1:], strict=True))
+        rows = values[inside][:, *columns]
+        order = np.argsort(ids, kind="stable")
+        translated[name] = Rows(ids[order], rows[order])
+    return translated
+
+
+def _parts_of_whole(
+    source: Source, values: Array, schema: Mapping[str, ServedVariable]
+) -> Iterator[tuple[str, Change]]:
+    values = cast_values(values, source.dtype, source.key)
+    if source.gather_parts:
+        natural = _natural(source, np.arange(len(values)))
+        ordered = np.empty_like(values)
+        ordered[natural] = values
+        values = ordered
+    for part, variable in enumerate(source.variables):
+        name, box = served_name(variable), _box(variable)
+        if source.scatter_parts:
+            found = values[part :: source.scatter_parts]
+        else:
+            found = values[
+                tuple(slice(s, s + n) for s, n in zip(box.starts, box.lengths, strict=True)) or ...
+            ]
+        if schema[name].kind is Kind.TABLE:
+            yield name, Rows(np.arange(len(found)), np.ascontiguousarray(found))
+        else:
+            yield name, found
+
+
+def _natural(source: Source, stored: Array) -> Array:
+    """The natural row of each stored one."""
+    if not source.gather_parts:
+        return stored
+    starts = np.array(sorted(part.spec.starts[0] for part in source.tensor.slices), np.int64)
+    piece = np.searchsorted(starts, stored, side="right") - 1
+    return np.asarray((stored - starts[piece]) * source.gather_parts + piece)
+
+
+def _box(variable: GraphVariable) -> SliceSpec:
+    shape = variable.shape
+    return variable.part or SliceSpec(shape, (0,) * len(shape), shape)
+
+
+def _overlaps(a: SliceSpec, b: SliceSpec) -> bool:
+    return all(
+        start < other + many and other < start + count
+        for start, count, other, many in zip(a.starts, a.lengths, b.starts, b.lengths, strict=True)
+    )
+
+
+def _intersection(piece: SliceSpec, region: SliceSpec) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Where the common box of two lies in each of them."""
+    source, target = [], []
+    for start, count, other, many in zip(
+        piece.starts, piece.lengths, region.starts, region.lengths, strict=True
+    ):
+        low, high = max(start, other), min(start + count, other + many)
+        source.append(slice(low - start, high - start))
+        target.append(slice(low - other, high - other))
+    return tuple(source), tuple(target)

@@ -1,0 +1,115 @@
+"""A state: the values of every served variable at one moment, as a bundle with changes laid over it.
+
+Both sides of a comparison are states: what is published (a base and its deltas) and what the trainer has (a
+full checkpoint and its increments). Nothing is copied until it is asked for, and then by rows.
+
+Rows of tables are read through memory maps, without their checksums: whoever publishes what they hold, or
+what follows from it, calls `check` first. Variables that are read as a whole are checked as they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from exporter.delta.format import Change, Rows
+from exporter.delta.row_reader import StoredRun, StoredVariable, check_stored
+from exporter.errors import CheckpointError
+
+Array = np.ndarray[Any, Any]
+
+Changes = Mapping[str, Change]
+"""Changes by the served variable's name."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Variables as stored, by name, and the changes since, oldest first; `hint` is for who finds damage."""
+
+    stored: Mapping[str, StoredVariable]
+    layers: tuple[Changes, ...] = ()
+    hint: str = ""
+    _checked: set[StoredRun] = field(default_factory=set, compare=False)
+    _trusted: set[StoredRun] = field(default_factory=set, compare=False)
+
+    def check(self, names: Iterable[str]) -> None:
+        """Compare the checksums of what is stored of some variables, each once however often this is asked.
+
+        Raises:
+            CorruptFile: one differs.
+            CheckpointChanged: a file vanished or shrank.
+        """
+        known = self._checked | self._trusted
+        with self._naming_damage():
+            self._checked.update(check_stored((self.stored[name] for name in names), known))
+
+    @property
+    def checked(self) -> frozenset[StoredRun]:
+        """What was compared with its checksum so far."""
+        return frozenset(self._checked)
+
+    def trust(self, runs: Iterable[StoredRun]) -> None:
+        """Do not compare these: what is read of them is known to be right otherwise."""
+        self._trusted.update(runs)
+
+    def note_checked(self, name: str) -> None:
+        """Whoever streams all that is stored of a variable compares its checksum on the way."""
+        self._checked.update(self.stored[name].runs)
+
+    def rows(self, name: str, start: int, stop: int) -> Array:
+        """Rows `start` to `stop` of a table."""
+        values = self.stored[name].rows(start, stop)
+        own = False
+        for layer in self.layers:
+            change = layer.get(name)
+            if change is None:
+                continue
+            if not isinstance(change, Rows):
+                values, own = change[start:stop], False
+                continue
+            low, high = np.searchsorted(change.ids, (start, stop))
+            if low < high:
+                values = values if own else np.array(values)
+                own = True
+                values[change.ids[low:high] - start] = change.values[low:high]
+        return values
+
+    def rows_at(self, name: str, ids: Array) -> Array:
+        """Rows `ids` (int64 [n], increasing) of a table, as a copy."""
+        values = np.array(self.stored[name].rows_at(ids))
+        for layer in self.layers:
+            change = layer.get(name)
+            if isinstance(change, Rows) and len(change.ids):
+                at = np.minimum(np.searchsorted(change.ids, ids), len(change.ids) - 1)
+                found = change.ids[at] == ids
+                values[found] = change.values[at[found]]
+            elif change is not None and not isinstance(change, Rows):
+                values = change[ids]
+        return values
+
+    def whole(self, name: str) -> Array:
+        """A variable that is read as a whole; rows laid over it count as well."""
+        with self._naming_damage():
+            value = self.stored[name].whole()
+        own = False
+        for layer in self.layers:
+            change = layer.get(name)
+            if isinstance(change, Rows):
+                value = value if own else value.copy()
+                own = True
+                value[change.ids] = change.values
+            elif change is not None:
+                value, own = change, False
+        return value
+
+    @contextmanager
+    def _naming_damage(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            error.hint = self.hint or error.hint
+            raise

@@ -1,0 +1,189 @@
+"""What a delta need not hold exactly: rows that moved little are left out of it, others are sent rounded.
+
+Either is done only if asked for, and it is told how far what is served is then from what the trainer has.
+Distances are Euclidean norms, of rows as they are served, in float64; a distance that is no number is no
+small one. Tables of other types than floating point, and variables that are served whole, are not touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.checkpoint.tensor_bundle import check_values
+from exporter.delta.delta_files import read_delta, write_delta
+from exporter.delta.deviation import LeftOut, Rounded
+from exporter.delta.diff import RowSpill, differing_rows
+from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
+from exporter.delta.packing import round_rows, shrinks
+from exporter.delta.snapshot import Changes, State
+from exporter.errors import CheckpointError
+from exporter.options import DeltaDtype
+from exporter.wire.dtypes import DType
+
+Array = np.ndarray[Any, Any]
+
+_FLOATS = {DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16}
+_REMEMBERED = "left-out-"
+_ROWS_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """How far what is served may be from the trainer's: rows by less than `bound`, and rounded."""
+
+    bound: float = 0.0
+    delta_dtype: DeltaDtype | None = None
+
+    @property
+    def is_nothing(self) -> bool:
+        """True if what is served is to be the trainer's bit for bit."""
+        return self.bound == 0 and self.delta_dtype is None
+
+
+@dataclass(frozen=True)
+class Sifted:
+    """What to send: `changes` without the rows that moved less than the bound, others rounded.
+
+    `stay` are the rows left out, as the trainer has them, by table; `behind` the numbers of all rows, int64
+    [n], that are not the trainer's. `left_out` and `rounded` are None if there are none.
+    """
+
+    changes: dict[str, Change]
+    left_out: LeftOut | None
+    rounded: Rounded | None
+    stay: Mapping[str, Rows]
+    behind: Mapping[str, Array]
+
+
+def sift(
+    changes: Mapping[str, Change], published: State, schema: Schema, allowed: Allowed, scratch: Path
+) -> Sifted:
+    """Take from `changes` what need not be sent, given what is published, and round what may be rounded.
+
+    Rows that are served already as they would be sent are taken out as well, and not counted as left out.
+    What is published is checked first: a damaged row would tell of the wrong distance.
+
+    Raises:
+        CheckpointError: a published value cannot be read, or is damaged.
+        DiskFull, PublishError: the scratch file cannot be written.
+    """
+    kept: dict[str, Change] = {}
+    sieves: dict[str, _Sieve] = {}
+    inexact = [variable.name for variable in schema.variables if variable.dtype in _FLOATS]
+    published.check(name for name in inexact if isinstance(changes.get(name), Rows))
+    for variable in schema.variables:
+        change = changes.get(variable.name)
+        if change is None:
+            continue
+        if not isinstance(change, Rows) or variable.dtype not in _FLOATS:
+            kept[variable.name] = change
+            continue
+        sieve = sieves[variable.name] = _Sieve(variable, published, allowed)
+        send = sieve.run(change, scratch)
+        if send is not None:
+            kept[variable.name] = send
+    stay = {name: sieve.stay for name, sieve in sieves.items() if sieve.stay is not None}
+    behind = {name: np.concatenate(sieve.behind) for name, sieve in sieves.items() if sieve.behind}
+    return Sifted(kept, _left_out(sieves.values(), allowed), _rounded(sieves.values(), allowed), stay, behind)
+
+
+def row_distances(a: Array, b: Array) -> Array:
+    """float64 [n]: the Euclidean distances of the rows of two arrays [n, ...] of one shape."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        moved = (a.astype(np.float64) - b.astype(np.float64)).reshape(len(a), math.prod(a.shape[1:]))
+        return np.asarray(np.sqrt(np.einsum("ij,ij->i", moved, moved)))
+
+
+def remember(
+    directory: Path, schema: Schema, header: DeltaHeader, state: str, stay: Mapping[str, Rows]
+) -> None:
+    """Keep the trainer's values of rows that the delta `header` left out, in the form of a delta.
+
+    `state` tells the delta from another one at its position. What is kept is a cache of the exporter's: if it
+    is lost or damaged, states are compared instead.
+
+    Raises:
+        DiskFull, PublishError: it cannot be written.
+    """
+    directory.mkdir(exist_ok=True)
+    name = f"{_REMEMBERED}{header.to_position}-{state}"
+    write_delta(directory / name, schema, header, stay)
+    for path in directory.glob(f"{_REMEMBERED}*"):
+        if path.name.partition(".")[0] != name:
+            path.unlink(missing_ok=True)
+
+
+def recall(directory: Path, schema: Schema, *, lineage: str, position: int, state: str) -> Changes | None:
+    """What `remember` kept for the state at a position of a log, None if it is not whole."""
+    try:
+        found = read_delta(directory / f"{_REMEMBERED}{position}-{state}", schema)
+        for ref in found.catalog.tensors.values():
+            check_values(found.catalog, ref)
+    except CheckpointError:
+        return None
+    header = found.header
+    return found.changes if (header.lineage, header.to_position) == (lineage, position) else None
+
+
+class _Sieve:
+    """One table: what of its changed rows is sent, and what is to be told of the others."""
+
+    def __init__(self, variable: ServedVariable, published: State, allowed: Allowed) -> None:
+        self._variable, self._published, self._bound = variable, published, allowed.bound
+        packs = allowed.delta_dtype and shrinks(allowed.delta_dtype, variable.dtype, variable.shape[1:])
+        self._round_to = allowed.delta_dtype if packs else None
+        self.stay: Rows | None = None
+        self.behind: list[Array] = []
+        self.furthest = 0.0
+        self.rounded_rows = 0
+        self.largest_error = 0.0
+
+    def run(self, change: Rows, scratch: Path) -> Rows | None:
+        """The rows to send, as they are sent."""
+        with RowSpill(self._variable, scratch) as send, RowSpill(self._variable, scratch) as stay:
+            for start in range(0, len(change.ids), _ROWS_AT_ONCE):
+                piece = slice(start, start + _ROWS_AT_ONCE)
+                self._sift(change.ids[piece], change.values[piece], send, stay)
+            self.stay = stay.rows()
+            return send.rows()
+
+    def _sift(self, ids: Array, values: Array, send: RowSpill, stay: RowSpill) -> None:
+        before = self._published.rows_at(self._variable.name, ids)
+        moved = differing_rows(before, values)
+        ids, values, before = ids[moved], values[moved], before[moved]
+        image = values if self._round_to is None else round_rows(values, self._round_to)
+        is_new = _mask(differing_rows(before, image), len(ids))
+        distances = row_distances(values, before)
+        stays = is_new & (distances < self._bound)
+        rounded = ~stays & _mask(differing_rows(image, values), len(ids))
+        send.add(ids[is_new & ~stays], image[is_new & ~stays])
+        stay.add(ids[stays], values[stays])
+        self.behind.append(ids[stays | rounded])
+        self.furthest = max(self.furthest, float(distances[stays].max(initial=0.0)))
+        self.rounded_rows += int(np.count_nonzero(rounded))
+        errors = np.abs(image[rounded].astype(np.float64) - values[rounded].astype(np.float64))
+        self.largest_error = max(self.largest_error, float(errors.max(initial=0.0)))
+
+
+def _left_out(sieves: Collection[_Sieve], allowed: Allowed) -> LeftOut | None:
+    rows = sum(len(sieve.stay.ids) for sieve in sieves if sieve.stay is not None)
+    return LeftOut(allowed.bound, rows, max(sieve.furthest for sieve in sieves)) if rows else None
+
+
+def _rounded(sieves: Collection[_Sieve], allowed: Allowed) -> Rounded | None:
+    rows = sum(sieve.rounded_rows for sieve in sieves)
+    if allowed.delta_dtype is None or not rows:
+        return None
+    return Rounded(allowed.delta_dtype, rows, max(sieve.largest_error for sieve in sieves))
+
+
+def _mask(places: Array, count: int) -> Array:
+    mask = np.zeros(count, bool)
+    mask[places] = True
+    return mask

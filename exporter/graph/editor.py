@@ -1,0 +1,261 @@
+"""Parts of a graph that are written in TensorFlow's Python, moved into a GraphDef as functions.
+
+A part is a Python function over tensors. It is traced in a graph of its own, so neither it nor what it is
+added to is ever executed or imported as a whole; the rest of the graph keeps its nodes and names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from exporter.graph.functions import reachable
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto, message_class
+from exporter.wire.tensor_proto import fill
+
+CPU = "/device:CPU:0"
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\\/>-]")
+
+
+@dataclass
+class Graft:
+    """Adds nodes under a scope that the graph does not use, and functions, to a GraphDef.
+
+    `owner` goes into the names of resources: TensorFlow 2's loader keeps those of all models in one place.
+    """
+
+    graph_def: Proto
+    scope: str
+    owner: str
+    _spelled: dict[str, str] = field(default_factory=dict)
+    """Names as they are asked for, and as nodes may be called; no two are spelled alike."""
+
+    @classmethod
+    def onto(cls, graph_def: Proto, wanted: str, owner: str) -> Graft:
+        """A graft under `wanted`, or under `wanted_<n>` if the graph has nodes or functions of that name."""
+        taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
+        functions = [function.signature.name.lower() for function in graph_def.library.function]
+        candidates = (f"{wanted}_{n}" if n else wanted for n in range(len(taken) + len(functions) + 1))
+        free = (n for n in candidates if n not in taken and not any(f.startswith(n) for f in functions))
+        return cls(graph_def, next(free), owner)
+
+    def _spell(self, name: str) -> str:
+        """A name that a node may have: signatures are called as their authors like (`default:None`)."""
+        if name not in self._spelled:
+            wanted = spelled = _NOT_IN_NAMES.sub("_", name)
+            taken = {*self._spelled.values()} if wanted != name or wanted in self._spelled.values() else ()
+            numbers = itertools.count(1)
+            while spelled in taken:
+                spelled = f"{wanted}__{next(numbers)}"  # one underscore: functions inside of a function
+            self._spelled[name] = spelled
+        return self._spelled[name]
+
+    def node(
+        self,
+        name: str,
+        op: str,
+        inputs: Sequence[str] = (),
+        *,
+        after: Iterable[str] = (),
+        device: str = "",
+        **attrs: Any,
+    ) -> str:
+        """Add a node and return its name, which is its first output; `after` names control inputs."""
+        node = self.graph_def.node.add(name=f"{self.scope}/{self._spell(name)}", op=op, device=device)
+        node.input.extend([*inputs, *(f"^{other}" for other in after)])
+        for key, value in attrs.items():
+            _set_attr(node.attr[key], value)
+        return str(node.name)
+
+    def constant(self, name: str, value: Any, dtype: DType) -> str:
+        """Add a constant."""
+        tensor = message_class("TensorProto")()
+        fill(tensor, np.asarray(value, object if dtype is DType.STRING else dtype.numpy))
+        return self.node(name, "Const", device=CPU, dtype=dtype, value=tensor)
+
+    def resource(self, name: str, op: str, **attrs: Any) -> str:
+        """Add the handle of a new resource that lives on the CPU."""
+        shared = self.resource_name(name).encode()
+        return self.node(name, op, device=CPU, shared_name=shared, container=b"", **attrs)
+
+    def resource_name(self, name: str) -> str:
+        """A name that no resource of another model has."""
+        return f"{self.scope}/{name}/{self.owner}"
+
+    def variable(self, name: str, dtype: DType, shape: tuple[int, ...] = ()) -> str:
+        """Add the handle of a new variable."""
+        return self.resource(name, "VarHandleOp", dtype=dtype, shape=shape)
+
+    def placeholder(self, name: str, dtype: DType, shape: tuple[int | None, ...]) -> str:
+        """Add a placeholder."""
+        return self.node(name, "Placeholder", dtype=dtype, shape=shape)
+
+    def call(
+        self, name: str, function: Part, inputs: Sequence[str], *, device: str = "", stateful: bool = True
+    ) -> list[str]:
+        """Add a call and return the names of its outputs."""
+        op = "StatefulPartitionedCall" if stateful else "PartitionedCall"
+        node = self.node(
+            name,
+            op,
+            inputs,
+            device=device,
+            Tin=function.inputs,
+            Tout=function.outputs,
+            f=_Function(function.name),
+            config_proto=_as_written_config() if function.as_written else b"",
+        )
+        return [f"{node}:{index}" if index else node for index in range(len(function.outputs))]
+
+    def function(
+        self,
+        name: str,
+        part: Callable[..., Any],
+        inputs: Mapping[str, tuple[DType, Any]],
+        *,
+        inline: bool = True,
+        as_written: bool = False,
+    ) -> Part:
+        """Trace `part`, called with one tensor for each of `inputs` (dtype, static shape), as a function.
+
+        It returns tensors. Functions of the graph may be called in it by the names that `borrowed` gives.
+        With `as_written` TensorFlow's graph optimizers pass over it: what they do to a large function at its
+        first call costs seconds, and gains nothing where the work is reading files and writing rows.
+        """
+        import tensorflow as tf
+
+        specs = [
+            tf.TensorSpec(shape, tf.as_dtype(int(dtype)), name=key) for key, (dtype, shape) in inputs.items()
+        ]
+        with tf.Graph().as_default():
+            traced = tf.compat.v1.wrap_function(part, specs)
+            definition = message_class("FunctionDef").FromString(traced.function_def.SerializeToString())
+            library = message_class("FunctionDefLibrary").FromString(
+                traced.graph.as_graph_def().library.SerializeToString()
+            )
+        own = [definition, *(f for f in library.function if not _BORROWED.match(f.signature.name))]
+        full = f"{self.scope}_{self._spell(name)}"
+        renames = {f.signature.name: f"{full}_{n}" if n else full for n, f in enumerate(own)}
+        for function in own:
+            rename_functions(function, renames)
+            if as_written:
+                _keep_as_written(function)
+            self.graph_def.library.function.add().CopyFrom(function)
+        if not inline:
+            self.graph_def.library.function[-len(own)].attr["_noinline"].b = True
+        return Part(
+            full,
+            tuple(DType(argument.type) for argument in definition.signature.input_arg),
+            tuple(DType(argument.type) for argument in definition.signature.output_arg),
+            as_written,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A function of the graph: its name, and the dtypes that it takes and gives."""
+
+    name: str
+    inputs: tuple[DType, ...]
+    outputs: tuple[DType, ...]
+    as_written: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    name: str
+
+
+def _keep_as_written(function: Proto) -> None:
+    """Let graph optimizers pass over a function: when the model is loaded, and when the function is called.
+
+    Source: tensorflow/core/grappler/optimizers/meta_optimizer.cc, which leaves functions of tf.data alone;
+    the `config_proto` of a call is what its function is optimized by.
+    """
+    function.attr["_tf_data_function"].b = True
+    for node in function.node_def:
+        if "config_proto" in node.attr:
+            node.attr["config_proto"].s = _as_written_config()
+
+
+@cache
+def _as_written_config() -> bytes:
+    import tensorflow as tf
+
+    config = tf.compat.v1.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return bytes(config.SerializeToString())
+
+
+_import_numbers = itertools.count()
+_BORROWED = re.compile("^borrowed_[0-9]+__")
+
+
+def borrowed(library: Proto, nodes: Iterable[Proto]) -> Proto:
+    """A GraphDef of `nodes` and the functions that they need, under other names, to import into a part.
+
+    TensorFlow knows one function of a name in the whole process, and numbers those that it makes itself;
+    `Graft.function` gives the borrowed ones their own names back.
+    """
+    graph_def = message_class("GraphDef")()
+    graph_def.node.extend(nodes)
+    definitions = {function.signature.name: function for function in library.function}
+    prefix = f"borrowed_{next(_import_numbers)}__"
+    renames = {name: prefix + name for name in reachable(nodes, definitions)}
+    for name in sorted(renames):
+        function = graph_def.library.function.add()
+        function.CopyFrom(definitions[name])
+        rename_functions(function, renames)
+    for node in graph_def.node:
+        if "_class" in node.attr:  # to be placed with a node that may have stayed behind
+            del node.attr["_class"]
+        _rename_called(node, renames)
+    return graph_def
+
+
+def rename_functions(function: Proto, renames: Mapping[str, str]) -> None:
+    """Rename a function and the functions that it calls; a borrowed one gets its own name back."""
+    function.signature.name = _renamed(function.signature.name, renames)
+    for node in function.node_def:
+        _rename_called(node, renames)
+
+
+def _rename_called(node: Proto, renames: Mapping[str, str]) -> None:
+    for attr in node.attr.values():
+        if attr.WhichOneof("value") == "func":
+            attr.func.name = _renamed(attr.func.name, renames)
+        elif attr.WhichOneof("value") == "list":
+            for called in attr.list.func:
+                called.name = _renamed(called.name, renames)
+
+
+def _renamed(name: str, renames: Mapping[str, str]) -> str:
+    return renames.get(name) or _BORROWED.sub("", name)
+
+
+def _set_attr(attr: Proto, value: Any) -> None:
+    if isinstance(value, DType):
+        attr.type = int(value)
+    elif isinstance(value, bool):
+        attr.b = value
+    elif isinstance(value, int):
+        attr.i = value
+    elif isinstance(value, bytes):
+        attr.s = value
+    elif isinstance(value, _Function):
+        attr.func.name = value.name
+    elif isinstance(value, tuple) and all(isinstance(item, DType) for item in value) and value:
+        attr.list.type.extend(map(int, value))
+    elif isinstance(value, tuple):
+        attr.shape.SetInParent()
+        for size in value:
+            attr.shape.dim.add(size=-1 if size is None else size)
+    else:
+        attr.tensor.CopyFrom(value)

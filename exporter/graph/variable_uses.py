@@ -1,0 +1,305 @@
+"""How a graph reads its variables, and reads of whole tables made into reads of rows.
+
+The first scatter into a variable puts it in copy-on-read mode: from then on each `ReadVariableOp` copies the
+whole table. A cleaned graph gathers by handle where it can (`graph.clean`); here follow the gathers that have
+a cast before them, as Keras' mixed precision exports them, gathers of many indices, and shapes, in the graph
+and in its functions. What still reads a variable whole is found by following its handle.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Flag, auto
+
+from exporter.graph.function_ops import CALLS, LOOPS
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
+from exporter.wire.tensor_proto import to_array
+
+_ROW_READS = {"ResourceGather", "ResourceGatherNd"}
+_INDIFFERENT = {"VariableShape", "VarIsInitializedOp", "DisableCopyOnRead"}
+_FORWARDS = {"Identity": 1, "Enter": 1, "RefEnter": 1, "Exit": 1, "Switch": 2, "Merge": 1, "NextIteration": 1}
+_TRANSPARENT = {"Identity", "Cast"}
+_GATHER_INDICES = {int(DType.INT32), int(DType.INT64)}
+
+
+class Use(Flag):
+    """What a graph does with a variable."""
+
+    NOTHING = 0
+    ROWS = auto()
+    WHOLE = auto()
+
+
+@dataclass
+class Body:
+    """The nodes of a graph or of a function, with the two ways in which they name tensors.
+
+    A GraphDef says `node` or `node:1`; a FunctionDef `node:output argument:0`, and an argument's bare name.
+    """
+
+    nodes: Proto
+    function: Proto | None = None
+    by_name: dict[str, Proto] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.by_name = {node.name: node for node in self.nodes}
+
+    def producer(self, reference: str) -> Proto | None:
+        """The node that makes a tensor; None for a function's argument."""
+        if self.function is not None and ":" not in reference:
+            return None
+        return self.by_name.get(reference.partition(":")[0])
+
+    def results(self) -> Iterator[str]:
+        """Tensors that a function returns."""
+        return iter(self.function.ret.values() if self.function is not None else ())
+
+    def canonical(self, reference: str) -> str:
+        """One name for a tensor that has two (`node` and `node:0` in a graph)."""
+        return reference if self.function is not None or ":" in reference else f"{reference}:0"
+
+    def output(self, node: Proto, index: int) -> str:
+        """The name of output `index` of a node that forwards or loops."""
+        if self.function is None:
+            return f"{node.name}:{index}"
+        if node.op == "Switch":
+            return f"{node.name}:{('output_false', 'output_true')[index]}:0"
+        return f"{node.name}:output:{index}"
+
+    def single(self, node: Proto, argument: str) -> str:
+        """The name of the only output of a node, called `argument` in its op's definition."""
+        return node.name if self.function is None else f"{node.name}:{argument}:0"
+
+
+def bodies(graph_def: Proto) -> Iterator[Body]:
+    """The graph, then each of its functions."""
+    yield Body(graph_def.node)
+    for function in graph_def.library.function:
+        yield Body(function.node_def, function)
+
+
+def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
+    """Let gathers from a variable's value, and its shape, go by the handle; `fetched` names nodes to keep.
+
+    Results are the same bit for bit: a cast between is done on the gathered rows instead of the table.
+    """
+    fetched = set(fetched)
+    for body in bodies(graph_def):
+        rewritten: set[str] = set()
+        for node in list(body.nodes):
+            rewritten |= _rewrite(body, node)
+        _drop_unread(body, rewritten, fetched)
+
+
+def uses(graph_def: Proto) -> dict[str, Use]:
+    """What the graph, with all its functions, does with each VarHandleOp (by node name)."""
+    tracker = _Tracker(graph_def)
+    return {node.name: tracker.uses_of(node.name) for node in graph_def.node if node.op == "VarHandleOp"}
+
+
+def data_inputs(node: Proto) -> list[str]:
+    """The tensors that a node takes; control inputs come after them."""
+    return [reference for reference in node.input if not reference.startswith("^")]
+
+
+def _rewrite(body: Body, node: Proto) -> set[str]:
+    """Make one node read by handle if it can; the nodes that it no longer reads from."""
+    if node.op not in ("Gather", "GatherV2", "GatherNd", "Shape") or not _takes_rows(body, node):
+        return set()
+    chain = _chain_to_read(body, node.input[0])
+    if not chain or (node.op == "Shape" and any(link.op == "Cast" for link in chain)):
+        return set()
+    read = chain[-1]
+    if node.op == "Shape":
+        _become(node, "VariableShape", read.input[0], chain, keep=("out_type",))
+    else:
+        _become_gather(body, node, chain)
+    return {link.name for link in chain}
+
+
+def _takes_rows(body: Body, node: Proto) -> bool:
+    """False for gathers along another dimension, and for row numbers that ResourceGather does not take."""
+    if node.op == "Shape":
+        return True
+    # Asked for first: to look an absent attribute up in a protobuf map is to add it.
+    if "batch_dims" in node.attr and node.attr["batch_dims"].i:
+        return False
+    if node.attr["Tindices"].type not in _GATHER_INDICES:
+        return False
+    if node.op != "GatherV2":
+        return True
+    axis = body.producer(node.input[2])
+    return axis is not None and axis.op == "Const" and not to_array(axis.attr["value"].tensor).any()
+
+
+def _chain_to_read(body: Body, reference: str) -> list[Proto]:
+    """The nodes from a tensor back to the ReadVariableOp it is the value of; empty if there is none."""
+    chain: list[Proto] = []
+    producer = body.producer(reference)
+    while producer is not None and producer.op in _TRANSPARENT:
+        chain.append(producer)
+        producer = body.producer(producer.input[0])
+    return [*chain, producer] if producer is not None and producer.op == "ReadVariableOp" else []
+
+
+def _become_gather(body: Body, node: Proto, chain: list[Proto]) -> None:
+    """`node` becomes a gather by handle, followed by the casts that were done before it."""
+    casts = [link for link in reversed(chain) if link.op == "Cast"]
+    op = "ResourceGatherNd" if node.op == "GatherNd" else "ResourceGather"
+    gather = node
+    if casts:
+        gather = body.nodes.add(name=_free_name(body, f"{node.name}/rows"), device=node.device)
+        gather.input.extend(node.input)
+        gather.attr["Tindices"].CopyFrom(node.attr["Tindices"])
+        body.by_name[gather.name] = gather
+    gather.attr["dtype"].CopyFrom(chain[-1].attr["dtype"])
+    _become(gather, op, chain[-1].input[0], chain, keep=("dtype", "Tindices"), inputs=node.input[1:2])
+    last = body.single(gather, "output")
+    for number, cast in enumerate(casts):
+        copy = body.nodes.add(
+            name=_free_name(body, f"{node.name}/cast_{number}"), op="Cast", device=node.device
+        )
+        copy.input.append(last)
+        copy.attr.MergeFrom(cast.attr)
+        body.by_name[copy.name] = copy
+        last = body.single(copy, "y")
+    if casts:  # an Identity under the old name: nothing that consumes it changes
+        node.op = "Identity"
+        node.ClearField("attr")
+        node.ClearField("input")
+        node.input.append(last)
+        node.attr["T"].type = casts[-1].attr["DstT"].type
+
+
+def _become(
+    node: Proto,
+    op: str,
+    handle: str,
+    chain: list[Proto],
+    *,
+    keep: tuple[str, ...],
+    inputs: Iterable[str] = (),
+) -> None:
+    """Make `node` an `op` on `handle`, with the control inputs of all that it replaces."""
+    controls = {ref for old in (node, *chain) for ref in old.input if ref.startswith("^")}
+    dropped = {f"^{link.name}" for link in chain}
+    inputs = [handle, *inputs, *sorted(controls - dropped)]
+    node.op = op
+    del node.input[:]
+    node.input.extend(inputs)
+    for name in node.attr.keys() - set(keep):
+        del node.attr[name]
+
+
+def _drop_unread(body: Body, candidates: set[str], fetched: set[str]) -> None:
+    """Remove rewritten reads that nobody takes a value from; what waited for them has nothing to wait for."""
+    kept = set(fetched) if body.function is None else set()
+    dead: set[str] = set()
+    while True:
+        taken = {ref.partition(":")[0] for n in body.nodes if n.name not in dead for ref in data_inputs(n)}
+        taken |= {reference.partition(":")[0] for reference in body.results()} | kept
+        found = candidates - dead - taken
+        if not found:
+            break
+        dead |= found
+    if not dead:
+        return
+    for index in reversed(range(len(body.nodes))):
+        node = body.nodes[index]
+        if node.name in dead:
+            del body.nodes[index]
+        elif any(ref.startswith("^") and ref[1:] in dead for ref in node.input):
+            inputs = [ref for ref in node.input if not (ref.startswith("^") and ref[1:] in dead)]
+            del node.input[:]
+            node.input.extend(inputs)
+    if body.function is not None:
+        for name in [name for name, node in body.function.control_ret.items() if node in dead]:
+            del body.function.control_ret[name]
+            body.function.signature.control_output.remove(name)
+
+
+def _free_name(body: Body, wanted: str) -> str:
+    return next(
+        name
+        for n in range(len(body.by_name) + 1)
+        if (name := f"{wanted}_{n}" if n else wanted) not in body.by_name
+    )
+
+
+class _Tracker:
+    """Follows handles through forwarding nodes and into functions."""
+
+    def __init__(self, graph_def: Proto) -> None:
+        self._graph = _Consumers(Body(graph_def.node))
+        self._functions = {f.signature.name: f for f in graph_def.library.function}
+        self._bodies: dict[str, _Consumers] = {}
+
+    def uses_of(self, variable: str) -> Use:
+        """What is done with the handle of one variable."""
+        found = Use.NOTHING
+        seen = set()
+        pending = [("", f"{variable}:0")]
+        while pending:
+            place = pending.pop()
+            if place in seen:
+                continue
+            seen.add(place)
+            scope, tensor = place
+            consumers = self._consumers(scope)
+            for node, index in consumers.of(tensor):
+                use, further = self._consume(consumers.body, scope, node, index)
+                found |= use
+                pending += further
+        return found
+
+    def _consumers(self, scope: str) -> _Consumers:
+        if not scope:
+            return self._graph
+        if scope not in self._bodies:
+            function = self._functions[scope]
+            self._bodies[scope] = _Consumers(Body(function.node_def, function))
+        return self._bodies[scope]
+
+    def _consume(self, body: Body, scope: str, node: Proto, index: int) -> tuple[Use, list[tuple[str, str]]]:
+        """What `node` does with the handle in input `index`, and the tensors that carry the handle on."""
+        if node.op in _ROW_READS:
+            return Use.ROWS, []
+        if node.op in _INDIFFERENT:
+            return Use.NOTHING, []
+        if node.op in _FORWARDS:
+            return Use.NOTHING, [(scope, body.output(node, out)) for out in range(_FORWARDS[node.op])]
+        names = list(_called(node)) if node.op in CALLS else []
+        if not names or any(name not in self._functions for name in names):
+            return Use.WHOLE, []
+        further = [(scope, body.output(node, index))] if node.op in LOOPS else []
+        for name in names:
+            argument = self._functions[name].signature.input_arg[index - CALLS[node.op]]
+            further.append((name, argument.name))
+        return Use.NOTHING, further
+
+
+class _Consumers:
+    """Who takes which tensor of a body."""
+
+    def __init__(self, body: Body) -> None:
+        self.body = body
+        self._found: dict[str, list[tuple[Proto, int]]] = defaultdict(list)
+        for node in body.nodes:
+            for index, reference in enumerate(data_inputs(node)):
+                self._found[body.canonical(reference)].append((node, index))
+
+    def of(self, tensor: str) -> list[tuple[Proto, int]]:
+        """The nodes that take `tensor`, and as which input."""
+        return self._found.get(tensor, [])
+
+
+def _called(node: Proto) -> Iterator[str]:
+    """The functions that a node names."""
+    for attr in node.attr.values():
+        if attr.WhichOneof("value") == "func":
+            yield attr.func.name
+        elif attr.WhichOneof("value") == "list":
+            yield from (function.name for function in attr.list.func)

@@ -1,0 +1,1 @@
+"""What trainers write between full checkpoints, and what to publish next because of it."""

@@ -1,0 +1,228 @@
+"""DeepRec's incremental checkpoints, for ordinary variables.
+
+    <ckpt-dir>/.incremental_checkpoint/incremental_model.ckpt-<step>.{index,data-*}
+
+Each is a tensor bundle that holds what changed since the last full save, so that the newest one of a higher
+step than the full checkpoint's tells everything. Ordinary variables are there whole, under their names;
+with the option for ordinary tables, rows of `<var>` or of its part p are in
+
+    <var>[/part_<p>]-sparse_incr_keys    int64|int32 [n]    row numbers, local to the part
+    <var>[/part_<p>]-sparse_incr_values  dtype [n, ...]
+
+and a table that nobody touched is absent. None says which full save it builds on: one that lies beyond
+another full checkpoint's step builds on that one, if any. A trainer that was set back leaves what it wrote
+before, so what was published is led on from only if all of its rows are in the newest increment, too.
+Source: DeepRec's incremental_saver and its documentation.
+Embedding variables, whose keys are no row numbers, are not read here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.locate import candidates
+from exporter.checkpoint.tensor_bundle import index_path, read_array, read_catalog, step_in_name
+from exporter.delta.format import Change, Kind, Rows, ServedVariable
+from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, CorruptFile, MissingShard
+from exporter.files import read_regular
+from exporter.increments.increment import Changed, CheckpointId
+from exporter.increments.plan import LEFT_OUT, ROUNDED, Way
+from exporter.increments.trained import Trained
+
+Array = np.ndarray[Any, Any]
+
+DIRECTORY = ".incremental_checkpoint"
+
+_PREFIX = re.compile(r"(incremental_.+-([0-9]{1,18}))\.index", re.ASCII)
+_KEYS, _VALUES = "-sparse_incr_keys", "-sparse_incr_values"
+_PART = re.compile(r"(.+)/part_([0-9]{1,6})", re.ASCII)
+_ID = "deeprec:"
+_HIGHEST = 10**18
+
+
+@dataclass(frozen=True)
+class DeepRecIncrement:
+    """An incremental checkpoint on top of the full one in `full`."""
+
+    full: Catalog
+    catalog: Catalog
+    step: int
+
+    @property
+    def path(self) -> Path:
+        """What it is called by."""
+        return self.catalog.prefix
+
+    @property
+    def id(self) -> str:
+        """Its step and a digest of its index."""
+        digest = hashlib.sha256(read_regular(index_path(self.catalog.prefix))).hexdigest()
+        return f"{_ID}{self.step}:{digest[:32]}"
+
+    def covers(self, increment: str) -> bool:
+        """True if everything in another increment, given by its id, is in this one, too.
+
+        So it is if both are of one training since the same full save; if the other one is gone, nobody knows.
+        """
+        try:
+            before = self._find(increment)
+            return before is not None and all(self._has_all(before, name) for name in before.tensors)
+        except CheckpointError:
+            return False
+
+    def _find(self, increment: str) -> Catalog | None:
+        step = _step_of(increment)
+        for _, name in filter(lambda found: found[0] == step, _listed(self.catalog.prefix.parent)):
+            found = DeepRecIncrement(self.full, read_catalog(self.catalog.prefix.with_name(name)), step or 0)
+            if found.id == increment:
+                return found.catalog
+        return None
+
+    def _has_all(self, before: Catalog, name: str) -> bool:
+        ref = self.catalog.tensors.get(name)
+        if ref is None or not name.endswith(_KEYS):
+            return ref is not None
+        known, wanted = read_array(self.catalog, ref), read_array(before, before.tensors[name])
+        return bool(np.isin(wanted, known).all())
+
+    def changes(self) -> Iterator[tuple[Changed, Change]]:
+        """The variables with their new values, every checksum verified; rows are numbered as they are stored.
+
+        Raises:
+            CorruptFile: a checksum is wrong, rows lie outside their part, keys and values do not fit, or
+                either of them is missing.
+        """
+        rows: dict[str, list[Rows]] = {}
+        for name, ref in self.catalog.tensors.items():
+            if name.endswith(_KEYS):
+                owner, part = self._owner(name.removesuffix(_KEYS))
+                if (tensor := self.full.tensors.get(owner)) is not None:
+                    rows.setdefault(owner, []).append(self._rows(name, tensor, part))
+            elif name.endswith(_VALUES):
+                self._require_keys(name)
+            elif (whole := self.full.tensors.get(name)) is not None:
+                yield _changed(whole, Kind.DENSE, 1), read_array(self.catalog, ref)
+        for owner, parts in rows.items():
+            ids = np.concatenate([part.ids for part in parts])
+            values = np.concatenate([part.values for part in parts])
+            unique, first = np.unique(ids, return_index=True)
+            yield _changed(self.full.tensors[owner], Kind.TABLE, len(unique)), Rows(unique, values[first])
+
+    def _owner(self, name: str) -> tuple[str, int | None]:
+        """The variable, as the full checkpoint has it, and which part of it: None for all of it."""
+        part = _PART.fullmatch(name)
+        return (name, None) if name in self.full.tensors or part is None else (part[1], int(part[2]))
+
+    def _require_keys(self, name: str) -> None:
+        owner = name.removesuffix(_VALUES)
+        if self._owner(owner)[0] in self.full.tensors and owner + _KEYS not in self.catalog.tensors:
+            raise CorruptFile(f"{self.path}: {name!r} has no keys beside it")
+
+    def _rows(self, name: str, tensor: TensorRef, part: int | None) -> Rows:
+        values_ref = self.catalog.tensors.get(name.removesuffix(_KEYS) + _VALUES)
+        if values_ref is None:
+            raise CorruptFile(f"{self.path}: {name!r} has no values beside it")
+        ids = read_array(self.catalog, self.catalog.tensors[name]).astype(np.int64)
+        values = read_array(self.catalog, values_ref)
+        start, count = _range_of(tensor, part)
+        fits = values.shape == (*ids.shape, *tensor.shape[1:]) and values.dtype == tensor.dtype.numpy
+        if not fits or (len(ids) and not 0 <= ids.min() <= ids.max() < count):
+            raise CorruptFile(
+                f"{self.path}: {name!r} and its values are no rows of {count} x {list(tensor.shape[1:])}"
+            )
+        return Rows(ids + start, values)
+
+
+def read_increment(full: Catalog) -> DeepRecIncrement | None:
+    """The newest incremental checkpoint that builds on a full one, if there is one of a higher step.
+
+    The newest is what the state file beside it names. One that is incomplete (it is being written, or pruned)
+    is passed over for the one before.
+
+    Raises:
+        CheckpointError: it is damaged, see errors.py.
+    """
+    directory = full.prefix.parent / DIRECTORY
+    first = full.step or 0
+    try:
+        newest = step_in_name(candidates(directory)[0].name)
+    except CheckpointNotFound:
+        return None
+    last = min(_later_fulls(full.prefix, first), default=_HIGHEST + 1) - 1
+    found = [each for each in _listed(directory) if first < each[0] <= last]
+    for step, name in sorted(found, reverse=True):
+        if newest is not None and step > newest:
+            continue
+        try:
+            return DeepRecIncrement(full, read_catalog(directory / name), step)
+        except (CheckpointNotFound, CheckpointChanged, MissingShard):
+            continue
+    return None
+
+
+def _listed(directory: Path) -> list[tuple[int, str]]:
+    """The steps and names of the incremental checkpoints in a directory."""
+    try:
+        names = [found for path in directory.iterdir() if (found := _PREFIX.fullmatch(path.name))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [(int(name[2]), name[1]) for name in names]
+
+
+def _later_fulls(prefix: Path, first: int) -> Iterator[int]:
+    """The steps of other full checkpoints, complete or not, that come after one."""
+    series = prefix.name.rpartition("-")[0]
+    for path in prefix.parent.glob("*.index"):
+        step = step_in_name(path.stem)
+        is_other = path.stem != prefix.name and path.stem.rpartition("-")[0] == series
+        if is_other and step is not None and step > first:
+            yield step
+
+
+def find_deeprec_way(
+    published: Trained, full: CheckpointId, increment: DeepRecIncrement, within: float = 0.0
+) -> Way:
+    """The way from the state that was published last, of which rows may stay behind by less than `within`,
+    to a full checkpoint and its increment.
+    """
+    target = Trained(full, increment.id)
+    if published.is_state_of(target) and published.is_within(within):
+        return Way(target, increment.step)
+    if not published.is_exact:
+        why = LEFT_OUT if published.left_out is not None else ROUNDED
+        return Way(target, increment.step, (increment,), is_known=False, why=why)
+    if published.checkpoint == full and (
+        published.increment is None or increment.covers(published.increment)
+    ):
+        return Way(target, increment.step, (increment,))
+    why = f"{full.name} is another full checkpoint than the one that was published last"
+    if published.checkpoint == full:
+        why = f"{increment.path.name} does not hold all that was published last"
+    return Way(target, increment.step, (increment,), is_known=False, why=why)
+
+
+def _step_of(increment: str) -> int | None:
+    """The step in an increment's id; None if it is not of this kind."""
+    return int(increment.split(":")[1]) if increment.startswith(_ID) else None
+
+
+def _range_of(tensor: TensorRef, part: int | None) -> tuple[int, int]:
+    """First row and number of rows of a part, as the tensor is stored."""
+    if part is None:
+        return 0, tensor.shape[0]
+    boxes = sorted((found.spec for found in tensor.slices), key=lambda spec: spec.starts)
+    if part >= len(boxes):
+        raise CorruptFile(f"there is an increment of part {part} of {tensor.name!r}, which has {len(boxes)}")
+    return boxes[part].starts[0], boxes[part].lengths[0]
+
+
+def _changed(tensor: TensorRef, kind: Kind, rows: int) -> Changed:
+    return Changed(ServedVariable(tensor.name, tensor.dtype, tensor.shape, kind), rows)

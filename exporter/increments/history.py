@@ -1,0 +1,268 @@
+"""How increments and full checkpoints hang together: runs, sessions, parents, milestones, forks.
+
+    <ckpt-dir>/increments/<from>-<to>/manifest.json    an increment: its run, session, parent and generation
+    <ckpt-dir>/increments/<checkpoint>.json            a milestone: where a full checkpoint stands
+
+An increment's parent is the increment before it, or the full checkpoint that its run begins at. Full
+checkpoints are identified by content, never by name, step or time: a trainer that was set back writes
+`model.ckpt-500` again, with other values. A milestone says after which increment a full checkpoint was
+written, and whether it equals the state of then. A full checkpoint without a milestone (the trainer died
+before it could write one, or did not use the hook) has no place in the chain: nothing is known to lead on
+from it.
+
+A *session* is one time that the trainer restored its variables and recorded what it wrote since. Only its
+own increments hold what changed between an increment and a full checkpoint after it:
+
+    session 1 writes  A, full F (after A, not equal), B     F and then B is the state of B
+    session 2 restores A, writes  B'                        F and then B' is no state: of the rows that
+                                                            changed between A and F, F's values would stay
+
+So a milestone counts for the increments of its own session, unless the checkpoint equals the increment.
+Files of releases that noted no session leave that open: see `History.after`.
+
+A session that does not continue where the chain ends is a fork: its generation is higher than every one
+before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeAlias
+
+from exporter.checkpoint.identity import index_digest
+from exporter.errors import CheckpointError, CorruptFile
+from exporter.files import read_regular
+from exporter.increments.increment import (
+    FORMAT_VERSION,
+    HEX,
+    MANIFEST,
+    CheckpointId,
+    Increment,
+    StoredIncrement,
+    document,
+    from_json,
+    session_of,
+)
+from exporter.wire.json_fields import FieldError
+
+DIRECTORY = "increments"
+
+_MAX_MANIFEST_BYTES = 256 << 20
+
+State: TypeAlias = str | CheckpointId
+"""A state of the trainer that is on disk: an increment by its id, or a full checkpoint."""
+
+_NAME = re.compile(r"[0-9]{20}-[0-9]{20}(-[0-9a-f]{8})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """A full checkpoint: written by `session` after increment `after` (None: before the run's first).
+
+    `is_equal` says that nothing had changed between the two. `session` is None if it is not known.
+    """
+
+    checkpoint: CheckpointId
+    run: str
+    after: str | None
+    is_equal: bool
+    session: str | None = None
+
+    @property
+    def file_name(self) -> str:
+        """Its file in the increments directory."""
+        return f"{self.checkpoint.name}.json"
+
+    def leads_to(self, increment: Increment) -> bool:
+        """True if the increment is the next one of the session that wrote the checkpoint."""
+        return self.session is not None and self.session == increment.session and self._is_before(increment)
+
+    def may_lead_to(self, increment: Increment) -> bool:
+        """True if that is not known: neither names its session, and the increment is one of a later step.
+
+        An increment never carries the step of a full checkpoint that its session wrote before it.
+        """
+        is_unknown = self.session is None and increment.session is None and self.run == increment.run
+        return is_unknown and self._is_before(increment) and increment.to_step > self.checkpoint.step
+
+    def _is_before(self, increment: Increment) -> bool:
+        if self.after is None:
+            return isinstance(increment.parent, CheckpointId)
+        return increment.parent == self.after
+
+    def to_json(self) -> str:
+        """The text of its file."""
+        fields = {
+            "format_version": FORMAT_VERSION,
+            "kind": "milestone",
+            "checkpoint": self.checkpoint.to_json(),
+            "run": self.run,
+            "session": self.session,
+            "after": self.after,
+            "is_equal": self.is_equal,
+        }
+        return json.dumps(fields, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: bytes, path: Path) -> Milestone:
+        """The milestone whose file, read from `path`, is `text`.
+
+        Raises:
+            CorruptFile: a field is missing, malformed or out of range.
+            UnsupportedFormat: another format version.
+        """
+        try:
+            fields = document(text, path, "milestone")
+            checkpoint = CheckpointId.from_fields(fields.object("checkpoint"))
+            after = fields.or_null(lambda key: fields.text(key, HEX), "after")
+            is_equal = fields.document.get("is_equal") is True
+            return cls(checkpoint, fields.text("run", HEX), after, is_equal, session_of(fields))
+        except FieldError as error:
+            raise CorruptFile(f"{path} is damaged", cause=str(error)) from error
+
+
+@dataclass(frozen=True)
+class History:
+    """Everything in an increments directory."""
+
+    increments: tuple[StoredIncrement, ...] = ()
+    milestones: tuple[Milestone, ...] = ()
+
+    @property
+    def generation(self) -> int:
+        """The highest generation so far, 0 without increments."""
+        return max((stored.increment.generation for stored in self.increments), default=0)
+
+    def find(self, increment: str) -> StoredIncrement | None:
+        """The increment with an id."""
+        return self._by_id.get(increment)
+
+    def milestones_of(self, checkpoint: CheckpointId) -> tuple[Milestone, ...]:
+        """Where a full checkpoint of this very content stands, as far as that is known."""
+        return tuple(found for found in self.milestones if found.checkpoint == checkpoint)
+
+    def after(self, checkpoint: CheckpointId) -> tuple[StoredIncrement, ...]:
+        """The increments that lead on from a full checkpoint, in order; of two forks the younger one.
+
+        This is what a trainer restores that begins at the checkpoint. Where the files do not tell the
+        session, an increment counts that may lead on.
+        """
+        maybe = self._children(checkpoint, surely=False)
+        chain: dict[str, StoredIncrement] = {}
+        while (found := _youngest(maybe)) is not None and found.increment.id not in chain:  # no ring
+            chain[found.increment.id] = found
+            maybe = self._children(found.increment.id)
+        return tuple(chain.values())
+
+    def chain(self, start: State, tip: str) -> tuple[StoredIncrement, ...] | None:
+        """The increments that hold all that changed from `start` to the increment `tip`; None if that is not
+        certain.
+        """
+        if tip in self.same(start):
+            return ()
+        first = {stored.increment.id for stored in self._children(start)}
+        chain: dict[str, StoredIncrement] = {}
+        wanted: State = tip
+        while (found := self._made(wanted)) is not None and found.increment.id not in chain:
+            chain[found.increment.id] = found
+            if found.increment.id in first:
+                return tuple(reversed(chain.values()))
+            wanted = found.increment.parent
+        return None
+
+    def same(self, state: State) -> set[State]:
+        """The state by all its names: full checkpoints and increments that are known to equal it."""
+        names: set[State] = {state}
+        while more := [pair for pair in self._equal if pair & names and pair - names]:
+            names = names.union(*more)
+        return names
+
+    def expired(self, oldest_step: int) -> Iterator[StoredIncrement]:
+        """The increments that no full checkpoint from `oldest_step` on needs."""
+        return (stored for stored in self.increments if stored.increment.to_step <= oldest_step)
+
+    @cached_property
+    def _by_id(self) -> Mapping[str, StoredIncrement]:
+        return {stored.increment.id: stored for stored in self.increments}
+
+    @cached_property
+    def _equal(self) -> tuple[set[State], ...]:
+        """Each a full checkpoint and the increment that it equals."""
+        return tuple({m.checkpoint, m.after} for m in self.milestones if m.is_equal and m.after is not None)
+
+    @cached_property
+    def _by_parent(self) -> Mapping[State, list[StoredIncrement]]:
+        found: dict[State, list[StoredIncrement]] = defaultdict(list)
+        for stored in self.increments:
+            found[stored.increment.parent].append(stored)
+        return dict(found)
+
+    def _made(self, state: State) -> StoredIncrement | None:
+        """The increment that ends in a state."""
+        names = (name for name in self.same(state) if isinstance(name, str))
+        return next((stored for name in names if (stored := self.find(name))), None)
+
+    def _children(self, state: State, *, surely: bool = True) -> list[StoredIncrement]:
+        """The increments that hold all that changed since a state; unless `surely`, those too that may."""
+        names = self.same(state)
+        children = [stored for name in names for stored in self._by_parent.get(name, [])]
+        for milestone in self.milestones:
+            if milestone.checkpoint in names:
+                children += [
+                    stored
+                    for stored in self.increments
+                    if milestone.leads_to(stored.increment)
+                    or (not surely and milestone.may_lead_to(stored.increment))
+                ]
+        return children
+
+
+def _youngest(children: Iterable[StoredIncrement]) -> StoredIncrement | None:
+    return max(children, key=lambda s: (s.increment.generation, s.increment.to_step), default=None)
+
+
+def identify(prefix: Path, step: int) -> CheckpointId:
+    """The identity of the full checkpoint at `prefix`.
+
+    Raises:
+        CheckpointNotFound: its index cannot be read.
+    """
+    return CheckpointId(prefix.name, step, index_digest(prefix))
+
+
+def read_history(ckpt_dir: Path) -> History:
+    """What is in `<ckpt_dir>/increments`; what vanishes meanwhile (pruned) is left out.
+
+    Raises:
+        CorruptFile, UnsupportedFormat: a manifest or milestone is damaged, or of another version.
+        CheckpointError: the directory cannot be read.
+    """
+    directory = ckpt_dir / DIRECTORY
+    try:
+        names = sorted(path.name for path in directory.iterdir())
+    except FileNotFoundError:
+        return History()
+    except OSError as error:
+        raise CheckpointError(f"cannot list {directory}", cause=str(error)) from None
+    manifests = [directory / name / MANIFEST for name in names if _NAME.fullmatch(name)]
+    milestones = [directory / name for name in names if name.endswith(".json") and not name.startswith(".")]
+    return History(
+        tuple(StoredIncrement(path.parent, from_json(text, path)) for path, text in _texts(manifests)),
+        tuple(Milestone.from_json(text, path) for path, text in _texts(milestones)),
+    )
+
+
+def _texts(paths: list[Path]) -> Iterator[tuple[Path, bytes]]:
+    for path in paths:
+        try:
+            yield path, read_regular(path, _MAX_MANIFEST_BYTES)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}", cause=str(error)) from None

@@ -1,0 +1,308 @@
+"""Increments: what a trainer writes between its full checkpoints. A delta in the trainer's own terms.
+
+    <ckpt-dir>/increments/<from>-<to>/delta.index, delta.data-00000-of-00001, manifest.json
+
+`from` and `to` are training steps, zero-padded to 20 digits; if another session has taken the name,
+`-<session>` follows (the first 8 digits of its id). The bundle holds the variables that changed since the
+increment's parent, and no others, under the names and keys that a delta has them under
+(`exporter.delta.format`): `<name>/ids` and `<name>/values` for rows of a table, `<name>/value` [1, ...] for
+a variable as a whole. Names are the trainer's; row numbers are those of the whole variable, also if it is
+partitioned. Optimizer slots and the global step are there, so that full checkpoint + increments restore a
+training, too.
+
+*Meaning of a position.* Every write that belongs to a step up to `to` is in the increment or in one before
+it; a row may be newer, and is then in the next increment again. A full checkpoint of step f, `from` <= f <
+`to`, was read before the increment's rows were collected, so the increment fits it as well as its parent.
+
+How increments and full checkpoints hang together is `exporter.increments.history`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.catalog import Catalog, SliceRef, TensorRef
+from exporter.checkpoint.tensor_bundle import memory_map, read_array, read_catalog
+from exporter.delta.format import FILE_PREFIX, Change, Kind, Rows, ServedVariable
+from exporter.errors import CorruptFile, UnsupportedFormat
+from exporter.wire.dtypes import DType
+from exporter.wire.json_fields import FieldError, Fields, parse_object
+
+Array = np.ndarray[Any, Any]
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+HEX = re.compile(r"[0-9a-f]{16,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointId:
+    """A full checkpoint by content: `digest` is the SHA-256 of its index, which holds a crc of every tensor.
+
+    `name` is its prefix without the path; it does not count: a trainer that restores a checkpoint whose step
+    is ahead of its name (workers went on while it was saved) saves the same contents under another name.
+    """
+
+    name: str = field(compare=False)
+    step: int
+    digest: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The identity as a JSON object."""
+        return {"name": self.name, "step": self.step, "index_sha256": self.digest}
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> CheckpointId:
+        """The identity that `to_json` gave.
+
+        Raises:
+            FieldError: it is something else.
+        """
+        return cls(fields.text("name"), fields.integer("step"), fields.text("index_sha256", HEX))
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A variable in an increment, as the trainer has it, and how many of its rows are there (dense: 1)."""
+
+    variable: ServedVariable
+    rows: int
+
+    @property
+    def is_table(self) -> bool:
+        """True if rows of it are there, False if it is there as a whole."""
+        return self.variable.kind is Kind.TABLE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Increment:
+    """The manifest of an increment; `parent` is an increment's id, or the full checkpoint that a run begins
+    at.
+
+    `session` is the id of the trainer's session that wrote it, None if it is not known (releases before it
+    was noted). `generation` is one more than that of every increment that was there when the session began.
+    """
+
+    id: str
+    run: str
+    generation: int
+    parent: str | CheckpointId
+    from_step: int
+    to_step: int
+    variables: tuple[Changed, ...]
+    session: str | None = None
+
+    @property
+    def directory_name(self) -> str:
+        """`<from>-<to>`, zero-padded."""
+        return f"{self.from_step:020d}-{self.to_step:020d}"
+
+    @property
+    def rows(self) -> int:
+        """Rows of all tables together."""
+        return sum(changed.rows for changed in self.variables if changed.is_table)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredIncrement:
+    """An increment and the directory it is in."""
+
+    path: Path
+    increment: Increment
+
+    def catalog(self) -> Catalog:
+        """The bundle.
+
+        Raises:
+            MissingShard, TruncatedFile, CorruptFile, UnsupportedFormat: see errors.py.
+        """
+        return read_catalog(self.path / FILE_PREFIX)
+
+    def changes(self) -> Iterator[tuple[Changed, Change]]:
+        """The variables with their new values in memory, one after the other, every checksum verified.
+
+        Raises:
+            CorruptFile: a checksum is wrong, a tensor is missing, unlisted or another than the manifest
+                says, or a row lies outside its variable.
+        """
+        catalog = self.catalog()
+        listed = {key for changed in self.increment.variables for key in changed.variable.keys}
+        if unlisted := sorted(catalog.tensors.keys() - listed):
+            raise CorruptFile(f"{self.path} holds {unlisted[0]!r}, which its manifest does not list")
+        for changed in self.increment.variables:
+            yield changed, _change(catalog, changed)
+
+
+def to_json(increment: Increment) -> str:
+    """The text of `manifest.json`."""
+    parent = increment.parent
+    document = {
+        "format_version": FORMAT_VERSION,
+        "kind": "increment",
+        "id": increment.id,
+        "run": increment.run,
+        "session": increment.session,
+        "generation": increment.generation,
+        "parent": {"increment": parent} if isinstance(parent, str) else {"checkpoint": parent.to_json()},
+        "from_step": increment.from_step,
+        "to_step": increment.to_step,
+        "variables": list(map(_changed_to_json, increment.variables)),
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def from_json(text: bytes, path: Path) -> Increment:
+    """The increment whose manifest, read from `path`, is `text`.
+
+    Raises:
+        CorruptFile: a field is missing, malformed or out of range.
+        UnsupportedFormat: another format version.
+    """
+    try:
+        fields = document(text, path, "increment")
+        parent = fields.object("parent")
+        increment = Increment(
+            id=fields.text("id", HEX),
+            run=fields.text("run", HEX),
+            generation=fields.integer("generation"),
+            parent=parent.text("increment", HEX)
+            if "increment" in parent.document
+            else CheckpointId.from_fields(parent.object("checkpoint")),
+            from_step=fields.integer("from_step"),
+            to_step=fields.integer("to_step"),
+            variables=tuple(map(_changed_from_json, fields.objects("variables"))),
+            session=session_of(fields),
+        )
+        keys = [key for changed in increment.variables for key in changed.variable.keys]
+        if len(set(keys)) != len(keys):
+            raise fields.fail("variables", "each variable once")
+        if increment.from_step >= increment.to_step:
+            raise fields.fail("to_step", f"more than {increment.from_step}")
+        return increment
+    except FieldError as error:
+        raise CorruptFile(f"{path} is damaged", cause=str(error)) from error
+
+
+def session_of(fields: Fields) -> str | None:
+    """The session that a file in the increments directory names; None if it does not say.
+
+    Raises:
+        FieldError: it is no id.
+    """
+    return None if fields.document.get("session") is None else fields.text("session", HEX)
+
+
+def document(text: bytes, path: Path, kind: str) -> Fields:
+    """The JSON object of a file in the increments directory.
+
+    Raises:
+        FieldError: not a JSON object, or of another kind.
+        UnsupportedFormat: another format version.
+    """
+    fields = parse_object(text, path.name)
+    if (version := fields.integer("format_version")) != FORMAT_VERSION:
+        raise UnsupportedFormat(
+            f"{path} has format version {version}, this program reads {FORMAT_VERSION}",
+            hint="use the version of this program that wrote it, or a newer one",
+        )
+    fields.text("kind", re.compile(kind))
+    return fields
+
+
+def apply_increments(values: dict[str, Array], increments: Iterable[StoredIncrement]) -> None:
+    """Overlay whole variables in memory with increments, in order: what a restored trainer would hold.
+
+    Raises:
+        CorruptFile: see `StoredIncrement.changes`.
+        KeyError: rows of a variable that is not among `values`.
+    """
+    for stored in increments:
+        for changed, change in stored.changes():
+            name = changed.variable.name
+            if not isinstance(change, Rows):
+                values[name] = change
+                continue
+            if not values[name].flags.writeable:
+                values[name] = values[name].copy()
+            values[name][change.ids] = change.values
+
+
+def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
+    """Rows `ids` of a tensor that is stored whole or in slices of whole rows, in the order of `ids`.
+
+    Raises:
+        CorruptFile: a slice is not stored, or is not a range of whole rows.
+    """
+    if ref.extent is not None:
+        return np.asarray(memory_map(catalog, ref)[ids])
+    rows = np.empty((len(ids), *ref.shape[1:]), ref.dtype.numpy)
+    found = np.zeros(len(ids), bool)
+    for part in ref.slices:
+        start, stop = _row_range(catalog, ref, part)
+        inside = (ids >= start) & (ids < stop)
+        if inside.any():
+            rows[inside] = memory_map(catalog, ref, part)[ids[inside] - start]
+            found |= inside
+    if not found.all():
+        raise CorruptFile(f"{catalog.prefix}: rows of {ref.name!r} are not stored")
+    return rows
+
+
+def _row_range(catalog: Catalog, ref: TensorRef, part: SliceRef) -> tuple[int, int]:
+    if part.extent is None or part.spec.lengths[1:] != ref.shape[1:]:
+        raise CorruptFile(f"{catalog.prefix}: {ref.name!r} is not stored in slices of whole rows")
+    return part.spec.starts[0], part.spec.starts[0] + part.spec.lengths[0]
+
+
+def _change(catalog: Catalog, changed: Changed) -> Change:
+    variable = changed.variable
+    tensors = []
+    for key, dtype in zip(variable.keys, variable.dtypes, strict=True):
+        shape = (changed.rows, *(variable.element_shape if key == variable.keys[-1] else ()))
+        ref = catalog.tensors.get(key)
+        if ref is None or ref.dtype is not dtype or ref.shape != shape:
+            found = "not there" if ref is None else f"{ref.dtype.label}{list(ref.shape)}"
+            expected = f"{dtype.label}{list(shape)}"
+            raise CorruptFile(f"{catalog.prefix}: {key!r} is {found}, its manifest says {expected}")
+        tensors.append(read_array(catalog, ref))
+    if not changed.is_table:
+        return tensors[0][0, ...]
+    ids, values = tensors
+    is_inside = not len(ids) or (ids[0] >= 0 and ids[-1] < variable.shape[0])
+    if not is_inside or (ids[1:] <= ids[:-1]).any():
+        raise CorruptFile(f"{catalog.prefix}: the ids of {variable.name!r} are not rows of {variable.shape}")
+    return Rows(ids, values)
+
+
+def _changed_to_json(changed: Changed) -> dict[str, Any]:
+    variable = changed.variable
+    return {
+        "name": variable.name,
+        "dtype": variable.dtype.label,
+        "shape": list(variable.shape),
+        "kind": variable.kind.value,
+        "rows": changed.rows,
+    }
+
+
+def _changed_from_json(fields: Fields) -> Changed:
+    try:
+        dtype = DType.of(fields.text("dtype"))
+    except KeyError as error:
+        raise fields.fail("dtype", "the name of a TensorFlow dtype") from error
+    kind = Kind(fields.text("kind", _KIND))
+    variable = ServedVariable(fields.text("name"), dtype, fields.integers("shape"), kind)
+    limit = variable.shape[0] if kind is Kind.TABLE and variable.shape else 1
+    if (rows := fields.integer("rows")) > limit:
+        raise fields.fail("rows", f"at most {limit}")
+    return Changed(variable, rows)
+
+
+_KIND = re.compile("table|dense")

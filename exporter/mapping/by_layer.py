@@ -1,0 +1,323 @@
+"""Variables for values without names of their own: Keras' layers by class and number, numpy's lists.
+
+A match is taken only where nothing else would fit: by the layer's name and then by the only values in it that
+fit, by the order that Keras' own layers keep, by the whole list's shapes. What fits in two ways is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from exporter.catalog import Catalog, Naming, TensorRef
+from exporter.errors import NoCertainMatch
+from exporter.graph.inference_graph import GraphVariable, InferenceGraph
+from exporter.mapping.name_evidence import NamedPair, conflicts, numbers, stems
+from exporter.wire.dtypes import DType
+
+_NORMALISED = ("gamma", "beta", "moving_mean", "moving_variance")
+_RECURRENT = ("kernel", "recurrent_kernel", "bias")
+_ORDERS = {
+    "batch_normalization": _NORMALISED,
+    "layer_normalization": _NORMALISED[:2],
+    "group_normalization": _NORMALISED[:2],
+    "lstm_cell": _RECURRENT,
+    "gru_cell": _RECURRENT,
+    "simple_rnn_cell": _RECURRENT,
+}
+"""The order in which Keras' layers keep values that may be of one shape, by the layer's class."""
+
+_NO_LAYER = re.compile(r"^metrics/|(^|/)(optimizer|optimizer_weights|seed_generator(_[0-9]+)?)/")
+"""What is no layer's value, or is not there in the files of each version of Keras."""
+
+_SHOWN = 6
+
+
+def match_unnamed(
+    graph: InferenceGraph,
+    catalog: Catalog,
+    named: Iterable[str] = (),
+    *,
+    by_order: bool = False,
+) -> dict[str, str]:
+    """The tensor of each variable (both by name) of a catalog whose tensors are not named by variables.
+
+    `named` are variables for which rules have spoken; what has the name of a variable is left to names.
+    `by_order` says that equal shapes in a list are in the order of the graph's variables.
+
+    Raises:
+        NoCertainMatch: nothing fits, or more than one thing does.
+    """
+    wanted = {variable.key: variable for variable in graph.variables}
+    open_ = {key: v for key, v in wanted.items() if key not in catalog.tensors and key not in {*named}}
+    if catalog.naming is Naming.NAMES:
+        rest = {key: v for key, v in wanted.items() if key not in {*named}}
+        owned = _by_owner(wanted, catalog)
+        if owned is not None:
+            return {key: name for key, name in owned.items() if key in rest}
+        return _by_number(rest, catalog)
+    if not open_:
+        return {}
+    if catalog.naming is Naming.ORDER:
+        return _by_order(list(wanted.values()), list(catalog.tensors.values()), by_order)
+    if graph.layers:
+        return _by_path(open_, graph.layers, catalog)
+    found = _by_layer(open_, catalog)
+    if not {*named}:
+        _refuse_left_over_twins(found, catalog)
+    return found
+
+
+# --- names of layers ---------------------------------------------------------------------------------------
+
+
+def _by_owner(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str] | None:
+    """A legacy file's tensors by the layers that own them, where it has the model's very layers.
+
+    Keras named variables in its own ways over time: `conv2d_1_1/kernel` in the layer `conv2d_1`,
+    `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`. None if layers differ, or a layer has several
+    tensors of one last name and shape.
+    """
+    stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for ref in catalog.tensors.values():
+        if ref.owner:
+            stored[ref.owner, _last(ref.name), *_kind(ref)].append(ref.name)
+    layers = {key.partition("/")[0] for key in wanted}
+    if not stored or layers != {owner for owner, *_ in stored}:
+        return None
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    for key, variable in wanted.items():
+        names = stored.get((key.partition("/")[0], _last(key), *_kind(variable)), [])
+        if len(names) != 1 or names[0] in taken:
+            return None
+        found[key] = names[0]
+        taken.add(names[0])
+    return found
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+# --- names but for their numbers ---------------------------------------------------------------------------
+
+
+def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
+    """Layers that a framework named by class and number, which count what a process made before.
+
+    `dense_3/kernel` and `dense_4/kernel` are `dense/kernel` and `dense_1/kernel` of another process, if both
+    sides have as many of one shape. Only legacy files are so: their tensors have owners and names.
+    """
+    stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for ref in catalog.tensors.values():
+        if ref.owner:
+            stored[stems(ref.name), *_kind(ref)].append(ref.name)
+    served: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for key, variable in wanted.items():
+        served[stems(key), *_kind(variable)].append(key)
+    found: dict[str, str] = {}
+    for group, keys in served.items():
+        names = stored.get(group, [])
+        if len(names) == len(keys):
+            found |= zip(sorted(keys, key=numbers), sorted(names, key=numbers), strict=True)
+        elif len(names) > 1:
+            raise NoCertainMatch(
+                f"the checkpoint has {len(names)} tensors for {len(keys)} variables of the same kind",
+                cause=f"{', '.join(names[:_SHOWN])} for {', '.join(keys[:_SHOWN])}; with a layer more or "
+                "less, numbered names stand for other layers",
+            )
+    return found
+
+
+# --- a Keras model in hand ---------------------------------------------------------------------------------
+
+
+def _by_path(
+    open_: Mapping[str, GraphVariable], layers: Mapping[str, TensorRef], catalog: Catalog
+) -> dict[str, str]:
+    """As Keras itself would load them; refused where the layers' names or their number contradict."""
+    stored = {name: ref for name, ref in catalog.tensors.items() if not _NO_LAYER.search(name)}
+    expected = {place.name: place for place in layers.values() if not _NO_LAYER.search(place.name)}
+    _refuse_other_structure(stored, expected)
+    found = {key: layers[key].name for key in open_ if key in layers}
+    _refuse_other_names((expected[name], stored[name]) for name in found.values() if name in stored)
+    return found
+
+
+def _refuse_other_structure(stored: Mapping[str, TensorRef], expected: Mapping[str, TensorRef]) -> None:
+    """The model must have the archive's layers, no more and no fewer: numbers shift otherwise."""
+    more, fewer = stored.keys() - expected.keys(), expected.keys() - stored.keys()
+    if not more and not fewer:
+        return
+    texts = [
+        f"{what}: {', '.join(_described(refs[name]) for name in sorted(names)[:_SHOWN])}"
+        for what, refs, names in (
+            ("in the checkpoint alone", stored, more),
+            ("in the model alone", expected, fewer),
+        )
+        if names
+    ]
+    raise NoCertainMatch(
+        f"the model has {len(expected)} values and the checkpoint {len(stored)}: layers differ",
+        cause="; ".join(texts),
+    )
+
+
+def _refuse_other_names(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> None:
+    """What the layers' names say of (the model's, the checkpoint's) layers that would belong together."""
+    named = (
+        NamedPair(own.owner, other.owner, str(_kind(own)))
+        for own, other in pairs
+        if own.owner and other.owner
+    )
+    found = [*dict.fromkeys(conflicts(named))]
+    if found:
+        raise NoCertainMatch(
+            "layers of the model and of the checkpoint that would belong together have other names",
+            cause="\n  ".join(["", *found[:_SHOWN]]),
+            hint="build the layers in the trainer's order and by its names, or write a --rename-file",
+        )
+
+
+# --- layers by name ----------------------------------------------------------------------------------------
+
+
+def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
+    """By the layers' names: `hidden/kernel` is one of the values of the one layer called `hidden`."""
+    groups: dict[str, list[TensorRef]] = defaultdict(list)
+    for ref in catalog.tensors.values():
+        if ref.owner and not _NO_LAYER.search(ref.name):
+            groups[_group(ref.name)].append(ref)
+    scopes: dict[str, list[GraphVariable]] = defaultdict(list)
+    for key, variable in open_.items():
+        scopes[key.rpartition("/")[0]].append(variable)
+    found: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for scope, variables in scopes.items():
+        group = _group_of(scope, groups)
+        if group is None:
+            continue
+        if group in taken:
+            raise NoCertainMatch(
+                f"{taken[group]!r} and {scope!r} both look like the layer {groups[group][0].owner!r}"
+            )
+        taken[group] = scope
+        found |= _within(scope, variables, groups[group])
+    return found
+
+
+def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
+    """With a layer less, `dense` and `dense_1` of the graph may stand for other layers than in the file."""
+    taken = {_group(name) for name in found.values()}
+    used = {(stems(ref.owner), *_kind(ref)) for ref in catalog.tensors.values() if _group(ref.name) in taken}
+    for ref in catalog.tensors.values():
+        is_layer = ref.owner and not _NO_LAYER.search(ref.name)
+        if is_layer and _group(ref.name) not in taken and (stems(ref.owner), *_kind(ref)) in used:
+            raise NoCertainMatch(
+                f"the checkpoint has the layer {ref.owner!r} beside what the graph has, of the same kind",
+                cause="with a layer more or less, numbered names stand for other layers",
+            )
+
+
+def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | None:
+    """The only layer whose name, or the end of whose path of names, is the scope's, or the reverse."""
+    for fits in (_equal, _ends_with, _is_end_of):
+        found = [group for group, refs in groups.items() if fits(refs[0].owner, scope)]
+        if len(found) > 1:
+            names = ", ".join(f"{groups[group][0].owner!r} ({group})" for group in found)
+            raise NoCertainMatch(f"the variables of {scope!r} could be those of several layers: {names}")
+        if found:
+            return found[0]
+    return None
+
+
+def _equal(owner: str, scope: str) -> bool:
+    return owner == scope
+
+
+def _ends_with(owner: str, scope: str) -> bool:
+    return bool(scope) and owner.endswith(f"/{scope}")
+
+
+def _is_end_of(owner: str, scope: str) -> bool:
+    return scope.endswith(f"/{owner}")
+
+
+def _within(scope: str, variables: list[GraphVariable], refs: list[TensorRef]) -> dict[str, str]:
+    """The variables of one layer: by shape where no two are alike, else in the order of Keras' own layers."""
+    if Counter(map(_kind, variables)) != Counter(map(_kind, refs)):
+        raise NoCertainMatch(
+            f"the layer {scope!r} has other values in the graph than in the checkpoint",
+            cause=f"graph: {_listed(variables)}; checkpoint: {', '.join(map(_described, refs))}",
+        )
+    if max(Counter(map(_kind, refs)).values()) == 1:
+        by_kind = {_kind(ref): ref.name for ref in refs}
+        return {variable.key: by_kind[_kind(variable)] for variable in variables}
+    refs = sorted(refs, key=_number)
+    leaves = {variable.key.rpartition("/")[2]: variable for variable in variables}
+    base = re.sub(r"_[0-9]+$", "", refs[0].owner.rpartition("/")[2])
+    group = re.sub(r"_[0-9]+$", "", _group(refs[0].name).rpartition("/")[2])
+    order = [leaf for leaf in _ORDERS.get(group) or _ORDERS.get(base) or () if leaf in leaves]
+    ordered = [leaves[leaf] for leaf in order]
+    if len(order) != len(refs) or list(map(_kind, ordered)) != list(map(_kind, refs)):
+        raise NoCertainMatch(
+            f"the layer {scope!r} has values of one shape, and nothing tells which is which",
+            cause=f"graph: {_listed(variables)}; checkpoint: {', '.join(map(_described, refs))}",
+        )
+    return {variable.key: ref.name for variable, ref in zip(ordered, refs, strict=True)}
+
+
+def _number(ref: TensorRef) -> tuple[int, str]:
+    leaf = ref.name.rpartition("/")[2]
+    return (int(leaf), "") if leaf.isdecimal() else (-1, leaf)
+
+
+# --- lists -------------------------------------------------------------------------------------------------
+
+
+def _by_order(variables: list[GraphVariable], refs: list[TensorRef], is_order_known: bool) -> dict[str, str]:
+    """A list against the graph's variables in their order."""
+    if len(variables) != len(refs):
+        raise NoCertainMatch(
+            f"the list has {len(refs)} arrays and the graph {len(variables)} variables",
+            cause=f"list: {', '.join(map(_described, refs[:_SHOWN]))}; graph: {_listed(variables)}",
+        )
+    for position, (variable, ref) in enumerate(zip(variables, refs, strict=True)):
+        if _kind(variable) != _kind(ref):
+            raise NoCertainMatch(
+                f"array {position} of the list is {_described(ref)}, "
+                f"variable {position} of the graph is {_listed([variable])}",
+                cause="the list is of another model, or in another order",
+            )
+    alike = [kind for kind, count in Counter(map(_kind, refs)).items() if count > 1]
+    if alike and not is_order_known:
+        dtype, shape = alike[0]
+        same = [variable for variable in variables if _kind(variable) == (dtype, shape)]
+        raise NoCertainMatch(
+            f"only the list's order tells {len(same)} arrays of {dtype.label}{list(shape)} apart",
+            cause=f"they would be {_listed(same)}, in this order",
+            hint="if the list was saved in the order of the graph's variables: --by-order",
+        )
+    return {variable.key: ref.name for variable, ref in zip(variables, refs, strict=True)}
+
+
+def _kind(value: GraphVariable | TensorRef) -> tuple[DType, tuple[int, ...]]:
+    shape = value.full_shape if isinstance(value, GraphVariable) else value.shape
+    return value.dtype, shape
+
+
+def _group(name: str) -> str:
+    """`layers/dense_1` of `layers/dense_1/vars/0`."""
+    return name.rpartition("/")[0].removesuffix("vars").rstrip("/")
+
+
+def _described(ref: TensorRef) -> str:
+    owner = f" of {ref.owner!r}" if ref.owner else ""
+    return f"{ref.name} {ref.dtype.label}{list(ref.shape)}{owner}"
+
+
+def _listed(variables: Sequence[GraphVariable]) -> str:
+    texts = [f"{v.key} {v.dtype.label}{list(v.full_shape)}" for v in variables[:_SHOWN]]
+    return ", ".join(texts) + (", ..." if len(variables) > _SHOWN else "")

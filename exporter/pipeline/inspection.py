@@ -1,0 +1,235 @@
+"""What lies at a path: a checkpoint, a graph, a published version, or a model with its versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from exporter.bundle.variables import VARIABLES_DIRECTORY, VARIABLES_NAME
+from exporter.catalog import Catalog
+from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint.tensor_bundle import index_path, read_catalog
+from exporter.checkpoint.trainers import SAVED_MODEL_FILES
+from exporter.delta.spans import Position
+from exporter.errors import CheckpointNotFound, ManifestError, NotUpdatable
+from exporter.files import nearest
+from exporter.graph.feeds import hands_over_batches
+from exporter.graph.likely_ends import input_placeholders, likely_outputs
+from exporter.graph.metagraph import read_metagraph
+from exporter.graph.nodes import Endpoint, GraphIndex
+from exporter.graph.saved_model import SERVE_TAG, is_saved_model, read_saved_model
+from exporter.mapping.extras import Extra, classify_extras
+from exporter.publish.delta_log import read_log
+from exporter.publish.manifest import FILE_NAME, Manifest
+from exporter.publish.permission import held_at
+from exporter.publish.versions import children, read_manifest
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """An input or output of a signature; `shape` is None if its rank is unknown, -1 is an unknown size."""
+
+    alias: str
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...] | None
+
+    @property
+    def shape_text(self) -> str:
+        """`[?,3]`; `[?]` too if nothing is known."""
+        sizes = "?" if self.shape is None else ",".join("?" if size < 0 else str(size) for size in self.shape)
+        return f"[{sizes}]"
+
+    def __str__(self) -> str:
+        return f"{self.alias} {self.dtype}{self.shape_text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A signature for people."""
+
+    name: str
+    method: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def __str__(self) -> str:
+        ends = (", ".join(map(str, specs)) for specs in (self.inputs, self.outputs))
+        return f"{self.name}({next(ends)}) -> {next(ends)}"
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """A checkpoint: all its tensors, with what each is probably for."""
+
+    catalog: Catalog
+    kinds: tuple[Extra, ...]
+
+
+@dataclass(frozen=True)
+class GraphView:
+    """A `.meta` file: what could be asked of it with `--input` and `--output`.
+
+    `batches` are the tensors that queues and iterators give in training, `likely_outputs` what looks like
+    answers, the likeliest first.
+    """
+
+    path: Path
+    nodes: int
+    variables: int
+    placeholders: tuple[TensorSpec, ...]
+    batches: tuple[TensorSpec, ...]
+    likely_outputs: tuple[TensorSpec, ...]
+    signatures: tuple[Signature, ...]
+    index: GraphIndex = field(repr=False)
+
+    @property
+    def tensors(self) -> Iterator[TensorSpec]:
+        """Every output of every node, by name."""
+        for name in sorted(self.index.nodes):
+            yield from _outputs(self.index, name)
+
+
+@dataclass(frozen=True)
+class BundleView:
+    """A SavedModel with the signatures of its graphs for serving, or of all if it has none.
+
+    `manifest` is None if another program wrote it, `catalog` if it has no variables.
+    """
+
+    path: Path
+    signatures: tuple[Signature, ...]
+    catalog: Catalog | None
+    manifest: Manifest | None
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """A model base path with its versions, newest first.
+
+    `at` is the newest position, which deltas lead to; None if it cannot be told.
+    """
+
+    path: Path
+    versions: tuple[BundleView, ...]
+    at: Position | None = None
+    hold: int | None = None
+
+
+Inspection: TypeAlias = CheckpointView | GraphView | BundleView | ModelView
+
+
+def inspect(path: Path) -> Inspection:
+    """Look at whatever `path` is, without importing TensorFlow.
+
+    Raises:
+        CheckpointError: nothing is there, or it is damaged.
+        GraphError: a graph file is damaged.
+    """
+    if path.name in SAVED_MODEL_FILES:
+        path = path.parent
+    if is_saved_model(path):
+        return _bundle(path)
+    if path.is_file() and path.suffix == ".meta":
+        return _graph(path)
+    versions = [child.path for child in children(path)] if path.is_dir() else []
+    bundles = tuple(_bundle(version) for version in versions if is_saved_model(version))
+    if bundles:
+        return ModelView(path, bundles, _newest_position(path, bundles[0]), held_at(path))
+    if not path.exists() and not index_path(path).exists() and not path.parent.exists():
+        close = nearest(path.parent)
+        hint = f"did you mean {close / path.name}?" if close else ""
+        raise CheckpointNotFound(f"there is nothing at {path}", hint=hint)
+    catalog = open_checkpoint(path)
+    return CheckpointView(catalog, tuple(classify_extras(catalog)))
+
+
+def _newest_position(model: Path, newest: BundleView) -> Position | None:
+    try:
+        return read_log(model).at
+    except ManifestError:
+        return None
+    except NotUpdatable:
+        return None if newest.manifest is None else Position(newest.manifest.position, newest.manifest.step)
+
+
+def signatures_of(meta_graph: Proto) -> tuple[Signature, ...]:
+    """The signatures of a MetaGraphDef by name, without a SavedModel's pseudo-signatures."""
+    return tuple(
+        Signature(
+            name,
+            signature.method_name.rpartition("/")[2],
+            tuple(_spec(alias, info) for alias, info in sorted(signature.inputs.items())),
+            tuple(_spec(alias, info) for alias, info in sorted(signature.outputs.items())),
+        )
+        for name, signature in sorted(meta_graph.signature_def.items())
+        if not name.startswith("__")
+    )
+
+
+def _bundle(path: Path) -> BundleView:
+    prefix = path / VARIABLES_DIRECTORY / VARIABLES_NAME
+    graphs = [*read_saved_model(path).meta_graphs]
+    graphs = [graph for graph in graphs if SERVE_TAG in graph.meta_info_def.tags] or graphs
+    return BundleView(
+        path,
+        tuple(signature for graph in graphs for signature in signatures_of(graph)),
+        read_catalog(prefix) if index_path(prefix).exists() else None,
+        read_manifest(path) if (path / FILE_NAME).exists() else None,
+    )
+
+
+def _graph(path: Path) -> GraphView:
+    meta_graph = read_metagraph(path)
+    index = GraphIndex.of(meta_graph)
+    nodes = meta_graph.graph_def.node
+    variables = [node for node in nodes if node.op in ("Variable", "VariableV2", "VarHandleOp")]
+    return GraphView(
+        path,
+        len(nodes),
+        len(variables),
+        tuple(map(_placeholder, input_placeholders(index))),
+        tuple(spec for node in nodes if hands_over_batches(node.op) for spec in _outputs(index, node.name)),
+        tuple(_tensor(index, tensor) for tensor in likely_outputs(index)),
+        signatures_of(meta_graph),
+        index,
+    )
+
+
+def _outputs(index: GraphIndex, name: str) -> Iterator[TensorSpec]:
+    for output, dtype in enumerate(index.output_dtypes(index.nodes[name]) or ()):
+        tensor = Endpoint(name, output)
+        yield TensorSpec(str(tensor), str(tensor), dtype.label, index.shape(tensor))
+
+
+def _tensor(index: GraphIndex, tensor: Endpoint) -> TensorSpec:
+    dtypes = index.output_dtypes(index.nodes[tensor.node])
+    label = dtypes[tensor.output].label if dtypes and tensor.output < len(dtypes) else "unknown type"
+    return TensorSpec(str(tensor), str(tensor), label, index.shape(tensor))
+
+
+def _spec(alias: str, info: Proto) -> TensorSpec:
+    kind = info.WhichOneof("encoding")
+    name = info.name if kind == "name" else str(kind)
+    return TensorSpec(alias, name, _label(info.dtype), _shape(info.tensor_shape))
+
+
+def _placeholder(node: Proto) -> TensorSpec:
+    return TensorSpec(
+        node.name, f"{node.name}:0", _label(node.attr["dtype"].type), _shape(node.attr["shape"].shape)
+    )
+
+
+def _shape(shape: Proto) -> tuple[int, ...] | None:
+    return None if shape.unknown_rank else tuple(int(dim.size) for dim in shape.dim)
+
+
+def _label(number: int) -> str:
+    try:
+        return DType(number).label
+    except ValueError:
+        return f"type {number}"

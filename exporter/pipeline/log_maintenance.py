@@ -1,0 +1,362 @@
+"""Merge, roll back, resume and clean a published log.
+
+A rollback goes forward: it publishes a delta with the values of an earlier position, so that servers take it
+as they take any other, and holds the log there, so that the trainer's next delta does not overrun it.
+Resuming publishes the values of before the rollback again, unless newer ones have been published, and lifts
+the hold.
+
+*What servers see of a rollback from B to G, which becomes position R = B + 1.* They follow `up_to = -1`: of
+the deltas that fit they take the one that leads furthest without passing the hold.
+
+1. The model's lock is taken: nobody else publishes, merges or tidies until the end. It may take as long as
+   the rows since G take to read; a watch waits, or says so and tries again.
+2. The hold goes to G, unless it is lower. Who is at G or before stops there; the others stay where they are.
+3. The delta to R is staged. It fits everybody from the earliest position on from which some delta leads past
+   G, and holds all rows touched since then: so nobody passes B on the way to R.
+4. The hold becomes a link to the file `hold` of the staged delta's future place. It cannot be read: nobody
+   moves by himself.
+5. The delta is renamed into place. With this one call it can be seen, and the hold is R: all go to R, at
+   once, and no further.
+6. The link is replaced by a file that says the same.
+
+A process that is killed in 1-4 has not rolled back, and no server has moved towards B; running the command
+again, or `resume`, goes on from there. Killed in 5-6, it has. A server lists the deltas after it has read the
+hold: whoever knows the hold of 5 sees the delta, too. Where links cannot be made, 4 sets the hold to R, and a
+server that is before G can be led on to B until 5; its next call leads to R.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from exporter.delta.format import Delta
+from exporter.delta.invert import restoring
+from exporter.delta.merge import merge_changes
+from exporter.delta.spans import Position, Span, SpanLike, merge_due, merged, plan_chain
+from exporter.errors import (
+    CheckpointError,
+    ManifestError,
+    ModelHeld,
+    PositionError,
+    PositionMoved,
+    VerificationError,
+)
+from exporter.files import remove_tree, writing
+from exporter.options import DeltaDtype
+from exporter.pipeline import republish
+from exporter.pipeline.republish import TakenBack, TakingBack
+from exporter.pipeline.restoration import (
+    Restoration,
+    delta_path,
+    resumption_of,
+    rollback_of,
+    since,
+    taking_back,
+)
+from exporter.publish.commit import PublishedDelta as Published
+from exporter.publish.commit import Staging, UnderLock, model_lock, next_delta_position
+from exporter.publish.delta_log import PublishedDelta, PublishedLog, read_log
+from exporter.publish.delta_publication import Publication, publish_changes
+from exporter.publish.log_entries import Made
+from exporter.publish.permission import binding
+from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
+
+T = TypeVar("T")
+
+RACE_SECONDS = 60.0
+"""How long an operator's command tries again while others remove what it reads."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A merger: the deltas that became one, and that one."""
+
+    parts: tuple[PublishedDelta, ...]
+    published: Published
+
+    @property
+    def path(self) -> Path:
+        """The delta that holds them all."""
+        return self.published.path
+
+    @property
+    def span(self) -> Span:
+        """From where to where it leads."""
+        return merged(self.parts)
+
+
+def merge(model: Path, start: int | None = None, end: int | None = None) -> Merged | None:
+    """Merge the deltas that lead from `start` (by default the newest base) to `end` (by default the newest).
+
+    None if a single delta, or none, leads there.
+
+    Raises:
+        DeltaGap, StaleDelta: no deltas lead so.
+        CheckpointError: a delta is damaged.
+        PublishError: see errors.py; nothing was published.
+    """
+
+    def merge_all(log: PublishedLog) -> Merged | None:
+        run = _run(log, start, end)
+        return None if len(run) < 2 else merge_run(log, run)
+
+    return undisturbed(model, merge_all)
+
+
+@dataclass(frozen=True)
+class Merging:
+    """A merger as it is planned: the deltas that become one, and its place."""
+
+    parts: tuple[PublishedDelta, ...]
+    span: Span
+    path: Path
+
+
+def plan_merge(model: Path, start: int | None = None, end: int | None = None) -> Merging | None:
+    """What `merge` would do now; the deltas are read and checked, and nothing is written.
+
+    Raises:
+        DeltaGap, StaleDelta, CheckpointError, ModelHeld: as `merge`.
+    """
+
+    def plan(log: PublishedLog) -> Merging | None:
+        run = _run(log, start, end)
+        if len(run) < 2:
+            return None
+        for delta in run:
+            log.open(delta)
+        span = merged(run)
+        _require_on_way(model, span)
+        path = delta_path(log, span)
+        return None if path.exists() else Merging(run, span, path)
+
+    return undisturbed(model, plan)
+
+
+def _run(log: PublishedLog, start: int | None, end: int | None) -> tuple[PublishedDelta, ...]:
+    return log.chain(log.base.at.position if start is None else start, end)
+
+
+def undisturbed(
+    model: Path, action: Callable[[PublishedLog], T], *, clock: Callable[[], float] = time.monotonic
+) -> T:
+    """What an operator's command does with a log, again if others removed what it was reading.
+
+    Raises:
+        PositionMoved: they did so again and again, for `RACE_SECONDS`.
+        ExportError: as `action`.
+    """
+    deadline = clock() + RACE_SECONDS
+    while True:
+        log = read_log(model)
+        try:
+            return action(log)
+        except (CheckpointError, PositionMoved, VerificationError) as error:
+            if not isinstance(error, PositionMoved) and all(delta.path.exists() for delta in log.deltas):
+                raise
+            if clock() >= deadline:
+                what = f"others published and tidied under {model} for {RACE_SECONDS:g} s"
+                raise PositionMoved(f"{what}, without a pause to read it", cause=error.message) from error
+
+
+def merge_run(log: PublishedLog, run: Sequence[PublishedDelta]) -> Merged | None:
+    """Merge neighbouring deltas; None if their merger is published already."""
+    newest = run[-1]
+    with Staging(log.model) as staging, writing(staging.path):
+        opened = [log.open(delta) for delta in run]
+        changes = merge_changes([delta.changes for delta in opened], log.schema, _scratch(staging))
+        span = merged(run)
+        what = Publication(
+            span,
+            newest.at.step,
+            Made.MERGE,
+            newest.entry.trained,
+            packing=_packing(opened),
+            state=newest.manifest.state_id,
+        )
+        how = UnderLock(permit=lambda: _require_on_way(log.model, span))
+        try:
+            return Merged(tuple(run), publish_changes(log, staging, changes, what, last=None, under_lock=how))
+        except PositionMoved:
+            return None
+
+
+def _require_on_way(model: Path, span: Span) -> None:
+    """Refuse a merger that would lead servers to a position which a hold and a rollback lead them past.
+
+    Raises:
+        ModelHeld: it would.
+    """
+    log = read_log(model)
+    try:
+        hold = log.hold()
+    except ManifestError:
+        return  # nobody moves
+    if hold is None or not span.end <= hold:
+        return
+    known: list[SpanLike] = [delta for delta in log.deltas if delta.end <= hold]
+    passed, then = (_passed(spans, span.start) for spans in (known, [*known, span]))
+    if span.end in then - passed:
+        raise ModelHeld(
+            f"{log.path} is held at {hold}: a delta {span} would lead servers to {span.end} again"
+        )
+
+
+def _passed(spans: Sequence[SpanLike], start: int) -> set[int]:
+    try:
+        return {span.end for span in plan_chain(spans, start)}
+    except PositionError:
+        return set()
+
+
+def tidy(model: Path, *, clock: Callable[[], float] = time.time) -> tuple[tuple[Merged, ...], RetiredDeltas]:
+    """Merge what is due, remove what nobody needs any more; nothing of both while the log is held.
+
+    Raises:
+        CheckpointError: a delta is damaged.
+        PublishError: see errors.py.
+    """
+    done: list[Merged] = []
+    log = read_log(model)
+    if log.held.is_set:  # what is held may still be taken back, delta by delta
+        return (), RetiredDeltas()
+    while run := merge_due((log := read_log(model)).deltas):
+        try:
+            merger = merge_run(log, run)
+        except ModelHeld:
+            break
+        if merger is None:
+            break
+        done.append(merger)
+    with model_lock(model):
+        log, now = read_log(model), clock()
+        if log.held.is_set:
+            return tuple(done), RetiredDeltas()
+        log.held.sweep()
+        retired = retire_deltas(log, now=now) + retire_logs(log, now=now)
+    for trash in retired.trash:
+        remove_tree(trash)
+    return tuple(done), retired
+
+
+def rollback(model: Path, to: int) -> TakenBack:
+    """Publish the values of position `to` as the next position, and hold the log there.
+
+    Where the newest version takes no deltas, `to` is a version, which is published again as the newest.
+
+    Raises:
+        PositionUnknown: nothing published stands at `to`, or its values are gone.
+        UsageError: `to` is the newest position.
+        TargetBusy: another exporter had the model's lock for too long.
+        CheckpointError, PublishError: see errors.py; nothing was published, and the hold is as it was.
+    """
+    if republish.is_plain(model):
+        return republish.rollback(model, to)
+    with _operating(model) as (log, staging):
+        restoration = rollback_of(log, to)
+        with log.held.put_back_on_failure(staging):
+            _stop_at(log, to, staging)
+            done = _restore(log, staging, restoration)
+        return TakenBack(log.at, Position(to, done.manifest.step), done, done.manifest.position)
+
+
+def plan_rollback(model: Path, to: int) -> TakingBack:
+    """What `rollback` would do now; the deltas on the way are read and checked, and nothing is written.
+
+    Raises:
+        PositionUnknown, UsageError, CheckpointError: as `rollback`.
+    """
+    if republish.is_plain(model):
+        return republish.plan_rollback(model, to)
+    return undisturbed(model, lambda log: taking_back(log, rollback_of(log, to)))
+
+
+def resume(model: Path, *, lift_only: bool = False) -> TakenBack:
+    """Lift the hold; after a rollback that nothing was published on, publish the values of before it again.
+
+    After several rollbacks, these are the values of before the first of those that are still in force. With
+    `lift_only` the values stay those of the rollback.
+
+    Raises:
+        UsageError: the log is not held.
+        PositionUnknown: the values of before the rollback are gone.
+        TargetBusy, CheckpointError, PublishError: see errors.py; the log is still held.
+    """
+    if republish.is_plain(model):
+        return republish.resume(model, lift_only=lift_only)
+    with _operating(model) as (log, staging):
+        restoration = resumption_of(log, lift_only)
+        done, at = None, log.at
+        if restoration is not None:
+            done = _restore(log, staging, restoration)
+            at = Position(restoration.of, done.manifest.step)
+        for hold in binding(model, log.base.entry.log):
+            hold.lift()
+        return TakenBack(log.at, at, done, None)
+
+
+def plan_resume(model: Path, *, lift_only: bool = False) -> TakingBack:
+    """What `resume` would do now; the deltas on the way are read and checked, and nothing is written.
+
+    Raises:
+        UsageError, PositionUnknown, CheckpointError: as `resume`.
+    """
+    if republish.is_plain(model):
+        return republish.plan_resume(model, lift_only=lift_only)
+    return undisturbed(model, lambda log: taking_back(log, resumption_of(log, lift_only)))
+
+
+@contextmanager
+def _operating(model: Path) -> Iterator[tuple[PublishedLog, Staging]]:
+    """A log that nobody else publishes in, merges or tidies until the block ends."""
+    read_log(model)  # where nothing is published nothing is made, not even a lock
+    with Staging(model) as staging, writing(staging.path), model_lock(model):
+        log = read_log(model)
+        log.held.sweep()
+        yield log, staging
+
+
+def _stop_at(log: PublishedLog, to: int, staging: Staging) -> None:
+    """Hold the log at `to`, if it is not held before that already."""
+    try:
+        held = log.hold()
+    except ManifestError:
+        return  # which nobody passes
+    if held is None or held > to:
+        log.held.put(to, staging)
+
+
+def _restore(log: PublishedLog, staging: Staging, restoration: Restoration) -> Published:
+    """Publish the values of `restoration.of` as the next position."""
+    to, last = restoration.of, log.at.position
+    trained, step = log.trained_at(to)
+    taken_back = [log.open(delta) for delta in since(log, restoration)]
+    touched = [delta.changes for delta in taken_back]
+    changes = restoring(touched, log.state(to), log.schema, _scratch(staging))
+    what = Publication(
+        Span(restoration.start, next_delta_position(None, last)),
+        step,
+        restoration.made,
+        trained,
+        back_to=to,
+        before=last if restoration.before is None else restoration.before,
+        packing=_packing(taken_back),
+    )
+    how = UnderLock(is_ours=True, holds=restoration.holds)
+    return publish_changes(log, staging, changes, what, last=last, under_lock=how)
+
+
+def _packing(deltas: Sequence[Delta]) -> DeltaDtype | None:
+    """How the newest of these that is packed is: what is made of them holds rows that pack so, too."""
+    return next((delta.header.packing for delta in reversed(deltas) if delta.header.packing), None)
+
+
+def _scratch(staging: Staging) -> Path:
+    scratch = staging.path.with_name("scratch")
+    scratch.mkdir()
+    return scratch

@@ -1,0 +1,93 @@
+"""What lies beside a checkpoint: its trainer's graph, to serve, to keep, or to ask how it looks tables up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from exporter.catalog import Catalog
+from exporter.checkpoint.families import V1_SHARD, describes_model
+from exporter.errors import UsageError
+from exporter.graph.inference_graph import PartitionStrategy
+from exporter.graph.keys import variable_keys
+from exporter.graph.metagraph import is_autodist, read_metagraph
+from exporter.graph.nodes import GraphIndex
+from exporter.graph.partition import trained_strategies
+from exporter.graph.saved_model import SERVE_TAG, is_saved_model, load_training_graph, read_saved_model
+from exporter.graph.source_graph import SourceGraph
+from exporter.graph.training_graph import TrainingGraph
+from exporter.mapping.build import MappingRules
+from exporter.options import ExportFormat, ExportRequest
+from exporter.wire.protos import Proto
+
+
+def model_beside(catalog: Catalog) -> str | None:
+    """What a checkpoint itself brings along to serve: `.meta`, SavedModel, or an archive's own config."""
+    for path in (_meta(catalog), _saved_model(catalog)):
+        if path is not None and path.exists():
+            return str(path)
+    return str(catalog.prefix) if describes_model(catalog.prefix) else None
+
+
+def _meta(catalog: Catalog) -> Path:
+    prefix = V1_SHARD.sub("", catalog.prefix.name)  # the shards of format V1 have one graph together
+    return catalog.prefix.with_name(f"{prefix}.meta")
+
+
+def _saved_model(catalog: Catalog) -> Path | None:
+    """The SavedModel whose `variables/` the checkpoint is."""
+    directory = catalog.prefix.parent.parent
+    return directory if catalog.prefix.parent.name == "variables" and is_saved_model(directory) else None
+
+
+def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> MappingRules:
+    """The rules, with how the trainer's own graph (if it is beside the checkpoint) looks its tables up.
+
+    AutoDist cuts variables that its user's program has whole, and looks its cuts up by ranges of rows. What a
+    SavedModel has whole lies in its own `variables/` by ranges of rows, too.
+    """
+    sliced = {name for name, ref in catalog.tensors.items() if ref.slices}
+    meta, saved_model = _meta(catalog), _saved_model(catalog)
+    by_ranges: set[str] = set()
+    trainers: list[Proto] = []
+    if sliced and meta.exists():
+        trainers = [source.meta_graph if source.label == str(meta) else read_metagraph(meta)]
+        by_ranges = sliced if is_autodist(trainers[0]) else set()
+    elif sliced and saved_model is not None:
+        trainers = [*read_saved_model(saved_model).meta_graphs]
+        by_ranges = {key for graph in trainers for key in _whole(graph)}
+    trained = dict.fromkeys(by_ranges, PartitionStrategy.DIV)
+    for graph in trainers:
+        trained |= trained_strategies(graph)
+    return replace(rules, trained=trained)
+
+
+def _whole(meta_graph: Proto) -> set[str]:
+    keys = variable_keys(meta_graph, GraphIndex.of(meta_graph)).values()
+    return {key.key for key in keys if key.part is None}
+
+
+def training_graph(request: ExportRequest, catalog: Catalog) -> TrainingGraph | None:
+    """The graph that `--train-tag` names, in the SavedModel that is the source; None if nothing is asked.
+
+    Raises:
+        UsageError: there is no such graph, or it cannot be kept in what is to be written.
+        CheckpointError, GraphError: it cannot be read.
+    """
+    if request.train_tag is None:
+        return None
+    if SERVE_TAG in request.train_tag.split(","):
+        raise UsageError(f"--train-tag {request.train_tag}: this tag is the serving graph's own")
+    if request.updates or request.format is ExportFormat.METAGRAPH:
+        raise UsageError(
+            "--train-tag keeps a graph in a SavedModel that does not change",
+            hint="leave out --incr, --updatable and --format metagraph",
+        )
+    named = Path(request.model) if isinstance(request.model, str) else None
+    path = named if named is not None and is_saved_model(named) else _saved_model(catalog)
+    if path is None:
+        raise UsageError(
+            f"--train-tag {request.train_tag}: neither the model nor the checkpoint is a SavedModel",
+            hint="name the trainer's SavedModel with --model, or with --ckpt-dir",
+        )
+    return load_training_graph(path, request.train_tag)

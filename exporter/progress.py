@@ -1,0 +1,39 @@
+"""What long work reports to, and how many bytes it was, without knowing who reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, TypeAlias
+
+
+class Progress(Protocol):
+    """What long work reports to: `advance` counts bytes or items done."""
+
+    def advance(self, amount: int) -> None:
+        """Note `amount` more units as done."""
+
+
+class NoProgress:
+    """Progress that nobody watches."""
+
+    def advance(self, amount: int) -> None:
+        """Do nothing."""
+
+
+ProgressFactory: TypeAlias = Callable[[str, int], AbstractContextManager[Progress]]
+"""Makes the progress bar of one piece of long work from a label and its number of bytes."""
+
+
+def no_progress(label: str, total: int) -> AbstractContextManager[Progress]:
+    """A progress bar that nobody sees."""
+    return nullcontext(NoProgress())
+
+
+def human_bytes(count: float) -> str:
+    """`1536` as `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

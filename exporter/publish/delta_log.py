@@ -1,0 +1,324 @@
+"""What is published of a log: its bases, its deltas, its hold, and the values at each of its positions.
+
+<model>/<position>/                       a base; its manifest names log, schema and recipe
+<model>/deltas/<log>/<from>-<to>/         deltas; names that are no delta's, files and links are ignored
+<model>/deltas/<log>/hold                 a position that `up_to = -1` does not pass
+<model>/deltas/<log>/.state/              caches of the exporter, see `exporter.delta.row_hashes`,
+                                          `tolerance`, `checked_files`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from exporter.catalog import Catalog
+from exporter.checkpoint.tensor_bundle import check_values, read_catalog
+from exporter.delta.delta_files import read_delta
+from exporter.delta.format import FILE_PREFIX, Delta, Schema, log_name
+from exporter.delta.row_reader import StoredVariable, served_in
+from exporter.delta.snapshot import State
+from exporter.delta.spans import Position, check_fits, nearest_base, plan_chain
+from exporter.errors import (
+    CheckpointError,
+    CorruptFile,
+    ManifestError,
+    NotUpdatable,
+    PositionUnknown,
+)
+from exporter.increments.trained import Trained
+from exporter.publish.absent import nothing_published
+from exporter.publish.hold import Hold
+from exporter.publish.log_entries import BaseEntry, DeltaEntry
+from exporter.publish.manifest import FILE_NAME, Manifest, tensor_entries
+from exporter.publish.versions import children, delta_names, read_manifest
+
+DELTAS_DIRECTORY = "deltas"
+CACHES = Path(".state")
+HASHES = CACHES / "hashes"
+CHECKED = CACHES / "checked"
+VARIABLES_PREFIX = Path("variables", "variables")
+BROKEN_LOG_HINT = "publish a new base, which leaves this log behind: the same export with --updatable --again"
+
+
+@dataclass(frozen=True)
+class PublishedBase:
+    """A base that takes deltas."""
+
+    path: Path
+    manifest: Manifest
+    entry: BaseEntry
+
+    @classmethod
+    def read(cls, path: Path) -> PublishedBase:
+        """The base in a version's directory.
+
+        Raises:
+            ManifestError: its manifest cannot be read.
+            NotUpdatable: it takes no deltas.
+        """
+        manifest = read_manifest(path)
+        if not isinstance(manifest.incremental, BaseEntry):
+            raise NotUpdatable(
+                f"{path} was not exported to take deltas",
+                hint="publish a newer base that takes them: the same export with --updatable",
+            )
+        return cls(path, manifest, manifest.incremental)
+
+    @property
+    def at(self) -> Position:
+        """Where a server stands that has loaded it."""
+        return Position(self.manifest.position, self.manifest.step)
+
+    def stored(self) -> dict[str, StoredVariable]:
+        """Its served variables by name.
+
+        Raises:
+            CheckpointError: they cannot be read, or are not those that its manifest lists.
+        """
+        catalog = read_catalog(self.path / VARIABLES_PREFIX)
+        _check_listed(catalog, self.manifest)
+        sources = self.entry.recipe.sources()
+        return {found.name: found for source in sources for found in served_in(catalog, source)}
+
+
+@dataclass(frozen=True)
+class PublishedDelta:
+    """A delta, known by its name until more is asked for."""
+
+    path: Path
+    start: int
+    end: int
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """Its manifest, which says what its name says.
+
+        Raises:
+            ManifestError: it cannot be read, or tells of other positions.
+        """
+        manifest = read_manifest(self.path)
+        if (manifest.from_position, manifest.position) != (self.start, self.end):
+            raise ManifestError(
+                f"{self.path / FILE_NAME} tells of {manifest.from_position}-{manifest.position}"
+            )
+        return manifest
+
+    @property
+    def entry(self) -> DeltaEntry:
+        """Its place in the log.
+
+        Raises:
+            ManifestError: the manifest cannot be read or does not say.
+        """
+        entry = self.manifest.incremental
+        if not isinstance(entry, DeltaEntry):
+            raise ManifestError(f"{self.path / FILE_NAME} does not say which log the delta is of")
+        return entry
+
+    @property
+    def at(self) -> Position:
+        """Where it leads."""
+        return Position(self.end, self.manifest.step)
+
+    @property
+    def only_from(self) -> bool:
+        """True if it fits its first position alone."""
+        return self.entry.only_from
+
+    @property
+    def parts(self) -> int:
+        """How many publications it holds."""
+        return self.entry.parts
+
+    def accepts(self, position: int) -> bool:
+        """True if a state at `position` may take it."""
+        if not self.start <= position < self.end:
+            return False
+        return position == self.start or not self.only_from
+
+
+@dataclass(frozen=True)
+class PublishedLog:
+    """A log as it was at one moment. `base` is the newest version; `deltas` are sorted by their positions."""
+
+    model: Path
+    base: PublishedBase
+    deltas: tuple[PublishedDelta, ...]
+
+    @property
+    def path(self) -> Path:
+        """The directory of its deltas, which need not exist."""
+        return log_path(self.model, self.base.entry.log)
+
+    @property
+    def lineage(self) -> str:
+        """The log's random id."""
+        return self.base.manifest.lineage or ""
+
+    @property
+    def schema(self) -> Schema:
+        """What its deltas hold."""
+        return self.base.entry.schema
+
+    @cached_property
+    def bases(self) -> tuple[PublishedBase, ...]:
+        """Every base of the log that is still there, newest first."""
+        found = []
+        for child in children(self.model):
+            if not child.is_ours:
+                continue
+            try:
+                base = self.base if child.path == self.base.path else PublishedBase.read(child.path)
+            except (ManifestError, NotUpdatable):
+                continue
+            if base.manifest.lineage == self.lineage:
+                found.append(base)
+        return tuple(found)
+
+    @property
+    def newest(self) -> PublishedBase | PublishedDelta:
+        """What leads to, or is, the newest position."""
+        last = max(self.deltas, key=lambda delta: (delta.end, delta.start), default=None)
+        return last if last is not None and last.end > self.base.at.position else self.base
+
+    @property
+    def at(self) -> Position:
+        """The newest position."""
+        return self.newest.at
+
+    @property
+    def trained(self) -> Trained:
+        """The trainer's state at the newest position."""
+        return self.newest.entry.trained
+
+    def chain(self, start: int, target: int | None = None) -> tuple[PublishedDelta, ...]:
+        """The deltas that lead from `start` to `target`, or to the newest position.
+
+        Raises:
+            DeltaGap, StaleDelta: see `plan_chain`.
+        """
+        return plan_chain(self.deltas, start, target)
+
+    def open(
+        self, delta: PublishedDelta, *, verify: bool = True, only: Collection[str] | None = None
+    ) -> Delta:
+        """The delta's changes as memory maps, every checksum compared if `verify`; of variables `only`.
+
+        Raises:
+            CheckpointError: it is damaged, see errors.py.
+            ForeignLineage, SchemaChanged: it is of another log.
+        """
+        try:
+            found = self._open(delta)
+            if only is not None:
+                changes = {name: change for name, change in found.changes.items() if name in only}
+                found = replace(found, changes=changes)
+            if verify:
+                _check_values(found, self.schema, only)
+            return found
+        except CheckpointError as error:
+            error.hint = BROKEN_LOG_HINT  # the reader of bundles takes it for a checkpoint
+            raise
+
+    def _open(self, delta: PublishedDelta) -> Delta:
+        found = read_delta(delta.path / FILE_PREFIX, self.schema)
+        header = found.header
+        if (header.from_position, header.to_position) != (delta.start, delta.end):
+            raise CorruptFile(f"{delta.path} leads from {header.from_position} to {header.to_position}")
+        digest = self.schema.digest
+        check_fits(header, lineage=self.lineage, schema_digest=digest, position=delta.start)
+        _check_listed(found.catalog, delta.manifest)
+        return found
+
+    def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> State:
+        """The values at a position, by default at the newest; of variables `only`, if these are named.
+
+        Raises:
+            PositionUnknown: no base leads there any more.
+            CheckpointError: a base or delta on the way is damaged.
+        """
+        target = self.at.position if position is None else position
+        by_position = {base.at.position: base for base in self.bases}
+        base = by_position[nearest_base(self.deltas, by_position, target)]
+        chain = self.chain(base.at.position, target)
+        layers = tuple(self.open(delta, only=only).changes for delta in chain)
+        return State(base.stored(), layers, hint=BROKEN_LOG_HINT)
+
+    def trained_at(self, position: int) -> tuple[Trained, int | None]:
+        """The trainer's state at a position, and its step.
+
+        Raises:
+            PositionUnknown: nothing published stands there.
+        """
+        for base in self.bases:
+            if base.at.position == position:
+                return base.entry.trained, base.at.step
+        for delta in self.deltas:
+            if delta.end == position:
+                return delta.entry.trained, delta.at.step
+        known = sorted({base.at.position for base in self.bases} | {delta.end for delta in self.deltas})
+        raise PositionUnknown(
+            f"nothing published stands at position {position}",
+            cause=f"there are {', '.join(map(str, known[-20:]))}",
+        )
+
+    @property
+    def held(self) -> Hold:
+        """The file that holds the log."""
+        return Hold(self.path)
+
+    def hold(self) -> int | None:
+        """The position that readers do not pass by themselves.
+
+        Raises:
+            ManifestError: the file is there and does not say.
+        """
+        return self.held.read()
+
+
+def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) -> None:
+    """Compare the checksums of a delta's tensors, or of those of some variables, which are not packed."""
+    names = set(delta.catalog.tensors)
+    if only is not None:
+        names = {key for variable in schema.variables if variable.name in only for key in variable.keys}
+    for name in names:
+        check_values(delta.catalog, delta.catalog.tensors[name])
+
+
+def _check_listed(catalog: Catalog, manifest: Manifest) -> None:
+    """Compare a bundle's index with the manifest beside it, both ways; the values are not read."""
+    listed, found = (
+        {entry.name: entry for entry in entries} for entries in (manifest.tensors, tensor_entries(catalog))
+    )
+    differing = sorted(name for name in listed.keys() | found.keys() if listed.get(name) != found.get(name))
+    if differing:
+        name = differing[0]
+        what = "lacks" if name not in found else "holds" if name not in listed else "holds another"
+        raise CorruptFile(f"{catalog.prefix} {what} {name!r}: its manifest says otherwise")
+
+
+def read_log(model: Path) -> PublishedLog:
+    """The log of the newest version under a model base path.
+
+    Raises:
+        NotUpdatable: nothing is published, or the newest version takes no deltas.
+        ManifestError: its manifest cannot be read.
+    """
+    newest = next((child for child in children(model) if child.is_ours), None)
+    if newest is None:
+        raise nothing_published(model)
+    base = PublishedBase.read(newest.path)
+    return PublishedLog(model, base, list_deltas(log_path(model, base.entry.log)))
+
+
+def log_path(model: Path, log: int) -> Path:
+    """The directory of a log's deltas."""
+    return model / DELTAS_DIRECTORY / log_name(log)
+
+
+def list_deltas(log: Path) -> tuple[PublishedDelta, ...]:
+    """Every delta in a log's directory, by its name; whatever is not one is passed over."""
+    return tuple(PublishedDelta(log / name, start, end) for name, start, end in delta_names(log))

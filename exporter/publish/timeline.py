@@ -1,0 +1,187 @@
+"""What was published for a model, one after the other: versions and deltas of every log that is still there.
+
+Read from the manifests alone. What retention removed is gone, except that a merger tells how many
+publications it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+
+from exporter.delta.spans import Position
+from exporter.errors import ManifestError, NotUpdatable
+from exporter.publish.delta_log import DELTAS_DIRECTORY, PublishedDelta, list_deltas, read_log
+from exporter.publish.log_entries import BaseEntry, DeltaEntry, Made
+from exporter.publish.manifest import Manifest
+from exporter.publish.permission import held_at
+from exporter.publish.versions import Child, children, read_manifest
+
+
+class What(StrEnum):
+    """What an event is; a `version` takes no deltas, a `rebase` is a base in the middle of its log."""
+
+    VERSION = "version"
+    BASE = "base"
+    REBASE = "rebase"
+    DELTA = "delta"
+    MERGE = "merge"
+    ROLLBACK = "rollback"
+    RESUME = "resume"
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something published. Of what is `DAMAGED` the name is known alone, and `problem` says what is wrong.
+
+    `start` is where a delta begins, `back_to` the position or version whose values came back. `parts` counts
+    the publications that a merger holds, of which `merged_away` are not there any more by themselves;
+    `merged_into` names a merger that leads past this delta. `is_past_hold`: servers do not go there by
+    themselves. `is_current`: it is of the log, or a version without one, that is followed now.
+    """
+
+    what: What
+    path: Path
+    position: int
+    created: datetime | None = None
+    step: int | None = None
+    log: int | None = None
+    start: int | None = None
+    checkpoint: str = ""
+    rows: int | None = None
+    compared: bool = False
+    parts: int = 1
+    merged_away: int = 0
+    merged_into: str | None = None
+    back_to: int | None = None
+    is_past_hold: bool = False
+    is_current: bool = True
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class History:
+    """Every event in the order of positions; where the model stands; None for what cannot be told."""
+
+    model: Path
+    events: tuple[Event, ...]
+    at: Position | None
+    log: int | None
+    hold: int | None
+
+
+def read_history(model: Path) -> History:
+    """The history of a model.
+
+    Raises:
+        NotUpdatable: nothing is published.
+        ManifestError: the model cannot be looked at.
+    """
+    versions = [child for child in children(model) if child.is_ours]
+    if not versions:
+        raise NotUpdatable(f"nothing is published under {model}")
+    log, at = None, None
+    events = [_version(child) for child in versions]
+    try:
+        published = read_log(model)
+        log, at = published.base.entry.log, published.at
+    except NotUpdatable:
+        at = Position(events[0].position, events[0].step)
+    except ManifestError:
+        pass
+    hold = held_at(model)
+    for directory in _logs(model):
+        events += _deltas(list_deltas(directory))
+    events = [_placed(event, log, hold) for event in events]
+    return History(model, tuple(sorted(events, key=_order)), at, log, hold)
+
+
+def _logs(model: Path) -> list[Path]:
+    directory = model / DELTAS_DIRECTORY
+    return [path for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
+
+
+def _order(event: Event) -> tuple[int, float, int]:
+    """By position; of what leads to one position, as it was published."""
+    return event.position, event.created.timestamp() if event.created else 0.0, event.start or 0
+
+
+def _placed(event: Event, log: int | None, hold: int | None) -> Event:
+    is_current = event.log == log
+    past = hold is not None and is_current and event.position > hold
+    return replace(event, is_current=is_current, is_past_hold=past)
+
+
+def _version(child: Child) -> Event:
+    try:
+        manifest = read_manifest(child.path)
+    except ManifestError as error:
+        return Event(What.DAMAGED, child.path, child.version, problem=error.message)
+    what, back_to, log = What.VERSION, None, None
+    if isinstance(manifest.incremental, BaseEntry):
+        log = manifest.incremental.log
+        what = What.BASE if log == manifest.position else What.REBASE
+    if manifest.taken_back is not None:
+        what, back_to = What(manifest.taken_back.made), manifest.taken_back.back_to
+    return replace(_event(what, child.path, manifest), log=log, back_to=back_to)
+
+
+def _event(what: What, path: Path, manifest: Manifest) -> Event:
+    return Event(
+        what,
+        path,
+        manifest.position,
+        manifest.created,
+        manifest.step,
+        start=manifest.from_position,
+        checkpoint=manifest.source.checkpoint,
+    )
+
+
+def _deltas(deltas: Sequence[PublishedDelta]) -> Iterator[Event]:
+    events = [_delta(delta) for delta in deltas]
+    for event in events:
+        if event.what is What.MERGE:
+            inside = [other for other in events if other.what is not What.MERGE and _leads_past(event, other)]
+            away = max(0, event.parts - sum(other.parts for other in inside))
+            yield replace(event, merged_away=away, merged_into=_merger(events, event))
+        else:
+            yield replace(event, merged_into=_merger(events, event))
+
+
+def _leads_past(merger: Event, other: Event) -> bool:
+    starts = merger.start is not None and other.start is not None and merger.start <= other.start
+    return starts and other.position <= merger.position and other.path != merger.path
+
+
+def _merger(events: Iterable[Event], part: Event) -> str | None:
+    """The name of the longest merger that holds a delta."""
+    found = [event for event in events if event.what is What.MERGE and _leads_past(event, part)]
+    longest = max(found, key=lambda event: event.position - (event.start or 0), default=None)
+    return None if longest is None else f"{longest.start}-{longest.position}"
+
+
+def _delta(delta: PublishedDelta) -> Event:
+    try:
+        manifest, entry = delta.manifest, delta.entry
+    except ManifestError as error:
+        log = int(delta.path.parent.name) if delta.path.parent.name.isdecimal() else None
+        return Event(What.DAMAGED, delta.path, delta.end, log=log, start=delta.start, problem=error.message)
+    return replace(
+        _event(_kind(entry), delta.path, manifest),
+        log=entry.log,
+        rows=entry.rows,
+        compared=entry.made is Made.COMPARISON,
+        parts=entry.parts,
+        back_to=entry.back_to,
+    )
+
+
+def _kind(entry: DeltaEntry) -> What:
+    return {Made.MERGE: What.MERGE, Made.ROLLBACK: What.ROLLBACK, Made.RESUME: What.RESUME}.get(
+        entry.made, What.DELTA
+    )

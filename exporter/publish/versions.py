@@ -1,0 +1,207 @@
+"""What lies under a model base path: versions, the last position, and leases for those who read a version."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from exporter.delta.format import POSITION_LIMIT
+from exporter.errors import ManifestError, TargetNotWritable, UsageError
+from exporter.files import open_regular, still_at, try_lock
+from exporter.publish.manifest import FILE_NAME, Manifest, Stamp, from_json, stamp_from_json
+
+T = TypeVar("T")
+
+MAX_MANIFEST_BYTES = 256 << 20
+"""A longer manifest is refused unread; 20,000 tensors take 3 MB."""
+
+_INT64 = range(-(1 << 63), 1 << 63)
+_INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
+_DELTA = re.compile(r"([0-9]{20})-([0-9]{20})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A name under the model base path that TensorFlow Serving takes for a version.
+
+    `is_ours` says that it is a directory with a manifest, so that this program published it.
+    """
+
+    version: int
+    path: Path
+    is_ours: bool
+
+
+def served_version(name: str) -> int | None:
+    """The version that TensorFlow Serving reads from a child's name, None if it skips it.
+
+    The whole name must be a decimal int64; blanks around it and leading zeros are allowed. Source:
+    ParseVersionNumber in tensorflow_serving/sources/storage_path/file_system_storage_path_source.cc.
+    """
+    if len(name) > 255 or not _INTEGER.fullmatch(name):
+        return None
+    number = int(name)
+    return number if number in _INT64 else None
+
+
+def children(model: Path) -> tuple[Child, ...]:
+    """Everything that TensorFlow Serving takes for a version, plain files too, newest first."""
+    found = []
+    for entry in _entries(model):
+        version = served_version(entry.name)
+        if version is not None:
+            is_ours = entry.is_dir(follow_symlinks=False) and _is_regular(Path(entry.path) / FILE_NAME)
+            found.append(Child(version, Path(entry.path), is_ours))
+    return tuple(sorted(found, key=lambda child: child.version, reverse=True))
+
+
+def require_base_path(model: Path) -> None:
+    """A version is no place for versions: it would change, and nobody would find what is in it.
+
+    Raises:
+        UsageError: `model` is itself a version.
+        TargetNotWritable: a symbolic link on the way to it leads nowhere.
+    """
+    for place in (model, *model.parents):
+        if place.is_symlink() and not place.exists():
+            raise TargetNotWritable(
+                f"{place} is a symbolic link that leads nowhere",
+                cause=f"it names {place.readlink()}",
+                hint="make the directory that it names, mount it, or name another one with --out",
+            )
+    if any(_is_regular(model / name) for name in (FILE_NAME, "saved_model.pb", "saved_model.pbtxt")):
+        raise UsageError(
+            f"{model} is itself a version",
+            cause="a model base path holds versions, in directories that are named by numbers",
+            hint=f"name the directory above it: --out {model.parent}",
+        )
+
+
+def last_position(model: Path, versions: Iterable[Child]) -> int | None:
+    """The greatest position of a base or delta published for a model; None if there is neither.
+
+    Versions and positions grow together, whatever named the versions, so that of all bases the newest has
+    the greatest position: only its manifest is read, however many there are.
+
+    Raises:
+        ManifestError: the manifest of the newest base is damaged, so that its position is unknown.
+    """
+    newest = next((child for child in versions if child.is_ours), None)
+    bases = [] if newest is None else [read_stamp(newest.path).position]
+    return max([*bases, *_delta_positions(model / "deltas")], default=None)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a published directory.
+
+    Raises:
+        ManifestError: there is none, it cannot be read, it is too long or it is not a valid manifest.
+    """
+    with _open_manifest(directory) as (descriptor, path):
+        return _parse(descriptor, path, from_json)
+
+
+def read_stamp(directory: Path) -> Stamp:
+    """When and at which position a directory was published.
+
+    Raises:
+        ManifestError: as `read_manifest`.
+    """
+    with _open_manifest(directory) as (descriptor, path):
+        return _parse(descriptor, path, stamp_from_json)
+
+
+@contextmanager
+def lease(version: Path) -> Iterator[Manifest]:
+    """Read a published version and keep it there: retention passes over a version under a lease.
+
+    The lease is a shared lock (flock) of the version's manifest; it ends with the block or with the process.
+
+    Raises:
+        ManifestError: the version vanished or is vanishing, or its manifest is damaged.
+    """
+    with _open_manifest(version) as (descriptor, path):
+        if not try_lock(descriptor, shared=True) or not still_at(descriptor, path):
+            raise ManifestError(f"{version} is being removed", hint="take a newer version")
+        yield _parse(descriptor, path, from_json)
+
+
+@contextmanager
+def _open_manifest(directory: Path) -> Iterator[tuple[int, Path]]:
+    path = directory / FILE_NAME
+    try:
+        descriptor = open_regular(path, follow=False)
+    except OSError as exc:
+        raise ManifestError(f"{path} cannot be opened", cause=exc.strerror or "") from exc
+    try:
+        yield descriptor, path
+    finally:
+        os.close(descriptor)
+
+
+def _parse(descriptor: int, path: Path, parse: Callable[[bytes], T]) -> T:
+    try:
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(MAX_MANIFEST_BYTES + 1)
+    except OSError as exc:
+        raise ManifestError(f"{path} cannot be read", cause=exc.strerror or "") from exc
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"{path} is longer than {MAX_MANIFEST_BYTES} bytes")
+    try:
+        return parse(content)
+    except ManifestError as exc:
+        raise ManifestError(f"{path}: {exc.message}", cause=exc.cause, hint=exc.hint) from exc
+
+
+def delta_names(log: Path) -> list[tuple[str, int, int]]:
+    """Name, start and end of every delta in a log's directory; whatever is not one is passed over.
+
+    A symbolic link to a directory is one, because it is one for servers: their graph cannot tell. What they
+    would apply and an exporter did not see would be published a second time, with other values.
+    """
+    found = []
+    for entry in _entries(log):
+        match = _DELTA.fullmatch(entry.name)
+        if match and int(match[1]) < int(match[2]) < POSITION_LIMIT and entry.is_dir():
+            found.append((entry.name, int(match[1]), int(match[2])))
+    return sorted(found, key=lambda delta: delta[1:])
+
+
+def _delta_positions(deltas: Path) -> Iterator[int]:
+    """Where each delta of each log ends, from the directories' names alone: there may be thousands."""
+    for log in _entries(deltas):
+        if log.is_dir():
+            yield from (end for _, _, end in delta_names(Path(log.path)))
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as found:
+            return list(found)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as exc:
+        raise _unreadable(directory, exc) from exc
+
+
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as exc:
+        raise _unreadable(path, exc) from exc
+
+
+def _unreadable(path: Path, exc: OSError) -> ManifestError:
+    return ManifestError(
+        f"{path} cannot be looked at: what is published there is not known",
+        cause=exc.strerror or str(exc),
+        hint="make it readable for this user, or move it away",
+    )

@@ -1,0 +1,1 @@
+"""The incremental subgraph: what makes a SavedModel take deltas while it serves."""

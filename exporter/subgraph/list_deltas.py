@@ -1,0 +1,101 @@
+"""What a log's directory lists, inside the graph: all that an update with nothing to do looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from exporter.subgraph.read_delta import attempt, first_success
+from exporter.subgraph.state import Tensor
+
+DELTAS_DIRECTORY = "deltas"
+HOLD_FILE = "hold"
+NO_LIMIT = (1 << 63) - 1
+
+_DELTA = "/00[0-9]{18}-00[0-9]{18}"
+_POSITION_DIGITS = 20
+_NAME_LENGTH = 2 * _POSITION_DIGITS + 1
+_NO_DELTA = "0" * _POSITION_DIGITS + "-" + "0" * _POSITION_DIGITS
+_GLOB_CHARACTERS = r"([*?\[\\])"
+_NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What the log's directory lists: names and the positions they stand for, and one entry that never fits.
+
+    `hold` is the position that is not to be passed; negative if its file cannot be read. `unlisted` is true
+    if nobody can say what is published: the model's directory is not there any more, or cannot be read.
+    """
+
+    directory: Tensor
+    names: Tensor
+    starts: Tensor
+    ends: Tensor
+    hold: Tensor
+    unlisted: Tensor
+
+
+def list_published(base: Tensor, log: str) -> Published:
+    """What the directory of a log holds; whatever is not a delta's name or the hold file is ignored."""
+    import tensorflow as tf
+
+    directory = tf.strings.join([base, DELTAS_DIRECTORY, log], separator="/")
+    paths, hold = _list_and_hold(directory)
+    ends = tf.strings.substr(tf.strings.join(["/" + _NO_DELTA, paths]), -_NAME_LENGTH - 1, _NAME_LENGTH + 1)
+    listed = tf.boolean_mask(ends, tf.strings.regex_full_match(ends, _DELTA))
+    names = tf.strings.substr(tf.concat([tf.reverse(listed, [0]), ["/" + _NO_DELTA]], 0), 1, _NAME_LENGTH)
+    starts, stops = (
+        tf.strings.to_number(tf.strings.substr(names, begin, _POSITION_DIGITS), tf.int64)
+        for begin in (0, _POSITION_DIGITS + 1)
+    )
+    # A model's directory holds a version at least: if that too lists nothing, it was moved or unmounted.
+    is_gone = tf.cond(
+        tf.size(paths) > 0, lambda: tf.constant(False), lambda: tf.equal(tf.size(_list(base)), 0)
+    )
+    return Published(directory, names, starts, stops, hold, is_gone)
+
+
+def _list(directory: Tensor) -> Tensor:
+    """Paths of what is in a directory, in order; none if there is no such directory, or it cannot be read."""
+    import tensorflow as tf
+
+    literal = tf.strings.regex_replace(directory, _GLOB_CHARACTERS, r"\\\1")
+    (paths,) = attempt(
+        tf.strings.join([literal, "*"], separator="/"),
+        lambda pattern: (tf.io.matching_files(pattern),),
+        (tf.constant([], tf.string),),
+    )
+    return tf.ensure_shape(paths, [None])
+
+
+def _list_and_hold(directory: Tensor) -> tuple[Tensor, Tensor]:
+    """Paths of what is in a log's directory, and the hold.
+
+    The listing that counts is not older than the hold: a rollback publishes its delta and moves the hold at
+    once, and who knew the new hold without the delta would go on to what is taken back.
+    """
+    import tensorflow as tf
+
+    path = tf.strings.join([directory, HOLD_FILE], separator="/")
+
+    def held() -> tuple[Tensor, Tensor]:
+        hold = _read_hold(path)
+        with tf.control_dependencies([hold]):
+            return _list(tf.identity(directory)), hold
+
+    paths = _list(directory)
+    # Not tried at all where there is no file: each failed read writes a line into the server's log.
+    is_held = tf.reduce_any(tf.equal(paths, path))
+    paths, hold = tf.cond(is_held, held, lambda: (paths, tf.constant(NO_LIMIT, tf.int64)))
+    return tf.ensure_shape(paths, [None]), hold
+
+
+def _read_hold(path: Tensor) -> Tensor:
+    import tensorflow as tf
+
+    (position,) = first_success(
+        tf.data.Dataset.from_tensors(path),
+        lambda file: (tf.strings.to_number(tf.strings.strip(tf.io.read_file(file)), tf.int64),),
+        (tf.constant(_NONE, tf.int64),),
+    )
+    return tf.ensure_shape(position, [])

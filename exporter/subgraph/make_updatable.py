@@ -1,0 +1,279 @@
+"""A graph that takes deltas: signatures that update it, and snapshot isolation for those that it had.
+
+`make_updatable` is a transformation of an InferenceGraph, done before the SavedModel is written. Nodes and
+names that were there stay, signatures keep their names and inputs. Tables are read by rows afterwards
+(`variable_uses`), every signature is isolated from updates (`isolation`), and these signatures are added:
+
+    incremental_update   up_to int64 [n] -> position, step, rows, deltas int64 [n], status string [n]
+    incremental_status   probe int64 [n] -> position, step int64 [n], lineage string [n]
+    incremental_digest   rows int64 [n] -> digest string [n], position_before, position_after int64 [n]
+                         (if asked for)
+
+What the graph is told (lineage, log, schema) is baked in; where it lies, the path of its asset tells it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from exporter.delta.format import OPEN, Contents, Kind, Role, Schema, ServedVariable, log_name
+from exporter.errors import NotServable
+from exporter.graph.editor import Graft
+from exporter.graph.inference_graph import Asset, GraphVariable, InferenceGraph
+from exporter.graph.mutable_tables import makers
+from exporter.graph.signature_tensors import rename, tensors_of
+from exporter.graph.variable_uses import Use, read_rows_only, uses
+from exporter.subgraph.isolation import isolate, order_handles
+from exporter.subgraph.read_delta import Expected
+from exporter.subgraph.state import StateNodes
+from exporter.subgraph.update import UpdateRules
+from exporter.subgraph.update_signatures import (
+    PREDICT_METHOD,
+    STAMPS,
+    Served,
+    add_digest,
+    add_init,
+    add_stamps,
+    add_status,
+    add_update,
+)
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto, message_class
+
+UPDATE_SIGNATURE = "incremental_update"
+STATUS_SIGNATURE = "incremental_status"
+DIGEST_SIGNATURE = "incremental_digest"
+CATCH_UP_REQUEST = '{"signature_name": "incremental_update", "inputs": {"up_to": [-1]}}'
+"""A warm-up request in REST's JSON: a server that plays it answers from the newest position at once."""
+ASSET_NAME = "incremental.json"
+
+_SCATTERED = {
+    DType.FLOAT,
+    DType.DOUBLE,
+    DType.HALF,
+    DType.BFLOAT16,
+    DType.BOOL,
+    DType.COMPLEX64,
+    DType.COMPLEX128,
+    DType.INT8,
+    DType.INT16,
+    DType.INT32,
+    DType.INT64,
+    DType.UINT8,
+    DType.UINT16,
+    DType.UINT32,
+    DType.UINT64,
+}
+"""Types whose rows stock kernels scatter."""
+
+
+class IsolationMode(StrEnum):
+    """What a response may mix: nothing (`SNAPSHOT`), or rows of two positions, but no half rows (`ROW`)."""
+
+    SNAPSHOT = "snapshot"
+    ROW = "row"
+
+
+@dataclass(frozen=True, slots=True)
+class IncrementalOptions:
+    """What is baked into a base: its place in a log, and how it takes updates.
+
+    `log` is the position that the log began with, `position` and `step` the base's own. Deltas of more than
+    `snapshot_max_rows` rows are written in chunks, visibly. `stamp` adds position and step to each predict
+    response, `digest` the signature of that name. `finite` refuses deltas with NaN or infinity.
+    `patience_seconds` bounds a reader's wait for an update: more than the largest snapshot takes to write.
+    `warmed` names the signatures whose first call is a warm-up record: it prepares all that they may need.
+    """
+
+    lineage: str
+    log: int
+    position: int
+    step: int
+    isolation: IsolationMode = IsolationMode.SNAPSHOT
+    snapshot_max_rows: int = 1_000_000
+    stamp: bool = False
+    digest: bool = False
+    finite: bool = False
+    patience_seconds: float = 2.0
+    warmed: frozenset[str] = frozenset()
+
+
+def make_updatable(graph: InferenceGraph, options: IncrementalOptions, scratch: Path) -> InferenceGraph:
+    """The same graph, able to take deltas. Its new asset is written into the directory `scratch`.
+
+    Variables must have the dtype that they are served in: casts come before this. Tables must have the names
+    and shapes that a mapping found.
+
+    Raises:
+        NotServable: a signature has a reserved name or output, or cannot be isolated.
+    """
+    meta_graph = message_class("MetaGraphDef")()
+    meta_graph.CopyFrom(graph.meta_graph)
+    graph_def, signatures = meta_graph.graph_def, meta_graph.signature_def
+    _refuse_reserved_names(signatures, options)
+    read_rows_only(graph_def, _fetched(meta_graph))
+    served = _served(graph, uses(graph_def))
+    schema = Schema.of(served.keys())
+    graft = Graft.onto(graph_def, "incremental", f"{options.lineage}/{options.position}")
+    state = StateNodes.add(graft)
+    _isolate_signatures(
+        graft, state, signatures, [node for nodes in served.values() for node in nodes], options
+    )
+    expected = Expected(options.lineage, schema, options.finite)
+    largest = options.snapshot_max_rows if options.isolation is IsolationMode.SNAPSHOT else -1
+    rules = UpdateRules(graft.resource_name("updates"), log_name(options.log), expected, largest)
+    signatures[UPDATE_SIGNATURE].CopyFrom(add_update(graft, state, served, rules))
+    signatures[STATUS_SIGNATURE].CopyFrom(add_status(graft, state, options.lineage))
+    if options.digest:
+        signatures[DIGEST_SIGNATURE].CopyFrom(add_digest(graft, state, served))
+    asset = _add_asset(graft, scratch / ASSET_NAME, schema, options)
+    start = options.position, options.step
+    init_op = add_init(graft, state, asset.node, graph.init_op, start)
+    return replace(
+        graph,
+        meta_graph=meta_graph,
+        assets=(*graph.assets, asset),
+        init_op=init_op,
+    )
+
+
+def schema_of(graph: InferenceGraph) -> Schema:
+    """The schema of the deltas that `make_updatable(graph, ...)` will take.
+
+    Raises:
+        NotServable: as `make_updatable`.
+    """
+    graph_def = message_class("GraphDef")()
+    graph_def.CopyFrom(graph.meta_graph.graph_def)
+    read_rows_only(graph_def, _fetched(graph.meta_graph))
+    return Schema.of(_served(graph, uses(graph_def)).keys())
+
+
+def _lookups(graph: InferenceGraph) -> Served:
+    """The contents of lookup tables as deltas see them; the nodes that make a table are with its keys."""
+    served: dict[ServedVariable, tuple[str, ...]] = {}
+    for table in graph.tables:
+        keys, values = (
+            ServedVariable(
+                name,
+                dtype,
+                (OPEN, *(shape or ())),
+                Kind.DENSE,
+                Contents(table.node, role, table.has_all_buckets),
+            )
+            for role, name, dtype, shape in (
+                (Role.KEYS, table.keys, table.key_dtype, table.key_shape),
+                (Role.VALUES, table.values, table.value_dtype, table.value_shape),
+            )
+        )
+        served |= {keys: makers(graph.meta_graph.graph_def, table.node), values: ()}
+    return served
+
+
+def _refuse_reserved_names(signatures: Mapping[str, Proto], options: IncrementalOptions) -> None:
+    for name, signature in signatures.items():
+        if name.startswith("incremental_"):
+            raise NotServable(
+                f"the graph has a signature {name!r}: names in incremental_ are taken by updates",
+                hint="rename the signature",
+            )
+        taken = sorted(set(STAMPS) & set(signature.outputs))
+        if options.stamp and signature.method_name == PREDICT_METHOD and taken:
+            raise NotServable(
+                f"signature {name!r} has an output {taken[0]!r} of its own",
+                hint="rename it, or leave out --stamp",
+            )
+
+
+def _fetched(meta_graph: Proto) -> set[str]:
+    """Nodes whose outputs a signature takes or gives."""
+    return {
+        tensor.name.partition(":")[0]
+        for signature in meta_graph.signature_def.values()
+        for tensor in (*tensors_of(signature.inputs), *tensors_of(signature.outputs))
+    }
+
+
+def _served(graph: InferenceGraph, found: Mapping[str, Use]) -> Served:
+    """What deltas update, with its handles: several if they are restored from one tensor.
+
+    Raises:
+        NotServable: there is nothing, or variables that share a tensor differ.
+    """
+    served = {**_variables(graph.variables, found), **_lookups(graph)}
+    if not served:
+        raise NotServable(
+            "there is nothing to update: the model serves nothing from variables",
+            cause="its answers depend on requests, constants and assets alone",
+            hint="publish a plain version: leave --incr or --updatable out",
+        )
+    return served
+
+
+def _variables(variables: tuple[GraphVariable, ...], found: Mapping[str, Use]) -> Served:
+    """Each variable as deltas see it, with its handles."""
+    by_name: dict[str, list[GraphVariable]] = {}
+    for variable in variables:
+        spec = f"[{variable.part.restore_spec}]" if variable.part and not variable.part.is_full else ""
+        by_name.setdefault(variable.key + spec, []).append(variable)
+    served = {}
+    for name, twins in by_name.items():
+        first = twins[0]
+        if any((twin.dtype, twin.shape) != (first.dtype, first.shape) for twin in twins):
+            raise NotServable(f"{name!r} is restored into variables of different shapes or dtypes")
+        by_rows = (
+            first.dtype in _SCATTERED and bool(first.shape) and all(found[t.node] is Use.ROWS for t in twins)
+        )
+        kind = Kind.TABLE if by_rows else Kind.DENSE
+        served[ServedVariable(name, first.dtype, first.shape, kind)] = tuple(twin.node for twin in twins)
+    return served
+
+
+def _isolate_signatures(
+    graft: Graft,
+    state: StateNodes,
+    signatures: Mapping[str, Proto],
+    handles: list[str],
+    options: IncrementalOptions,
+) -> None:
+    snapshot = options.isolation is IsolationMode.SNAPSHOT
+    isolation = order_handles(graft, state, handles, options.patience_seconds) if snapshot else None
+    for name in sorted(signatures):
+        signature = signatures[name]
+        outputs = tensors_of(signature.outputs)
+        stamped = options.stamp and signature.method_name == PREDICT_METHOD
+        position = None
+        if isolation is not None:
+            isolated = isolate(
+                graft,
+                isolation,
+                name,
+                tensors_of(signature.inputs),
+                outputs,
+                with_position=stamped,
+                warmed=name in options.warmed,
+            )
+            rename(signature.outputs, isolated.tensors)
+            position = isolated.position
+        if stamped:
+            add_stamps(graft, state, name, signature, position)
+
+
+def _add_asset(graft: Graft, path: Path, schema: Schema, options: IncrementalOptions) -> Asset:
+    """A file that says what the base takes, and whose path tells the graph where it lies."""
+    document = {
+        "format_version": 1,
+        "lineage": options.lineage,
+        "log": options.log,
+        "position": options.position,
+        "step": options.step,
+        "isolation": options.isolation.value,
+        "schema_digest": schema.digest,
+        "schema": schema.to_json(),
+    }
+    path.write_text(json.dumps(document) + "\n")
+    return Asset(graft.constant("asset", ASSET_NAME, DType.STRING), path)

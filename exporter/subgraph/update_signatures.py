@@ -1,0 +1,195 @@
+"""The signatures of a graph that takes deltas: update, status, digest, stamps on predictions; its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from exporter.delta.format import Schema, ServedVariable
+from exporter.graph.editor import CPU, Graft
+from exporter.graph.signature_tensors import SignatureTensor, canonical, tensors_of
+from exporter.subgraph.digest import digest
+from exporter.subgraph.state import SETTLED, STATE_INPUTS, State, StateNodes, Tensor, read
+from exporter.subgraph.update import UpdateRules, update
+from exporter.subgraph.write_delta import Target
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto, message_class
+
+PREDICT_METHOD = "tensorflow/serving/predict"
+STAMPS = ("model_position", "model_step")
+
+Served = Mapping[ServedVariable, tuple[str, ...]]
+"""Each variable as deltas see it, with its handles' nodes; those of a lookup table are with its keys."""
+
+
+def add_stamps(graft: Graft, state: StateNodes, name: str, signature: Proto, position: str | None) -> None:
+    """Give a signature the outputs `model_position` and `model_step`, one of each for each row of a batch."""
+    if position is None:
+        position = graft.node(
+            f"{name}/position", "ReadVariableOp", [state.position], device=CPU, dtype=DType.INT64
+        )
+    batched = _batched([*tensors_of(signature.inputs), *tensors_of(signature.outputs)])
+    shape = batched.name
+    if not batched.is_shape:
+        shape = graft.node(f"{name}/batch", "Shape", [shape], T=batched.dtype, out_type=DType.INT64)
+
+    def stamps(shape: Tensor, vector: Tensor) -> list[Tensor]:
+        import tensorflow as tf
+
+        rows = tf.concat([shape, [1]], 0)[:1]  # a scalar counts as one row
+        return [tf.fill(rows, vector[0]), tf.fill(rows, vector[1])]
+
+    part = graft.function(
+        f"{name}_stamps", stamps, {"shape": (DType.INT64, (None,)), "position": (DType.INT64, (3,))}
+    )
+    for key, tensor in zip(STAMPS, graft.call(f"{name}/stamps", part, [shape, position]), strict=True):
+        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
+
+
+def _batched(tensors: Sequence[SignatureTensor]) -> SignatureTensor:
+    """The tensor that tells a batch's size: the first of unknown length, else the first that has a length."""
+    open_ = [t for t in tensors if t.is_shape or (t.shape and t.shape[0] is None)]
+    vectors = [t for t in tensors if t.shape != ()]
+    return next(iter([*open_, *vectors, *tensors]))
+
+
+def add_update(graft: Graft, state: StateNodes, served: Served, rules: UpdateRules) -> Proto:
+    """Add `incremental_update`; its signature."""
+
+    def build(up_to: Tensor, inner: State, target: Target) -> tuple[Tensor, ...]:
+        return update(up_to, inner, target, rules)
+
+    up_to, outputs = _add_part(graft, state, served, "update", "up_to", build)
+    dtypes = (*[DType.INT64] * 4, DType.STRING)
+    position, step, rows, deltas, status = _unless_refused(graft, "update", outputs, dtypes)
+    numbers = {"position": position, "step": step, "rows": rows, "deltas": deltas}
+    return _signature({"up_to": up_to}, numbers, {"status": status})
+
+
+def add_digest(graft: Graft, state: StateNodes, served: Served) -> Proto:
+    """Add `incremental_digest`; its signature."""
+    rows, outputs = _add_part(graft, state, served, "digest", "rows", digest)
+    dtypes = (DType.STRING, DType.INT64, DType.INT64)
+    checksum, before, after = _unless_refused(graft, "digest", outputs, dtypes)
+    return _signature(
+        {"rows": rows}, {"position_before": before, "position_after": after}, {"digest": checksum}
+    )
+
+
+def _unless_refused(graft: Graft, name: str, outputs: Sequence[str], dtypes: Sequence[DType]) -> list[str]:
+    """The outputs without the last, with which the call fails unless it is empty.
+
+    Not done in the function: its name would go before the message that a client gets.
+    """
+    *results, refusal = outputs
+    none = graft.constant(f"{name}/none", "", DType.STRING)
+    accepted = graft.node(f"{name}/accepted", "Equal", [refusal, none], device=CPU, T=DType.STRING)
+    reported = graft.node(f"{name}/refused", "Assert", [accepted, refusal], device=CPU, T=(DType.STRING,))
+    return [
+        graft.node(f"{name}/output_{n}", "Identity", [result], after=[reported], device=CPU, T=dtype)
+        for n, (result, dtype) in enumerate(zip(results, dtypes, strict=True))
+    ]
+
+
+def _add_part(
+    graft: Graft,
+    state: StateNodes,
+    served: Served,
+    name: str,
+    argument: str,
+    build: Callable[[Tensor, State, Target], tuple[Tensor, ...]],
+) -> tuple[str, list[str]]:
+    """A call of a function of int64 [n], the state and all served variables: its input and its outputs."""
+    schema = Schema.of(served)
+    owners = [variable for variable in schema.variables for _ in served[variable]]
+    handles = [node for variable in schema.variables for node in served[variable]]
+
+    def with_target(given: Tensor, *resources: Tensor) -> tuple[Tensor, ...]:
+        by_name: dict[str, list[Tensor]] = {variable.name: [] for variable in schema.variables}
+        for owner, handle in zip(owners, resources[len(STATE_INPUTS) :], strict=True):
+            by_name[owner.name].append(_with_value(handle, owner))
+        return build(given, State(*resources[: len(STATE_INPUTS)]), Target(schema, by_name))
+
+    resources = STATE_INPUTS | {f"variable_{n}": (DType.RESOURCE, ()) for n in range(len(handles))}
+    part = graft.function(name, with_target, {argument: (DType.INT64, (None,))} | resources, as_written=True)
+    given = graft.placeholder(argument, DType.INT64, (None,))
+    return given, graft.call(name, part, [given, *state.names, *handles])
+
+
+def _with_value(handle: Tensor, variable: ServedVariable) -> Tensor:
+    """A function's argument that shape inference knows to be the handle of a variable, if it is one."""
+    if variable.contents is not None:
+        return handle
+    import tensorflow as tf
+    from tensorflow.python.ops import handle_data_util  # there is no public way to say it
+
+    shape, dtype = tf.TensorShape(variable.shape), tf.as_dtype(int(variable.dtype))
+    handle_data_util.set_handle_data(handle, handle_data_util.create_handle_data(shape, dtype))
+    return handle
+
+
+def add_status(graft: Graft, state: StateNodes, lineage: str) -> Proto:
+    """Add `incremental_status`; its signature."""
+
+    def build(probe: Tensor, position: Tensor) -> list[Tensor]:
+        import tensorflow as tf
+
+        vector = read(position, DType.INT64, (3,))
+        return [tf.fill(tf.shape(probe), value) for value in (vector[0], vector[1], tf.constant(lineage))]
+
+    part = graft.function(
+        "status", build, {"probe": (DType.INT64, (None,)), "position": (DType.RESOURCE, ())}
+    )
+    probe = graft.placeholder("probe", DType.INT64, (None,))
+    position, step, owner = graft.call("status", part, [probe, state.position])
+    return _signature({"probe": probe}, {"position": position, "step": step}, {"lineage": owner})
+
+
+def add_init(graft: Graft, state: StateNodes, asset: str, before: str | None, start: tuple[int, int]) -> str:
+    """Add the op that starts what is not restored, after the node `before`; `start` is position and step.
+
+    `asset` is the node that holds the path of a file under `assets/` while a model loads, and only then.
+    """
+
+    def model_base(path: Tensor) -> Tensor:
+        import tensorflow as tf
+
+        version = tf.strings.regex_replace(path, "/+[^/]+/+[^/]+$", "")
+        base = tf.strings.regex_replace(version, "/*[^/]+/*$", "")
+        relative = tf.logical_not(tf.strings.regex_full_match(version, "(?s)/.*"))
+        dots = tf.strings.regex_full_match(version, r"(?s)(.*/)?\.\.?")
+        base = tf.where(tf.equal(base, "") & relative, ".", base)
+        return tf.where(dots, tf.strings.join([version, "/.."]), base)
+
+    part = graft.function("model_base", model_base, {"path": (DType.STRING, ())})
+    (base,) = graft.call("model_base", part, [asset])
+    values = {
+        state.sequence: (graft.constant("first_sequence", 0, DType.INT64), DType.INT64),
+        state.position: (graft.constant("first_position", [*start, SETTLED], DType.INT64), DType.INT64),
+        state.since: (graft.constant("first_since", 0.0, DType.DOUBLE), DType.DOUBLE),
+        state.base: (base, DType.STRING),
+    }
+    cold = graft.constant("cold", False, DType.BOOL)
+    own = [node.name for node in graft.graph_def.node if node.name.startswith(f"{graft.scope}/")]
+    values |= {name: (cold, DType.BOOL) for name in own if name.endswith("/warm")}
+    assigned = [
+        graft.node(f"init_{n}", "AssignVariableOp", [handle, value], dtype=dtype)
+        for n, (handle, (value, dtype)) in enumerate(values.items())
+    ]
+    return graft.node("init", "NoOp", after=[*assigned, *([before] if before else [])])
+
+
+def _signature(inputs: Mapping[str, str], numbers: Mapping[str, str], texts: Mapping[str, str]) -> Proto:
+    signature = message_class("SignatureDef")(method_name=PREDICT_METHOD)
+    for key, tensor in inputs.items():
+        signature.inputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
+    for key, tensor in numbers.items():
+        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
+    for key, tensor in texts.items():
+        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.STRING))
+    return signature
+
+
+def _vector_info(tensor: str, dtype: DType) -> Proto:
+    info = message_class("TensorInfo")(name=canonical(tensor), dtype=int(dtype))
+    info.tensor_shape.dim.add(size=-1)
+    return info

@@ -1,0 +1,169 @@
+"""Writing a checked delta into the served variables, inside the graph.
+
+*Snapshot*: the sequence goes odd, all writes run without any loop between, position and step follow, the
+sequence goes even. A cancelled call stops at a loop's condition and nowhere else, so a straight line is never
+left half done. *Rows*: chunk by chunk under no sequence, each chunk under the table's exclusive lock, so that
+every row that is read is one that existed. Either way the position that the update is on its way to is noted
+first: if it dies after all, only a delta that leads at least that far makes the state whole again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from exporter.delta.format import Kind, Schema
+from exporter.subgraph.read_delta import ReadDelta, by_variable
+from exporter.subgraph.state import SETTLED, State, Tensor, assign
+
+CHUNK_ROWS = 4096
+"""Rows written under one hold of a table's lock: about a millisecond for 64 floats a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a delta is written into: handles by the names of the schema (several if twins share one)."""
+
+    schema: Schema
+    handles: Mapping[str, Sequence[Tensor]]
+
+    def changes(self, delta: ReadDelta) -> Iterator[tuple[Kind, Tensor, Tensor, list[Tensor]]]:
+        """Kind, handle, if it changed, and the delta's tensors; for every handle of what has elements."""
+        import tensorflow as tf
+
+        changed = tf.unstack(delta.changed)  # one node, where an index takes three for each variable
+        for index, (variable, found) in enumerate(by_variable(self.schema, delta.tensors)):
+            if variable.contents is not None:
+                continue
+            if 0 in variable.shape:  # a kernel that scatters refuses rows of no elements
+                continue
+            for handle in self.handles[variable.name]:
+                yield variable.kind, handle, changed[index], found
+
+    def import_lookups(self, delta: ReadDelta) -> list[Tensor]:
+        """The operations that replace all entries of each lookup table that changed."""
+        found = {
+            variable.name: (delta.changed[index], tensors[0])
+            for index, (variable, tensors) in enumerate(by_variable(self.schema, delta.tensors))
+        }
+        return [
+            _import_if(*found[keys.name], handle, found[values.name][1])
+            for keys, values in self.schema.lookups
+            for handle in self.handles[keys.name]
+        ]
+
+
+def write_snapshot(state: State, target: Target, delta: ReadDelta, start: Tensor, end: Tensor) -> Tensor:
+    """Write all tensors while the sequence is odd. Returns the last operation, which nothing may overtake.
+
+    `start` and `end` are the position's values while the writes are under way and when they are done.
+    """
+    import tensorflow as tf
+
+    with tf.control_dependencies([*delta.tensors, start, end]):
+        noted = [assign(state.since, tf.timestamp()), assign(state.position, start)]
+        odd = tf.bitwise.bitwise_or(state.read_sequence(), 1)
+    with tf.control_dependencies(noted):
+        begun = assign(state.sequence, odd)
+    with tf.control_dependencies([begun]):
+        written = [
+            tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=found[0], updates=found[1])
+            if kind is Kind.TABLE
+            else _assign_if(changed, handle, found[0])
+            for kind, handle, changed, found in target.changes(delta)
+        ]
+        written += target.import_lookups(delta)
+    return _settle(state, end, written, odd + 1)
+
+
+def write_rows(state: State, target: Target, delta: ReadDelta, start: Tensor, end: Tensor) -> Tensor:
+    """Write all tensors, tables chunk by chunk. Returns the last operation."""
+    import tensorflow as tf
+
+    with tf.control_dependencies([*delta.tensors, start, end]):
+        sequence = state.read_sequence()
+        noted = assign(state.position, start)
+    changes = list(target.changes(delta))
+    with tf.control_dependencies([noted]):
+        written = [
+            _assign_if(c, handle, found[0]) for kind, handle, c, found in changes if kind is Kind.DENSE
+        ]
+        written += target.import_lookups(delta)
+        tables = [(handle, *found) for kind, handle, _, found in changes if kind is Kind.TABLE]
+        if tables:
+            written.append(_scatter_chunks(tables))
+    # Odd here is what an update left that died: these rows have made it whole.
+    return _settle(state, end, written, sequence + tf.bitwise.bitwise_and(sequence, 1))
+
+
+def _settle(state: State, end: Tensor, written: Sequence[Tensor], sequence: Tensor) -> Tensor:
+    import tensorflow as tf
+
+    with tf.control_dependencies(written):
+        moved = assign(state.position, end)
+    with tf.control_dependencies([moved]):
+        return assign(state.sequence, sequence)
+
+
+def _assign_if(changed: Tensor, handle: Tensor, value: Tensor) -> Tensor:
+    """Assign `value` [1, ...], or what the variable holds, without a copy, if that is [0, ...].
+
+    The choice is made of the value, not of the assignment: raw ops and no `tf.cond`, which makes two
+    functions for each variable that a server takes seconds to inline; and nothing waits for an assignment in
+    a branch, because servers that rewrite graphs by MLIR lose that order.
+    """
+    import tensorflow as tf
+
+    held = tf.raw_ops.ReadVariableOp(resource=handle, dtype=value.dtype)
+    kept = tf.raw_ops.Switch(data=held, pred=changed).output_false
+    taken = tf.raw_ops.Switch(data=value, pred=changed).output_true
+    return assign(handle, tf.raw_ops.Merge(inputs=[kept, taken[0]]).output)
+
+
+def _import_if(changed: Tensor, keys: Tensor, handle: Tensor, values: Tensor) -> Tensor:
+    """Replace all entries of a lookup table by `keys` and `values` [1, n, ...], or touch nothing.
+
+    The kernels clear and fill a table under its lock: a lookup sees all old entries or all new ones (source:
+    tensorflow/core/kernels/lookup_table_op.cc, `ImportValues`).
+    """
+    import tensorflow as tf
+
+    def replace() -> Tensor:
+        # Shape inference takes keys for scalars, which tables of buckets store as [1]: it is told no shapes.
+        whole = [
+            tf.raw_ops.PlaceholderWithDefault(input=half[0], shape=tf.TensorShape(None))
+            for half in (keys, values)
+        ]
+        imported = tf.raw_ops.LookupTableImportV2(table_handle=handle, keys=whole[0], values=whole[1])
+        with tf.control_dependencies([imported]):
+            return tf.identity(changed)
+
+    return tf.cond(changed, replace, lambda: tf.identity(changed))
+
+
+def _scatter_chunks(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """Scatter (handle, ids, values), the next chunk of every table in each turn of one loop."""
+    import tensorflow as tf
+
+    def write(start: Tensor) -> Tensor:
+        chunk = slice(start, start + CHUNK_ROWS)
+        scatters = [
+            tf.raw_ops.ResourceScatterNdUpdate(
+                ref=handle, indices=ids[chunk, tf.newaxis], updates=values[chunk], use_locking=True
+            )
+            for handle, ids, values in tables
+        ]
+        with tf.control_dependencies(scatters):
+            return start + CHUNK_ROWS
+
+    lengths = tf.raw_ops.ShapeN(input=[ids for _, ids, _ in tables])
+    rows = tf.reduce_max(tf.concat(lengths, 0))
+    (end,) = tf.while_loop(lambda start: start < rows, write, [tf.constant(0)], parallel_iterations=1)
+    return end
+
+
+def position_vector(position: Tensor, step: Tensor, target: Tensor | int = SETTLED) -> Tensor:
+    """The value of the position variable, int64 [3]."""
+    import tensorflow as tf
+
+    return tf.stack([position, step, tf.cast(target, tf.int64)])

@@ -1,0 +1,278 @@
+"""Is a bundle what it should be? `files`: index, sizes, manifest. `bytes`: every kept tensor's checksum."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
+from exporter.checkpoint.tensor_bundle import check_values, read_catalog
+from exporter.errors import CheckpointError, VerificationError
+from exporter.files import open_regular
+from exporter.progress import NoProgress, Progress
+from exporter.publish.manifest import FILE_NAME, FileEntry, TensorEntry
+from exporter.publish.versions import read_manifest
+from exporter.wire.crc32c import chunks_of, combine, extend, mask
+from exporter.wire.dtypes import DType
+
+VARIABLES_PREFIX = Path("variables", "variables")
+PAIR_PREFIX = Path("export")
+"""Cloud ML's pair, which has its bundle beside the graph (`--format metagraph`)."""
+
+_BATCH_BYTES = 32 << 20
+"""What one thread reads at a time: small enough to stop soon, large enough for the hand-over not to count."""
+
+_DAMAGED_HINT = "publish it again from the checkpoint; if the source is damaged, name an older one"
+
+
+@dataclass(frozen=True, slots=True)
+class FilesReport:
+    """What `verify_files` compared; `unlisted` are files that nobody expected, which do no harm."""
+
+    files: int
+    tensors: int
+    bytes_: int
+    unlisted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BytesReport:
+    """What `verify_bytes` read; `unchecked` are tensors of dtypes whose checksums have no known form."""
+
+    tensors: int
+    bytes_: int
+    unchecked: tuple[str, ...] = ()
+
+
+def verify_published(version: Path) -> FilesReport:
+    """`verify_files` of a published version against its own manifest.
+
+    Raises:
+        ManifestError: there is no valid manifest.
+        VerificationError: see `verify_files`.
+    """
+    manifest = read_manifest(version)
+    return verify_files(version, manifest.tensors, manifest.files)
+
+
+def verify_files(
+    bundle: Path, tensors: Iterable[TensorEntry], files: Iterable[FileEntry] | None = None
+) -> FilesReport:
+    """Compare a SavedModel directory with the tensors and, once they are known, the files it should hold.
+
+    Reads the index, whose blocks have checksums, and the files that have one in the manifest; of data shards
+    only the sizes, so that the cost is O(number of tensors).
+
+    Raises:
+        VerificationError: a file is missing, no regular file, or of another size or checksum; the index is
+            damaged or points beyond a shard's end; a tensor is missing, unexpected, or described otherwise.
+    """
+    expected = {tensor.name: tensor for tensor in tensors}
+    found = _found_files(bundle)
+    listed = {entry.path: entry for entry in files or ()}
+    for entry in listed.values():
+        _verify_file(bundle, entry, found)
+    is_pair = "saved_model.pb" not in found and f"{PAIR_PREFIX}.meta" in found
+    if "saved_model.pb" not in found and not is_pair:
+        raise VerificationError(f"{bundle} has no saved_model.pb", hint=_DAMAGED_HINT)
+    prefix = PAIR_PREFIX if is_pair else VARIABLES_PREFIX
+    if expected or f"{prefix}.index" in found:
+        _verify_index(bundle, prefix, expected)
+    unlisted = () if files is None else tuple(sorted(found.keys() - listed.keys() - {FILE_NAME}))
+    return FilesReport(len(found), len(expected), sum(found.values()), unlisted)
+
+
+def verify_bytes(
+    catalog: Catalog,
+    refs: Iterable[TensorRef] | None = None,
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> BytesReport:
+    """Read every stored byte of `refs` (by default all) once, in parallel, and compare the index's checksums.
+
+    Large tensors are divided among the threads too. `progress` advances by bytes, from several threads;
+    `workers` is by default the number of processors at hand.
+
+    Raises:
+        VerificationError: the first tensor, in the files' order, whose bytes differ or are not there.
+    """
+    runs = _runs(catalog.tensors.values() if refs is None else refs)
+    numeric = [run for run in runs if run.ref.dtype.itemsize is not None]
+    strings = [run for run in runs if run.ref.dtype is DType.STRING]
+    progress = progress or NoProgress()
+    pool = ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), "verify")
+    try:
+        jobs = [(batch, pool.submit(_read_batch, catalog, batch, progress)) for batch in _batches(numeric)]
+        texts = [pool.submit(_check_strings, catalog, run, progress) for run in strings]
+        _compare(catalog, jobs)
+        for text in texts:
+            text.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    checked = {run.ref.name for run in numeric + strings}
+    unchecked = {run.ref.name for run in runs} - checked
+    return BytesReport(
+        len(checked), sum(run.extent.size for run in numeric + strings), tuple(sorted(unchecked))
+    )
+
+
+# --- files -------------------------------------------------------------------------------------------------
+
+
+def _found_files(bundle: Path) -> dict[str, int]:
+    """Sizes of the regular files under a directory, by relative path."""
+    found = {}
+    for directory, _, names in os.walk(bundle):
+        for path in (Path(directory, name) for name in names):
+            if path.is_file() and not path.is_symlink():
+                found[path.relative_to(bundle).as_posix()] = path.stat().st_size
+    return found
+
+
+def _verify_file(bundle: Path, entry: FileEntry, found: dict[str, int]) -> None:
+    path = bundle / entry.path
+    size = found.get(entry.path)
+    if size is None:
+        raise VerificationError(f"{path} is in the manifest and not there as a file", hint=_DAMAGED_HINT)
+    if size != entry.bytes_:
+        raise VerificationError(f"{path} has {size} bytes, expected {entry.bytes_}", hint=_DAMAGED_HINT)
+    if entry.crc32c is not None and (crc := mask(_file_crc(path, 0, size))) != entry.crc32c:
+        raise VerificationError(
+            f"{path} has checksum {crc:08x}, expected {entry.crc32c:08x}", hint=_DAMAGED_HINT
+        )
+
+
+def _verify_index(bundle: Path, prefix: Path, expected: dict[str, TensorEntry]) -> None:
+    try:
+        catalog = read_catalog(bundle / prefix)
+    except CheckpointError as exc:
+        raise VerificationError(
+            f"the bundle is damaged: {exc.message}", cause=exc.cause, hint=_DAMAGED_HINT
+        ) from exc
+    for name, entry in expected.items():
+        ref = catalog.tensors.get(name)
+        if ref is None:
+            raise VerificationError(f"{bundle} lacks tensor {name!r}", hint=_DAMAGED_HINT)
+        if not ref.is_complete:
+            raise VerificationError(f"{bundle} lacks slices of tensor {name!r}", hint=_DAMAGED_HINT)
+        if TensorEntry.of(ref) != entry:
+            raise VerificationError(
+                f"{bundle} holds another tensor {name!r} than expected",
+                cause=f"found {_described(TensorEntry.of(ref))}, expected {_described(entry)}",
+                hint=_DAMAGED_HINT,
+            )
+    if extra := sorted(catalog.tensors.keys() - expected.keys()):
+        raise VerificationError(f"{bundle} holds {len(extra)} unexpected tensors, the first is {extra[0]!r}")
+
+
+def _described(entry: TensorEntry) -> str:
+    crcs = " ".join(f"{crc:08x}" for crc in entry.crc32c[:4])
+    return f"{entry.dtype.label}{list(entry.shape)}, {entry.bytes_} bytes, crc32c {crcs}"
+
+
+# --- bytes -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A stored run of a tensor's bytes: the whole tensor, or one slice of it."""
+
+    ref: TensorRef
+    extent: Extent
+    part: SliceRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """`size` bytes of a run, `start` bytes behind its beginning."""
+
+    run: _Run
+    start: int
+    size: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.start + self.size == self.run.extent.size
+
+
+def _runs(refs: Iterable[TensorRef]) -> list[_Run]:
+    """Every stored run once, in the files' order."""
+    runs: dict[Extent, _Run] = {}
+    for ref in refs:
+        if ref.extent is not None:
+            runs.setdefault(ref.extent, _Run(ref, ref.extent))
+        for part in ref.slices:
+            if part.extent is not None:
+                runs.setdefault(part.extent, _Run(ref, part.extent, part))
+    return [runs[extent] for extent in sorted(runs, key=lambda extent: (extent.shard, extent.offset))]
+
+
+def _batches(runs: Iterable[_Run]) -> Iterator[list[_Piece]]:
+    """Pieces in the files' order, in lists of about `_BATCH_BYTES`."""
+    batch: list[_Piece] = []
+    room = _BATCH_BYTES
+    for run in runs:
+        starts = range(0, max(run.extent.size, 1), _BATCH_BYTES)
+        for piece in (_Piece(run, start, min(_BATCH_BYTES, run.extent.size - start)) for start in starts):
+            batch.append(piece)
+            room -= piece.size
+            if room <= 0 or len(batch) == 1000:
+                yield batch
+                batch, room = [], _BATCH_BYTES
+    if batch:
+        yield batch
+
+
+def _read_batch(catalog: Catalog, batch: list[_Piece], progress: Progress) -> list[int]:
+    """The plain crc of each piece."""
+    return [_read_piece(catalog, piece, progress) for piece in batch]
+
+
+def _read_piece(catalog: Catalog, piece: _Piece, progress: Progress) -> int:
+    path, extent = catalog.path_of(piece.run.extent), piece.run.extent
+    try:
+        crc = _file_crc(path, extent.offset + piece.start, piece.size)
+    except OSError as exc:
+        raise _damage(catalog, piece.run, "cannot be read", cause=str(exc)) from exc
+    progress.advance(piece.size)
+    return crc
+
+
+def _file_crc(path: Path, offset: int, size: int) -> int:
+    """The plain crc32c of a range of a file; of less where the file ends earlier."""
+    descriptor = open_regular(path)
+    try:
+        crc = 0
+        for chunk in chunks_of(descriptor, offset, size):
+            crc = extend(crc, chunk)
+        return crc
+    finally:
+        os.close(descriptor)
+
+
+def _compare(catalog: Catalog, jobs: Iterable[tuple[list[_Piece], Future[list[int]]]]) -> None:
+    """Join the pieces' checksums, which come in the files' order, into those of the runs."""
+    crc = 0
+    for batch, future in jobs:
+        for piece, piece_crc in zip(batch, future.result(), strict=True):
+            crc = combine(crc, piece_crc, piece.size) if piece.start else piece_crc
+            if piece.is_last and mask(crc) != piece.run.extent.crc32c:
+                expected = f"expected {piece.run.extent.crc32c:08x}"
+                raise _damage(catalog, piece.run, f"has checksum {mask(crc):08x}, {expected}")
+
+
+def _check_strings(catalog: Catalog, run: _Run, progress: Progress) -> None:
+    try:
+        check_values(catalog, run.ref, run.part)
+    except CheckpointError as exc:
+        raise _damage(catalog, run, "is damaged", cause=exc.message) from exc
+    progress.advance(run.extent.size)
+
+
+def _damage(catalog: Catalog, run: _Run, what: str, *, cause: str = "") -> VerificationError:
+    place = f"{catalog.path_of(run.extent)}, bytes {run.extent.offset}-{run.extent.offset + run.extent.size}"
+    return VerificationError(f"tensor {run.ref.name!r} {what}: {place}", cause=cause, hint=_DAMAGED_HINT)

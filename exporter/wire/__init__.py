@@ -1,0 +1,1 @@
+"""Bytes and messages of TensorFlow and TensorFlow Serving, without importing either."""

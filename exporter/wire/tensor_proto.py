@@ -1,0 +1,194 @@
+"""`TensorProto` to numpy and back, for messages of either descriptor pool, without TensorFlow.
+
+A tensor travels as `tensor_content` (the elements' bytes, little endian, row-major) or as a repeated field of
+its type, of which a missing tail repeats the last value and no value at all means zeros
+(source: tensorflow/core/framework/tensor.proto).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
+
+# The repeated field of each type, and the type of a field's items where that is not the tensor's own.
+_FIELDS = {
+    DType.FLOAT: "float_val",
+    DType.DOUBLE: "double_val",
+    DType.INT64: "int64_val",
+    DType.UINT32: "uint32_val",
+    DType.UINT64: "uint64_val",
+    DType.BOOL: "bool_val",
+    DType.COMPLEX64: "scomplex_val",
+    DType.COMPLEX128: "dcomplex_val",
+    DType.HALF: "half_val",
+    DType.BFLOAT16: "half_val",
+}
+_FIELD_ITEMS: dict[DType, np.dtype[Any]] = {
+    DType.COMPLEX64: np.dtype("<f4"),
+    DType.COMPLEX128: np.dtype("<f8"),
+    DType.HALF: np.dtype("<u2"),
+    DType.BFLOAT16: np.dtype("<u2"),
+}
+# Protobuf encodes a packed field of these types exactly as numpy stores the array.
+_WIRE_IS_MEMORY = {DType.FLOAT, DType.DOUBLE, DType.COMPLEX64, DType.COMPLEX128}
+_LENGTH_DELIMITED = 2
+_STRING_BYTES = 24  # what TensorFlow needs for a string beside its bytes
+_UNPACKED_CONTENT = {DType.INT4, DType.UINT4, DType.INT2, DType.UINT2}
+"""Types whose `tensor_content` depends on the implementation: they travel as fields only."""
+
+
+def dtype_of(array: NDArray[Any]) -> DType:
+    """TensorFlow's type of a numpy array; arrays of `object`, `bytes` and `str` hold strings.
+
+    Raises:
+        ValueError: TensorFlow has no such type.
+    """
+    if array.dtype.kind in "OSU":
+        return DType.STRING
+    try:
+        return DType.of(array.dtype.name)
+    except KeyError:
+        raise ValueError(f"a numpy array of {array.dtype.name} has no TensorFlow type") from None
+
+
+def to_array(proto: Proto, max_filled_bytes: int | None = None) -> NDArray[Any]:
+    """The tensor as a numpy array, possibly read-only; strings become an array of `bytes` objects.
+
+    Args:
+        proto: the message, of any descriptor pool.
+        max_filled_bytes: how much may be filled in by repeating the last value, None for any size.
+
+    Raises:
+        ValueError: its type cannot be sent by value, or its values do not fill its shape, or too much is to
+            be filled in.
+    """
+    try:
+        dtype = DType(proto.dtype)
+    except ValueError:
+        raise ValueError(f"unknown tensor type {proto.dtype}") from None
+    shape = tuple(dim.size for dim in proto.tensor_shape.dim)
+    if proto.tensor_shape.unknown_rank or any(size < 0 for size in shape):
+        raise ValueError(f"the shape of a value must be known, found {list(shape)}")
+    if dtype in {DType.RESOURCE, DType.VARIANT}:
+        raise ValueError(f"a tensor of type {dtype.label} cannot be sent by value")
+    if dtype is DType.STRING:
+        return _strings(list(proto.string_val), shape, max_filled_bytes)
+    if proto.tensor_content:
+        values = _content(proto.tensor_content, dtype)
+        if values.size != prod(shape):
+            raise ValueError(f"{values.size} {dtype.label} values do not fill the shape {list(shape)}")
+        return values.reshape(shape)
+    return _padded(_field_values(proto, dtype), shape, max_filled_bytes)
+
+
+def fill(proto: Proto, array: NDArray[Any], *, as_fields: bool = False) -> None:
+    """Write an array into an empty `TensorProto`.
+
+    Args:
+        proto: the message to fill, of any descriptor pool.
+        array: numbers, or strings as `bytes` or `str` (which is sent as UTF-8).
+        as_fields: use the repeated field of the type, as TF Serving's responses do, not `tensor_content`.
+
+    Raises:
+        ValueError: TensorFlow has no such type.
+    """
+    dtype = dtype_of(array)
+    proto.dtype = dtype
+    for size in array.shape:
+        proto.tensor_shape.dim.add().size = size
+    if not array.shape:
+        proto.tensor_shape.SetInParent()
+    if dtype is DType.STRING:
+        proto.string_val.extend(_bytes(item) for item in array.ravel().tolist())
+    elif as_fields or dtype in _UNPACKED_CONTENT:
+        _fill_field(proto, dtype, array)
+    else:
+        proto.tensor_content = array.astype(dtype.numpy, copy=False).tobytes()
+
+
+def _field(dtype: DType) -> str:
+    return _FIELDS.get(dtype, "float8_val" if dtype.name.startswith("FLOAT8") else "int_val")
+
+
+def _fill_field(proto: Proto, dtype: DType, array: NDArray[Any]) -> None:
+    name = _field(dtype)
+    if (
+        dtype in _WIRE_IS_MEMORY
+    ):  # item by item a float costs 0.15 us, so a wide output would take milliseconds
+        number = proto.DESCRIPTOR.fields_by_name[name].number
+        data = array.astype(dtype.numpy, copy=False).tobytes()
+        proto.MergeFromString(_varint(number << 3 | _LENGTH_DELIMITED) + _varint(len(data)) + data)
+    elif name == "float8_val":
+        proto.float8_val = array.tobytes()
+    elif name == "half_val":
+        proto.half_val.extend(np.ascontiguousarray(array).view("<u2").ravel().tolist())
+    else:
+        getattr(proto, name).extend(array.astype(_number(dtype), copy=False).ravel().tolist())
+
+
+def _field_values(proto: Proto, dtype: DType) -> NDArray[Any]:
+    name = _field(dtype)
+    if name == "float8_val":
+        return _content(proto.float8_val, dtype)
+    item: np.dtype[Any] = _FIELD_ITEMS.get(dtype, _number(dtype))
+    values: NDArray[Any] = np.array(getattr(proto, name), item)
+    return values.view(dtype.numpy) if dtype in _FIELD_ITEMS else values.astype(dtype.numpy, copy=False)
+
+
+def _number(dtype: DType) -> np.dtype[Any]:
+    return np.dtype(np.int8) if dtype in _UNPACKED_CONTENT else dtype.numpy
+
+
+def _content(data: bytes, dtype: DType) -> NDArray[Any]:
+    if len(data) % dtype.numpy.itemsize:
+        raise ValueError(f"{len(data)} bytes are not a whole number of {dtype.label} values")
+    return np.frombuffer(data, dtype.numpy)
+
+
+def _padded(values: NDArray[Any], shape: tuple[int, ...], max_filled_bytes: int | None) -> NDArray[Any]:
+    size = _filled_size(values.size, values.itemsize, shape, max_filled_bytes)
+    if values.size < size:
+        filled = np.full(size, values[-1] if values.size else 0, values.dtype)
+        filled[: values.size] = values
+        values = filled
+    return values.reshape(shape)
+
+
+def _strings(values: list[bytes], shape: tuple[int, ...], max_filled_bytes: int | None) -> NDArray[Any]:
+    last = values[-1] if values else b""
+    size = _filled_size(len(values), _STRING_BYTES + len(last), shape, max_filled_bytes)
+    array = np.empty(size, object)
+    array[:] = values + [last] * (size - len(values))
+    return array.reshape(shape)
+
+
+def _filled_size(sent: int, itemsize: int, shape: tuple[int, ...], max_filled_bytes: int | None) -> int:
+    """The number of elements of `shape`, of which `sent` came; the others are to be filled in."""
+    size = prod(shape)
+    if sent > size:
+        raise ValueError(f"{sent} values are too many for the shape {list(shape)}")
+    if max_filled_bytes is not None and (size - sent) * itemsize > max_filled_bytes:
+        raise ValueError(
+            f"the shape {list(shape)} asks for {size} values and {sent} came: "
+            f"more than {max_filled_bytes} bytes would be filled in"
+        )
+    return size
+
+
+def _bytes(item: Any) -> bytes:
+    return item.encode() if isinstance(item, str) else bytes(item)
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
