@@ -164,7 +164,7 @@ class CheckpointChanged(CheckpointError):
 class GraphError(ExportError):
     """The inference graph cannot be made."""
 
-    default_hint = "see the guide on --model: README.md"
+    default_hint = "see the guide on --model: docs/export-once.md"
 
 
 class BuilderError(GraphError):

@@ -34,9 +34,10 @@ def serving(
     parts: int | str = PARTS, users: int | str = USERS, items: int | str = ITEMS
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The signature to serve: ids in, click probability out. `--model-arg parts=1` merges the tables."""
-    batch = Batch(*(tf.compat.v1.placeholder(tf.int64, [None], name=name) for name in ("user", "item")))
-    logit = click_logit(batch, parts=int(parts), users=int(users), items=int(items))
-    return vars(batch).copy(), {"click": tf.sigmoid(logit, name="click")}
+    user = tf.compat.v1.placeholder(tf.int64, [None], name="user")
+    item = tf.compat.v1.placeholder(tf.int64, [None], name="item")
+    logit = click_logit(Batch(user, item), parts=int(parts), users=int(users), items=int(items))
+    return {"user": user, "item": item}, {"click": tf.sigmoid(logit, name="click")}
 
 
 def _lookup(name: str, rows: int, ids: Any, parts: int) -> Any:

@@ -35,7 +35,7 @@ _TAIL_BYTES = 64 << 10
 class ExportOutcome:
     """How one export ended.
 
-    `exit_code` is the command's (README: In scripts), negative for a signal, and 130 also for an export that
+    `exit_code` is the command's (docs/scripts.md), negative for a signal, and 130 also for an export that
     was given up before it had ended, or begun. `error`, `message` and `hint` say what went wrong, `last_line`
     is the last that the command said on stderr. `document` is what it said with `--json`:
     `document["path"]` is the published version.

@@ -22,6 +22,7 @@ from tests import estimators
 from tests.commands import export_model
 from tests.estimators import EXAMPLES, answer
 from tests.once import once_a_run
+from tests.support.guide_pages import Page
 
 NUMBERS = {"atol": 1e-5, "rtol": 0}
 WAIT_SECONDS = 120.0
@@ -95,10 +96,9 @@ def test_features_that_a_dataset_parsed(model_dirs: Path, tmp_path: Path) -> Non
         check_predict(client, "wide_deep", "predict")
 
 
-def test_the_readme_s_signatures(model_dirs: Path, tmp_path: Path) -> None:
+def test_the_signatures_of_the_guide(model_dirs: Path, tmp_path: Path) -> None:
     """What the guide shows is said of this very graph."""
-    readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
-    (text,) = re.findall(r"^```json\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    (text,) = [block.text for block in Page("docs/from/estimator.md").blocks if block.language == "json"]
     file = signatures_file(tmp_path, json.loads(text))
     planned = plan(ExportRequest(model_dirs / "wide_deep", tmp_path, signatures=file))
     signatures = planned.graph.meta_graph.signature_def

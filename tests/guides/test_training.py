@@ -1,8 +1,8 @@
-"""The README's section on training, each of its programs run as it stands; only time is made shorter."""
+"""The guide's programs for trainers, run as they stand among names that they need; only time is shorter."""
 
 from __future__ import annotations
 
-import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,10 @@ import tensorflow as tf
 import tf_keras
 
 from exporter.checkpoint import open_checkpoint
+from exporter.delta.history import read_history
+from tests.support.guide_pages import pages
 
 v1 = tf.compat.v1
-README = (Path(__file__).parent.parent / "README.md").read_text()
-SECTION = README.partition("### Beside training\n")[2].partition("\n### ")[0]
-SESSION, FIT, LOOP, WARM_START = re.findall(r"^```python\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
-REPORT = re.findall(r"^```text\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)[0]
 MY_MODEL = """
 import tensorflow as tf
 def serving():
@@ -38,12 +36,28 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def program(request: pytest.FixtureRequest) -> str:
+    """The program of the guide that names the test that asks."""
+    test = request.node.originalname
+    (text,) = [block.text for page in pages() for block in page.tested_by(test) if block.language == "python"]
+    return str(text)
+
+
+SHORTER = {
+    "seconds=3600": "seconds=SECONDS",
+    "epochs=20": "epochs=4",
+    "< 20": "< 4",
+    "save_increment_secs=10": "save_increment_secs=0.05",
+}
+
+
 def run(code: str, **names: Any) -> dict[str, Any]:
-    """Run a program of the README in which these names are known."""
-    for long, short in (("seconds=3600", "seconds=SECONDS"), ("epochs=20", "epochs=4"), ("< 20", "< 4")):
+    """Run a program of the guide in which these names are known."""
+    for long, short in SHORTER.items():
         code = code.replace(long, short)
     names = {"tf": tf, "SECONDS": 3600, **names}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(code, "docs", "exec"), names)
     return names
 
 
@@ -65,13 +79,13 @@ def versions(model: str) -> list[int]:
     return sorted(int(path.name) for path in Path(model).iterdir() if path.name.isdecimal())
 
 
-def test_a_session() -> None:
+def test_a_session(program: str) -> None:
     Path("my_model.py").write_text(MY_MODEL)
     with tf.Graph().as_default():
         step = v1.train.get_or_create_global_step()
         w = v1.get_variable("w", [3, 1])
         train_op = v1.train.GradientDescentOptimizer(0.1).minimize(tf.reduce_sum(w), step)
-        made = run(SESSION, master="", is_chief=True, train_op=train_op, SECONDS=0.5)
+        made = run(program, master="", is_chief=True, train_op=train_op, SECONDS=0.5)
     (outcome,) = made["hooks"][0].outcomes
     assert outcome.is_done, outcome.message
     last = open_checkpoint(Path("train"))
@@ -79,7 +93,7 @@ def test_a_session() -> None:
 
 
 @pytest.mark.parametrize("kind", [keras, tf_keras], ids=["keras 3", "tf-keras"])
-def test_a_fit_that_is_preempted_goes_on_with_its_epoch(kind: Any) -> None:
+def test_a_fit_that_is_preempted_goes_on_with_its_epoch(kind: Any, program: str) -> None:
     class Preemption(kind.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             seen.append(epoch)
@@ -87,7 +101,7 @@ def test_a_fit_that_is_preempted_goes_on_with_its_epoch(kind: Any) -> None:
                 raise Preempted
 
     seen: list[int] = []
-    code = FIT.replace("callbacks=callbacks", "callbacks=[*callbacks, Preemption()], verbose=0")
+    code = program.replace("callbacks=callbacks", "callbacks=[*callbacks, Preemption()], verbose=0")
     with pytest.raises(Preempted):
         run(code, keras=kind, model=tower(kind), data=data(), Preemption=Preemption)
     assert not Path("models").exists()
@@ -98,7 +112,7 @@ def test_a_fit_that_is_preempted_goes_on_with_its_epoch(kind: Any) -> None:
     assert int(made["model"].optimizer.iterations) == 4
 
 
-def test_a_loop_that_is_preempted_goes_on_with_its_epoch() -> None:
+def test_a_loop_that_is_preempted_goes_on_with_its_epoch(program: str) -> None:
     def train_an_epoch() -> None:
         done.append(len(done))
         if len(done) == 3:
@@ -107,15 +121,48 @@ def test_a_loop_that_is_preempted_goes_on_with_its_epoch() -> None:
     done: list[int] = []
     names = {"strategy": None, "train_an_epoch": train_an_epoch}
     with pytest.raises(Preempted):
-        run(LOOP, model=tower(), **names)
-    made = run(LOOP, model=tower(), **names)
+        run(program, model=tower(), **names)
+    made = run(program, model=tower(), **names)
     assert len(done) == 5  # the third was begun again
     assert made["epoch"] == 4
     assert tf.train.latest_checkpoint("loop") == "loop/ckpt-4"
     assert len([*Path("loop").glob("*.index")]) == 3
 
 
-def test_a_warm_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warm_start(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     tower().save("train/epoch-020.keras")
-    run(WARM_START, wider=tower(scores=5))
-    assert capsys.readouterr().out == REPORT
+    run(program, wider=tower(scores=5))
+    (report,) = [
+        block.text
+        for page in pages()
+        for block in page.tested_by("test_a_warm_start")
+        if block.language == "text"
+    ]
+    assert capsys.readouterr().out == report
+
+
+def test_a_session_that_writes_increments(program: str) -> None:
+    with tf.Graph().as_default():
+        step = v1.train.get_or_create_global_step()
+        batches = tf.data.Dataset.range(200).map(lambda i: i % 50)
+        ids = v1.data.make_one_shot_iterator(batches).get_next()
+        loss = tf.reduce_sum(v1.nn.embedding_lookup(v1.get_variable("table", [50, 4]), ids))
+        train_op = v1.train.GradientDescentOptimizer(0.1).minimize(loss, step)
+        slowly = tf.py_function(lambda: time.sleep(0.005), [], [])
+        with tf.control_dependencies([train_op]):
+            train_op = tf.group(slowly)
+        run(program, master="", is_chief=True, ckpt_dir="train", train_op=train_op)
+    assert_followed("train", 200)
+
+
+def test_a_fit_that_writes_increments(program: str) -> None:
+    model = tower()
+    run(program.replace("fit(data,", "fit(data, epochs=50, verbose=0,"), model=model, data=data())
+    assert_followed("train", 50)
+
+
+def assert_followed(directory: str, last_step: int) -> None:
+    """More than one increment, and they lead to the last step."""
+    increments = read_history(Path(directory)).increments
+    assert len(increments) > 1
+    assert increments[-1].increment.to_step == last_step

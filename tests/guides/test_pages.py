@@ -1,0 +1,112 @@
+"""README.md and every page of docs/: nothing to run escapes, links lead somewhere, named options exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+
+import pytest
+
+import tests.guides
+from tests.support.guide_artefacts import MAKERS
+from tests.support.guide_pages import OUTPUT, ROOT, Block, Page, pages
+
+PAGES = pages()
+BLOCKS = [block for page in PAGES for block in page.blocks]
+
+
+def followed_pages() -> set[str]:
+    """The pages that some module of this directory follows."""
+    names = [each.name for each in pkgutil.iter_modules(tests.guides.__path__)]
+    modules = [importlib.import_module(f"tests.guides.{name}") for name in names]
+    return {name for module in modules for name in getattr(module, "FOLLOWED", [])}
+
+
+def test_every_page_with_something_to_run_is_followed() -> None:
+    with_commands = {block.page for block in BLOCKS if block.is_followed}
+    assert with_commands == with_commands & followed_pages()
+    assert len(with_commands) > 5
+
+
+def test_every_fence_is_a_block_that_the_tests_see() -> None:
+    """An indented or unclosed fence would be shown, and run by nobody."""
+    for page in PAGES:
+        fences = re.findall(r"^ *(?:```|~~~)", page.text, re.MULTILINE)
+        assert len(fences) == 2 * len(page.blocks), page.name
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_is_run_or_says_why_not(block: Block) -> None:
+    if block.marker == "not run":
+        assert len(block.argument.split()) >= 3, f"{block}: a reason of some words"
+    elif block.marker == "tested by":
+        file, _, test = block.argument.partition("::")
+        functions = [
+            node
+            for node in ast.walk(ast.parse((ROOT / file).read_text()))
+            if isinstance(node, ast.FunctionDef)
+        ]
+        assert test in {function.name for function in functions}
+    elif block.marker == "file":
+        commands = [
+            command.text
+            for each in Page(block.page).blocks
+            for command in each.commands
+            if each.line > block.line
+        ]
+        assert any(block.argument in command for command in commands), f"{block}: no command reads the file"
+    else:
+        assert block.language in {"console", "python"} | OUTPUT, f"{block}: nobody runs {block.language!r}"
+
+
+def test_a_comment_that_the_tests_would_not_know_is_none() -> None:
+    known = r"<!-- (?:not run|tested by|file|starts with): .+? -->"
+    for page in PAGES:
+        assert "<!--" not in re.sub(known, "", page.text), page.name
+        assert len(re.findall(r"<!-- (?:not run|tested by|file)", page.text)) == sum(
+            bool(block.marker) for block in page.blocks
+        ), f"{page.name}: a comment stands apart from its block"
+        assert set(page.starts_with) <= set(MAKERS)
+
+
+def test_options_that_the_guide_names_exist() -> None:
+    from serving.cli import app as serve_app
+    from tests.commands import export_model, run_app
+
+    exporting = ("inspect", "merge", "rollback", "resume", "diff", "verify", "doctor", "history")
+    helps = export_model("--help").out
+    helps += "".join(export_model(command, "--help").out for command in exporting)
+    helps += "".join(
+        run_app(serve_app, command, "--help").out for command in ("run", "predict", "status", "update")
+    )
+    for page in PAGES:
+        for option in set(re.findall(r"(?<=[`\s])--[a-z][a-z-]+", page.text)):
+            assert option in helps, f"{page.name} names {option}, which no command has"
+
+
+def test_exit_codes_are_those_of_the_program() -> None:
+    from exporter.errors import Exit
+
+    rows = re.findall(r"^\| (\d+) \|.*\| (\d+) \|", Page("docs/scripts.md").text, re.MULTILINE)
+    assert {int(code) for row in rows for code in row} == {int(code) for code in Exit}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Page) -> None:
+    here = (ROOT / page.name).parent
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.text, flags=re.DOTALL)):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (here / path).resolve() if path else ROOT / page.name
+        assert linked.exists(), f"{page.name}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
+            assert anchor in {anchor_of(heading) for heading in headings}, f"{page.name}: {target}"
+
+
+def anchor_of(heading: str) -> str:
+    """What GitHub and the site make of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.guide_pages import Block, followed
+
+FOLLOWED = ["docs/serve-and-update.md"]
+
+
+@pytest.mark.parametrize("block", followed(*FOLLOWED), ids=str)
+def test_the_guide(block: Block, follow: Callable[[Block], None]) -> None:
+    follow(block)

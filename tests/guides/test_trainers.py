@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.guide_pages import Block, followed
+
+FOLLOWED = [
+    "docs/from/index.md",
+    "docs/from/estimator.md",
+    "docs/from/keras.md",
+    "docs/from/autodist.md",
+    "docs/from/cloud-ml.md",
+]
+
+
+@pytest.mark.parametrize("block", followed(*FOLLOWED), ids=str)
+def test_the_guide(block: Block, follow: Callable[[Block], None]) -> None:
+    follow(block)

@@ -1,0 +1,115 @@
+"""What pages of the guide start with: made once a test run, and copied for every page that names it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests import autodist_trainer, estimators
+from tests.once import once_a_run
+from tests.support.guide_pages import ROOT
+
+TRAIN = "python examples/ranker/train.py --out "
+EXPORT = "export-model --model examples/ranker/model.py:serving --ckpt-dir "
+
+
+def lay_out(name: str, directory: Path, factory: pytest.TempPathFactory) -> None:
+    """Put what the guide calls `name` into a reader's directory."""
+    make = MAKERS[name]
+    made = once_a_run(factory, f"guide{make.__name__.replace('_', '-')}", partial(make, factory))
+    _copy(made / name, directory / name)
+
+
+def train(directory: Path, out: str, factory: pytest.TempPathFactory) -> str:
+    """Run the guide's trainer, which goes on from what is there; what it prints.
+
+    Training is deterministic: what a first, a second run leaves is the same on all pages, and is made once.
+    """
+    times = len([*(directory / out).glob("*.index")]) + 1
+    made = once_a_run(factory, f"guide-trained-{times}", partial(_train_times, factory, times))
+    _copy(made / "train", directory / out)
+    return (made / "printed").read_text().replace("train/", f"{out}/")
+
+
+def _train_times(factory: pytest.TempPathFactory, times: int, directory: Path) -> None:
+    for _ in range(1, times):
+        train(directory, "train", factory)
+    (directory / "printed").write_text(_type(f"{TRAIN} train", directory))
+
+
+def environment() -> dict[str, str]:
+    """The console scripts of this environment come first, as in an activated one."""
+    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def _train(factory: pytest.TempPathFactory, directory: Path) -> None:
+    train(directory, "train", factory)
+
+
+def _ranker(factory: pytest.TempPathFactory, directory: Path) -> None:
+    train(directory, "train", factory)
+    _type(f"{EXPORT} train --out models/ranker", directory)
+
+
+def _fresh(factory: pytest.TempPathFactory, directory: Path) -> None:
+    """A model that takes deltas, with one published that is rounded."""
+    train(directory, "fresh", factory)
+    _type(f"{EXPORT} fresh --out models/fresh --incr", directory)
+    train(directory, "fresh", factory)
+    _type(f"{EXPORT} fresh --out models/fresh --incr --delta-dtype int8", directory)
+
+
+def _tower(_: pytest.TempPathFactory, directory: Path) -> None:
+    _type("python examples/tower/train.py --out train-tower", directory)
+
+
+def _warmup(_: pytest.TempPathFactory, directory: Path) -> None:
+    _type("""echo '{"instances": [{"user": 1, "item": 2}]}' > warmup.jsonl""", directory)
+
+
+def _model_dir(_: pytest.TempPathFactory, directory: Path) -> None:
+    estimators.unpack(directory)
+    (directory / "wide_deep").rename(directory / "model_dir")
+
+
+def _saved_model(_: pytest.TempPathFactory, directory: Path) -> None:
+    autodist_trainer.train(directory)
+
+
+def _type(command: str, directory: Path) -> str:
+    examples = directory / "examples"
+    examples.symlink_to(ROOT / "examples")
+    run = subprocess.run(
+        command, shell=True, cwd=directory, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    examples.unlink()
+    assert run.returncode == 0, f"$ {command}\n{run.stdout}\n{run.stderr}"
+    return run.stdout
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+    else:
+        shutil.copy2(source, target)
+
+
+MAKERS: dict[str, Callable[[pytest.TempPathFactory, Path], None]] = {
+    "train": _train,
+    "models/ranker": _ranker,
+    "fresh": _fresh,
+    "models/fresh": _fresh,
+    "train-tower": _tower,
+    "warmup.jsonl": _warmup,
+    "model_dir": _model_dir,
+    "saved_model": _saved_model,
+}
+"""`model_dir` is an Estimator's, `saved_model` AutoDist's."""

@@ -1,0 +1,158 @@
+"""A reader of the guide, who types each page's blocks in their order, in a directory of the page's own."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from serving.cli import app as serve_app
+from tests.commands import Ran, export_model, run_app
+from tests.support.guide_artefacts import TRAIN, environment, lay_out, train
+from tests.support.guide_pages import ROOT, Block, Command, Page
+
+_PORT = re.compile(r"\b(?:85|95)\d\d\b")
+_IS_OURS = re.compile(r"(?:export|serve)-model(?: (?:[^\s|&;<>$`']|'[^']*')+)+")
+"""One of our programs, and nothing that a shell would do."""
+_VARIES = re.compile(r"\b\d+\.\d\d? s\b|127\.0\.0\.1:\d+")
+"""What differs from run to run in the output that the guide shows."""
+
+
+class Reader:
+    """Follows one page. What a block needs is what the blocks before it left."""
+
+    def __init__(self, page: Page, directory: Path, factory: pytest.TempPathFactory) -> None:
+        self._page = page
+        self._directory = directory
+        self._factory = factory
+        self._done: list[Block] = []
+        self._failed: Block | None = None
+        self._ports: dict[str, str] = {}
+        self._servers: list[subprocess.Popen[bytes]] = []
+        (directory / "examples").symlink_to(ROOT / "examples")
+        for name in page.starts_with:
+            lay_out(name, directory, factory)
+
+    def follow(self, block: Block) -> None:
+        """Run a block, and those before it that were not run yet."""
+        for each in self._page.blocks:
+            if each.line > block.line or each in self._done or not each.is_followed:
+                continue
+            if self._failed is not None:
+                pytest.skip(f"{self._failed} failed")
+            self._failed = each
+            self._run(each)
+            self._failed = None
+            self._done.append(each)
+
+    def close(self) -> None:
+        """End the servers that the page started."""
+        for server in self._servers:
+            server.send_signal(signal.SIGTERM)
+        for server in self._servers:
+            assert server.wait(timeout=300) == 0
+
+    def _run(self, block: Block) -> None:
+        if block.marker == "file":
+            (self._directory / block.argument).write_text(block.text)
+        elif block.language == "console":
+            assert block.commands, f"{block}: a console block without a line that begins with `$ `"
+            for command in block.commands:
+                self._type(block, command)
+        elif block.language == "python":
+            self._run_python(block)
+        else:
+            raise AssertionError(f"{block}: nobody knows how to run {block.language!r}; say so in a comment")
+
+    def _type(self, block: Block, command: Command) -> None:
+        text = _PORT.sub(lambda port: self._port(port[0]), command.text)
+        if text.endswith("&"):
+            self._serve(block, shlex.split(text.rstrip(" &")))
+            return
+        if text.startswith(TRAIN):
+            out = text.removeprefix(TRAIN)
+            _expect_shown(block, command, train(self._directory, out, self._factory))
+            return
+        ran = self._here(text) if _IS_OURS.fullmatch(text) else self._in_a_shell(text)
+        if ran.code != 0:
+            raise AssertionError(f"{block}: exit code {ran.code}\n$ {text}\n{ran.out}\n{ran.err}")
+        _expect_shown(block, command, ran.out + ran.err)
+
+    def _here(self, text: str) -> Ran:
+        """Run our own programs in this process, where TensorFlow is imported already."""
+        program, *arguments = shlex.split(text)
+        with contextlib.chdir(self._directory):
+            return export_model(*arguments) if program == "export-model" else serve_model(*arguments)
+
+    def _in_a_shell(self, text: str) -> Ran:
+        run = subprocess.run(
+            text,
+            shell=True,
+            cwd=self._directory,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        return Ran(run.returncode, run.stdout, run.stderr)
+
+    def _run_python(self, block: Block) -> None:
+        named = re.match(r"# (examples/\S+\.py)\n", block.text)
+        if named:
+            _expect_excerpt(block, (ROOT / named[1]).read_text())
+            return
+        code = compile("\n" * block.line + block.text, block.page, "exec")
+        with contextlib.chdir(self._directory):
+            exec(code, {"__name__": "__main__"})
+
+    def _serve(self, block: Block, words: list[str]) -> None:
+        """Start `serve-model run MODEL --port PORT`, and wait until the model answers."""
+        server = subprocess.Popen(words, cwd=self._directory, env=environment())
+        self._servers.append(server)
+        address = f"127.0.0.1:{words[words.index('--port') + 1]}"
+        ask = ["serve-model", "status", address, "--model", Path(words[2]).name]
+        deadline = time.monotonic() + 120
+        while subprocess.run(ask, env=environment(), capture_output=True, check=False).returncode != 0:
+            assert server.poll() is None, f"{block}: {shlex.join(words)} ended"
+            assert time.monotonic() < deadline, f"{block}: {shlex.join(words)} was never available"
+            time.sleep(0.2)
+
+    def _port(self, named: str) -> str:
+        if named not in self._ports:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self._ports[named] = str(probe.getsockname()[1])
+        return self._ports[named]
+
+
+def _expect_shown(block: Block, command: Command, printed: str) -> None:
+    """Every line that the guide shows is printed, in this order; a line `...` stands for any."""
+    lines = iter(_settled(printed))
+    for line in _settled(command.shown):
+        if line != "..." and line not in lines:
+            raise AssertionError(
+                f"{block}: the guide shows {line!r}, which was not printed in this place\n{printed}"
+            )
+
+
+def _settled(text: str) -> list[str]:
+    lines = [" ".join(_VARIES.sub("VARIES", line).split()) for line in text.splitlines()]
+    return [line for line in lines if line]
+
+
+def _expect_excerpt(block: Block, source: str) -> None:
+    lines = iter(source.splitlines())
+    for line in block.text.splitlines()[1:]:
+        if line.strip() != "..." and line not in lines:
+            raise AssertionError(f"{block}: {line!r} is not, in this order, in the file that is shown")
+
+
+def serve_model(*arguments: object) -> Ran:
+    return run_app(serve_app, *arguments)
