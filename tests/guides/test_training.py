@@ -13,7 +13,7 @@ import tensorflow as tf
 import tf_keras
 
 from exporter.checkpoint import open_checkpoint
-from exporter.delta.history import read_history
+from exporter.increments.history import read_history
 from tests.support.guide_pages import pages
 
 v1 = tf.compat.v1
