@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -487,3 +488,20 @@ def test_optimizers_pass_over_updates_and_second_tries(tmp_path: Path) -> None:
     assert {name for name, kept in as_written.items() if kept} == {
         name for name in as_written if name.startswith("incremental_update") or "_again" in name
     }
+
+
+def many_tables(count: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    ids = tf1.placeholder(tf.int64, [None], name="ids")
+    tables = [tf1.get_variable(f"table{n:03d}", [50, 16], use_resource=True) for n in range(count)]
+    return {"ids": ids}, {"sum": tf.add_n([tf.gather(table, ids) for table in tables])}
+
+
+def test_an_update_has_few_nodes_for_each_table(tmp_path: Path) -> None:
+    """Whatever a server prepares first, an update or a prediction, it goes through all functions' nodes."""
+
+    def nodes(tables: int) -> int:
+        graph = make_updatable(inference_graph(partial(many_tables, tables)), OPTIONS, tmp_path)
+        library = graph.meta_graph.graph_def.library.function
+        return sum(len(f.node_def) for f in library if f.signature.name.startswith("incremental_update"))
+
+    assert nodes(30) - nodes(10) <= 20 * 28

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from exporter.delta.format import (
     FILE_PREFIX,
     FORMAT_VERSION,
@@ -23,8 +26,10 @@ from exporter.delta.format import (
     ServedVariable,
 )
 from exporter.subgraph.state import Tensor
-from exporter.subgraph.unpack import restore, restore_rows
+from exporter.subgraph.unpack import restore, restore_rows, tensors_in
 from exporter.wire.dtypes import DType
+
+Array = NDArray[Any]
 
 Dataset = Any
 """A `tf.data.Dataset`."""
@@ -43,16 +48,17 @@ class Expected:
 class ReadDelta:
     """A delta in memory. `refusal` is empty if it may be applied, else `<word>: <name> <why>`.
 
-    `tensors` are those of `Schema.keys`; `changed` tells for each variable if it is in the delta, bool [n];
-    `rows` counts the rows of all tables, `entries` those of all lookup tables.
+    `changed` tells for each variable if it is in the delta, bool [n]; `rows` counts the rows of all tables,
+    `entries` those of all lookup tables. `tensors` are those of `Schema.keys` as one (`tensors_in`); there
+    are none if the delta is refused.
     """
 
     refusal: Tensor
     step: Tensor
     rows: Tensor
     changed: Tensor
-    tensors: list[Tensor]
     entries: Tensor
+    tensors: Tensor
 
 
 def attempt(
@@ -97,11 +103,9 @@ def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expe
     refusal = _first_of(name, _checks_of_header(name, position, fields, lineage, digest, expected))
     # A delta that is refused already is not read any further: reading "" fails at once.
     readable = tf.where(tf.equal(refusal, ""), prefix, "")
-    fault, changed, *tensors = _read_body(readable, name, flags, rows, expected)
+    fault, changed, entries, tensors = _read_body(readable, name, flags, rows, expected)
     refusal = tf.where(tf.equal(refusal, ""), fault, refusal)
-    found = {variable.name: tensor for variable, (*_, tensor) in by_variable(expected.schema, tensors)}
-    entries = [tf.size(found[keys.name], tf.int64) for keys, _ in expected.schema.lookups]
-    return ReadDelta(refusal, step, rows, changed, tensors, sum(entries, tf.zeros([], tf.int64)))
+    return ReadDelta(refusal, step, rows, changed, entries, tensors)
 
 
 def _first_of(name: Tensor, checks: Sequence[Check]) -> Tensor:
@@ -131,7 +135,7 @@ def _read_header(prefix: Tensor) -> Sequence[Tensor]:
 def _read_body(
     prefix: Tensor, name: Tensor, flags: Tensor, rows: Tensor, expected: Expected
 ) -> Sequence[Tensor]:
-    """Refusal, `changed` and the tensors of the schema's keys, each of its shape; empty ones if that fails.
+    """Refusal, `changed`, the number of entries, and the tensors of the schema's keys as one.
 
     The checks are done in here, in a function of their own: grappler's shape inference carries what a *later*
     op demands of a shape back to where the shape is compared, and then takes the comparison for granted.
@@ -139,30 +143,24 @@ def _read_body(
     import tensorflow as tf
 
     schema = expected.schema
-    shapes = [shape for variable in schema.variables for shape in _shapes(variable)]
 
     def read(path: Tensor, of: Tensor, forms: Tensor, count: Tensor) -> tuple[Tensor, ...]:
         fault, restored = restore_rows(path, forms, schema)
-        tensors = [tf.ensure_shape(t, shape) for t, shape in zip(restored, shapes, strict=True)]
-        checks = [Check(tf.not_equal(fault, ""), "rows", fault), *_checks_of_rows(count, tensors, schema)]
+        tensors = tensors_in(restored, schema)
+        lengths = Lengths.of(schema, tensors)
+        found = dict(by_variable(schema, tensors))
+        entries = [tf.size(found[keys][0], tf.int64) for keys, _ in schema.lookups]
+        checks = [Check(tf.not_equal(fault, ""), "rows", fault)]
+        checks += _checks_of_rows(count, tensors, schema, lengths)
         if expected.finite:
             checks += _checks_of_values(tensors, schema)
-        changed = tf.stack([_length(found[-1]) > 0 for _, found in by_variable(schema, tensors)])
-        return _first_of(of, checks), changed, *tensors
+        entries_count = sum(entries, tf.zeros([], tf.int64))
+        return _first_of(of, checks), lengths.values > 0, entries_count, restored
 
-    nothing = [
-        tf.zeros([0, *(size or 0 for size in shape[1:])], tf.as_dtype(int(dtype)))
-        for shape, dtype in zip(shapes, schema.dtypes, strict=True)
-    ]
     damaged = tf.strings.join(["damaged: ", name, " cannot be read"])
-    return attempt(
-        (prefix, name, flags, rows), read, (damaged, tf.zeros([len(schema.variables)], tf.bool), *nothing)
-    )
-
-
-def _shapes(variable: ServedVariable) -> list[list[int | None]]:
-    values: list[int | None] = [None, *variable.element_shape]
-    return [[None], values] if variable.kind is Kind.TABLE else [values]
+    unchanged = tf.zeros([len(schema.variables)], tf.bool)
+    fallback = damaged, unchanged, tf.zeros([], tf.int64), tf.raw_ops.OptionalNone()
+    return attempt((prefix, name, flags, rows), read, fallback)
 
 
 def _checks_of_header(
@@ -191,24 +189,65 @@ def _checks_of_header(
     ]
 
 
-def _checks_of_rows(rows: Tensor, tensors: Sequence[Tensor], schema: Schema) -> list[Check]:
-    """Row numbers increase within the table, ids and values are as many, dense values are one or none."""
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How many ids each table's tensors hold, and how many rows or whole values each variable's; int64."""
+
+    ids: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, schema: Schema, tensors: Sequence[Tensor]) -> Lengths:
+        """Of the tensors of `Schema.keys`: a few nodes, however many there are."""
+        import tensorflow as tf
+
+        shapes: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            own = [n for n, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            found = tf.raw_ops.ShapeN(input=[tensors[n] for n in own], out_type=tf.int64)
+            shapes |= dict(zip(own, found, strict=True))
+        ranks = [tensor.shape.rank for tensor in tensors]
+        starts = np.cumsum([0, *ranks])[:-1]
+        ids, values = [], []
+        numbers = iter(range(len(tensors)))
+        for variable in schema.variables:
+            *ids_of, values_of = [next(numbers) for _ in variable.keys]
+            ids += ids_of
+            values.append(values_of)
+        every = tf.concat([shapes[n] for n in range(len(tensors))], 0)
+        return cls(
+            tf.gather(every, np.array(starts[ids], np.int64)),
+            tf.gather(every, np.array(starts[values], np.int64)),
+        )
+
+
+def _checks_of_rows(rows: Tensor, tensors: Sequence[Tensor], schema: Schema, lengths: Lengths) -> list[Check]:
+    """Row numbers increase within the table, ids and values are as many, dense values are one or none.
+
+    All tables are looked at together: what a graph holds for each of them, every first call pays for.
+    """
     import tensorflow as tf
 
-    # One function for all tables: what a graph holds for each of them, every signature's first call pays for.
-    are_rows = tf.function(_are_rows, autograph=False)
-    checks = []
-    counted = tf.zeros([], tf.int64)
-    for variable, found in by_variable(schema, tensors):
-        values = _length(found[-1])
-        if variable.kind is Kind.TABLE:
-            counted += values
-            right = are_rows(found[0], values, tf.constant(variable.shape[0], found[0].dtype))
-        else:
-            right = values <= 1
-        checks.append(Check(tf.logical_not(right), "rows", f"has wrong rows for {variable.name}"))
-    checks += _checks_of_lookups(tensors, schema)
-    return [*checks, Check(tf.not_equal(rows, counted), "rows", "holds another number of rows than it says")]
+    tables, dense = (
+        np.array([n for n, variable in enumerate(schema.variables) if variable.kind is kind], np.int64)
+        for kind in (Kind.TABLE, Kind.DENSE)
+    )
+    of_tables = tf.gather(lengths.values, tables)
+    wrong_dense = tf.gather(lengths.values, dense) > 1
+    wrong_tables = tf.not_equal(lengths.ids, of_tables)
+    if tables.size:
+        ids = [found[0] for _, found in by_variable(schema, tensors) if len(found) > 1]
+        limits = np.array([schema.variables[n].shape[0] for n in tables], np.int64)
+        wrong_tables |= _are_no_rows(ids, lengths.ids, limits)
+    wrong = tf.concat([wrong_tables, wrong_dense], 0)
+    names = [schema.variables[n].name for n in (*tables, *dense)]
+    first = tf.gather(names, tf.argmax(tf.cast(wrong, tf.int32)))
+    said = tf.equal(rows, tf.reduce_sum(of_tables))
+    return [
+        Check(tf.reduce_any(wrong), "rows", tf.strings.join(["has wrong rows for ", first])),
+        *_checks_of_lookups(tensors, schema),
+        Check(tf.logical_not(said), "rows", "holds another number of rows than it says"),
+    ]
 
 
 def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[Check]:
@@ -223,18 +262,26 @@ def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[Check]
         if keys.contents is not None and keys.contents.has_all_buckets:
             count = tf.shape(pair[0])[1]
             power = (count > 0) & tf.equal(tf.bitwise.bitwise_and(count, count - 1), 0)
-            right &= power | tf.equal(_length(pair[0]), 0)
+            right &= power | tf.equal(tf.shape(pair[0])[0], 0)
         checks.append(Check(tf.logical_not(right), "rows", f"has wrong entries for {keys.name}"))
     return checks
 
 
-def _are_rows(ids: Tensor, count: Tensor, limit: Tensor) -> Tensor:
-    """Whether `ids` are `count` numbers that increase, from 0 to below `limit`."""
+def _are_no_rows(ids: Sequence[Tensor], counts: Tensor, limits: Array) -> Tensor:
+    """For each table whether its `ids` do not increase from 0 to below its limit; `counts` are how many."""
     import tensorflow as tf
 
-    increasing = tf.reduce_all(ids[1:] > ids[:-1])
-    inside = tf.reduce_all(ids[:1] >= 0) & tf.reduce_all(ids[-1:] < limit)
-    return increasing & inside & tf.equal(_length(ids), count)
+    every = tf.concat([*ids, [0]], 0)  # one more, so that there is something at the end of each
+    ends = tf.cumsum(counts)
+    starts = ends - counts
+    inside = (tf.gather(every, starts) >= 0) & (tf.gather(every, tf.maximum(ends - 1, 0)) < limits)
+    inside |= tf.equal(counts, 0)
+    # Where ids do not increase a table has to begin.
+    falls = tf.where(every[1:-1] <= every[:-2])[:, 0] + 1
+    owner = tf.raw_ops.UpperBound(sorted_inputs=ends[tf.newaxis], values=falls[tf.newaxis])[0]
+    within = tf.cast(tf.not_equal(falls, tf.gather(starts, owner)), tf.int32)
+    disorder = tf.math.unsorted_segment_sum(within, owner, len(ids)) > 0
+    return disorder | tf.logical_not(inside)
 
 
 def _checks_of_values(tensors: Sequence[Tensor], schema: Schema) -> list[Check]:
@@ -255,9 +302,3 @@ def by_variable(schema: Schema, tensors: Sequence[Tensor]) -> list[tuple[ServedV
     """The tensors of each variable: ids and values, or the value."""
     pending = iter(tensors)
     return [(variable, [next(pending) for _ in variable.keys]) for variable in schema.variables]
-
-
-def _length(tensor: Tensor) -> Tensor:
-    import tensorflow as tf
-
-    return tf.shape(tensor, out_type=tf.int64)[0]

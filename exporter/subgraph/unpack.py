@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from exporter.delta.format import PACKINGS, PackedTensor, Schema
+from exporter.delta.format import PACKINGS, Kind, Schema
 from exporter.delta.packing import LARGEST_SCALE, SMALLEST_SCALE
 from exporter.options import DeltaDtype
 from exporter.subgraph.state import Tensor
@@ -29,8 +29,42 @@ def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[
     return restored
 
 
-def restore_rows(path: Tensor, flags: Tensor, schema: Schema) -> tuple[Tensor, list[Tensor]]:
-    """What is wrong with packed rows, empty if nothing is, and the tensors of `schema.keys`, unpacked.
+def tensors_in(whole: Tensor, schema: Schema) -> list[Tensor]:
+    """The tensors of `schema.keys` that `restore_rows` gave; fails if one has a shape that it cannot have."""
+    return _taken_apart(whole, schema.dtypes, _shapes(schema))
+
+
+def _as_one(tensors: Sequence[Tensor]) -> Tensor:
+    """A scalar that holds the tensors, without a copy: to pass them on costs one node instead of many."""
+    import tensorflow as tf
+
+    return tf.raw_ops.OptionalFromValue(components=list(tensors))
+
+
+def _taken_apart(
+    whole: Tensor, dtypes: Sequence[DType], shapes: Sequence[Sequence[int | None]]
+) -> list[Tensor]:
+    import tensorflow as tf
+
+    found: list[Tensor] = tf.raw_ops.OptionalGetValue(
+        optional=whole,
+        output_types=[tf.as_dtype(int(dtype)) for dtype in dtypes],
+        output_shapes=[tf.TensorShape(shape) for shape in shapes],
+    )
+    return found
+
+
+def _shapes(schema: Schema) -> list[list[int | None]]:
+    """The shapes of the tensors of `Schema.keys`; how many rows there are is not known."""
+    shapes: list[list[int | None]] = []
+    for variable in schema.variables:
+        ids: list[list[int | None]] = [[None]] if variable.kind is Kind.TABLE else []
+        shapes += [*ids, [None, *variable.element_shape]]
+    return shapes
+
+
+def restore_rows(path: Tensor, flags: Tensor, schema: Schema) -> tuple[Tensor, Tensor]:
+    """What is wrong with packed rows, empty if nothing is, and the tensors of `schema.keys` as one, exact.
 
     Fails, when the graph runs, if the bundle cannot be read or its tensors do not fit each other.
     """
@@ -38,14 +72,14 @@ def restore_rows(path: Tensor, flags: Tensor, schema: Schema) -> tuple[Tensor, l
 
     packings = [packing for packing in PACKINGS if any(v.packed(packing) for v in schema.variables)]
     if not packings:
-        return tf.constant(""), restore(path, schema.keys, schema.dtypes)
+        return tf.constant(""), _as_one(restore(path, schema.keys, schema.dtypes))
     forms: list[Callable[[], list[Tensor]]] = [partial(_restore_as, None, path, schema)]
     form = tf.constant(0)
     for packing in packings:
         is_packed = tf.not_equal(tf.bitwise.bitwise_and(flags, int(PACKINGS[packing])), 0)
         form = tf.where(is_packed, len(forms), form)
         forms.append(partial(_out_of_line, partial(_restore_as, packing, schema=schema), path))
-    fault, *tensors = tf.switch_case(form, forms)
+    fault, tensors = tf.switch_case(form, forms)
     return fault, tensors
 
 
@@ -62,21 +96,23 @@ def _out_of_line(read: Callable[[Tensor], list[Tensor]], path: Tensor) -> list[T
 
 
 def _restore_as(packing: DeltaDtype | None, path: Tensor, schema: Schema) -> list[Tensor]:
-    """The fault, and the tensors of `schema.keys`, of a delta that is packed so."""
+    """The fault, and the tensors of `schema.keys` as one, of a delta that is packed so."""
     import tensorflow as tf
 
     packed = [variable for variable in schema.variables if variable.packed(packing)]
     extra = [tensor for variable in packed for tensor in variable.packed(packing)]
     keys = [*schema.keys, *(tensor.key for tensor in extra)]
-    found = restore(path, keys, [*schema.dtypes, *(tensor.dtype for tensor in extra)])
-    by_key = dict(zip(keys, found, strict=True))
+    dtypes = [*schema.dtypes, *(tensor.dtype for tensor in extra)]
+    found = restore(path, keys, dtypes)
     if not packed:
-        return [tf.constant(""), *found]
+        return [tf.constant(""), _as_one(found)]
+    shapes = [*_shapes(schema), *([None, *tensor.element_shape] for tensor in extra)]
+    by_key = dict(zip(keys, _taken_apart(_as_one(found), dtypes, shapes), strict=True))
     unpackers: dict[tuple[DType, int], Callable[..., tuple[Tensor, Tensor]]] = {}
     sound = []
     for variable in packed:
         ids, exact = (by_key[key] for key in variable.keys)
-        own = [_shaped(by_key[tensor.key], tensor) for tensor in variable.packed(packing)]
+        own = [by_key[tensor.key] for tensor in variable.packed(packing)]
         kind = variable.dtype, len(variable.shape)  # tables of one kind share a function at any width
         if kind not in unpackers:
             unpackers[kind] = tf.function(_unpack, autograph=False, reduce_retracing=True)
@@ -84,14 +120,7 @@ def _restore_as(packing: DeltaDtype | None, path: Tensor, schema: Schema) -> lis
         sound.append(is_sound)
     wrong = tf.gather([variable.name for variable in packed], tf.argmin(tf.cast(tf.stack(sound), tf.int32)))
     fault = tf.where(tf.reduce_all(sound), "", tf.strings.join(["has wrong packed rows for ", wrong]))
-    return [fault, *(by_key[key] for key in schema.keys)]
-
-
-def _shaped(found: Tensor, tensor: PackedTensor) -> Tensor:
-    """The tensor, if it has its shape; reading fails if not."""
-    import tensorflow as tf
-
-    return tf.ensure_shape(found, [None, *tensor.element_shape])
+    return [fault, _as_one([by_key[key] for key in schema.keys])]
 
 
 def _unpack(

@@ -9,12 +9,13 @@ first: if it dies after all, only a delta that leads at least that far makes the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from exporter.delta.format import Kind, Schema
 from exporter.subgraph.read_delta import ReadDelta, by_variable
 from exporter.subgraph.state import SETTLED, State, Tensor, assign
+from exporter.subgraph.unpack import tensors_in
 
 CHUNK_ROWS = 4096
 """Rows written under one hold of a table's lock: about a millisecond for 64 floats a row."""
@@ -27,30 +28,41 @@ class Target:
     schema: Schema
     handles: Mapping[str, Sequence[Tensor]]
 
-    def changes(self, delta: ReadDelta) -> Iterator[tuple[Kind, Tensor, Tensor, list[Tensor]]]:
-        """Kind, handle, if it changed, and the delta's tensors; for every handle of what has elements."""
+    def writes(self, delta: ReadDelta) -> Writes:
+        """What has to be done for a delta; variables without elements have nothing to write."""
         import tensorflow as tf
 
-        changed = tf.unstack(delta.changed)  # one node, where an index takes three for each variable
-        for index, (variable, found) in enumerate(by_variable(self.schema, delta.tensors)):
-            if variable.contents is not None:
-                continue
-            if 0 in variable.shape:  # a kernel that scatters refuses rows of no elements
+        tensors = tensors_in(delta.tensors, self.schema)
+        writes = Writes(tensors, [], [], [])
+        flags = tf.unstack(delta.changed)  # one node, where an index takes three for each variable
+        changed = dict(zip(self.schema.variables, flags, strict=True))
+        found = dict(by_variable(self.schema, tensors))
+        for variable, its_tensors in found.items():
+            if variable.contents is not None or 0 in variable.shape:  # kernels refuse rows of no elements
                 continue
             for handle in self.handles[variable.name]:
-                yield variable.kind, handle, changed[index], found
+                if variable.kind is Kind.TABLE:
+                    writes.tables.append((handle, *its_tensors))
+                else:
+                    writes.dense.append((handle, changed[variable], *its_tensors))
+        for keys, values in self.schema.lookups:
+            for handle in self.handles[keys.name]:
+                writes.lookups.append((handle, changed[keys], *found[keys], *found[values]))
+        return writes
 
-    def import_lookups(self, delta: ReadDelta) -> list[Tensor]:
-        """The operations that replace all entries of each lookup table that changed."""
-        found = {
-            variable.name: (delta.changed[index], tensors[0])
-            for index, (variable, tensors) in enumerate(by_variable(self.schema, delta.tensors))
-        }
-        return [
-            _import_if(*found[keys.name], handle, found[values.name][1])
-            for keys, values in self.schema.lookups
-            for handle in self.handles[keys.name]
-        ]
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """A delta's `tensors`, and what is to be done with them, one item for each handle.
+
+    `tables` are scattered (handle, ids, rows), `dense` assigned (handle, if it changed, value), the entries
+    of `lookups` replaced (handle, if they changed, keys, values).
+    """
+
+    tensors: Sequence[Tensor]
+    tables: list[tuple[Tensor, Tensor, Tensor]]
+    dense: list[tuple[Tensor, Tensor, Tensor]]
+    lookups: list[tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 def write_snapshot(state: State, target: Target, delta: ReadDelta, start: Tensor, end: Tensor) -> Tensor:
@@ -60,19 +72,19 @@ def write_snapshot(state: State, target: Target, delta: ReadDelta, start: Tensor
     """
     import tensorflow as tf
 
-    with tf.control_dependencies([*delta.tensors, start, end]):
+    writes = target.writes(delta)
+    with tf.control_dependencies([*writes.tensors, start, end]):
         noted = [assign(state.since, tf.timestamp()), assign(state.position, start)]
         odd = tf.bitwise.bitwise_or(state.read_sequence(), 1)
     with tf.control_dependencies(noted):
         begun = assign(state.sequence, odd)
     with tf.control_dependencies([begun]):
         written = [
-            tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=found[0], updates=found[1])
-            if kind is Kind.TABLE
-            else _assign_if(changed, handle, found[0])
-            for kind, handle, changed, found in target.changes(delta)
+            tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=ids, updates=rows)
+            for handle, ids, rows in writes.tables
         ]
-        written += target.import_lookups(delta)
+        written += [_assign_if(*write) for write in writes.dense]
+        written += [_import_if(*write) for write in writes.lookups]
     return _settle(state, end, written, odd + 1)
 
 
@@ -80,18 +92,15 @@ def write_rows(state: State, target: Target, delta: ReadDelta, start: Tensor, en
     """Write all tensors, tables chunk by chunk. Returns the last operation."""
     import tensorflow as tf
 
-    with tf.control_dependencies([*delta.tensors, start, end]):
+    writes = target.writes(delta)
+    with tf.control_dependencies([*writes.tensors, start, end]):
         sequence = state.read_sequence()
         noted = assign(state.position, start)
-    changes = list(target.changes(delta))
     with tf.control_dependencies([noted]):
-        written = [
-            _assign_if(c, handle, found[0]) for kind, handle, c, found in changes if kind is Kind.DENSE
-        ]
-        written += target.import_lookups(delta)
-        tables = [(handle, *found) for kind, handle, _, found in changes if kind is Kind.TABLE]
-        if tables:
-            written.append(_scatter_chunks(tables))
+        written = [_assign_if(*write) for write in writes.dense]
+        written += [_import_if(*write) for write in writes.lookups]
+        if writes.tables:
+            written.append(_scatter_chunks(writes.tables))
     # Odd here is what an update left that died: these rows have made it whole.
     return _settle(state, end, written, sequence + tf.bitwise.bitwise_and(sequence, 1))
 
@@ -105,7 +114,7 @@ def _settle(state: State, end: Tensor, written: Sequence[Tensor], sequence: Tens
         return assign(state.sequence, sequence)
 
 
-def _assign_if(changed: Tensor, handle: Tensor, value: Tensor) -> Tensor:
+def _assign_if(handle: Tensor, changed: Tensor, value: Tensor) -> Tensor:
     """Assign `value` [1, ...], or what the variable holds, without a copy, if that is [0, ...].
 
     The choice is made of the value, not of the assignment: raw ops and no `tf.cond`, which makes two
@@ -120,7 +129,7 @@ def _assign_if(changed: Tensor, handle: Tensor, value: Tensor) -> Tensor:
     return assign(handle, tf.raw_ops.Merge(inputs=[kept, taken[0]]).output)
 
 
-def _import_if(changed: Tensor, keys: Tensor, handle: Tensor, values: Tensor) -> Tensor:
+def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Replace all entries of a lookup table by `keys` and `values` [1, n, ...], or touch nothing.
 
     The kernels clear and fill a table under its lock: a lookup sees all old entries or all new ones (source:
