@@ -85,11 +85,13 @@ def test_chief_and_parameter_servers_die_and_training_goes_on_where_it_stopped(t
 
 
 def test_a_trainer_that_is_set_back_forks(tmp_path: Path) -> None:
-    job = Job(tmp_path, steps=120, workers=1, save_increment_steps=5, save_checkpoint_steps=40)
+    # The pause lets a checkpoint be written every 40 steps on a busy machine, too: an older one is needed.
+    job = Job(tmp_path, steps=120, workers=1, save_increment_steps=5, save_checkpoint_steps=40, pause_s=0.02)
     with Cluster(job) as cluster:
         cluster.wait()
         abandoned = read_history(job.checkpoints)
         older = sorted((m.checkpoint for m in abandoned.milestones), key=lambda found: found.step)[1]
+        assert older.step < abandoned.increments[-1].increment.to_step
         for path in job.checkpoints.glob("model.ckpt-*"):
             if step_of(path) > step_of(Path(older.name)):
                 path.unlink()
