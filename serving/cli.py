@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -27,8 +24,10 @@ from exporter.cli.edge import (
 from exporter.cli.output import Output
 from exporter.errors import Exit, ServerError, UsageError
 from exporter.local_paths import local_path
+from serving import agent_command
 from serving.address import with_port
-from serving.status import VersionState, VersionStatus, error_text
+from serving.signals import sleep_until_a_signal, stop_on_sigterm
+from serving.status import State, VersionStatus, error_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -149,7 +148,7 @@ def run_server(
 ) -> None:
     """Serve until a signal comes."""
     with command(json_, quiet, debug) as sink:
-        signal.signal(signal.SIGTERM, _stop)
+        stop_on_sigterm()
         from serving.server import ModelServer
 
         news = _News(sink)
@@ -173,7 +172,7 @@ def run_server(
                     is_done=True,
                 )
                 news.begin()
-                _sleep_until_a_signal()
+                sleep_until_a_signal()
         except KeyboardInterrupt:
             raise SystemExit(int(Exit.INTERRUPTED)) from None
 
@@ -200,6 +199,7 @@ def status(
             status_command.run(client, published, sink)
 
 
+agent_command.register(app)
 completion.register(app, "serve-model")
 
 
@@ -304,23 +304,8 @@ class _News:
     def __call__(self, status: VersionStatus) -> None:
         if status.code:
             self._sink.warn(f"version {status.version}: {status.state.name}, {error_text(status)}")
-        elif self._began and status.state is VersionState.AVAILABLE:
+        elif self._began and status.state is State.AVAILABLE:
             self._sink.note(f"version {status.version}: {status.state.name}")
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    """Unwind the server on SIGTERM and end with exit code 0: that is how a container is stopped."""
-    raise SystemExit(int(Exit.DONE))
-
-
-def _sleep_until_a_signal() -> None:
-    """Let a signal's handler raise, also if it came just before or to another thread (`signal.pause` would
-    sleep on then).
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)
-    os.read(reader, 1)
 
 
 def _print(sink: Output, document: dict[str, Any], line: str, *, is_done: bool = False) -> None:

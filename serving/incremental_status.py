@@ -12,7 +12,7 @@ STATUS_SIGNATURE = "incremental_status"
 
 
 @dataclass(frozen=True, slots=True)
-class IncrementalStatus:
+class Standing:
     """The position and training step whose values a version serves, and the log that its deltas are of."""
 
     position: int
@@ -20,7 +20,7 @@ class IncrementalStatus:
     lineage: str
 
 
-def read_incremental_status(client: ModelClient, version: int) -> IncrementalStatus | None:
+def standing(client: ModelClient, version: int) -> Standing | None:
     """Where a version stands; None if it takes no deltas.
 
     Raises:
@@ -31,4 +31,4 @@ def read_incremental_status(client: ModelClient, version: int) -> IncrementalSta
     probe = {"probe": np.zeros([1], np.int64)}
     found = client.predict(probe, signature=STATUS_SIGNATURE, version=version).outputs
     lineage = bytes(found["lineage"][0]).decode()
-    return IncrementalStatus(int(found["position"][0]), int(found["step"][0]), lineage)
+    return Standing(int(found["position"][0]), int(found["step"][0]), lineage)

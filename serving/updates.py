@@ -15,7 +15,7 @@ import numpy as np
 
 from exporter.errors import CallFailed, UsageError
 from serving.client import ModelClient
-from serving.status import Code, VersionState
+from serving.status import Code, State
 
 UPDATE_SIGNATURE = "incremental_update"
 NEWEST = -1
@@ -92,9 +92,9 @@ def _newer(client: ModelClient, version: int) -> tuple[int, bool] | None:
     """The newest version beyond `version` that is available or will be, and whether it is."""
     with suppress(CallFailed):  # what was asked for is done already
         for found in client.status():
-            coming = found.state in {VersionState.START, VersionState.LOADING, VersionState.AVAILABLE}
+            coming = found.state in {State.START, State.LOADING, State.AVAILABLE}
             if found.version > version and coming and found.code is Code.OK:
-                return found.version, found.state is VersionState.AVAILABLE
+                return found.version, found.state is State.AVAILABLE
     return None
 
 
@@ -106,10 +106,11 @@ def _update(client: ModelClient, up_to: int, version: int | None) -> Updated:
             cause=f"it has no signature {UPDATE_SIGNATURE!r}",
             hint="publish a newer version that does: the same export-model command with --updatable",
         )
-    return _call_until_there(client, up_to, metadata.version)
+    return call_until_there(client, up_to, metadata.version)
 
 
-def _call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
+def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
+    """`update` of a version that is known to take deltas, and of no other."""
     rows = deltas = 0
     for calls in range(1, _MOST_CALLS + 1):
         try:

@@ -25,7 +25,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\\/>-]")
 
 
 @dataclass
-class GraphEditor:
+class Graft:
     """Adds nodes under a scope that the graph does not use, and functions, to a GraphDef.
 
     `owner` goes into the names of resources: TensorFlow 2's loader keeps those of all models in one place.
@@ -38,8 +38,8 @@ class GraphEditor:
     """Names as they are asked for, and as nodes may be called; no two are spelled alike."""
 
     @classmethod
-    def onto(cls, graph_def: Proto, wanted: str, owner: str) -> GraphEditor:
-        """Adds nodes under `wanted`, or under `wanted_<n>` if the graph has names there."""
+    def onto(cls, graph_def: Proto, wanted: str, owner: str) -> Graft:
+        """A graft under `wanted`, or under `wanted_<n>` if the graph has nodes or functions of that name."""
         taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
         functions = [function.signature.name.lower() for function in graph_def.library.function]
         candidates = (f"{wanted}_{n}" if n else wanted for n in range(len(taken) + len(functions) + 1))
@@ -98,13 +98,7 @@ class GraphEditor:
         return self.node(name, "Placeholder", dtype=dtype, shape=shape)
 
     def call(
-        self,
-        name: str,
-        function: PlacedFunction,
-        inputs: Sequence[str],
-        *,
-        device: str = "",
-        stateful: bool = True,
+        self, name: str, function: Part, inputs: Sequence[str], *, device: str = "", stateful: bool = True
     ) -> list[str]:
         """Add a call and return the names of its outputs."""
         op = "StatefulPartitionedCall" if stateful else "PartitionedCall"
@@ -128,12 +122,10 @@ class GraphEditor:
         *,
         inline: bool = True,
         as_written: bool = False,
-    ) -> PlacedFunction:
+    ) -> Part:
         """Trace `part`, called with one tensor for each of `inputs` (dtype, static shape), as a function.
 
-        It returns tensors. Functions of the graph may be called in it by the names that
-        `privately_named` gives.
-
+        It returns tensors. Functions of the graph may be called in it by the names that `borrowed` gives.
         With `as_written` TensorFlow's graph optimizers pass over it: what they do to a large function at its
         first call costs seconds, and gains nothing where the work is reading files and writing rows.
         """
@@ -158,7 +150,7 @@ class GraphEditor:
             self.graph_def.library.function.add().CopyFrom(function)
         if not inline:
             self.graph_def.library.function[-len(own)].attr["_noinline"].b = True
-        return PlacedFunction(
+        return Part(
             full,
             tuple(DType(argument.type) for argument in definition.signature.input_arg),
             tuple(DType(argument.type) for argument in definition.signature.output_arg),
@@ -167,7 +159,7 @@ class GraphEditor:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedFunction:
+class Part:
     """A function of the graph: its name, and the dtypes that it takes and gives."""
 
     name: str
@@ -206,11 +198,11 @@ _import_numbers = itertools.count()
 _BORROWED = re.compile("^borrowed_[0-9]+__")
 
 
-def privately_named(library: Proto, nodes: Iterable[Proto]) -> Proto:
+def borrowed(library: Proto, nodes: Iterable[Proto]) -> Proto:
     """A GraphDef of `nodes` and the functions that they need, under other names, to import into a part.
 
     TensorFlow knows one function of a name in the whole process, and numbers those that it makes itself;
-    `GraphEditor.function` gives the borrowed ones their own names back.
+    `Graft.function` gives the borrowed ones their own names back.
     """
     graph_def = message_class("GraphDef")()
     graph_def.node.extend(nodes)

@@ -1,6 +1,6 @@
 """What is published of a log: its bases, its deltas, its hold, and the values at each of its positions.
 
-<model>/<position>/                       a base; its manifest names log, schema and mapping
+<model>/<position>/                       a base; its manifest names log, schema and recipe
 <model>/deltas/<log>/<from>-<to>/         deltas; names that are no delta's, files and links are ignored
 <model>/deltas/<log>/hold                 a position that `up_to = -1` does not pass
 <model>/deltas/<log>/.state/              caches of the exporter, see `exporter.delta.row_hashes`,
@@ -18,8 +18,8 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import check_values, read_catalog
 from exporter.delta.delta_files import read_delta
 from exporter.delta.format import FILE_PREFIX, Delta, Schema, log_name
-from exporter.delta.row_reader import RowReader, served_in
-from exporter.delta.snapshot import Snapshot
+from exporter.delta.row_reader import StoredVariable, served_in
+from exporter.delta.snapshot import State
 from exporter.delta.spans import Position, check_fits, nearest_base, plan_chain
 from exporter.errors import (
     CheckpointError,
@@ -28,12 +28,12 @@ from exporter.errors import (
     NotUpdatable,
     PositionUnknown,
 )
-from exporter.increments.trained import TrainerVersion
+from exporter.increments.trained import Trained
 from exporter.publish.absent import nothing_published
 from exporter.publish.hold import Hold
 from exporter.publish.log_entries import BaseEntry, DeltaEntry
 from exporter.publish.manifest import FILE_NAME, Manifest, tensor_entries
-from exporter.publish.versions import delta_names, read_manifest, version_dirs
+from exporter.publish.versions import children, delta_names, read_manifest
 
 DELTAS_DIRECTORY = "deltas"
 CACHES = Path(".state")
@@ -44,7 +44,7 @@ BROKEN_LOG_HINT = "publish a new base, which leaves this log behind: the same ex
 
 
 @dataclass(frozen=True)
-class LogBase:
+class PublishedBase:
     """A base that takes deltas."""
 
     path: Path
@@ -52,7 +52,7 @@ class LogBase:
     entry: BaseEntry
 
     @classmethod
-    def read(cls, path: Path) -> LogBase:
+    def read(cls, path: Path) -> PublishedBase:
         """The base in a version's directory.
 
         Raises:
@@ -72,7 +72,7 @@ class LogBase:
         """Where a server stands that has loaded it."""
         return Position(self.manifest.position, self.manifest.step)
 
-    def stored(self) -> dict[str, RowReader]:
+    def stored(self) -> dict[str, StoredVariable]:
         """Its served variables by name.
 
         Raises:
@@ -80,12 +80,12 @@ class LogBase:
         """
         catalog = read_catalog(self.path / VARIABLES_PREFIX)
         _check_listed(catalog, self.manifest)
-        sources = self.entry.mapping_spec.sources()
+        sources = self.entry.recipe.sources()
         return {found.name: found for source in sources for found in served_in(catalog, source)}
 
 
 @dataclass(frozen=True)
-class LogDelta:
+class PublishedDelta:
     """A delta, known by its name until more is asked for."""
 
     path: Path
@@ -124,9 +124,9 @@ class LogDelta:
         return Position(self.end, self.manifest.step)
 
     @property
-    def exact_base(self) -> bool:
+    def only_from(self) -> bool:
         """True if it fits its first position alone."""
-        return self.entry.exact_base
+        return self.entry.only_from
 
     @property
     def parts(self) -> int:
@@ -137,16 +137,16 @@ class LogDelta:
         """True if a state at `position` may take it."""
         if not self.start <= position < self.end:
             return False
-        return position == self.start or not self.exact_base
+        return position == self.start or not self.only_from
 
 
 @dataclass(frozen=True)
-class DeltaLog:
+class PublishedLog:
     """A log as it was at one moment. `base` is the newest version; `deltas` are sorted by their positions."""
 
     model: Path
-    base: LogBase
-    deltas: tuple[LogDelta, ...]
+    base: PublishedBase
+    deltas: tuple[PublishedDelta, ...]
 
     @property
     def path(self) -> Path:
@@ -164,14 +164,14 @@ class DeltaLog:
         return self.base.entry.schema
 
     @cached_property
-    def bases(self) -> tuple[LogBase, ...]:
+    def bases(self) -> tuple[PublishedBase, ...]:
         """Every base of the log that is still there, newest first."""
         found = []
-        for child in version_dirs(self.model):
-            if not child.has_manifest:
+        for child in children(self.model):
+            if not child.is_ours:
                 continue
             try:
-                base = self.base if child.path == self.base.path else LogBase.read(child.path)
+                base = self.base if child.path == self.base.path else PublishedBase.read(child.path)
             except (ManifestError, NotUpdatable):
                 continue
             if base.manifest.lineage == self.lineage:
@@ -179,7 +179,7 @@ class DeltaLog:
         return tuple(found)
 
     @property
-    def newest(self) -> LogBase | LogDelta:
+    def newest(self) -> PublishedBase | PublishedDelta:
         """What leads to, or is, the newest position."""
         last = max(self.deltas, key=lambda delta: (delta.end, delta.start), default=None)
         return last if last is not None and last.end > self.base.at.position else self.base
@@ -190,11 +190,11 @@ class DeltaLog:
         return self.newest.at
 
     @property
-    def trained(self) -> TrainerVersion:
+    def trained(self) -> Trained:
         """The trainer's state at the newest position."""
         return self.newest.entry.trained
 
-    def chain(self, start: int, target: int | None = None) -> tuple[LogDelta, ...]:
+    def chain(self, start: int, target: int | None = None) -> tuple[PublishedDelta, ...]:
         """The deltas that lead from `start` to `target`, or to the newest position.
 
         Raises:
@@ -202,7 +202,9 @@ class DeltaLog:
         """
         return plan_chain(self.deltas, start, target)
 
-    def open(self, delta: LogDelta, *, verify: bool = True, only: Collection[str] | None = None) -> Delta:
+    def open(
+        self, delta: PublishedDelta, *, verify: bool = True, only: Collection[str] | None = None
+    ) -> Delta:
         """The delta's changes as memory maps, every checksum compared if `verify`; of variables `only`.
 
         Raises:
@@ -221,7 +223,7 @@ class DeltaLog:
             error.hint = BROKEN_LOG_HINT  # the reader of bundles takes it for a checkpoint
             raise
 
-    def _open(self, delta: LogDelta) -> Delta:
+    def _open(self, delta: PublishedDelta) -> Delta:
         found = read_delta(delta.path / FILE_PREFIX, self.schema)
         header = found.header
         if (header.from_position, header.to_position) != (delta.start, delta.end):
@@ -231,7 +233,7 @@ class DeltaLog:
         _check_listed(found.catalog, delta.manifest)
         return found
 
-    def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> Snapshot:
+    def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> State:
         """The values at a position, by default at the newest; of variables `only`, if these are named.
 
         Raises:
@@ -243,9 +245,9 @@ class DeltaLog:
         base = by_position[nearest_base(self.deltas, by_position, target)]
         chain = self.chain(base.at.position, target)
         layers = tuple(self.open(delta, only=only).changes for delta in chain)
-        return Snapshot(base.stored(), layers, hint=BROKEN_LOG_HINT)
+        return State(base.stored(), layers, hint=BROKEN_LOG_HINT)
 
-    def trained_at(self, position: int) -> tuple[TrainerVersion, int | None]:
+    def trained_at(self, position: int) -> tuple[Trained, int | None]:
         """The trainer's state at a position, and its step.
 
         Raises:
@@ -298,18 +300,18 @@ def _check_listed(catalog: Catalog, manifest: Manifest) -> None:
         raise CorruptFile(f"{catalog.prefix} {what} {name!r}: its manifest says otherwise")
 
 
-def read_log(model: Path) -> DeltaLog:
+def read_log(model: Path) -> PublishedLog:
     """The log of the newest version under a model base path.
 
     Raises:
         NotUpdatable: nothing is published, or the newest version takes no deltas.
         ManifestError: its manifest cannot be read.
     """
-    newest = next((child for child in version_dirs(model) if child.has_manifest), None)
+    newest = next((child for child in children(model) if child.is_ours), None)
     if newest is None:
         raise nothing_published(model)
-    base = LogBase.read(newest.path)
-    return DeltaLog(model, base, list_deltas(log_path(model, base.entry.log)))
+    base = PublishedBase.read(newest.path)
+    return PublishedLog(model, base, list_deltas(log_path(model, base.entry.log)))
 
 
 def log_path(model: Path, log: int) -> Path:
@@ -317,6 +319,6 @@ def log_path(model: Path, log: int) -> Path:
     return model / DELTAS_DIRECTORY / log_name(log)
 
 
-def list_deltas(log: Path) -> tuple[LogDelta, ...]:
+def list_deltas(log: Path) -> tuple[PublishedDelta, ...]:
     """Every delta in a log's directory, by its name; whatever is not one is passed over."""
-    return tuple(LogDelta(log / name, start, end) for name, start, end in delta_names(log))
+    return tuple(PublishedDelta(log / name, start, end) for name, start, end in delta_names(log))

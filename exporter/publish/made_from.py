@@ -7,17 +7,17 @@ from pathlib import Path
 
 from exporter.errors import NothingChanged
 from exporter.files import read_regular
-from exporter.publish.manifest import FILE_NAME, ManifestHead
-from exporter.publish.versions import read_head, version_dirs
+from exporter.publish.manifest import FILE_NAME, Stamp
+from exporter.publish.versions import children, read_stamp
 
 
 @dataclass(frozen=True, slots=True)
-class MadeVersion:
+class Made:
     """A version that was made from a checkpoint, and the greatest version number in use."""
 
     version: int
     path: Path
-    head: ManifestHead
+    stamp: Stamp
     newest: int
 
     def is_by(self, plan_digest: str, *, takes_deltas: bool, number: int | None) -> bool:
@@ -28,34 +28,34 @@ class MadeVersion:
         """
         if number is not None and number != self.version:
             return False
-        if self.head.plan_digest is None:
-            return (self.head.log is not None) == takes_deltas
-        return self.head.plan_digest == plan_digest
+        if self.stamp.plan_digest is None:
+            return (self.stamp.log is not None) == takes_deltas
+        return self.stamp.plan_digest == plan_digest
 
 
 class PublishedAlready(NothingChanged):
     """A checkpoint is published, by the same plan; `made` is the version."""
 
-    def __init__(self, made: MadeVersion) -> None:
+    def __init__(self, made: Made) -> None:
         super().__init__(
-            f"{made.head.source.checkpoint} is published already: {made.path}",
+            f"{made.stamp.source.checkpoint} is published already: {made.path}",
             hint="publish it once more, as the newest version: --again",
         )
         self.made = made
 
 
-def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
+def newest_made_from(model: Path, digest: str) -> Made | None:
     """The newest version that was made from the checkpoint with this digest.
 
     Raises:
         ManifestError: the model, or that version's manifest, cannot be read.
     """
-    versions = version_dirs(model)
+    versions = children(model)
     for child in versions:
-        if child.has_manifest and _mentions(child.path, digest):
-            head = read_head(child.path)
-            if head.source.digest == digest:
-                return MadeVersion(child.version, child.path, head, versions[0].version)
+        if child.is_ours and _mentions(child.path, digest):
+            stamp = read_stamp(child.path)
+            if stamp.source.digest == digest:
+                return Made(child.version, child.path, stamp, versions[0].version)
     return None
 
 

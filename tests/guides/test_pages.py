@@ -78,7 +78,8 @@ def test_options_that_the_guide_names_exist() -> None:
     helps = export_model("--help").out
     helps += "".join(export_model(command, "--help").out for command in exporting)
     helps += "".join(
-        run_app(serve_app, command, "--help").out for command in ("run", "predict", "status", "update")
+        run_app(serve_app, command, "--help").out
+        for command in ("run", "agent", "predict", "status", "update")
     )
     for page in PAGES:
         for option in set(re.findall(r"(?<=[`\s])--[a-z][a-z-]+", page.text)):

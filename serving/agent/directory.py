@@ -1,0 +1,132 @@
+"""What is published under a model base path, as often as it changes: listed anew, manifests read once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from exporter.delta.spans import Span
+from exporter.errors import ExportError, ManifestError, NotUpdatable
+from exporter.publish.delta_log import DELTAS_DIRECTORY, PublishedBase, PublishedDelta, list_deltas, log_path
+from exporter.publish.hold import Hold
+from exporter.publish.versions import children
+from serving.agent.rollout import Published, PublishedLog
+
+_UNREADABLE_HOLD = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What the manifest of something published tells: when it was, of which training step, and its size."""
+
+    created: datetime
+    step: int | None
+    bytes_: int
+
+
+class ModelDirectory:
+    """One model base path. `read` lists it; what was read of a manifest is kept, for it never changes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._bases: dict[Path, PublishedBase | None] = {}
+        self._deltas: dict[Path, tuple[Span, Commit] | None] = {}
+        self._commits: dict[tuple[str, int], Commit] = {}
+        self._was_seen = False
+
+    def read(self) -> Published:
+        """What is published now. A directory that cannot be seen is a `problem`, never an exception."""
+        with self._lock:
+            try:
+                return self._read()
+            except (OSError, ExportError) as error:
+                return Published(problem=f"{self.path} cannot be read: {error}")
+
+    def commit(self, lineage: str, position: int) -> Commit | None:
+        """What was published at a position of a log, the first of several."""
+        return self._commits.get((lineage, position))
+
+    def size(self, lineage: str, spans: tuple[Span, ...]) -> int:
+        """The bytes of deltas that were listed."""
+        wanted = set(spans)
+        with self._lock:
+            known = [found for found in self._deltas.values() if found is not None and found[0] in wanted]
+        return sum(commit.bytes_ for _, commit in known)
+
+    def places(self) -> tuple[Path, ...]:
+        """The directories in which something appears when something is published."""
+        deltas = self.path / DELTAS_DIRECTORY
+        found = [self.path, deltas]
+        try:
+            with os.scandir(deltas) as entries:
+                found += [Path(entry.path) for entry in entries if entry.is_dir()]
+        except OSError:
+            pass
+        return tuple(place for place in found if place.is_dir())
+
+    def _read(self) -> Published:
+        if not self.path.is_dir():
+            return Published(problem=f"{self.path} is no directory: is its volume mounted?")
+        versions = [child for child in children(self.path) if child.is_ours]
+        if not versions:
+            lost = ": is its volume mounted?" if self._was_seen else ""
+            return Published(problem=f"nothing is published under {self.path}{lost}")
+        self._was_seen = True
+        logs: dict[str, PublishedLog] = {}
+        for child in versions:
+            base = self._base(child.path)
+            if base is not None and base.manifest.lineage and base.manifest.lineage not in logs:
+                logs[base.manifest.lineage] = self._log(base, base.manifest.lineage)
+        return Published(logs, versions[0].version)
+
+    def _base(self, path: Path) -> PublishedBase | None:
+        """A version that takes deltas; None if it does not, or cannot be read (which `doctor` explains)."""
+        if path not in self._bases:
+            try:
+                base = PublishedBase.read(path)
+            except NotUpdatable:
+                self._bases[path] = None
+                return None
+            except ManifestError:
+                return None
+            self._bases[path] = base
+            self._remember(base.manifest.lineage or "", base.at.position, base.manifest.created, base.at.step)
+        return self._bases[path]
+
+    def _log(self, base: PublishedBase, lineage: str) -> PublishedLog:
+        directory = log_path(self.path, base.entry.log)
+        spans = []
+        for delta in list_deltas(directory):
+            found = self._delta(delta, lineage)
+            if found is not None:
+                spans.append(found[0])
+        try:
+            limit = Hold(directory).read()
+        except ManifestError:
+            limit = _UNREADABLE_HOLD
+        return PublishedLog(lineage, tuple(spans), limit)
+
+    def _delta(self, delta: PublishedDelta, lineage: str) -> tuple[Span, Commit] | None:
+        if delta.path not in self._deltas:
+            try:
+                manifest, entry = delta.manifest, delta.entry
+            except ManifestError:
+                return None  # perhaps removed just now, perhaps damaged: nobody is sent there
+            span = Span(delta.start, delta.end, entry.only_from, entry.parts)
+            size = sum(file.bytes_ for file in manifest.files)
+            commit = self._remember(lineage, delta.end, manifest.created, manifest.step, size)
+            self._deltas[delta.path] = (span, commit)
+        return self._deltas[delta.path]
+
+    def _remember(
+        self, lineage: str, position: int, created: datetime, step: int | None, bytes_: int = 0
+    ) -> Commit:
+        commit = Commit(created, step, bytes_)
+        known = self._commits.get((lineage, position))
+        if known is None or created < known.created:
+            self._commits[lineage, position] = commit
+        return commit

@@ -1,0 +1,371 @@
+"""The loop around `rollout`: a thread watches each model's directory, another cares for each replica."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from exporter.errors import CallFailed
+from serving.agent import rollout
+from serving.agent.directory import ModelDirectory
+from serving.agent.journal import Event, Journal, What
+from serving.agent.replica import Replica
+from serving.agent.rollout import Apply, Observe, Observed, Policy, Published, Refusal, Rest
+from serving.agent.targets import Resolved, Targets
+from serving.updates import Updated
+
+_LONGEST_WAIT_S = 60.0
+_REFUSED = "INVALID_ARGUMENT"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model's name on the servers, and its base path as the agent sees it."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the fleet is looked after; times in seconds.
+
+    `poll_s`: between two listings of a directory where nothing tells of changes. `resolve_s`: between two
+    looks at what names stand for. `deadline_s`: of any call, to which the time of a catch-up is added.
+    """
+
+    policy: Policy = field(default_factory=Policy)
+    poll_s: float = 1.0
+    resolve_s: float = 10.0
+    deadline_s: float = 10.0
+
+
+class Publications:
+    """What is published of one model, kept current by a thread; workers wait here for news."""
+
+    def __init__(self, model: Model, journal: Journal, poll_s: float) -> None:
+        self.model = model
+        self.directory = ModelDirectory(model.path)
+        self._journal = journal
+        self._poll_s = poll_s
+        self._news = threading.Condition()
+        self._count = 0
+        self.current = self.directory.read()
+        if self.current.problem:
+            self._tell(What.UNSEEN, self.current.problem)
+
+    def wait(self, seen: int, timeout_s: float) -> int:
+        """Sleep until there are news beyond `seen`, or for `timeout_s`; the number of the last news."""
+        with self._news:
+            self._news.wait_for(lambda: self._count != seen, timeout_s)
+            return self._count
+
+    def wake(self) -> None:
+        """Let whoever waits look again."""
+        with self._news:
+            self._count += 1
+            self._news.notify_all()
+
+    def follow(self, stop: threading.Event) -> None:
+        """List the directory whenever something appears in it, and every `poll_s`, until `stop`."""
+        while not stop.is_set():
+            places = self.directory.places()
+            for _ in changes(places, stop, self._poll_s):
+                self.look()
+                if self.directory.places() != places or stop.is_set():
+                    break
+
+    def look(self) -> None:
+        """List the directory now."""
+        before, found = self.current, self.directory.read()
+        if found == before:
+            return
+        if found.problem != before.problem:
+            what = What.UNSEEN if found.problem else What.SEEN
+            self._tell(what, found.problem or f"{self.model.path} can be seen again")
+        self.current = found
+        self.wake()
+
+    def _tell(self, what: What, message: str) -> None:
+        self._journal.write(Event(what, message, self.model.name))
+
+
+def changes(places: Sequence[Path], stop: threading.Event, poll_s: float) -> Iterator[None]:
+    """Yield whenever something may have changed in one of the directories, and at least every `poll_s`.
+
+    The kernel tells of changes on local disks; on network file systems it tells of one's own alone, so that
+    the period is what counts there.
+    """
+    if not places:
+        stop.wait(poll_s)
+        yield
+        return
+    import watchfiles
+
+    told = watchfiles.watch(
+        *places,
+        watch_filter=None,
+        debounce=20,
+        step=2,
+        stop_event=stop,
+        rust_timeout=max(1, int(poll_s * 1000)),
+        yield_on_timeout=True,
+        raise_interrupt=False,
+        recursive=False,
+        ignore_permission_denied=True,
+    )
+    yield  # what appeared before the watch began
+    try:
+        for _ in told:
+            yield
+    except FileNotFoundError:  # a place vanished
+        stop.wait(poll_s)
+
+
+class Worker:
+    """Looks after one model of one server, in a thread of its own."""
+
+    def __init__(
+        self,
+        address: str,
+        publications: Publications,
+        journal: Journal,
+        settings: Settings,
+        *,
+        allowed: Callable[[Worker, Published], Published] = lambda worker, published: published,
+    ) -> None:
+        self.address = address
+        self.publications = publications
+        self.observed = Observed()
+        self.last_applied = 0.0
+        self._journal = journal
+        self._settings = settings
+        self._allowed = allowed
+        self._stop = threading.Event()
+        self._seen = 0
+        self._thread = threading.Thread(target=self._run, name=f"replica {address}", daemon=True)
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.publications.model.name
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Make no more calls after the one under way."""
+        self._stop.set()
+        self.publications.wake()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the call under way; True if it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def published(self) -> Published:
+        """What this replica may take of what is published."""
+        return self._allowed(self, self.publications.current)
+
+    def _run(self) -> None:
+        with Replica(self.address, self.model, deadline_s=self._settings.deadline_s) as replica:
+            while not self._stop.is_set():
+                self._act(replica)
+
+    def _act(self, replica: Replica) -> None:
+        now = time.monotonic()
+        action = rollout.next_action(
+            self.observed, self.published, self._settings.policy, now, last_applied=self.last_applied
+        )
+        match action:
+            case Rest(until):
+                pause = min(max(0.0, until - now), _LONGEST_WAIT_S)
+                self._seen = self.publications.wait(self._seen, pause)
+            case Observe():
+                self._observe(replica)
+            case Apply():
+                self._apply(replica, action)
+
+    def _observe(self, replica: Replica) -> None:
+        try:
+            versions = replica.observe()
+        except CallFailed as error:
+            self._failed(error)
+            return
+        before = self.observed
+        self.observed = before.answered(versions, time.monotonic())
+        for version, what, message in rollout.differences(before.versions, self.observed.versions):
+            self._tell(What(what), message, version=version.number, position=version.position)
+
+    def _apply(self, replica: Replica, action: Apply) -> None:
+        bytes_ = self.publications.directory.size(action.lineage, action.chain)
+        began = time.monotonic()
+        try:
+            done = replica.apply(action, bytes_)
+        except CallFailed as error:
+            if error.code == _REFUSED:
+                self._refused(replica, action, error.cause or error.message)
+            else:
+                self._failed(error)
+            return
+        self.last_applied = now = time.monotonic()
+        if done.position < action.up_to:
+            self._refused(replica, action, f"it stopped at {done.position}: {done.status}")
+            return
+        self.observed = self.observed.moved(done.version, done.position, done.step)
+        self._applied(action, done, now - began)
+
+    def _applied(self, action: Apply, done: Updated, seconds: float) -> None:
+        commit = self.publications.directory.commit(action.lineage, done.position)
+        age = None if commit is None else (datetime.now(UTC) - commit.created).total_seconds()
+        self._tell(
+            What.APPLIED,
+            f"version {done.version} is at position {done.position}: {done.deltas} deltas, {done.rows} rows",
+            version=done.version,
+            position=done.position,
+            step=done.step,
+            rows=done.rows,
+            deltas=done.deltas,
+            seconds=seconds,
+            behind_seconds=age,
+        )
+
+    def _refused(self, replica: Replica, action: Apply, reason: str) -> None:
+        """Note which delta was not taken: the first one from where the version stands now, for those before
+        it on the way were applied.
+        """
+        self._observe(replica)
+        at = next((v.position for v in self.observed.versions if v.number == action.version), None)
+        log = self.publications.current.logs.get(action.lineage)
+        way = () if at is None or log is None else log.up_to(action.up_to).reach(at)
+        if not way:  # it is there by now, or gone, or nobody knows
+            return
+        refusal = Refusal(action.lineage, way[0], reason, time.monotonic())
+        self.observed = self.observed.refused(refusal)
+        self._tell(What.REFUSED, f"delta {way[0]} was not taken: {reason}", version=action.version)
+
+    def _failed(self, error: CallFailed) -> None:
+        before = self.observed
+        text = error.cause or error.message
+        self.observed = before.failed(text, time.monotonic(), random.random())
+        if not before.failures or before.error != text:
+            self._tell(What.FAILED, text)
+
+    def _tell(
+        self,
+        what: What,
+        message: str,
+        *,
+        version: int | None = None,
+        position: int | None = None,
+        step: int | None = None,
+        rows: int | None = None,
+        deltas: int | None = None,
+        seconds: float | None = None,
+        behind_seconds: float | None = None,
+    ) -> None:
+        self._journal.write(
+            Event(
+                what,
+                message,
+                self.model,
+                self.address,
+                version,
+                position,
+                step,
+                rows,
+                deltas,
+                seconds,
+                behind_seconds,
+            )
+        )
+
+
+class Fleet:
+    """Every model on every server."""
+
+    def __init__(
+        self, models: Sequence[Model], targets: Targets, journal: Journal, settings: Settings
+    ) -> None:
+        self.journal = journal
+        self.settings = settings
+        self.publications = [Publications(model, journal, settings.poll_s) for model in models]
+        self._targets = targets
+        self._workers: dict[tuple[str, str], Worker] = {}
+        self._lock = threading.Lock()
+        self._resolved = Resolved(())
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Those who look after a replica now, by address."""
+        with self._lock:
+            return [self._workers[key] for key in sorted(self._workers)]
+
+    def workers_of(self, model: str) -> list[Worker]:
+        """Those of one model."""
+        return [worker for worker in self.workers if worker.model == model]
+
+    @contextmanager
+    def running(self, grace_s: float) -> Iterator[None]:
+        """Look after all of them inside the block; at its end each call under way has `grace_s` to end."""
+        stop = threading.Event()
+        threads = [
+            threading.Thread(target=publications.follow, args=(stop,), daemon=True)
+            for publications in self.publications
+        ]
+        threads.append(threading.Thread(target=self._follow_names, args=(stop,), daemon=True))
+        self.resolve()
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            self._end(self.workers, grace_s)
+            for thread in threads:
+                thread.join(1.0)
+
+    def resolve(self) -> None:
+        """See who is there: begin with new servers, leave those that are gone."""
+        found = self._targets.resolve()
+        if found.problems != self._resolved.problems:
+            for problem in found.problems:
+                self.journal.write(Event(What.TARGETS, problem))
+        self._resolved = found
+        wanted = {
+            (address, publications.model.name): publications
+            for address in found.addresses
+            for publications in self.publications
+        }
+        with self._lock:
+            gone = [self._workers.pop(key) for key in self._workers.keys() - wanted.keys()]
+            new = {
+                key: Worker(key[0], publications, self.journal, self.settings)
+                for key, publications in wanted.items()
+                if key not in self._workers
+            }
+            self._workers |= new
+        for worker in new.values():
+            worker.start()
+        for worker in gone:
+            worker.end()
+
+    def _follow_names(self, stop: threading.Event) -> None:
+        while not stop.wait(self.settings.resolve_s):
+            self.resolve()
+
+    @staticmethod
+    def _end(workers: Sequence[Worker], grace_s: float) -> None:
+        until = time.monotonic() + grace_s
+        for worker in workers:
+            worker.end()
+        for worker in workers:
+            worker.join(max(0.0, until - time.monotonic()))

@@ -1,0 +1,112 @@
+"""The agent's own port: /metrics, /healthz, /readyz, /status.json and the status page at /."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from exporter.errors import ServerError
+from serving.agent.metrics import Metrics
+from serving.agent.view import FleetView
+
+_OPEN = frozenset({"/healthz", "/readyz"})
+"""What an orchestrator asks for without a token; nothing of the model is told there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What the port answers. `token` is asked for as `Authorization: Bearer TOKEN`, except for probes."""
+
+    view: Callable[[], FleetView]
+    metrics: Metrics
+    page: Callable[[], str]
+    fresh_within_s: float
+    token: str | None = None
+
+    def __call__(
+        self, environ: dict[str, Any], start_response: Callable[[str, list[tuple[str, str]]], Any]
+    ) -> Iterable[bytes]:
+        """The WSGI application."""
+        path, method = environ.get("PATH_INFO", "/"), environ.get("REQUEST_METHOD", "GET")
+        if method not in ("GET", "HEAD"):
+            status, kind, body = "405 Method Not Allowed", "text/plain", b"only GET\n"
+        elif path not in _OPEN and not self._may(environ.get("HTTP_AUTHORIZATION", "")):
+            status, kind, body = "401 Unauthorized", "text/plain", b"a token is needed\n"
+        else:
+            status, kind, body = self._answer(path)
+        headers = [
+            ("Content-Type", f"{kind}; charset=utf-8"),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'"),
+        ]
+        if status.startswith("401"):
+            headers.append(("WWW-Authenticate", "Bearer"))
+        start_response(status, headers)
+        return [] if method == "HEAD" else [body]
+
+    def _may(self, authorization: str) -> bool:
+        if self.token is None:
+            return True
+        return hmac.compare_digest(authorization.encode(), f"Bearer {self.token}".encode())
+
+    def _answer(self, path: str) -> tuple[str, str, bytes]:
+        match path:
+            case "/":
+                return "200 OK", "text/html", self.page().encode()
+            case "/metrics":
+                return "200 OK", "text/plain; version=0.0.4", self.metrics.text()
+            case "/healthz":
+                return "200 OK", "text/plain", b"ok\n"
+            case "/readyz":
+                return self._ready()
+            case "/status.json":
+                body = json.dumps({"format_version": 1, **self.view().document()}, indent=2)
+                return "200 OK", "application/json", body.encode()
+            case _:
+                return (
+                    "404 Not Found",
+                    "text/plain",
+                    b"see /, /metrics, /status.json, /healthz or /readyz\n",
+                )
+
+    def _ready(self) -> tuple[str, str, bytes]:
+        reasons = self.view().why_not_ready(self.fresh_within_s)
+        if not reasons:
+            return "200 OK", "text/plain", b"ok\n"
+        # Without a token nobody learns more than the number: messages name paths and servers.
+        text = "\n".join(reasons) if self.token is None else f"{len(reasons)} replicas are not fresh"
+        return "503 Service Unavailable", "text/plain", f"{text}\n".encode()
+
+
+@contextmanager
+def serving(site: Site, host: str, port: int) -> Iterator[int]:
+    """Answer inside the block; the port that is listened on.
+
+    Raises:
+        ServerError: the address cannot be listened on.
+    """
+    from cheroot import wsgi
+
+    server = wsgi.Server((host, port), site, numthreads=2, request_queue_size=16, timeout=10)
+    try:
+        server.prepare()
+    except OSError as error:
+        raise ServerError(
+            f"cannot listen on {host}:{port}",
+            cause=str(error),
+            hint="choose another --port, or --port 0 for a free one",
+        ) from error
+    thread = threading.Thread(target=server.serve, name="http", daemon=True)
+    thread.start()
+    try:
+        yield int(server.bind_addr[1])
+    finally:
+        server.stop()
+        thread.join(5.0)

@@ -1,0 +1,105 @@
+"""What happened, for logs, metrics and the status page: one event, many readers."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+_KEPT = 200
+"""Events that the status page can show."""
+
+
+class What(StrEnum):
+    """What an event is about."""
+
+    APPLIED = "applied"
+    FAILED = "failed"
+    REFUSED = "refused"
+    RESTARTED = "restarted"
+    VERSION = "version"
+    QUARANTINED = "quarantined"
+    BASE_WANTED = "base_wanted"
+    UNSEEN = "unseen"
+    SEEN = "seen"
+    TARGETS = "targets"
+    CANARY = "canary"
+    APPROVED = "approved"
+    ROLLED_BACK = "rolled_back"
+    AUDIT = "audit"
+    DIFFERS = "differs"
+    ENDED = "ended"
+
+
+TROUBLE = frozenset(
+    {
+        What.FAILED,
+        What.REFUSED,
+        What.QUARANTINED,
+        What.BASE_WANTED,
+        What.UNSEEN,
+        What.ROLLED_BACK,
+        What.DIFFERS,
+    }
+)
+"""Events that an operator wants to know of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened; fields that do not apply are None.
+
+    `seconds` is how long a call took, `behind_seconds` the time from a delta's commit until it was served.
+    """
+
+    what: What
+    message: str
+    model: str = ""
+    replica: str | None = None
+    version: int | None = None
+    position: int | None = None
+    step: int | None = None
+    rows: int | None = None
+    deltas: int | None = None
+    seconds: float | None = None
+    behind_seconds: float | None = None
+    at: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    @property
+    def is_trouble(self) -> bool:
+        """True if an operator wants to know of it."""
+        return self.what in TROUBLE
+
+    def document(self) -> dict[str, Any]:
+        """For JSON: what applies, `at` in RFC 3339."""
+        fields = {name: value for name, value in asdict(self).items() if value is not None and value != ""}
+        return {**fields, "what": str(self.what), "at": self.at.isoformat(timespec="milliseconds")}
+
+
+class Journal:
+    """Passes events on, and keeps the last ones. Safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: deque[Event] = deque(maxlen=_KEPT)
+        self._readers: list[Callable[[Event], None]] = []
+
+    def read_by(self, reader: Callable[[Event], None]) -> None:
+        """Call `reader` with each event from now on, one at a time."""
+        self._readers.append(reader)
+
+    def write(self, event: Event) -> None:
+        """Something happened."""
+        with self._lock:
+            self._events.append(event)
+            for reader in self._readers:
+                reader(event)
+
+    def last(self) -> list[Event]:
+        """The last events, the newest first."""
+        with self._lock:
+            return list(self._events)[::-1]

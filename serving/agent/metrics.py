@@ -1,0 +1,117 @@
+"""The agent's metrics, for Prometheus: gauges are read from the fleet when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from serving.agent.journal import Event, What
+from serving.agent.view import FleetView
+
+PREFIX = "export_model_agent"
+_APPLY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+_FRESHNESS_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60, 300)
+
+
+class Metrics:
+    """Counters of what happened and gauges of how the fleet stands."""
+
+    def __init__(self, view: Callable[[], FleetView]) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Histogram
+
+        self.registry = CollectorRegistry()
+        by_replica = ("model", "replica")
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = by_replica) -> Any:
+            return Counter(f"{PREFIX}_{name}", text, labels, registry=self.registry)
+
+        self._events = counter("events_total", "What happened, by kind.", ("model", "replica", "kind"))
+        self._rows = counter("rows_total", "Rows of tables that were applied.")
+        self._deltas = counter("deltas_total", "Deltas that were applied.")
+        self._apply = Histogram(
+            f"{PREFIX}_apply_seconds",
+            "How long calls took that applied deltas.",
+            by_replica,
+            buckets=_APPLY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._served = Histogram(
+            f"{PREFIX}_commit_to_served_seconds",
+            "From the publication of a delta until a replica served it.",
+            by_replica,
+            buckets=_FRESHNESS_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.registry.register(_Standing(view))
+
+    def __call__(self, event: Event) -> None:
+        """Count an event."""
+        labels = (event.model, event.replica or "")
+        self._events.labels(*labels, str(event.what)).inc()
+        if event.what is not What.APPLIED:
+            return
+        self._rows.labels(*labels).inc(event.rows or 0)
+        self._deltas.labels(*labels).inc(event.deltas or 0)
+        if event.seconds is not None:
+            self._apply.labels(*labels).observe(event.seconds)
+        if event.behind_seconds is not None:
+            self._served.labels(*labels).observe(max(0.0, event.behind_seconds))
+
+    def text(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        from prometheus_client import generate_latest
+
+        return bytes(generate_latest(self.registry))
+
+
+class _Standing:
+    """Gauges from a view of the fleet."""
+
+    def __init__(self, view: Callable[[], FleetView]) -> None:
+        self._view = view
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        def gauge(name: str, text: str, *labels: str) -> Any:
+            return GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
+
+        of_model, of_replica = ("model",), ("model", "replica")
+        visible = gauge("published_visible", "1 if the model base path can be read.", *of_model)
+        published = gauge("published_position", "The newest position that is to be served.", *of_model)
+        wanted = gauge("base_wanted", "1 if replicas cannot go on without a new base.", *of_model)
+        quarantined = gauge("quarantined_deltas", "Deltas that no replica takes.", *of_model)
+        worst = gauge("worst_stale_seconds", "The largest stale_seconds of all replicas.", *of_model)
+        up = gauge("replica_up", "1 if the replica answered last.", *of_replica)
+        by_version = (*of_replica, "version")
+        position = gauge("position", "Where a version stands.", *by_version)
+        step = gauge("step", "The training step whose values a version serves.", *by_version)
+        behind = gauge("behind_deltas", "Deltas that a version has yet to take.", *by_version)
+        stale = gauge(
+            "stale_seconds", "Since a delta was published that a version does not serve yet.", *by_version
+        )
+        age = gauge("served_age_seconds", "Since what a version serves was published.", *by_version)
+        for model in self._view().models:
+            visible.add_metric([model.name], float(not model.problem))
+            wanted.add_metric([model.name], float(model.base_wanted))
+            quarantined.add_metric([model.name], len(model.quarantined))
+            if model.position is not None:
+                published.add_metric([model.name], model.position)
+            if model.stale_s is not None:
+                worst.add_metric([model.name], model.stale_s)
+            for replica in model.replicas:
+                up.add_metric([model.name, replica.address], float(replica.is_answering))
+                for version in replica.versions:
+                    labels = [model.name, replica.address, str(version.number)]
+                    for metric, value in (
+                        (position, version.position),
+                        (step, version.step),
+                        (behind, version.behind_deltas),
+                        (stale, version.stale_s),
+                        (age, version.served_age_s),
+                    ):
+                        if value is not None:
+                            metric.add_metric(labels, value)
+        yield from (
+            visible, published, wanted, quarantined, worst, up, position, step, behind, stale, age
+        )  # fmt: skip

@@ -1,0 +1,71 @@
+"""The status page: HTML made here, whole, without scripts or anything from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from serving.agent.journal import Journal
+from serving.agent.recorder import PERIOD_S, Recorder
+from serving.agent.view import FleetView
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_EVENTS = 30
+_WIDTH, _HEIGHT = 600, 48
+
+
+def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fresh_within_s: float) -> str:
+    """The page as it is now."""
+    now = view()
+    return _template().render(
+        view=now,
+        reasons=now.why_not_ready(fresh_within_s),
+        events=journal.last()[:_EVENTS],
+        plot=lambda replica: plot(recorder.series(replica.model, replica.address)),
+        seconds=seconds,
+    )
+
+
+def seconds(value: float | None) -> str:
+    """A span of time for people: `120 ms`, `4.2 s`, `3 min`, `2 h`."""
+    if value is None:
+        return ""
+    if value < 1:
+        return f"{value * 1000:.0f} ms"
+    if value < 120:
+        return f"{value:.1f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.0f} h"
+
+
+def plot(series: Sequence[float | None], *, at_least: float = 1.0) -> dict[str, object]:
+    """An SVG path of the values, the newest at the right, `top` at its upper edge, gaps for None."""
+    top = max([at_least, *(value for value in series if value is not None)])
+    commands, pen = [], "M"
+    for index, value in enumerate(series):
+        if value is None:
+            pen = "M"
+            continue
+        x = _WIDTH - (len(series) - 1 - index)
+        commands.append(f"{pen}{x:.0f} {_HEIGHT - 2 - (_HEIGHT - 4) * value / top:.1f}")
+        pen = "L"
+    return {
+        "path": "".join(commands),
+        "top": top,
+        "width": _WIDTH,
+        "height": _HEIGHT,
+        "span": seconds(_WIDTH * PERIOD_S),
+    }
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(
+        "page.html"
+    )

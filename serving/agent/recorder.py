@@ -1,0 +1,51 @@
+"""How far behind each replica was over the last minutes, for the status page's plot."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from serving.agent.view import FleetView
+
+PERIOD_S = 1.0
+_KEPT = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look: seconds behind what is published by (model, address); None where nobody knew."""
+
+    at: datetime
+    stale_s: dict[tuple[str, str], float | None]
+
+
+@dataclass
+class Recorder:
+    """Looks at the fleet every second, in a thread, and keeps the last ten minutes."""
+
+    view: Callable[[], FleetView]
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def follow(self, stop: threading.Event) -> None:
+        """Sample until `stop`."""
+        while not stop.wait(PERIOD_S):
+            self.look()
+
+    def look(self) -> None:
+        """Take one sample."""
+        view = self.view()
+        stale = {
+            (model.name, replica.address): None
+            if not replica.is_answering or replica.served is None
+            else replica.served.stale_s
+            for model in view.models
+            for replica in model.replicas
+        }
+        self.samples.append(Sample(view.at, stale))
+
+    def series(self, model: str, address: str) -> list[float | None]:
+        """One replica's seconds behind, oldest first."""
+        return [sample.stale_s.get((model, address)) for sample in tuple(self.samples)]

@@ -1,0 +1,73 @@
+"""The calls that the agent makes to one model of one server."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from exporter.errors import CallFailed
+from serving.agent.rollout import Apply, Version
+from serving.client import ModelClient
+from serving.incremental_status import Standing, standing
+from serving.status import State, VersionStatus, error_text
+from serving.updates import Updated, call_until_there
+
+_BYTES_A_SECOND = 20e6
+"""A catch-up is given the time that its deltas take at this rate, beside the deadline of any call."""
+
+
+class Replica:
+    """One model of one server; used by one thread."""
+
+    def __init__(self, address: str, model: str, *, deadline_s: float) -> None:
+        self.address = address
+        self.model = model
+        self._deadline_s = deadline_s
+        self._client = ModelClient(address, model, deadline_s=deadline_s)
+
+    def observe(self) -> list[Version]:
+        """Every version, and where those stand that are available.
+
+        Raises:
+            CallFailed: the server did not answer, or has no such model.
+        """
+        return [self._version(status) for status in self._client.status()]
+
+    def apply(self, action: Apply, bytes_: int) -> Updated:
+        """Bring a version to a position; `bytes_` is what the deltas on the way hold.
+
+        Raises:
+            CallFailed: INVALID_ARGUMENT, the version does not take a delta; otherwise nobody knows.
+        """
+        self._client.deadline_s = self._deadline_s + bytes_ / _BYTES_A_SECOND
+        try:
+            return call_until_there(self._client, action.up_to, action.version)
+        finally:
+            self._client.deadline_s = self._deadline_s
+
+    def close(self) -> None:
+        """End the connection."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _version(self, status: VersionStatus) -> Version:
+        found = self._standing(status)
+        if found is None:
+            return Version(status.version, status.state, message=error_text(status))
+        return Version(
+            status.version, status.state, found.position, found.step, found.lineage, error_text(status)
+        )
+
+    def _standing(self, status: VersionStatus) -> Standing | None:
+        if status.state is not State.AVAILABLE:
+            return None
+        try:
+            return standing(self._client, status.version)
+        except CallFailed as error:
+            if error.code == "NOT_FOUND":  # unloaded between the two calls
+                return None
+            raise

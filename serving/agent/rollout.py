@@ -1,0 +1,315 @@
+"""What to do next for one replica: a function of what is published, what was observed, and the time.
+
+    | observed                                          | action                                       |
+    |---------------------------------------------------|----------------------------------------------|
+    | the last call failed less than its back-off ago   | `Rest` until then                            |
+    | never seen, in doubt, or seen too long ago        | `Observe`                                    |
+    | a version behind what its log allows              | `Apply` to exactly that version, newest first |
+    | the same, but this delta was refused here         | `Apply` to the end of another, smaller one   |
+    | a version is being loaded                         | `Rest` for a short while, then `Observe`     |
+    | anything else                                     | `Rest` until it is to be looked at again     |
+
+Nothing here reads a clock, a file or the network. Positions and spans are those of `exporter.delta`; the
+graph itself plans how it gets to a position, by the same rule as `plan_chain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from exporter.delta.spans import Span
+from serving.status import State
+
+FIRST_BACK_OFF_S = 0.1
+LONGEST_BACK_OFF_S = 30.0
+_LOADING_S = 0.25
+"""How often a server is asked that is loading a version."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedLog:
+    """A log at one moment: its deltas, and the position that nobody passes unasked.
+
+    `limit` is None without a hold; -1 for a hold that cannot be read, which stops everybody.
+    """
+
+    lineage: str
+    deltas: tuple[Span, ...] = ()
+    limit: int | None = None
+
+    def up_to(self, position: int) -> PublishedLog:
+        """The log as a call sees it that names a position; a hold does not count for it."""
+        return replace(self, limit=position)
+
+    def reach(self, position: int, *, without: Collection[Span] = ()) -> tuple[Span, ...]:
+        """The deltas that lead furthest from `position` within the limit, in their order, perhaps none.
+
+        As the graph itself plans: the one that leads furthest goes first, of several the smallest.
+        """
+        chain: list[Span] = []
+        while True:
+            fitting = [
+                span
+                for span in self.deltas
+                if span.accepts(position) and span not in without and self._allows(span.end)
+            ]
+            if not fitting:
+                return tuple(chain)
+            chain.append(max(fitting, key=lambda span: (span.end, span.start)))
+            position = chain[-1].end
+
+    @property
+    def newest(self) -> int:
+        """The furthest position that the limit allows; -1 if there are no deltas within it."""
+        return max((span.end for span in self.deltas if self._allows(span.end)), default=-1)
+
+    def _allows(self, position: int) -> bool:
+        return self.limit is None or position <= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What is published of a model. `problem` says why it cannot be seen (an unmounted volume)."""
+
+    logs: Mapping[str, PublishedLog] = field(default_factory=dict)
+    newest_version: int | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version on a replica; `position` is None where it takes no deltas or did not tell."""
+
+    number: int
+    state: State
+    position: int | None = None
+    step: int | None = None
+    lineage: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A delta that a replica did not take, and in its words why."""
+
+    lineage: str
+    delta: Span
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What is known of a replica. Times are seconds of one clock that only grows.
+
+    `seen_at` is None before the first answer and after every doubt (a call without an answer).
+    """
+
+    seen_at: float | None = None
+    versions: tuple[Version, ...] = ()
+    failures: int = 0
+    retry_at: float = 0.0
+    error: str = ""
+    refusals: tuple[Refusal, ...] = ()
+
+    def answered(self, versions: Sequence[Version], now: float) -> Observed:
+        """It told where its versions stand."""
+        newest_first = sorted(versions, key=lambda version: -version.number)
+        return replace(self, seen_at=now, versions=tuple(newest_first), failures=0, retry_at=0.0, error="")
+
+    def moved(self, version: int, position: int, step: int) -> Observed:
+        """A version confirmed that it stands at a position now."""
+        moved = (
+            replace(known, position=position, step=step) if known.number == version else known
+            for known in self.versions
+        )
+        return replace(self, versions=tuple(moved), failures=0, retry_at=0.0, error="")
+
+    def failed(self, error: str, now: float, jitter: float) -> Observed:
+        """A call had no answer, or no good one: what is known of the replica is in doubt.
+
+        `jitter` lies in 0..1 and spreads those who failed together over half of the back-off.
+        """
+        longest = min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2 ** min(self.failures, 30))
+        retry_at = now + longest * (0.5 + jitter / 2)
+        return replace(self, seen_at=None, failures=self.failures + 1, retry_at=retry_at, error=error)
+
+    def refused(self, refusal: Refusal) -> Observed:
+        """It does not take a delta. Where it stands is read again."""
+        others = tuple(r for r in self.refusals if (r.lineage, r.delta) != (refusal.lineage, refusal.delta))
+        return replace(self, seen_at=None, refusals=(*others, refusal), error=refusal.reason)
+
+    def refusals_of(self, lineage: str, now: float, forget_after_s: float) -> tuple[Span, ...]:
+        """The deltas of a log that it refused lately."""
+        return tuple(
+            refusal.delta
+            for refusal in self.refusals
+            if refusal.lineage == lineage and now - refusal.at < forget_after_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Nothing to do before a time, unless something is published or happens."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Observe:
+    """Ask which versions there are and where they stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Ask exactly this version to go to a position; `chain` is the way, as far as it can be foreseen."""
+
+    version: int
+    lineage: str
+    up_to: int
+    chain: tuple[Span, ...]
+
+
+Action = Rest | Observe | Apply
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How often a replica is looked at, and how far it may go.
+
+    `refresh_s`: between looks, when nothing happens. `retry_refused_s`: until a refused delta is tried again
+    (a network file system may show a file late). `step_s`: least time between two deltas (None: all at once).
+    """
+
+    refresh_s: float = 5.0
+    retry_refused_s: float = 60.0
+    step_s: float | None = None
+
+
+def next_action(
+    observed: Observed, published: Published, policy: Policy, now: float, *, last_applied: float = 0.0
+) -> Action:
+    """What to do for a replica; see the module's table."""
+    if observed.failures and now < observed.retry_at:
+        return Rest(observed.retry_at)
+    if observed.seen_at is None:
+        return Observe()
+    is_loading = any(version.state in (State.START, State.LOADING) for version in observed.versions)
+    look_again = observed.seen_at + min(policy.refresh_s, _LOADING_S if is_loading else policy.refresh_s)
+    if now >= look_again:
+        return Observe()
+    for version in observed.versions:
+        action = _advance(version, observed, published, policy, now)
+        if action is None:
+            continue
+        if policy.step_s is not None and now < last_applied + policy.step_s:
+            return Rest(min(look_again, last_applied + policy.step_s))
+        return action
+    return Rest(look_again)
+
+
+def _advance(
+    version: Version, observed: Observed, published: Published, policy: Policy, now: float
+) -> Apply | None:
+    log = published.logs.get(version.lineage)
+    if log is None or version.position is None or version.state is not State.AVAILABLE:
+        return None
+    refused = observed.refusals_of(version.lineage, now, policy.retry_refused_s)
+    chain = log.reach(version.position, without=refused)
+    if not chain:
+        return None
+    # The graph plans by itself and knows of no refusal: only step by step is a refused delta gone around.
+    one_by_one = policy.step_s is not None or any(span.accepts(version.position) for span in refused)
+    if one_by_one:
+        small = smallest_step(log, version.position, refused)
+        chain = (small,)
+    return Apply(version.number, version.lineage, chain[-1].end, chain)
+
+
+def smallest_step(log: PublishedLog, position: int, without: Collection[Span] = ()) -> Span:
+    """The delta that leads on from a position least far; the graph takes it if it is asked for its end.
+
+    Raises:
+        ValueError: none leads on.
+    """
+    return min(
+        (
+            span
+            for span in log.deltas
+            if span.accepts(position) and span not in without and (log.limit is None or span.end <= log.limit)
+        ),
+        key=lambda span: (span.end, -span.start),
+    )
+
+
+def behind(version: Version, published: Published) -> tuple[Span, ...]:
+    """The deltas that a version has yet to take within the limit, as far as they lead."""
+    log = published.logs.get(version.lineage)
+    return () if log is None or version.position is None else log.reach(version.position)
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A delta that no replica takes, and the reason that the last of them gave."""
+
+    lineage: str
+    delta: Span
+    reason: str
+
+
+def quarantined(replicas: Iterable[Observed], published: Published) -> tuple[Quarantined, ...]:
+    """The deltas that every replica refused that answers and stands before them.
+
+    Such a delta is damaged or does not fit; trying it elsewhere helps nobody. Where no other leads past it,
+    a new base has to be published.
+    """
+    answering = [replica for replica in replicas if replica.versions]
+    found: dict[tuple[str, Span], Quarantined] = {}
+    for replica in answering:
+        for refusal in replica.refusals:
+            log = published.logs.get(refusal.lineage)
+            if log is None or refusal.delta not in log.deltas:
+                continue
+            if all(_refused_or_past(other, refusal) for other in answering):
+                key = (refusal.lineage, refusal.delta)
+                found[key] = Quarantined(refusal.lineage, refusal.delta, refusal.reason)
+    return tuple(found.values())
+
+
+def _refused_or_past(replica: Observed, refusal: Refusal) -> bool:
+    if any((r.lineage, r.delta) == (refusal.lineage, refusal.delta) for r in replica.refusals):
+        return True
+    standing = [v for v in replica.versions if v.lineage == refusal.lineage and v.position is not None]
+    return not any(refusal.delta.accepts(v.position) for v in standing if v.position is not None)
+
+
+def needs_base(replicas: Iterable[Observed], published: Published) -> bool:
+    """True if a quarantined delta keeps a replica from what is published, and no other leads past it."""
+    replicas = tuple(replicas)
+    for found in quarantined(replicas, published):
+        log = published.logs[found.lineage]
+        bad = [q.delta for q in quarantined(replicas, published) if q.lineage == found.lineage]
+        for replica in replicas:
+            for version in replica.versions:
+                if version.lineage != found.lineage or version.position is None:
+                    continue
+                way = log.reach(version.position, without=bad)
+                if (way[-1].end if way else version.position) < log.newest:
+                    return True
+    return False
+
+
+def differences(before: Sequence[Version], now: Sequence[Version]) -> tuple[tuple[Version, str, str], ...]:
+    """What an observer wants to tell of two looks at a replica: (version, kind of event, text)."""
+    known = {version.number: version for version in before}
+    told = []
+    for version in now:
+        old = known.get(version.number)
+        if old is None or old.state is not version.state:
+            text = f"version {version.number} is {version.state.name}"
+            told.append((version, "version", f"{text}: {version.message}" if version.message else text))
+        elif version.position is not None and old.position is not None and version.position < old.position:
+            text = f"version {version.number} is back at position {version.position}, from {old.position}"
+            told.append((version, "restarted", text))
+    return tuple(told)

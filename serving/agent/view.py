@@ -1,0 +1,189 @@
+"""How the fleet stands at a moment: values for metrics, readiness, the status page and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from serving.agent import rollout
+from serving.agent.directory import ModelDirectory
+from serving.agent.fleet import Fleet, Worker
+from serving.agent.rollout import Published, Quarantined, Version
+from serving.status import State
+
+
+@dataclass(frozen=True, slots=True)
+class VersionView:
+    """A version on a replica.
+
+    `served_age_s`: since what it serves was published. `stale_s`: since the oldest delta was published that
+    it has yet to take, 0 if there is none. None where a version takes no deltas, or nobody knows.
+    """
+
+    number: int
+    state: str
+    position: int | None
+    step: int | None
+    behind_deltas: int | None
+    stale_s: float | None
+    served_age_s: float | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One model of one server. `is_answering` is False after a call that had no answer."""
+
+    model: str
+    address: str
+    is_answering: bool
+    error: str
+    versions: tuple[VersionView, ...]
+
+    @property
+    def served(self) -> VersionView | None:
+        """The version that a request gets which names none: the newest that is available."""
+        available = [version for version in self.versions if version.state == State.AVAILABLE.name]
+        return max(available, key=lambda version: version.number, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """A model: what is published, and each replica of it.
+
+    `position` is the newest published position that the hold allows, `hold` the hold itself.
+    """
+
+    name: str
+    path: str
+    problem: str
+    newest_version: int | None
+    position: int | None
+    hold: int | None
+    quarantined: tuple[Quarantined, ...]
+    base_wanted: bool
+    replicas: tuple[ReplicaView, ...]
+
+    @property
+    def stale_s(self) -> float | None:
+        """Of the replica that is furthest behind; None if there is one that nobody knows about."""
+        found = [None if r.served is None else r.served.stale_s for r in self.replicas if r.versions]
+        known = [seconds for seconds in found if seconds is not None]
+        return max(known, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """All models at one time."""
+
+    at: datetime
+    models: tuple[ModelView, ...]
+
+    def why_not_ready(self, fresh_within_s: float) -> tuple[str, ...]:
+        """What keeps this agent's replicas from being called fresh; nothing if they are.
+
+        A replica must answer, serve a version, and not have been without a published delta for longer than
+        `fresh_within_s`.
+        """
+        reasons = []
+        for model in self.models:
+            if model.problem:
+                reasons.append(model.problem)
+            for replica in model.replicas:
+                where = f"{model.name} on {replica.address}"
+                if not replica.is_answering:
+                    reasons.append(f"{where} does not answer: {replica.error or 'not asked yet'}")
+                elif replica.served is None:
+                    reasons.append(f"{where} has no version available")
+                elif (replica.served.stale_s or 0.0) > fresh_within_s:
+                    reasons.append(f"{where} is {replica.served.stale_s:.1f} s behind what is published")
+        return tuple(reasons)
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "at": self.at.isoformat(timespec="milliseconds"),
+            "models": [
+                {
+                    **{name: value for name, value in asdict(model).items() if name != "quarantined"},
+                    "quarantined": [
+                        {"delta": str(found.delta), "reason": found.reason} for found in model.quarantined
+                    ],
+                }
+                for model in self.models
+            ],
+        }
+
+
+def view(fleet: Fleet) -> FleetView:
+    """How the fleet stands now."""
+    now = datetime.now(UTC)
+    return FleetView(now, tuple(_model(fleet, publications, now) for publications in fleet.publications))
+
+
+def _model(fleet: Fleet, publications: Any, now: datetime) -> ModelView:
+    published: Published = publications.current
+    workers = fleet.workers_of(publications.model.name)
+    observed = [worker.observed for worker in workers]
+    newest = _newest_log(workers, published)
+    return ModelView(
+        publications.model.name,
+        str(publications.model.path),
+        published.problem,
+        published.newest_version,
+        None if newest is None or newest.newest < 0 else newest.newest,
+        None if newest is None else newest.limit,
+        rollout.quarantined(observed, published),
+        rollout.needs_base(observed, published),
+        tuple(_replica(worker, publications.directory, now) for worker in workers),
+    )
+
+
+def _newest_log(workers: Sequence[Worker], published: Published) -> rollout.PublishedLog | None:
+    """The log that reaches furthest."""
+    return max(published.logs.values(), key=lambda log: log.newest, default=None)
+
+
+def _replica(worker: Worker, directory: ModelDirectory, now: datetime) -> ReplicaView:
+    observed = worker.observed
+    versions = tuple(
+        _version(version, worker.publications.current, directory, now) for version in observed.versions
+    )
+    answering = bool(observed.versions) and not observed.failures
+    return ReplicaView(worker.model, worker.address, answering, observed.error, versions)
+
+
+def _version(version: Version, published: Published, directory: ModelDirectory, now: datetime) -> VersionView:
+    behind: int | None = None
+    stale = served_age = None
+    if version.position is not None and version.lineage in published.logs:
+        left = rollout.behind(version, published)
+        behind = len(left)
+        stale = 0.0
+        served = directory.commit(version.lineage, version.position)
+        served_age = None if served is None else _since(served.created, now)
+        if left:
+            ahead = [
+                commit.created
+                for span in published.logs[version.lineage].deltas
+                if span.end > version.position
+                and (commit := directory.commit(version.lineage, span.end)) is not None
+            ]
+            stale = max((_since(created, now) for created in ahead), default=0.0)
+    return VersionView(
+        version.number,
+        version.state.name,
+        version.position,
+        version.step,
+        behind,
+        stale,
+        served_age,
+        version.message,
+    )
+
+
+def _since(created: datetime, now: datetime) -> float:
+    """Seconds; never below 0, whatever the clocks say."""
+    return max(0.0, (now - created).total_seconds())

@@ -1,0 +1,200 @@
+"""`serve-model agent`: options in, a fleet that is looked after until a signal comes."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command
+from exporter.cli.output import Mode, Output
+from exporter.errors import Exit, UsageError
+from exporter.files import read_regular
+from exporter.local_paths import local_path
+from serving.signals import sleep_until_a_signal, stop_on_sigterm
+
+if TYPE_CHECKING:
+    from serving.agent.journal import Event
+
+_LIBRARIES = ("cheroot", "jinja2", "prometheus_client", "watchfiles")
+_LONGEST_TOKEN = 4096
+
+HELP = """Keep the replicas of models as fresh as what is published.
+
+For each replica and each version that it has loaded: ask where it stands, apply the deltas that it lacks,
+confirm. A new delta is noticed at once on local disks, elsewhere within --poll-seconds. A replica that hangs,
+refuses, restarts or vanishes holds back no other. Nothing is kept but in the replicas and the directory: the
+agent may be killed at any time, and two of them do no harm.
+
+Its own port answers /metrics (Prometheus), /healthz, /readyz, /status.json, and a status page at /.
+
+\b
+Examples:
+  serve-model agent --model-base-path models/ranker --target 127.0.0.1:8500
+  serve-model agent --model-base-path prod=/models/ranker --target dns:///model-servers:8500 --json"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `serve-model`."""
+    app.command("agent", help=HELP, short_help="Keep replicas as fresh as what is published.")(agent)
+
+
+def agent(
+    model_base_path: Annotated[
+        list[str],
+        typer.Option(
+            metavar="[NAME=]DIR",
+            help="A model base path, and the model's name on the servers if it is not the path's last part. "
+            "Repeat it for several models.",
+        ),
+    ],
+    target: Annotated[
+        list[str],
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="gRPC address of a replica; dns:///NAME[:PORT] stands for every address of the name. "
+            "Repeat it for several.",
+        ),
+    ],
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address of the agent's own port.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="The agent's own port; 0 takes a free one.")
+    ] = 8600,
+    token_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Ask for `Authorization: Bearer` and this file's content on the own port; not for probes.",
+        ),
+    ] = None,
+    fresh_within: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, help="/readyz fails when a replica lacks a delta for longer than this."
+        ),
+    ] = 30.0,
+    step_seconds: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="Apply one delta at a time, and wait this long between two. [default: all at once]",
+        ),
+    ] = None,
+    poll_seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.01, help="List directories at least this often.")
+    ] = 1.0,
+    refresh_seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.05, help="Ask each replica at least this often.")
+    ] = 5.0,
+    resolve_seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="Look names up this often.")
+    ] = 10.0,
+    deadline: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.001,
+            help="Give a call this long, and a catch-up the time that its bytes take beside it.",
+        ),
+    ] = 10.0,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Look after the fleet until a signal comes."""
+    with command(json_, quiet, debug) as sink:
+        _require_libraries()
+        stop_on_sigterm()
+        from serving.agent import http, page, view
+        from serving.agent.fleet import Fleet, Model, Settings
+        from serving.agent.journal import Journal
+        from serving.agent.metrics import Metrics
+        from serving.agent.recorder import Recorder
+        from serving.agent.rollout import Policy
+        from serving.agent.targets import Targets
+
+        sink.json_lines = True
+        models = [Model(name, path) for name, path in _models(model_base_path).items()]
+        token = None if token_file is None else _token(token_file)
+        policy = Policy(refresh_s=refresh_seconds, step_s=step_seconds)
+        settings = Settings(policy, poll_s=poll_seconds, resolve_s=resolve_seconds, deadline_s=deadline)
+        journal = Journal()
+        journal.read_by(partial(_tell, sink))
+        fleet = Fleet(models, Targets(target), journal, settings)
+        look = partial(view.view, fleet)
+        metrics = Metrics(look)
+        journal.read_by(metrics)
+        recorder = Recorder(look)
+        show = partial(page.page, look, recorder, journal, fresh_within)
+        stop = threading.Event()
+        try:
+            with (
+                http.serving(http.Site(look, metrics, show, fresh_within, token), host, port) as bound,
+                fleet.running(grace_s=deadline),
+            ):
+                threading.Thread(target=recorder.follow, args=(stop,), daemon=True).start()
+                sink.note(f"status page and metrics on http://{host}:{bound}/")
+                if sink.mode is Mode.JSON:
+                    sink.result({"what": "started", "host": host, "port": bound})
+                sleep_until_a_signal()
+        except KeyboardInterrupt:
+            raise SystemExit(int(Exit.INTERRUPTED)) from None
+        finally:
+            stop.set()
+
+
+def _tell(sink: Output, event: Event) -> None:
+    """One line for each event; with --json one document."""
+    where = " ".join(part for part in (event.model, event.replica) if part)
+    served = (
+        "" if event.behind_seconds is None else f", served {event.behind_seconds:.3f} s after its publication"
+    )
+    if sink.mode is Mode.JSON:
+        sink.result(event.document())
+    sink.note(f"{where}: {event.message}{served}")
+
+
+def _models(options: list[str]) -> dict[str, Path]:
+    models: dict[str, Path] = {}
+    for text in options:
+        name, separator, place = text.partition("=")
+        path = local_path("--model-base-path", place if separator else text).absolute()
+        name = name if separator else path.name
+        if not name or name in models:
+            raise UsageError(
+                f"--model-base-path {text}: there is {'a model' if name else 'no name'} {name!r} twice"
+                if name
+                else f"--model-base-path {text} has no name",
+                hint="give each model a name of its own: --model-base-path NAME=DIR",
+            )
+        models[name] = path
+    return models
+
+
+def _token(file: str) -> str:
+    try:
+        text = read_regular(local_path("--token-file", file), _LONGEST_TOKEN).decode("ascii").strip()
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--token-file {file} cannot be read", cause=str(error), hint="name a file that holds the token"
+        ) from error
+    if not text:
+        raise UsageError(f"--token-file {file} is empty", hint="write the token into it")
+    return text
+
+
+def _require_libraries() -> None:
+    missing = [name for name in _LIBRARIES if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"the agent needs {', '.join(missing)}",
+            cause="it is an extra of this package",
+            hint="install it: python3 -m pip install 'export-model[agent]'",
+        )

@@ -1,0 +1,28 @@
+"""How a command ends that goes on until it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+from exporter.errors import Exit
+
+
+def stop_on_sigterm() -> None:
+    """Let SIGTERM unwind the command and end it with exit code 0: that is how a container is stopped."""
+    signal.signal(signal.SIGTERM, _stop)
+
+
+def sleep_until_a_signal() -> None:
+    """Let a signal's handler raise, also if it came just before or to another thread (`signal.pause` would
+    sleep on then).
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    os.read(reader, 1)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(int(Exit.DONE))
