@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import hypothesis
@@ -10,6 +8,7 @@ import pytest
 
 from tests.commands import export_model
 from tests.once import once_a_run
+from tests.support.forks import run_warm
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,8 +26,7 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint directory that examples/ranker/train.py leaves, shared by all tests: never change it."""
 
     def train(directory: Path) -> None:
-        command = [sys.executable, ROOT / "examples/ranker/train.py", "--out", directory, "--steps", "20"]
-        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        run_warm(ROOT / "examples/ranker/train.py", "--out", directory, "--steps", 20)
 
     return once_a_run(tmp_path_factory, "ranker", train)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -12,9 +11,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-# One server forks a fresh, single-threaded process in milliseconds, with the modules loaded already.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["pytest", "tests.publishing", "tests.logs", "exporter.pipeline.incremental"])
+from tests.support.forks import FORKS
 
 CHANGES = {
     "os.mkdir",

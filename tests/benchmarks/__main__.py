@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from tests import benchmarks
-from tests.benchmarks.harness import ROOT, Benchmark, Lab
+from tests.benchmarks.harness import ROOT, Benchmark, Lab, use_warm_processes
 from tests.benchmarks.rows import Row, table
 
 
@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.list or not chosen:
         print(*(name for name, _ in _all()), sep="\n")
         sys.exit(None if options.list else f"no benchmark is called {options.only!r}")
+    if options.quick:
+        use_warm_processes()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="export-model-bench-", dir=options.dir) as directory:
         lab = Lab(Path(directory), quick=options.quick, say=lambda text: talk.print(text, style="dim"))

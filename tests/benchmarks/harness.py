@@ -24,6 +24,7 @@ from tests.benchmarks.rows import Quantity, Row, bytes_, seconds
 ROOT = Path(__file__).parent.parent.parent
 JOB_SECONDS = 600.0
 _BLOCK = 512  # the unit of ru_oublock
+_JOB = "tests.benchmarks.job"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +108,26 @@ def _environment() -> dict[str, str]:
 
 def job(name: str, *arguments: object) -> Sample:
     """Run `module:function` of this package in a process of its own; see `tests.benchmarks.job`."""
-    command = [sys.executable, "-m", "tests.benchmarks.job", name, *map(str, arguments)]
+    return Sample(**json.loads(_run(_JOB, name, *arguments).splitlines()[-1]))
+
+
+def _run_fresh(module: str, *arguments: object) -> str:
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(
         command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, timeout=JOB_SECONDS, check=True
     )
-    return Sample(**json.loads(done.stdout.splitlines()[-1]))
+    return done.stdout.decode()
+
+
+_run: Callable[..., str] = _run_fresh
+
+
+def use_warm_processes() -> None:
+    """Run jobs in processes that have imported TensorFlow before: quick, and no measurement any more."""
+    global _run
+    from tests.support.forks import run_warm
+
+    _run = run_warm
 
 
 def command(*arguments: object) -> Sample:

@@ -1,12 +1,8 @@
-"""A parameter-server cluster whose nodes are killed and started again at will, training tables of every kind.
-
-Nodes are forked from one process that has imported TensorFlow, so that starting one costs milliseconds.
-"""
+"""A parameter-server cluster that trains tables of every kind; its nodes are killed and started at will."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -16,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.cluster import free_ports
-
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tensorflow", "tests.integration.increment_nodes"])
+from tests.support.forks import FORKS
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ class Cluster:
             self.kill(name)  # a worker that is done keeps its server, and its port, until it is told
         job = replace(self.job, **changes)
         (job.directory / "done" / name).unlink(missing_ok=True)
-        node = _FORKS.Process(target=_logged, args=(run, job, name, self.tf_config(name)), daemon=True)
+        node = FORKS.Process(target=_logged, args=(run, job, name, self.tf_config(name)), daemon=True)
         node.start()
         self.nodes[name] = node
 

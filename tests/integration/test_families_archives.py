@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from exporter.pipeline.full import Exported, export, plan
 from tests.commands import export_model
 from tests.family_server import FamilyServer
 from tests.once import once_a_run
+from tests.support.forks import run_warm
 
 ROOT = Path(__file__).parent.parent.parent
 TRAINERS = ROOT / "tests/archive_trainers.py"
@@ -35,8 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What all jobs left; never change it."""
 
     def train(directory: Path) -> None:
-        command = [sys.executable, "-m", "tests.archive_trainers", directory]
-        subprocess.run(command, check=True, capture_output=True, timeout=240, cwd=ROOT)
+        run_warm("tests.archive_trainers", directory)
 
     return once_a_run(tmp_path_factory, "archive-trainers", train)
 

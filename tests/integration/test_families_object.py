@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from tests.clusters import run_cluster
 from tests.family_server import FamilyServer
 from tests.object_trainers import JOBS
 from tests.once import once_a_run
+from tests.support.forks import run_warm
 
 TRAINERS = Path(__file__).parent.parent / "object_trainers.py"
 NUMBERS = {"atol": 1e-5, "rtol": 0}
@@ -29,8 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def train(directory: Path) -> None:
         for job in JOBS:
-            command = [sys.executable, "-m", "tests.object_trainers", job, directory]
-            subprocess.run(command, check=True, capture_output=True, timeout=200, cwd=TRAINERS.parent.parent)
+            run_warm("tests.object_trainers", job, directory)
 
     return once_a_run(tmp_path_factory, "object-trainers", train)
 

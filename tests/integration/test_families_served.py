@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from tests.clusters import run_cluster
 from tests.family_server import Arrays, FamilyServer
 from tests.family_trainers import POLICIES
 from tests.once import once_a_run
+from tests.support.forks import run_warm
 
 ROOT = Path(__file__).parent.parent.parent
 NUMBERS = {"atol": 1e-5, "rtol": 0}
@@ -30,8 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What all jobs of `tests.family_trainers` left; never change it."""
 
     def train(directory: Path) -> None:
-        command = [sys.executable, "-m", "tests.family_trainers", directory]
-        subprocess.run(command, check=True, capture_output=True, timeout=300, cwd=ROOT)
+        run_warm("tests.family_trainers", directory)
 
     return once_a_run(tmp_path_factory, "family-trainers", train)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,7 @@ from exporter.publish.versions import read_manifest
 from exporter.subgraph.digest import chunk_digest, chunks
 from tests.commands import export_model
 from tests.conftest import ROOT
+from tests.support.forks import run_warm
 from tests.updatable import Loaded, loaded
 
 MODEL = f"{ROOT / 'examples/ranker/model.py'}:serving"
@@ -28,15 +27,7 @@ FEEDS = {"user": np.arange(0, 5000, 7), "item": np.arange(0, 5000, 7) % 2000}
 
 
 def train(directory: Path, steps: int) -> None:
-    command: list[str | Path] = [
-        sys.executable,
-        ROOT / "examples/ranker/train.py",
-        "--out",
-        directory,
-        "--steps",
-        str(steps),
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    run_warm(ROOT / "examples/ranker/train.py", "--out", directory, "--steps", steps)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,12 @@
+"""How much chance a test takes: enough for every change, or many times that with `make thorough`."""
+
+from __future__ import annotations
+
+import os
+
+THOROUGH = "THOROUGH" in os.environ
+
+
+def times(rounds: int) -> int:
+    """How often to do what is left to chance, given how often every run of the tests does it."""
+    return 10 * rounds if THOROUGH else rounds
