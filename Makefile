@@ -4,10 +4,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test lint unit soak fuzz chaos bench clean
+.PHONY: help demo test lint unit thorough soak fuzz chaos bench clean
 help:
 	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
 	@echo "make test    lint, types and all tests"
+	@echo "make thorough  all tests, and ten times as much of what they leave to chance"
 	@echo "make soak    hundreds of increments of a cluster whose processes die at random; some minutes"
 	@echo "make fuzz    thousands of damaged files of every kind; some minutes"
 	@echo "make chaos   all that trainers, exporters, operators and accidents do, in random order; half an hour"
@@ -31,7 +32,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+thorough: $(STAMP)
+	THOROUGH=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -s tests/integration/soak_increments.py

@@ -9,12 +9,17 @@ import pytest
 from tests.commands import export_model
 from tests.once import once_a_run
 from tests.support.forks import run_warm
+from tests.support.longest_first import longest_first
 
 ROOT = Path(__file__).parent.parent
 
 # A slow machine is no failure: no test of ours is about time.
 hypothesis.settings.register_profile("export-model", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("export-model")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    longest_first(items)
 
 
 # Who starts the tests in the background of a script has SIGINT ignored, and so would every child have it.
