@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command
-from exporter.cli.output import Mode, Output
+from exporter.cli.output import Output, OutputMode
 from exporter.errors import Exit, UsageError
 from exporter.files import read_regular
 from exporter.local_paths import local_path
@@ -141,7 +141,7 @@ def agent(
             ):
                 threading.Thread(target=recorder.follow, args=(stop,), daemon=True).start()
                 sink.note(f"status page and metrics on http://{host}:{bound}/")
-                if sink.mode is Mode.JSON:
+                if sink.mode is OutputMode.JSON:
                     sink.result({"what": "started", "host": host, "port": bound})
                 sleep_until_a_signal()
         except KeyboardInterrupt:
@@ -156,7 +156,7 @@ def _tell(sink: Output, event: Event) -> None:
     served = (
         "" if event.behind_seconds is None else f", served {event.behind_seconds:.3f} s after its publication"
     )
-    if sink.mode is Mode.JSON:
+    if sink.mode is OutputMode.JSON:
         sink.result(event.document())
     sink.note(f"{where}: {event.message}{served}")
 

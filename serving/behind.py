@@ -13,11 +13,11 @@ from datetime import datetime
 from pathlib import Path
 
 from exporter.errors import CallFailed, ManifestError, NotUpdatable, PositionError
-from exporter.publish.delta_log import PublishedLog, read_log
-from exporter.publish.timeline import Event, History, read_history
+from exporter.publish.delta_log import DeltaLog, read_log
+from exporter.publish.timeline import Event, Timeline, read_timeline
 from serving.client import ModelClient
-from serving.incremental_status import standing
-from serving.status import State, VersionStatus
+from serving.incremental_status import read_incremental_status
+from serving.status import VersionState, VersionStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +45,21 @@ class VersionStanding:
 
 
 @dataclass(frozen=True)
-class Target:
+class PublishedModel:
     """What is published under a model base path; `log` is None where versions take no deltas."""
 
-    history: History
-    log: PublishedLog | None
+    history: Timeline
+    log: DeltaLog | None
 
     @classmethod
-    def read(cls, model: Path) -> Target:
+    def read(cls, model: Path) -> PublishedModel:
         """Read it.
 
         Raises:
             NotUpdatable: nothing is published.
             ManifestError: what is published cannot be read.
         """
-        history = read_history(model)
+        history = read_timeline(model)
         with suppress(NotUpdatable):
             return cls(history, read_log(model))
         return cls(history, None)
@@ -71,10 +71,10 @@ def ask(client: ModelClient, statuses: Sequence[VersionStatus]) -> list[VersionS
 
 
 def _ask(client: ModelClient, status: VersionStatus) -> VersionStanding:
-    if status.state is not State.AVAILABLE:
+    if status.state is not VersionState.AVAILABLE:
         return VersionStanding(status)
     try:
-        told = standing(client, status.version)
+        told = read_incremental_status(client, status.version)
     except CallFailed as error:  # it may be unloaded by now
         return VersionStanding(status, problem=error.cause or error.message)
     if told is None:
@@ -82,14 +82,15 @@ def _ask(client: ModelClient, status: VersionStatus) -> VersionStanding:
     return VersionStanding(status, told.position, told.step, told.lineage)
 
 
-def compare(standings: Sequence[VersionStanding], target: Target) -> list[VersionStanding]:
+def compare(standings: Sequence[VersionStanding], target: PublishedModel) -> list[VersionStanding]:
     """The same, with how far each is behind what is published."""
     return [
-        _compare(found, target) if found.status.state is State.AVAILABLE else found for found in standings
+        _compare(found, target) if found.status.state is VersionState.AVAILABLE else found
+        for found in standings
     ]
 
 
-def _compare(found: VersionStanding, target: Target) -> VersionStanding:
+def _compare(found: VersionStanding, target: PublishedModel) -> VersionStanding:
     events = target.history.events
     own = next((event for event in events if event.path.name == str(found.status.version)), None)
     if own is None:
@@ -118,7 +119,7 @@ def _published_at(events: Sequence[Event], log: int | None, position: int) -> da
     return min((time for time in times if time is not None), default=None)
 
 
-def _deltas_left(log: PublishedLog, position: int, hold: int | None) -> tuple[int | None, str]:
+def _deltas_left(log: DeltaLog, position: int, hold: int | None) -> tuple[int | None, str]:
     goal = log.at.position if hold is None else min(hold, log.at.position)
     if position >= goal:
         return 0, ""

@@ -27,7 +27,7 @@ from exporter.local_paths import local_path
 from serving import agent_command
 from serving.address import with_port
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
-from serving.status import State, VersionStatus, error_text
+from serving.status import VersionState, VersionStatus, error_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -304,7 +304,7 @@ class _News:
     def __call__(self, status: VersionStatus) -> None:
         if status.code:
             self._sink.warn(f"version {status.version}: {status.state.name}, {error_text(status)}")
-        elif self._began and status.state is State.AVAILABLE:
+        elif self._began and status.state is VersionState.AVAILABLE:
             self._sink.note(f"version {status.version}: {status.state.name}")
 
 

@@ -21,7 +21,7 @@ from exporter.errors import CallFailed
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.tensor_proto import fill, to_array
 from serving.address import with_port
-from serving.status import Code, State, VersionStatus
+from serving.status import Code, VersionState, VersionStatus
 
 DEFAULT_DEADLINE_S = 10.0
 DEFAULT_SIGNATURE = "serving_default"
@@ -177,7 +177,7 @@ class ModelClient:
         request = self._request("serving.GetModelStatusRequest", version)
         response = self._call("ModelService", "GetModelStatus", request, "serving.GetModelStatusResponse")
         statuses = [
-            VersionStatus(s.version, State(s.state), Code(s.status.error_code), s.status.error_message)
+            VersionStatus(s.version, VersionState(s.state), Code(s.status.error_code), s.status.error_message)
             for s in response.model_version_status
         ]
         return sorted(statuses, key=lambda status: -status.version)

@@ -12,7 +12,7 @@ STATUS_SIGNATURE = "incremental_status"
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class IncrementalStatus:
     """The position and training step whose values a version serves, and the log that its deltas are of."""
 
     position: int
@@ -20,7 +20,7 @@ class Standing:
     lineage: str
 
 
-def standing(client: ModelClient, version: int) -> Standing | None:
+def read_incremental_status(client: ModelClient, version: int) -> IncrementalStatus | None:
     """Where a version stands; None if it takes no deltas.
 
     Raises:
@@ -31,4 +31,4 @@ def standing(client: ModelClient, version: int) -> Standing | None:
     probe = {"probe": np.zeros([1], np.int64)}
     found = client.predict(probe, signature=STATUS_SIGNATURE, version=version).outputs
     lineage = bytes(found["lineage"][0]).decode()
-    return Standing(int(found["position"][0]), int(found["step"][0]), lineage)
+    return IncrementalStatus(int(found["position"][0]), int(found["step"][0]), lineage)

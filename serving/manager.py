@@ -11,7 +11,7 @@ from pathlib import Path
 
 from exporter.errors import ServerError
 from serving.loader import LoadedModel, has_saved_model, load
-from serving.status import Code, State, StatusError, VersionStatus, status_of
+from serving.status import Code, StatusError, VersionState, VersionStatus, status_of
 from serving.version_policy import Latest, Load, Policy, next_action, versions_among
 from serving.warmup import warm_up
 
@@ -70,7 +70,7 @@ class VersionManager:
         if self._thread.ident is not None:
             self._thread.join(grace_seconds)
         for version in self._states():
-            self._announce(VersionStatus(version, State.UNLOADING))
+            self._announce(VersionStatus(version, VersionState.UNLOADING))
             self._unload(version, max(0.0, deadline - time.monotonic()))
 
     def follow(self, policy: Policy) -> None:
@@ -122,11 +122,11 @@ class VersionManager:
             return max(available)
 
     def _available(self) -> list[int]:
-        return [v for v in self._served if self._statuses[v].state is State.AVAILABLE]
+        return [v for v in self._served if self._statuses[v].state is VersionState.AVAILABLE]
 
     def _hopeless(self) -> bool:
         wanted = [self._statuses.get(version) for version in self._wanted]
-        return bool(wanted) and all(s is not None and s.state is State.END and s.code for s in wanted)
+        return bool(wanted) and all(s is not None and s.state is VersionState.END and s.code for s in wanted)
 
     def _not_available(self, waited_seconds: float | None) -> ServerError:
         failures = [status for status in self._statuses.values() if status.code]
@@ -171,20 +171,20 @@ class VersionManager:
             if version in wanted and fingerprint == _fingerprint(self.base_path / directories[version])
         }
         for version in sorted(wanted - self._statuses.keys()):
-            self._announce(VersionStatus(version, State.START))
+            self._announce(VersionStatus(version, VersionState.START))
         while not self._stopping and (action := next_action(wanted, self._states())):
             if isinstance(action, Load):
                 self._load(action.version, self.base_path / directories[action.version])
             else:
                 self._retire(action.version)
 
-    def _states(self) -> dict[int, State]:
+    def _states(self) -> dict[int, VersionState]:
         with self._changed:
             served = {version: self._statuses[version].state for version in self._served}
-            return served | dict.fromkeys(self._failures, State.END)
+            return served | dict.fromkeys(self._failures, VersionState.END)
 
     def _load(self, version: int, directory: Path) -> None:
-        self._announce(VersionStatus(version, State.LOADING))
+        self._announce(VersionStatus(version, VersionState.LOADING))
         fingerprint = _fingerprint(directory)
         try:
             model = load(directory)
@@ -197,14 +197,14 @@ class VersionManager:
             status = status_of(error)
             unfinished = status.code is Code.UNAVAILABLE or not has_saved_model(directory)
             self._failures[version] = None if status.code is Code.UNAVAILABLE else fingerprint
-            state = State.LOADING if unfinished else State.END
+            state = VersionState.LOADING if unfinished else VersionState.END
             self._announce(VersionStatus(version, state, status.code, status.message))
             return
-        self._announce(VersionStatus(version, State.AVAILABLE), _Served(model))
+        self._announce(VersionStatus(version, VersionState.AVAILABLE), _Served(model))
 
     def _retire(self, version: int) -> None:
         """Unload in a thread of its own: a request that never ends must not keep new versions waiting."""
-        self._announce(VersionStatus(version, State.UNLOADING))
+        self._announce(VersionStatus(version, VersionState.UNLOADING))
         threading.Thread(target=self._unload, args=(version,), name=f"unload {version}", daemon=True).start()
 
     def _unload(self, version: int, timeout_seconds: float | None = None) -> None:
@@ -214,7 +214,7 @@ class VersionManager:
             if self._served.pop(version, None) is None:
                 return  # stopping was faster
         served.model.close()
-        self._announce(VersionStatus(version, State.END))
+        self._announce(VersionStatus(version, VersionState.END))
 
     def _announce(self, status: VersionStatus, served: _Served | None = None) -> None:
         with self._changed:

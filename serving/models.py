@@ -11,7 +11,7 @@ from exporter.errors import ServerError
 from exporter.wire.protos import Proto
 from serving.loader import LoadedModel
 from serving.manager import VersionManager
-from serving.status import Code, State, StatusError, VersionStatus, invalid
+from serving.status import Code, StatusError, VersionState, VersionStatus, invalid
 from serving.version_policy import Every, Latest, Policy, Specific
 
 UNLOAD_GRACE_SECONDS = 10.0
@@ -119,7 +119,9 @@ class ServedModels:
 
     def _check_labels(self, labels: Mapping[str, Mapping[str, int]]) -> None:
         for name, versions in labels.items():
-            available = {s.version for s in self._managers[name].statuses() if s.state is State.AVAILABLE}
+            available = {
+                s.version for s in self._managers[name].statuses() if s.state is VersionState.AVAILABLE
+            }
             for version in versions.values():
                 if version not in available:
                     raise StatusError(

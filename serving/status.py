@@ -31,7 +31,7 @@ class Code(IntEnum):
     UNAUTHENTICATED = 16
 
 
-class State(IntEnum):
+class VersionState(IntEnum):
     """Where a version is in its life (source: tensorflow_serving/apis/get_model_status.proto)."""
 
     UNKNOWN = 0
@@ -47,7 +47,7 @@ class VersionStatus:
     """One version of a model as `GetModelStatus` tells it; `code` and `message` say why it failed to load."""
 
     version: int
-    state: State
+    state: VersionState
     code: Code = Code.OK
     message: str = ""
 

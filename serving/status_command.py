@@ -9,9 +9,9 @@ from typing import Any
 
 from exporter.cli.output import Output
 from exporter.errors import ServerError
-from serving.behind import Target, VersionStanding, ask, compare
+from serving.behind import PublishedModel, VersionStanding, ask, compare
 from serving.client import ModelClient
-from serving.status import State, VersionStatus, error_text
+from serving.status import VersionState, VersionStatus, error_text
 
 
 def run(client: ModelClient, published: Path | None, sink: Output) -> None:
@@ -22,7 +22,7 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
         NotUpdatable, ManifestError: what is published cannot be read.
     """
     statuses = client.status()
-    target = None if published is None else Target.read(published)
+    target = None if published is None else PublishedModel.read(published)
     found = ask(client, statuses)
     if target is not None:
         found = compare(found, target)
@@ -73,7 +73,7 @@ def _document(one: VersionStanding, now: datetime) -> dict[str, Any]:
     }
 
 
-def _newest(target: Target | None) -> str:
+def _newest(target: PublishedModel | None) -> str:
     if target is None:
         return ""
     held = "" if target.history.hold is None else f", held at {target.history.hold}"
@@ -121,7 +121,7 @@ def _age(seconds: float | None) -> str:
 
 
 def _require_available(client: ModelClient, statuses: Sequence[VersionStatus]) -> None:
-    if not any(status.state is State.AVAILABLE for status in statuses):
+    if not any(status.state is VersionState.AVAILABLE for status in statuses):
         first = statuses[0]
         raise ServerError(
             f"no version of {client.model} is available on {client.address}",

@@ -15,7 +15,7 @@ import numpy as np
 
 from exporter.errors import CallFailed, UsageError
 from serving.client import ModelClient
-from serving.status import Code, State
+from serving.status import Code, VersionState
 
 UPDATE_SIGNATURE = "incremental_update"
 NEWEST = -1
@@ -92,9 +92,9 @@ def _newer(client: ModelClient, version: int) -> tuple[int, bool] | None:
     """The newest version beyond `version` that is available or will be, and whether it is."""
     with suppress(CallFailed):  # what was asked for is done already
         for found in client.status():
-            coming = found.state in {State.START, State.LOADING, State.AVAILABLE}
+            coming = found.state in {VersionState.START, VersionState.LOADING, VersionState.AVAILABLE}
             if found.version > version and coming and found.code is Code.OK:
-                return found.version, found.state is State.AVAILABLE
+                return found.version, found.state is VersionState.AVAILABLE
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from serving.status import State
+from serving.status import VersionState
 
 _INT64_MAX = (1 << 63) - 1
 
@@ -71,7 +71,7 @@ def versions_among(names: Iterable[str]) -> dict[int, str]:
     return numbers
 
 
-def next_action(wanted: frozenset[int], states: Mapping[int, State]) -> Load | Unload | None:
+def next_action(wanted: frozenset[int], states: Mapping[int, VersionState]) -> Load | Unload | None:
     """The next step towards serving exactly `wanted`, or None when there is none to take.
 
     A version that is no longer wanted stays until a wanted one is available: a new version that cannot be
@@ -81,7 +81,7 @@ def next_action(wanted: frozenset[int], states: Mapping[int, State]) -> Load | U
         wanted: the versions that ought to be served.
         states: the state of each version that is known; one that failed to load is left in `END`.
     """
-    serving = {version for version, state in states.items() if state is State.AVAILABLE}
+    serving = {version for version, state in states.items() if state is VersionState.AVAILABLE}
     unwanted = serving - wanted
     if unwanted and (not wanted or serving & wanted):
         return Unload(min(unwanted))

@@ -47,6 +47,6 @@ def differing(
 
 def starts(history: History, directory: Path) -> list[CheckpointId]:
     """The full checkpoints that are still there and have a place in the chain."""
-    known = [milestone.checkpoint for milestone in history.milestones]
+    known = [marker.checkpoint for marker in history.markers]
     there = [checkpoint for checkpoint in known if (directory / f"{checkpoint.name}.index").exists()]
     return [checkpoint for checkpoint in there if full(directory, checkpoint.name) == checkpoint]

@@ -15,18 +15,18 @@ import numpy as np
 from exporter.bundle.variables import write_variables
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.delta.format import Kind, Schema, ServedVariable
+from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.delta.row_reader import served_name
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
-from exporter.increments.history import Milestone, identify, read_history
+from exporter.increments.history import CheckpointMarker, identify, read_history
 from exporter.increments.increment import Changed, CheckpointId, Increment
-from exporter.increments.trained import Trained
+from exporter.increments.trained import TrainerVersion
 from exporter.mapping.build import CastRule, MappingRules, RenameRule
-from exporter.mapping.mapping_spec import Recipe
+from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.rebase import DESCRIPTION, FIRST_POSITION
-from exporter.publish.commit import Published, Staging, next_place, publish_version
-from exporter.publish.delta_log import PublishedLog
+from exporter.publish.commit import Published, Staging, publish_version, reserve_position
+from exporter.publish.delta_log import DeltaLog
 from exporter.publish.log_entries import BaseEntry
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
@@ -103,7 +103,7 @@ class Trainer:
         saved = identify(prefix, self.step)
         self.saved[saved] = dict(self.values)
         if isinstance(self.parent, str):
-            Store(self.directory).note(Milestone(saved, self.run, self.parent, is_equal, self.session))
+            Store(self.directory).note(CheckpointMarker(saved, self.run, self.parent, is_equal, self.session))
         else:  # increments lead on from the last checkpoint before the first of them
             self.parent, self.parent_step, self.touched = saved, self.step, {}
         return saved
@@ -159,9 +159,9 @@ class Trainer:
     def _fill(self, writer: BundleWriter) -> tuple[Changed, ...]:
         changed = []
         for name, rows in sorted(self.touched.items()):
-            kind = Kind.TABLE if self.is_table(name) else Kind.DENSE
+            kind = ChangeKind.TABLE if self.is_table(name) else ChangeKind.DENSE
             variable = ServedVariable(name, DType.FLOAT, self.values[name].shape, kind)
-            if kind is Kind.TABLE:
+            if kind is ChangeKind.TABLE:
                 ids = np.array(sorted(rows), np.int64)
                 writer.add(variable.keys[0], ids)
                 writer.add(variable.keys[1], self.values[name][ids])
@@ -183,7 +183,7 @@ class Serving:
     cast: bool = False
     dense: frozenset[str] = frozenset()
 
-    def recipe(self) -> Recipe:
+    def mapping_spec(self) -> MappingSpec:
         strategies = {f"s/{name}": PartitionStrategy.MOD for name in TABLES}
         trained = {f"net/{name}": PartitionStrategy.MOD for name in TABLES}
         rules = MappingRules(
@@ -192,13 +192,14 @@ class Serving:
             casts=(CastRule.parse("s/(users|items)=bfloat16"),) if self.cast else (),
             trained=trained,
         )
-        return Recipe(tuple(self._variables()), strategies, rules)
+        return MappingSpec(tuple(self._variables()), strategies, rules)
 
     def schema(self) -> Schema:
-        recipe = self.recipe()
-        dtypes = {source.key: source.dtype for source in recipe.sources()}
+        mapping_spec = self.mapping_spec()
+        dtypes = {source.key: source.dtype for source in mapping_spec.sources()}
         return Schema.of(
-            ServedVariable(served_name(v), dtypes[v.key], v.shape, self._kind(v)) for v in recipe.variables
+            ServedVariable(served_name(v), dtypes[v.key], v.shape, self._kind(v))
+            for v in mapping_spec.variables
         )
 
     def _variables(self) -> list[GraphVariable]:
@@ -210,18 +211,18 @@ class Serving:
                 found.append(GraphVariable(f"s/{name}/{number}", f"s/{name}", DType.FLOAT, own, box))
         return found + [GraphVariable(f"s/{n}", f"s/{n}", DType.FLOAT, s) for n, s in DENSE.items()]
 
-    def _kind(self, variable: GraphVariable) -> Kind:
+    def _kind(self, variable: GraphVariable) -> ChangeKind:
         name = variable.key.removeprefix("s/")
-        return Kind.TABLE if name in TABLES and name not in self.dense else Kind.DENSE
+        return ChangeKind.TABLE if name in TABLES and name not in self.dense else ChangeKind.DENSE
 
 
 def publish_base(trainer: Trainer, serving: Serving, model: Path) -> Published:
     """What `--incr` does the first time, but for the graph, of which only what `rebase` changes is there."""
-    recipe, prefix = serving.recipe(), trainer.directory / f"model.ckpt-{trainer.step}"
+    mapping_spec, prefix = serving.mapping_spec(), trainer.directory / f"model.ckpt-{trainer.step}"
     catalog = read_catalog(prefix)
-    place = next_place(model, catalog.step)
+    place = reserve_position(model, catalog.step)
     with Staging(model) as staging:
-        report = write_variables(recipe.mapping(catalog), staging.path)
+        report = write_variables(mapping_spec.mapping(catalog), staging.path)
         _write_graph(staging.path, place.position, catalog.step or 0)
         draft = ManifestDraft(
             tensors=tensor_entries(report.catalog),
@@ -232,8 +233,8 @@ def publish_base(trainer: Trainer, serving: Serving, model: Path) -> Published:
             incremental=BaseEntry(
                 place.position,
                 serving.schema(),
-                recipe,
-                Trained(identify(prefix, catalog.step or 0)),
+                mapping_spec,
+                TrainerVersion(identify(prefix, catalog.step or 0)),
                 Updates(),
             ),
         )
@@ -260,10 +261,10 @@ def served_now(trainer: Trainer, serving: Serving) -> dict[str, np.ndarray]:
     """What a full export of the trainer's values of now would serve, by another way than comparison goes."""
     with tempfile.TemporaryDirectory() as scratch:
         trainer.write(Path(scratch) / "now-1")
-        mapping = serving.recipe().mapping(read_catalog(Path(scratch) / "now-1"))
+        mapping = serving.mapping_spec().mapping(read_catalog(Path(scratch) / "now-1"))
         catalog = write_variables(mapping, Path(scratch) / "bundle").catalog
         found = {}
-        for variable in serving.recipe().variables:
+        for variable in serving.mapping_spec().variables:
             value = read_array(catalog, catalog.tensors[variable.key])
             if variable.part is not None:
                 first, count = variable.part.starts[0], variable.part.lengths[0]
@@ -272,10 +273,10 @@ def served_now(trainer: Trainer, serving: Serving) -> dict[str, np.ndarray]:
         return found
 
 
-def values_at(log: PublishedLog, position: int | None = None) -> dict[str, np.ndarray]:
+def values_at(log: DeltaLog, position: int | None = None) -> dict[str, np.ndarray]:
     state = log.state(position)
     return {
-        v.name: state.rows(v.name, 0, v.shape[0]) if v.kind is Kind.TABLE else state.whole(v.name)
+        v.name: state.rows(v.name, 0, v.shape[0]) if v.kind is ChangeKind.TABLE else state.whole(v.name)
         for v in log.schema.variables
     }
 
@@ -303,7 +304,7 @@ def assert_same_bits(found: Values, expected: Values) -> None:
         assert not len(differing), f"{name}: {len(differing)} of {math.prod(value.shape)} values differ"
 
 
-def set_hold(log: PublishedLog, position: int | None) -> None:
+def set_hold(log: DeltaLog, position: int | None) -> None:
     """Hold the log at a position, or with None no more, as a person would with an editor."""
     if position is None:
         log.held.path.unlink(missing_ok=True)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from exporter.checkpoint.tensor_bundle import BundleWriter
-from exporter.delta.format import Kind, ServedVariable
-from exporter.increments.history import Milestone, identify
+from exporter.delta.format import ChangeKind, ServedVariable
+from exporter.increments.history import CheckpointMarker, identify
 from exporter.increments.increment import Changed, CheckpointId, Increment
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
@@ -143,7 +143,7 @@ class TableTrainer:
             self.saver.save(self.session, str(self.directory / "model.ckpt"), self.step)
         saved = identify(self.directory / f"model.ckpt-{self.step}", self.step)
         if isinstance(self.parent, str):
-            Store(self.directory).note(Milestone(saved, self.run, self.parent, is_equal, self.run))
+            Store(self.directory).note(CheckpointMarker(saved, self.run, self.parent, is_equal, self.run))
         else:
             self.parent, self.parent_step, self.touched = saved, self.step, set()
         return saved
@@ -167,8 +167,8 @@ class TableTrainer:
     def _fill(self, writer: BundleWriter) -> tuple[Changed, ...]:
         emb, bias = self.session.run(["emb/Read/ReadVariableOp:0", "bias/Read/ReadVariableOp:0"])
         ids = np.array(sorted(self.touched), np.int64)
-        table = ServedVariable("emb", DType.FLOAT, emb.shape, Kind.TABLE)
-        dense = ServedVariable("bias", DType.FLOAT, bias.shape, Kind.DENSE)
+        table = ServedVariable("emb", DType.FLOAT, emb.shape, ChangeKind.TABLE)
+        dense = ServedVariable("bias", DType.FLOAT, bias.shape, ChangeKind.DENSE)
         writer.add(dense.keys[0], bias[np.newaxis])
         writer.add(table.keys[0], ids)
         writer.add(table.keys[1], emb[ids])

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.increments.history import State, identify, read_history
+from exporter.increments.history import StateId, identify, read_history
 from exporter.increments.increment import CheckpointId
-from exporter.training.change_tracking import Mode, Part, Tracked
+from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking
 from exporter.training.collector import Collector
 from exporter.training.publisher import Publisher
 from exporter.training.recording import RowGroup
@@ -53,13 +53,13 @@ class Variables:
     def run(self, names: Iterable[str]) -> list[np.ndarray]:
         return [np.array(sorted(self.touched.pop(name, ())), np.int64) for name in names]
 
-    def rows(self, tracked: Tracked, ids: np.ndarray) -> Iterator[np.ndarray]:
+    def rows(self, tracked: VariableTracking, ids: np.ndarray) -> Iterator[np.ndarray]:
         yield self.values[tracked.name][ids]
 
-    def all_rows(self, tracked: Tracked) -> Iterator[tuple[int, np.ndarray]]:
+    def all_rows(self, tracked: VariableTracking) -> Iterator[tuple[int, np.ndarray]]:
         yield 0, self.values[tracked.name]
 
-    def wholes(self, tracked: Iterable[Tracked]) -> Iterator[tuple[Tracked, np.ndarray]]:
+    def wholes(self, tracked: Iterable[VariableTracking]) -> Iterator[tuple[VariableTracking, np.ndarray]]:
         return ((entry, self.values[entry.name]) for entry in tracked)
 
 
@@ -67,7 +67,7 @@ class Variables:
 class Access:
     """How restoring writes."""
 
-    part: Part
+    part: VariablePart
 
     def write(self, session: Variables, ids: np.ndarray, values: np.ndarray) -> None:
         name = str(self.part.variable)
@@ -81,10 +81,10 @@ class Access:
 def collector() -> Collector:
     tracked = []
     for name, shape in {**TABLES, **DENSE, STEP: ()}.items():
-        part = Part(name, shape, (0,) * len(shape), ())
+        part = VariablePart(name, shape, (0,) * len(shape), ())
         dtype = DType.INT64 if name == STEP else DType.FLOAT
-        mode = Mode.TOUCHED if name in TABLES else Mode.WHOLE
-        tracked.append(Tracked(name, dtype, shape, (part,), mode, ()))
+        mode = TrackingMode.TOUCHED if name in TABLES else TrackingMode.WHOLE
+        tracked.append(VariableTracking(name, dtype, shape, (part,), mode, ()))
     groups = tuple(RowGroup(entry.parts, entry.name, entry.name) for entry in tracked if entry.name in TABLES)
     accesses = {id(entry.parts[0]): Access(entry.parts[0]) for entry in tracked}
     return Collector(tuple(tracked), groups, accesses, lambda session: session)
@@ -97,7 +97,7 @@ class Session:
     number: int
     variables: Variables
     publisher: Publisher
-    since: set[State]
+    since: set[StateId]
 
 
 class NumpyTrainer:
@@ -107,9 +107,9 @@ class NumpyTrainer:
         self.directory = directory
         self.rng = np.random.default_rng(seed)
         directory.mkdir(parents=True)
-        self.states: dict[State, Values] = {}
-        self.edges: dict[State, list[tuple[int, str]]] = defaultdict(list)
-        self.equal: list[set[State]] = []
+        self.states: dict[StateId, Values] = {}
+        self.edges: dict[StateId, list[tuple[int, str]]] = defaultdict(list)
+        self.equal: list[set[StateId]] = []
         self.kept: list[str] = []
         self.sessions = 0
         self.session: Session | None = None
@@ -136,17 +136,17 @@ class NumpyTrainer:
         fulls = self.fulls()
         return fulls[self.named] if self.named in fulls else max(fulls.values(), key=lambda found: found.step)
 
-    def same(self, state: State) -> set[State]:
+    def same(self, state: StateId) -> set[StateId]:
         names = {state}
         for _ in self.equal:
             for pair in self.equal:
                 names |= pair if pair & names else set()
         return names
 
-    def newest_state(self, start: State | None = None) -> State:
+    def newest_state(self, start: StateId | None = None) -> StateId:
         """What a trainer that restores increments would have: the newest of what leads on, still there."""
         there = {stored.increment.id for stored in read_history(self.directory).increments}
-        state: State = start if start is not None else self.newest()
+        state: StateId = start if start is not None else self.newest()
         while True:
             names = self.same(state)
             edges = [edge for name in names for edge in self.edges[name] if edge[1] not in names]
@@ -196,7 +196,7 @@ class NumpyTrainer:
         if not notices:
             self.session = None
             return
-        is_known = bool(read_history(self.directory).milestones_of(saved))
+        is_known = bool(read_history(self.directory).markers_of(saved))
         self.session.publisher.notice(int(self.session.variables.values[STEP]))
         if not is_known:
             self.session.since.add(saved)

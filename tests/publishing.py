@@ -7,7 +7,7 @@ from pathlib import Path
 
 from exporter.publish.commit import Published, Staging, VersionRule, publish_version
 from exporter.publish.manifest import Manifest, ManifestDraft, Origin, TensorEntry
-from exporter.publish.versions import children, read_manifest
+from exporter.publish.versions import read_manifest, version_dirs
 from exporter.wire.dtypes import DType
 
 SAVED_MODEL = b"a graph"
@@ -45,7 +45,7 @@ def publish(
 
 def versions(model: Path) -> list[int]:
     """What TensorFlow Serving would take for versions."""
-    return sorted(child.version for child in children(model))
+    return sorted(child.version for child in version_dirs(model))
 
 
 def whole_versions(model: Path) -> Iterator[Manifest]:

@@ -20,7 +20,7 @@ from exporter.pipeline.full import execute, export, plan
 from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import StopWhen, Watching
 from exporter.publish.made_from import PublishedAlready
-from exporter.publish.versions import children
+from exporter.publish.versions import version_dirs
 from tests.commands import export_model
 from tests.test_holds import MODEL, request_of, save
 
@@ -43,7 +43,7 @@ def ran(*options: object) -> dict[str, Any]:
 
 
 def versions() -> list[int]:
-    return [child.version for child in children(Path("models/ranker"))]
+    return [child.version for child in version_dirs(Path("models/ranker"))]
 
 
 def test_the_second_time_there_is_nothing_to_do(directory: Path) -> None:
@@ -182,7 +182,7 @@ def test_two_at_once_publish_one_version(directory: Path) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert sorted(pool.map(publish, range(2))) == ["already", "published"]
-    assert [child.version for child in children(request.out)] == [10]
+    assert [child.version for child in version_dirs(request.out)] == [10]
     assert not [*request.out.glob(".staging-*")]
 
 

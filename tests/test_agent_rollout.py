@@ -27,7 +27,7 @@ from serving.agent.rollout import (
     next_action,
     quarantined,
 )
-from serving.status import State
+from serving.status import VersionState
 
 LINE = "line"
 POLICY = Policy(refresh_s=5.0, retry_refused_s=60.0)
@@ -38,7 +38,7 @@ def log(*spans: tuple[int, int], limit: int | None = None, lineage: str = LINE) 
 
 
 def version(number: int = 1, position: int | None = 0, **more: object) -> Version:
-    known = Version(number, State.AVAILABLE, position, position, LINE if position is not None else "")
+    known = Version(number, VersionState.AVAILABLE, position, position, LINE if position is not None else "")
     return replace(known, **more)
 
 
@@ -84,16 +84,16 @@ DECISIONS: dict[str, tuple[Observed, Published, Action]] = {
         Apply(1, LINE, 3, spans((2, 3))),
     ),
     "the older one while the newest is loaded": (
-        seen(version(1, 2), version(2, None, state=State.LOADING)),
+        seen(version(1, 2), version(2, None, state=VersionState.LOADING)),
         THREE,
         Apply(1, LINE, 3, spans((2, 3))),
     ),
     "a version is loaded": (
-        seen(version(1, 3), version(2, None, state=State.LOADING)),
+        seen(version(1, 3), version(2, None, state=VersionState.LOADING)),
         THREE,
         Rest(100.25),
     ),
-    "only a version that ended": (seen(version(1, 0, state=State.END)), THREE, Rest(105.0)),
+    "only a version that ended": (seen(version(1, 0, state=VersionState.END)), THREE, Rest(105.0)),
     "refused, and no way around": (
         seen(version()).refused(refusal(0, 1)).answered([version()], 100.0),
         THREE,
@@ -126,7 +126,7 @@ def test_decisions(name: str) -> None:
 
 def test_a_replica_is_looked_at_again_when_time_has_passed() -> None:
     assert next_action(seen(version(position=3)), THREE, POLICY, 105.0) == Observe()
-    loading = seen(version(1, 3), version(2, None, state=State.LOADING))
+    loading = seen(version(1, 3), version(2, None, state=VersionState.LOADING))
     assert next_action(loading, THREE, POLICY, 100.25) == Observe()
 
 
@@ -170,8 +170,8 @@ def test_a_delta_that_every_replica_refuses_is_quarantined_and_a_base_wanted() -
 
 
 def test_what_is_told_of_two_looks() -> None:
-    before = (version(1, 5), version(2, None, state=State.LOADING))
-    now = (version(1, 3), version(2, 6), version(3, None, state=State.END, message="no such op"))
+    before = (version(1, 5), version(2, None, state=VersionState.LOADING))
+    now = (version(1, 3), version(2, 6), version(3, None, state=VersionState.END, message="no such op"))
     assert [(found.number, what) for found, what, _ in differences(before, now)] == [
         (1, "restarted"),
         (2, "version"),

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exporter.bundle import rewrite
-from exporter.bundle.variables import How, write_variables
+from exporter.bundle.variables import ShardOrigin, write_variables
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
-from exporter.mapping.build import CastRule, Mapping, MappingRules, Source
+from exporter.mapping.build import CastRule, MappingRules, TensorSource, VariableMapping
 from exporter.mapping.row_order import mod_lengths
 from exporter.options import DataMode
 from exporter.wire.dtypes import DType
@@ -64,7 +64,7 @@ def test_every_id_finds_its_row_in_tensorflows_own_lookups(
     rules = MappingRules(trained={"table": PartitionStrategy(trained_by)})
     report = export(graph, trained.prefix, tmp_path / "1", rules=rules, data=data)
     same = (trained_parts, trained_by) == (served_parts, served_by)
-    assert (How.REWRITTEN in [shard.how for shard in report.shards]) is not same
+    assert (ShardOrigin.REWRITTEN in [shard.how for shard in report.shards]) is not same
     assert_same(answers_in_session(tmp_path / "1", feeds), trained.answers)
     assert_same(answers_eagerly(tmp_path / "1", feeds), trained.answers)
 
@@ -98,7 +98,7 @@ class TestCast:
             inference_graph(embedding(11, 2, dtype=tf.float64)), trained.prefix, tmp_path / "1", rules=rules
         )
         found = answers_in_session(tmp_path / "1", self.FEEDS)
-        assert [shard.how for shard in report.shards] == [How.REWRITTEN]
+        assert [shard.how for shard in report.shards] == [ShardOrigin.REWRITTEN]
         assert {value.dtype for value in catalog_values(report.catalog).values()} == {
             np.dtype(ml_dtypes.bfloat16)
         }
@@ -272,23 +272,23 @@ def mapping_of(
     gather_parts: int = 0,
     served_parts: int = 1,
     scatter: bool = False,
-) -> Mapping:
+) -> VariableMapping:
     ref = catalog.tensors["w"]
     if served_parts > 1:
         variables = parts("w", *ref.shape, rows=mod_lengths(ref.shape[0], served_parts))
     else:
         variables = (GraphVariable("w", "w", ref.dtype, ref.shape),)
     scatter_parts = served_parts if scatter and served_parts > 1 else 0
-    source = Source("w", variables, ref, "name", cast, gather_parts, scatter_parts)
-    return Mapping(catalog, (source,), ())
+    source = TensorSource("w", variables, ref, "name", cast, gather_parts, scatter_parts)
+    return VariableMapping(catalog, (source,), ())
 
 
-def one_source(tmp_path: Path, values: np.ndarray, *, cast: DType) -> Mapping:
+def one_source(tmp_path: Path, values: np.ndarray, *, cast: DType) -> VariableMapping:
     write_parts(tmp_path / "model.ckpt", [values], values.shape)
     return mapping_of(read_catalog(tmp_path / "model.ckpt"), cast=cast)
 
 
-def damaged_kind(tmp_path: Path, kind: str) -> Mapping:
+def damaged_kind(tmp_path: Path, kind: str) -> VariableMapping:
     table = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
     write_parts(tmp_path / "model.ckpt", in_parts(table, 3 if kind == "gather" else 1, True), table.shape)
     return mapping_of(

@@ -14,7 +14,7 @@ from exporter.bundle.saved_model_writer import write_saved_model
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.errors import NotServable, TargetNotWritable
 from exporter.graph.inference_graph import InferenceGraph, PartitionStrategy
-from exporter.mapping.build import Mapping, MappingRules, build_mapping
+from exporter.mapping.build import MappingRules, VariableMapping, build_mapping
 from exporter.wire import protos
 from tests.trained import (
     answers_eagerly,
@@ -214,10 +214,10 @@ class TestAssets:
             write_saved_model(graph, empty_mapping(), tmp_path / "1")
 
 
-def empty_mapping() -> Mapping:
+def empty_mapping() -> VariableMapping:
     from tests.values import catalog
 
-    return Mapping(catalog(), (), ())
+    return VariableMapping(catalog(), (), ())
 
 
 def test_a_target_that_cannot_be_written_is_named(tmp_path: Path) -> None:

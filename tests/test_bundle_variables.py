@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 from exporter.bundle import kernel_copy
 from exporter.bundle.kernel_copy import ByteRange, coalesce, copy_ranges
 from exporter.bundle.link import NewFile
-from exporter.bundle.variables import How, VariablesReport, write_variables
+from exporter.bundle.variables import ShardOrigin, VariablesReport, write_variables
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused, PublishError, TargetNotWritable
 from exporter.graph.inference_graph import GraphVariable
-from exporter.mapping.build import Mapping, Source
+from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.options import DataMode
 from exporter.progress import NoProgress
 
@@ -58,17 +58,17 @@ def checkpoint(prefix: Path, **extra: np.ndarray) -> Catalog:
 KEPT = ("dense", "empty", "scale", "table", "words")
 
 
-def keep(catalog: Catalog, *names: str, prefix: str = "") -> Mapping:
+def keep(catalog: Catalog, *names: str, prefix: str = "") -> VariableMapping:
     """A mapping of whole variables under the names `prefix` + name."""
     sources = []
     for name in names or KEPT:
         ref = catalog.tensors[name]
         variable = GraphVariable(prefix + name, prefix + name, ref.dtype, ref.shape)
-        sources.append(Source(prefix + name, (variable,), ref))
-    return Mapping(catalog, tuple(sources), ())
+        sources.append(TensorSource(prefix + name, (variable,), ref))
+    return VariableMapping(catalog, tuple(sources), ())
 
 
-def assert_values(report: VariablesReport, mapping: Mapping) -> None:
+def assert_values(report: VariablesReport, mapping: VariableMapping) -> None:
     """The bundle on disk is the one reported, and holds the mapping's values (checksums verified)."""
     bundle = read_catalog(report.catalog.prefix)
     assert bundle.tensors == report.catalog.tensors
@@ -79,7 +79,7 @@ def assert_values(report: VariablesReport, mapping: Mapping) -> None:
         np.testing.assert_array_equal(read_array(bundle, bundle.tensors[source.key]), expected, strict=True)
 
 
-def how(report: VariablesReport) -> list[How]:
+def how(report: VariablesReport) -> list[ShardOrigin]:
     return [shard.how for shard in report.shards]
 
 
@@ -113,7 +113,7 @@ class TestLink:
         mapping = keep(checkpoint(tmp_path / "model.ckpt"))
         report = write_variables(mapping, tmp_path / "1")
         (shard,) = report.shards
-        assert shard.how is How.LINKED and shard.why == ""
+        assert shard.how is ShardOrigin.LINKED and shard.why == ""
         assert shard.path.stat().st_ino == mapping.catalog.shards[0].stat().st_ino
         assert report.bytes_linked == mapping.catalog.shard_sizes[0]
         written = [path for path in (tmp_path / "1").rglob("*") if path.is_file() and path != shard.path]
@@ -160,7 +160,7 @@ class TestLink:
     ) -> None:
         mapping = keep(checkpoint(tmp_path / "model.ckpt"))
         report = write_variables(mapping, other_file_system / "1")
-        assert how(report) == [How.COMPACTED] and "EXDEV" in report.shards[0].why
+        assert how(report) == [ShardOrigin.COMPACTED] and "EXDEV" in report.shards[0].why
         assert_values(report, mapping)
         with pytest.raises(LinkRefused, match=r"model\.ckpt\.data-00000-of-00001") as caught:
             write_variables(mapping, other_file_system / "2", data=DataMode.LINK)
@@ -174,7 +174,7 @@ class TestLink:
             report = write_variables(mapping, tmp_path / "1")
             with pytest.raises(LinkRefused) as caught:
                 write_variables(mapping, tmp_path / "2", data=DataMode.LINK)
-        assert how(report) == [How.COMPACTED] and "mode 0600" in report.shards[0].why
+        assert how(report) == [ShardOrigin.COMPACTED] and "mode 0600" in report.shards[0].why
         assert "0600" in caught.value.cause
         assert stat.S_IMODE(report.shards[0].path.stat().st_mode) == 0o644
         assert stat.S_IMODE(shard.stat().st_mode) == 0o600
@@ -184,7 +184,7 @@ class TestLink:
         mapping = keep(checkpoint(tmp_path / "model.ckpt"))
         mapping.catalog.shards[0].chmod(0o600)
         with umask(0o077):
-            assert how(write_variables(mapping, tmp_path / "1")) == [How.LINKED]
+            assert how(write_variables(mapping, tmp_path / "1")) == [ShardOrigin.LINKED]
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
     def test_somebody_elses_file_under_protected_hardlinks_is_compacted(self) -> None:

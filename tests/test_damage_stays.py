@@ -12,8 +12,8 @@ import pytest
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta import row_reader
-from exporter.delta.row_reader import stored_variables
-from exporter.delta.snapshot import State
+from exporter.delta.row_reader import row_readers
+from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile
 from exporter.options import DeltaDtype
 from exporter.pipeline import log_maintenance
@@ -218,9 +218,9 @@ def test_each_partition_is_read_once_however_many_parts_are_served_from_it(
     trainer, serving = Trainer(tmp_path / "train", parts=3), Serving(parts=4)
     trainer.save()
     catalog = read_catalog(trainer.directory / "model.ckpt-10")
-    sources = serving.recipe().mapping(catalog).sources
-    variables = [found for source in sources for found in stored_variables(catalog, source)]
-    state = State({variable.name: variable for variable in variables})
+    sources = serving.mapping_spec().mapping(catalog).sources
+    variables = [found for source in sources for found in row_readers(catalog, source)]
+    state = Snapshot({variable.name: variable for variable in variables})
     read: list[object] = []
     check = row_reader.check_values
     monkeypatch.setattr(row_reader, "check_values", lambda *run: (read.append(run[2] or run[1]), check(*run)))

@@ -16,7 +16,7 @@ from exporter.errors import CorruptFile
 from exporter.increments.deeprec import DIRECTORY, read_increment
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import read_log
-from exporter.publish.log_entries import Made
+from exporter.publish.log_entries import DeltaOrigin
 from tests.logs import Serving, Trainer, assert_same_bits, boxes, publish_base, request, served_now, values_at
 
 
@@ -92,7 +92,7 @@ def test_rows_are_taken_from_the_increment_and_nothing_is_compared(published: tu
     done = export_incremental(request(trainer, model))
     assert isinstance(done, ExportedDelta)
     assert (done.rows, done.compared_bytes) == (8, 0)
-    assert read_log(model).deltas[0].entry.made is Made.INCREMENTS
+    assert read_log(model).deltas[0].entry.made is DeltaOrigin.INCREMENTS
     again = export_incremental(request(trainer, model))
     assert isinstance(again, ExportedDelta)
     assert again.published is None

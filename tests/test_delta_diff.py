@@ -13,19 +13,19 @@ from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta import diff as diff_module
 from exporter.delta.diff import Comparison, RowSpill, diff, differing_rows
-from exporter.delta.format import Kind, Rows, Schema, ServedVariable
+from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.merge import merge_changes
 from exporter.delta.row_hashes import BlockHasher, HashIndex, block_rows, read_index, write_index
-from exporter.delta.row_reader import StoredVariable
-from exporter.delta.snapshot import State
+from exporter.delta.row_reader import RowReader
+from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile
 from exporter.wire.dtypes import DType
 
 SHAPE = (3000, 5)
-TABLE = ServedVariable("t", DType.FLOAT, SHAPE, Kind.TABLE)
+TABLE = ServedVariable("t", DType.FLOAT, SHAPE, ChangeKind.TABLE)
 
 
-def state(prefix: Path, **tensors: np.ndarray) -> State:
+def state(prefix: Path, **tensors: np.ndarray) -> Snapshot:
     with BundleWriter(prefix) as writer:
         writer.add("pad", np.zeros(3, np.uint8))  # so that nothing is aligned
         for name, value in tensors.items():
@@ -35,8 +35,8 @@ def state(prefix: Path, **tensors: np.ndarray) -> State:
     for name in tensors:
         ref = catalog.tensors[name]
         box = SliceSpec(ref.shape, (0,) * len(ref.shape), ref.shape)
-        stored[name] = StoredVariable(name, catalog, ref, box, ref.dtype)
-    return State(stored)
+        stored[name] = RowReader(name, catalog, ref, box, ref.dtype)
+    return Snapshot(stored)
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_a_merger_holds_the_newest_value_of_each_row(changes: list[dict[int, int
 
     from exporter.delta import merge
 
-    variable = ServedVariable("t", DType.INT64, (21, 1), Kind.TABLE)
+    variable = ServedVariable("t", DType.INT64, (21, 1), ChangeKind.TABLE)
     tables = [
         {"t": Rows(np.array(sorted(rows), np.int64), np.array([[rows[i]] for i in sorted(rows)], np.int64))}
         for rows in changes

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import read_delta
 from exporter.delta.deviation import Rounded
-from exporter.delta.format import Kind, Rows
+from exporter.delta.format import ChangeKind, Rows
 from exporter.delta.packing import round_rows, shrinks
 from exporter.errors import ExportError
 from exporter.increments.plan import ROUNDED
 from exporter.options import DeltaDtype
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
-from exporter.publish.delta_log import PublishedLog, read_log
-from exporter.publish.log_entries import DeltaEntry, Made
+from exporter.publish.delta_log import DeltaLog, read_log
+from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
 from exporter.wire.json_fields import FieldError, parse_object
 from tests.commands import export_model
 from tests.logs import (
@@ -63,12 +63,12 @@ def largest_error(served: Values, trained: Values) -> float:
     return max(found)
 
 
-def assert_rounded(log: PublishedLog, trained: Values, dtype: DeltaDtype, bound: float = 0.0) -> int:
+def assert_rounded(log: DeltaLog, trained: Values, dtype: DeltaDtype, bound: float = 0.0) -> int:
     """Every row is the trainer's, or that rounded, or nearer than the bound; how many are rounded."""
     served, rounded = values_at(log), 0
     for variable in log.schema.variables:
         value, found = trained[variable.name], served[variable.name]
-        if variable.kind is Kind.DENSE or not shrinks(dtype, variable.dtype, variable.shape[1:]):
+        if variable.kind is ChangeKind.DENSE or not shrinks(dtype, variable.dtype, variable.shape[1:]):
             assert found.tobytes() == value.tobytes() or bound > 0, variable.name
             continue
         is_exact, is_image = same_rows(found, value), same_rows(found, round_rows(value, dtype))
@@ -191,7 +191,7 @@ def test_the_largest_error_is_the_true_one_and_the_exact_values_come_later(
         assert done.published is not None and done.rounded is not None
         assert (done.compared_bytes > 0) is (source == "save")
         entry = done.published.manifest.incremental
-        assert isinstance(entry, DeltaEntry) and entry.only_from and entry.rounded == done.rounded
+        assert isinstance(entry, DeltaEntry) and entry.exact_base and entry.rounded == done.rounded
         assert read_delta(done.published.path / "delta", log.schema).header.packing is dtype
         served = values_at(log)
         changed = log.open(log.deltas[-1]).changes
@@ -210,9 +210,9 @@ def test_the_largest_error_is_the_true_one_and_the_exact_values_come_later(
         assert assert_rounded(log, trained, dtype) <= log.trained.rounded.rows
         assert export(trainer, model, dtype).published is None
     exact = export(trainer, model)
-    assert exact.plan.trainer.way.why == ROUNDED
+    assert exact.plan.trainer.plan.reason == ROUNDED
     assert (exact.rounded, read_log(model).trained.rounded) == (None, None)
-    assert not read_log(model).deltas[-1].only_from
+    assert not read_log(model).deltas[-1].exact_base
     assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
     assert export(trainer, model).published is None
 
@@ -259,7 +259,7 @@ def test_mergers_and_rollbacks_hold_every_bit_and_stay_small(
     merged = log_maintenance.merge(model)
     assert merged is not None
     header = read_delta(merged.published.path / "delta", log.schema).header
-    assert (header.packing, header.only_from) == (dtype, False)
+    assert (header.packing, header.exact_base) == (dtype, False)
     catalog = read_catalog(merged.published.path / "delta")
     assert catalog.tensors["s/users/packed"].shape[0] > 0
     assert_same_bits(values_at(read_log(model)), newest)
@@ -269,7 +269,7 @@ def test_mergers_and_rollbacks_hold_every_bit_and_stay_small(
         assert_same_bits(values_at(read_log(model)), values)
     log_maintenance.resume(model)
     entry = read_log(model).newest.entry
-    assert isinstance(entry, DeltaEntry) and entry.made is Made.RESUME
+    assert isinstance(entry, DeltaEntry) and entry.made is DeltaOrigin.RESUME
     export(trainer, model)
     assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
 

@@ -17,8 +17,8 @@ from exporter.delta.format import (
     FORMAT_VERSION,
     POSITION_LIMIT,
     Change,
+    ChangeKind,
     DeltaHeader,
-    Kind,
     Rows,
     Schema,
     ServedVariable,
@@ -30,9 +30,9 @@ from exporter.wire.dtypes import DType
 
 SCHEMA = Schema.of(
     [
-        ServedVariable("table", DType.FLOAT, (10, 3), Kind.TABLE),
-        ServedVariable("bias", DType.DOUBLE, (2,), Kind.DENSE),
-        ServedVariable("step", DType.INT64, (), Kind.DENSE),
+        ServedVariable("table", DType.FLOAT, (10, 3), ChangeKind.TABLE),
+        ServedVariable("bias", DType.DOUBLE, (2,), ChangeKind.DENSE),
+        ServedVariable("step", DType.INT64, (), ChangeKind.DENSE),
     ]
 )
 HEADER = DeltaHeader("lineage", SCHEMA.digest, 5, 9, 500)
@@ -53,9 +53,9 @@ shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 @st.composite
 def variables(draw: st.DrawFn) -> ServedVariable:
-    kind = draw(st.sampled_from(Kind))
+    kind = draw(st.sampled_from(ChangeKind))
     shape = draw(shapes)
-    if kind is Kind.TABLE:
+    if kind is ChangeKind.TABLE:
         shape = (draw(st.integers(1, 20)), *shape)
     return ServedVariable(draw(names), draw(st.sampled_from(DTYPES)), shape, kind)
 
@@ -72,7 +72,7 @@ def deltas(draw: st.DrawFn) -> tuple[Schema, DeltaHeader, dict[str, Change]]:
     for variable in schema.variables:
         if not draw(st.booleans()):
             continue
-        if variable.kind is Kind.DENSE:
+        if variable.kind is ChangeKind.DENSE:
             changes[variable.name] = random_array(rng, variable.dtype, variable.shape)
         else:
             ids = draw(st.sets(st.integers(0, variable.shape[0] - 1), min_size=1))
@@ -80,8 +80,8 @@ def deltas(draw: st.DrawFn) -> tuple[Schema, DeltaHeader, dict[str, Change]]:
             changes[variable.name] = Rows(np.array(sorted(ids), np.int64), values)
     start = draw(st.integers(0, POSITION_LIMIT - 2))
     end = draw(st.integers(start + 1, POSITION_LIMIT - 1))
-    step, only_from = draw(st.integers(0, 2**62)), draw(st.booleans())
-    return schema, DeltaHeader(draw(names), schema.digest, start, end, step, only_from), changes
+    step, exact_base = draw(st.integers(0, 2**62)), draw(st.booleans())
+    return schema, DeltaHeader(draw(names), schema.digest, start, end, step, exact_base), changes
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -109,7 +109,7 @@ def test_what_was_written_is_read(
 
 
 def test_strings_are_written_and_read(tmp_path: Path) -> None:
-    schema = Schema.of([ServedVariable("names", DType.STRING, (2,), Kind.DENSE)])
+    schema = Schema.of([ServedVariable("names", DType.STRING, (2,), ChangeKind.DENSE)])
     value = np.array([b"", b"\xff" * 300], object)
     header = replace(HEADER, schema_digest=schema.digest)
     write_delta(tmp_path / "delta", schema, header, {"names": value})
@@ -125,7 +125,13 @@ def test_the_schema_survives_json_and_its_digest_does_not_depend_on_order() -> N
 
 @pytest.mark.parametrize(
     "change",
-    [{"name": "tables"}, {"dtype": DType.HALF}, {"shape": (10, 4)}, {"shape": (11, 3)}, {"kind": Kind.DENSE}],
+    [
+        {"name": "tables"},
+        {"dtype": DType.HALF},
+        {"shape": (10, 4)},
+        {"shape": (11, 3)},
+        {"kind": ChangeKind.DENSE},
+    ],
     ids=str,
 )
 def test_every_property_of_a_variable_is_in_the_digest(change: dict[str, object]) -> None:
@@ -154,12 +160,12 @@ def test_positions_that_make_no_delta(start: int, end: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("position", "whole", "only_from"),
+    ("position", "whole", "exact_base"),
     [(4, False, False), (5, True, True), (8, True, False), (9, False, False)],
 )
-def test_which_states_a_delta_fits(position: int, whole: bool, only_from: bool) -> None:
+def test_which_states_a_delta_fits(position: int, whole: bool, exact_base: bool) -> None:
     assert HEADER.accepts(position) is whole
-    assert replace(HEADER, only_from=True).accepts(position) is only_from
+    assert replace(HEADER, exact_base=True).accepts(position) is exact_base
 
 
 BAD_CHANGES: dict[str, tuple[dict[str, Change], str]] = {

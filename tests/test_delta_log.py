@@ -22,10 +22,10 @@ from exporter.delta.spans import (
     plan_chain,
 )
 from exporter.errors import DeltaGap, ForeignLineage, PositionUnknown, SchemaChanged, StaleDelta
-from exporter.increments.history import History, Milestone
+from exporter.increments.history import CheckpointMarker, History
 from exporter.increments.increment import CheckpointId, Increment, StoredIncrement
-from exporter.increments.plan import find_way
-from exporter.increments.trained import Trained
+from exporter.increments.plan import plan_changes
+from exporter.increments.trained import TrainerVersion
 
 HEADER = DeltaHeader("a", "digest", 10, 20, 200)
 
@@ -47,8 +47,8 @@ class Case:
         Case("stale", HEADER, 20, StaleDelta),
         Case("foreign", DeltaHeader("b", "digest", 10, 20, 200), 10, ForeignLineage),
         Case("schema", DeltaHeader("a", "other", 10, 20, 200), 10, SchemaChanged),
-        Case("only from", DeltaHeader("a", "digest", 10, 20, 200, only_from=True), 10, None),
-        Case("rounded", DeltaHeader("a", "digest", 10, 20, 200, only_from=True), 11, DeltaGap),
+        Case("only from", DeltaHeader("a", "digest", 10, 20, 200, exact_base=True), 10, None),
+        Case("rounded", DeltaHeader("a", "digest", 10, 20, 200, exact_base=True), 11, DeltaGap),
     ],
     ids=lambda case: case.name,
 )
@@ -84,12 +84,12 @@ def logs(draw: st.DrawFn) -> tuple[list[int], list[Span]]:
     Earlier releases published mergers that fit their first position alone.
     """
     found = draw(ends)
-    spans = [replace(span, only_from=draw(st.booleans())) for span in chain_of(found)]
+    spans = [replace(span, exact_base=draw(st.booleans())) for span in chain_of(found)]
     for _ in range(draw(st.integers(0, 8))):
         first = draw(st.integers(0, len(found) - 1))
         last = draw(st.integers(first, len(found) - 1))
         if first < last:
-            spans.append(replace(merged(spans[first : last + 1]), only_from=draw(st.booleans())))
+            spans.append(replace(merged(spans[first : last + 1]), exact_base=draw(st.booleans())))
     by_ends = {(span.start, span.end): span for span in spans}
     return found, list(by_ends.values())
 
@@ -131,7 +131,7 @@ def test_a_missing_delta_is_a_gap(positions: list[int], data: st.DataObject) -> 
 
 
 def test_a_rounded_delta_is_not_taken_from_inside() -> None:
-    rounded = Span(10, 40, only_from=True)
+    rounded = Span(10, 40, exact_base=True)
     assert plan_chain([rounded, Span(10, 20), Span(20, 40)], 10) == (rounded,)
     assert plan_chain([rounded, Span(10, 20), Span(20, 40)], 15) == (Span(10, 20), Span(20, 40))
 
@@ -139,7 +139,7 @@ def test_a_rounded_delta_is_not_taken_from_inside() -> None:
 def test_only_neighbours_merge_and_a_merger_fits_every_state_inside() -> None:
     assert merged([Span(1, 4), Span(4, 6)]) == Span(1, 6, parts=2)
     for inexact in ((True, False), (False, True), (True, True)):
-        parts = [Span(1, 4, only_from=inexact[0]), Span(4, 6, only_from=inexact[1])]
+        parts = [Span(1, 4, exact_base=inexact[0]), Span(4, 6, exact_base=inexact[1])]
         assert merged(parts) == Span(1, 6, parts=2)
     with pytest.raises(DeltaGap, match="1-4 and 5-6 are no neighbours"):
         merged([Span(1, 4), Span(5, 6)])
@@ -148,11 +148,11 @@ def test_only_neighbours_merge_and_a_merger_fits_every_state_inside() -> None:
 
 
 @given(st.integers(1, 700), st.booleans())
-def test_merging_as_it_becomes_due_keeps_chains_short_and_work_small(count: int, only_from: bool) -> None:
+def test_merging_as_it_becomes_due_keeps_chains_short_and_work_small(count: int, exact_base: bool) -> None:
     spans: list[Span] = []
     work = 0
     for end in range(1, count + 1):
-        spans.append(Span(end - 1, end, only_from))
+        spans.append(Span(end - 1, end, exact_base))
         while run := merge_due(spans):
             spans.append(merged(run))
             work += sum(span.parts for span in run)
@@ -220,15 +220,15 @@ def increment(
 A = increment("a", checkpoint(10), 10, 20)
 B = increment("b", A.increment.id, 20, 30)
 C = increment("c", checkpoint(10), 10, 15, generation=2)
-F25 = Milestone(checkpoint(25), "f" * 16, A.increment.id, is_equal=False, session="1" * 32)
-F30 = Milestone(checkpoint(30), "f" * 16, B.increment.id, is_equal=True, session="1" * 32)
+F25 = CheckpointMarker(checkpoint(25), "f" * 16, A.increment.id, is_equal=False, session="1" * 32)
+F30 = CheckpointMarker(checkpoint(30), "f" * 16, B.increment.id, is_equal=True, session="1" * 32)
 RESTORED = increment("d", A.increment.id, 20, 22, generation=2)
 
 
 @dataclass(frozen=True)
 class WayCase:
     name: str
-    published: Trained
+    published: TrainerVersion
     full: CheckpointId
     history: History
     increments: tuple[StoredIncrement, ...]
@@ -239,34 +239,54 @@ class WayCase:
 @pytest.mark.parametrize(
     "case",
     [
-        WayCase("the same checkpoint", Trained(checkpoint(10)), checkpoint(10), History(), ()),
-        WayCase("another checkpoint", Trained(checkpoint(10)), checkpoint(20), History(), (), is_known=False),
+        WayCase("the same checkpoint", TrainerVersion(checkpoint(10)), checkpoint(10), History(), ()),
         WayCase(
-            "the same step, other values", Trained(checkpoint(10)), checkpoint(10, "1"), History(), (), False
+            "another checkpoint",
+            TrainerVersion(checkpoint(10)),
+            checkpoint(20),
+            History(),
+            (),
+            is_known=False,
         ),
-        WayCase("increments", Trained(checkpoint(10)), checkpoint(10), History((A, B)), (A, B)),
-        WayCase("the rest", Trained(checkpoint(10), A.increment.id), checkpoint(10), History((A, B)), (B,)),
-        WayCase("all done", Trained(checkpoint(10), B.increment.id), checkpoint(10), History((A, B)), ()),
+        WayCase(
+            "the same step, other values",
+            TrainerVersion(checkpoint(10)),
+            checkpoint(10, "1"),
+            History(),
+            (),
+            False,
+        ),
+        WayCase("increments", TrainerVersion(checkpoint(10)), checkpoint(10), History((A, B)), (A, B)),
+        WayCase(
+            "the rest", TrainerVersion(checkpoint(10), A.increment.id), checkpoint(10), History((A, B)), (B,)
+        ),
+        WayCase(
+            "all done", TrainerVersion(checkpoint(10), B.increment.id), checkpoint(10), History((A, B)), ()
+        ),
         WayCase(
             "over a full checkpoint",
-            Trained(checkpoint(10), A.increment.id),
+            TrainerVersion(checkpoint(10), A.increment.id),
             checkpoint(25),
             History((A, B), (F25,)),
             (B,),
         ),
         WayCase(
-            "from a full one inside", Trained(checkpoint(25)), checkpoint(25), History((A, B), (F25,)), (B,)
+            "from a full one inside",
+            TrainerVersion(checkpoint(25)),
+            checkpoint(25),
+            History((A, B), (F25,)),
+            (B,),
         ),
         WayCase(
             "a full one that equals the end",
-            Trained(checkpoint(10), A.increment.id),
+            TrainerVersion(checkpoint(10), A.increment.id),
             checkpoint(30),
             History((A, B), (F30,)),
             (B,),
         ),
         WayCase(
             "a full one ahead of the end",
-            Trained(checkpoint(10), A.increment.id),
+            TrainerVersion(checkpoint(10), A.increment.id),
             checkpoint(25),
             History((A,), (F25,)),
             (),
@@ -274,7 +294,7 @@ class WayCase:
         ),
         WayCase(
             "up to a full one whose increment is awaited",
-            Trained(checkpoint(10)),
+            TrainerVersion(checkpoint(10)),
             checkpoint(25),
             History((A,), (F25,)),
             (A,),
@@ -282,7 +302,7 @@ class WayCase:
         ),
         WayCase(
             "the awaited increment came",
-            Trained(checkpoint(10), A.increment.id),
+            TrainerVersion(checkpoint(10), A.increment.id),
             checkpoint(25),
             History((A, B), (F25,)),
             (B,),
@@ -290,7 +310,7 @@ class WayCase:
         ),
         WayCase(
             "awaited in vain by what is on no way to it",
-            Trained(checkpoint(5)),
+            TrainerVersion(checkpoint(5)),
             checkpoint(25),
             History((A,), (F25,)),
             (),
@@ -299,23 +319,25 @@ class WayCase:
         ),
         WayCase(
             "from a full one that was saved before the first increment",
-            Trained(checkpoint(12)),
+            TrainerVersion(checkpoint(12)),
             checkpoint(12),
-            History((A,), (Milestone(checkpoint(12), "f" * 16, None, is_equal=False, session="1" * 32),)),
+            History(
+                (A,), (CheckpointMarker(checkpoint(12), "f" * 16, None, is_equal=False, session="1" * 32),)
+            ),
             (A,),
         ),
         WayCase(
             "a fork",
-            Trained(checkpoint(10), A.increment.id),
+            TrainerVersion(checkpoint(10), A.increment.id),
             checkpoint(10),
             History((A, C)),
             (C,),
             is_known=False,
         ),
-        WayCase("a fork at its root", Trained(checkpoint(10)), checkpoint(10), History((A, C)), (C,)),
+        WayCase("a fork at its root", TrainerVersion(checkpoint(10)), checkpoint(10), History((A, C)), (C,)),
         WayCase(
             "restored without what was published last",
-            Trained(checkpoint(25)),
+            TrainerVersion(checkpoint(25)),
             checkpoint(10),
             History((A, RESTORED), (F25,)),
             (A, RESTORED),
@@ -323,31 +345,38 @@ class WayCase:
         ),
         WayCase(
             "to be restored without what was published last",
-            Trained(checkpoint(25)),
+            TrainerVersion(checkpoint(25)),
             checkpoint(10),
             History((A,), (F25,)),
             (A,),
             is_known=False,
         ),
         WayCase(
-            "pruned", Trained(checkpoint(5), "9" * 16), checkpoint(10), History((A,)), (A,), is_known=False
+            "pruned",
+            TrainerVersion(checkpoint(5), "9" * 16),
+            checkpoint(10),
+            History((A,)),
+            (A,),
+            is_known=False,
         ),
     ],
     ids=lambda case: case.name,
 )
 def test_the_way_to_what_the_trainer_has(case: WayCase) -> None:
-    way = find_way(case.published, case.full, case.history, awaits_increment=case.awaits)
-    assert (way.increments, way.is_known) == (case.increments, case.is_known)
-    assert bool(way.why) is not case.is_known
-    if case.is_known and way.increments:
-        assert way.target.increment == way.increments[-1].increment.id
+    plan = plan_changes(case.published, case.full, case.history, awaits_increment=case.awaits)
+    assert (plan.increments, plan.is_known) == (case.increments, case.is_known)
+    assert bool(plan.reason) is not case.is_known
+    if case.is_known and plan.increments:
+        assert plan.target.increment == plan.increments[-1].increment.id
 
 
 def test_what_lies_before_a_full_checkpoint_is_no_state_of_it() -> None:
     """Until its increment comes there is nothing to do; then the way goes on from where it ended."""
     history = History((A,), (F25,))
-    published = find_way(Trained(checkpoint(10)), checkpoint(25), history, awaits_increment=True).target
-    assert published == Trained(checkpoint(10), A.increment.id)
-    assert find_way(published, checkpoint(25), history, awaits_increment=True).is_nothing
-    assert not find_way(published, checkpoint(25), history).is_nothing
-    assert find_way(published, checkpoint(25), History((A, B), (F25,))).increments == (B,)
+    published = plan_changes(
+        TrainerVersion(checkpoint(10)), checkpoint(25), history, awaits_increment=True
+    ).target
+    assert published == TrainerVersion(checkpoint(10), A.increment.id)
+    assert plan_changes(published, checkpoint(25), history, awaits_increment=True).is_nothing
+    assert not plan_changes(published, checkpoint(25), history).is_nothing
+    assert plan_changes(published, checkpoint(25), History((A, B), (F25,))).increments == (B,)

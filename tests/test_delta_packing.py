@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 
 from exporter.delta import packing as packing_module
 from exporter.delta.delta_files import read_delta, write_delta
-from exporter.delta.format import DeltaHeader, Kind, Rows, Schema, ServedVariable
+from exporter.delta.format import ChangeKind, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.packing import Packing, decode, encode, pack_rows, round_rows, shrinks
 from exporter.options import DeltaDtype
 from exporter.wire.dtypes import DType
@@ -114,7 +114,7 @@ def tables(draw: st.DrawFn) -> tuple[ServedVariable, Rows]:
         chosen = rng.random(count) < draw(st.sampled_from([0.0, 0.5, 1.0]))
         values[chosen] = rounded[chosen]
     ids = np.sort(rng.choice(40, count, replace=False))
-    return ServedVariable("t", dtype, (40, *shape), Kind.TABLE), Rows(ids, values)
+    return ServedVariable("t", dtype, (40, *shape), ChangeKind.TABLE), Rows(ids, values)
 
 
 @given(tables(), packings, st.integers(1, 5), st.data())
@@ -122,9 +122,9 @@ def test_a_packed_delta_holds_every_bit(
     table: tuple[ServedVariable, Rows], packing: DeltaDtype, at_once: int, data: st.DataObject
 ) -> None:
     variable, rows = table
-    schema = Schema.of([variable, ServedVariable("whole", DType.FLOAT, (3,), Kind.DENSE)])
+    schema = Schema.of([variable, ServedVariable("whole", DType.FLOAT, (3,), ChangeKind.DENSE)])
     whole = np.array([0.1, np.nan, 1e-40], np.float32)
-    header = DeltaHeader("l", schema.digest, 1, 2, 3, only_from=True, packing=packing)
+    header = DeltaHeader("l", schema.digest, 1, 2, 3, exact_base=True, packing=packing)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing_module, "_ROWS_AT_ONCE", at_once)
         prefix = Path(directory) / "delta"
@@ -160,7 +160,7 @@ def test_rows_that_no_codes_give_are_stored_exactly(packing: DeltaDtype) -> None
 
 @pytest.mark.parametrize(("packing", "least"), [(BFLOAT16, 1.9), (INT8, 3.4)])
 def test_rounded_rows_take_fewer_bytes(tmp_path: Path, packing: DeltaDtype, least: float) -> None:
-    variable = ServedVariable("t", DType.FLOAT, (5000, 64), Kind.TABLE)
+    variable = ServedVariable("t", DType.FLOAT, (5000, 64), ChangeKind.TABLE)
     schema = Schema.of([variable])
     values = round_rows(np.random.default_rng(0).normal(size=(2000, 64)).astype(np.float32), packing)
     sizes = []

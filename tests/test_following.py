@@ -11,10 +11,10 @@ import pytest
 from exporter import errors
 from exporter.errors import ExportError
 from exporter.pipeline.watch_loop import (
-    Look,
-    Standing,
+    Poll,
     StopWhen,
     Watching,
+    WatchProgress,
     follow,
     is_for_a_person,
     parse_duration,
@@ -26,37 +26,37 @@ NEVER = StopWhen()
 @pytest.mark.parametrize(
     ("stop", "before", "there"),
     [
-        (StopWhen(after_seconds=60), Standing(seconds=59), Standing(seconds=60)),
-        (StopWhen(count=2), Standing(count=1), Standing(count=2)),
-        (StopWhen(step=300), Standing(step=299), Standing(step=300)),
-        (StopWhen(step=0), Standing(step=None), Standing(step=0)),
-        (StopWhen(idle_seconds=5), Standing(seconds=90, idle_seconds=4), Standing(idle_seconds=5)),
-        (StopWhen(count=3, step=9), Standing(count=2, step=8), Standing(count=2, step=9)),
+        (StopWhen(after_seconds=60), WatchProgress(seconds=59), WatchProgress(seconds=60)),
+        (StopWhen(count=2), WatchProgress(count=1), WatchProgress(count=2)),
+        (StopWhen(step=300), WatchProgress(step=299), WatchProgress(step=300)),
+        (StopWhen(step=0), WatchProgress(step=None), WatchProgress(step=0)),
+        (StopWhen(idle_seconds=5), WatchProgress(seconds=90, idle_seconds=4), WatchProgress(idle_seconds=5)),
+        (StopWhen(count=3, step=9), WatchProgress(count=2, step=8), WatchProgress(count=2, step=9)),
     ],
 )
-def test_a_watch_stops(stop: StopWhen, before: Standing, there: Standing) -> None:
+def test_a_watch_stops(stop: StopWhen, before: WatchProgress, there: WatchProgress) -> None:
     assert (stop.is_met(before), stop.is_met(there)) == (False, True)
     assert not NEVER.is_met(there)
 
 
 @pytest.mark.parametrize(
-    ("watching", "standing", "failures", "seconds"),
+    ("watching", "progress", "failures", "seconds"),
     [
-        (Watching(2), Standing(), 0, 2),
-        (Watching(2), Standing(), 1, 4),
-        (Watching(2), Standing(), 3, 16),
-        (Watching(2), Standing(), 4, 30),
-        (Watching(2), Standing(), 10**9, 30),
-        (Watching(90), Standing(), 2, 90),
-        (Watching(2, StopWhen(after_seconds=10)), Standing(seconds=9), 3, 1),
-        (Watching(2, StopWhen(idle_seconds=10)), Standing(idle_seconds=9.5), 0, 0.5),
-        (Watching(2, StopWhen(after_seconds=10)), Standing(seconds=11), 0, 0),
+        (Watching(2), WatchProgress(), 0, 2),
+        (Watching(2), WatchProgress(), 1, 4),
+        (Watching(2), WatchProgress(), 3, 16),
+        (Watching(2), WatchProgress(), 4, 30),
+        (Watching(2), WatchProgress(), 10**9, 30),
+        (Watching(90), WatchProgress(), 2, 90),
+        (Watching(2, StopWhen(after_seconds=10)), WatchProgress(seconds=9), 3, 1),
+        (Watching(2, StopWhen(idle_seconds=10)), WatchProgress(idle_seconds=9.5), 0, 0.5),
+        (Watching(2, StopWhen(after_seconds=10)), WatchProgress(seconds=11), 0, 0),
     ],
 )
 def test_pauses_grow_with_failures_and_end_with_the_watch(
-    watching: Watching, standing: Standing, failures: int, seconds: float
+    watching: Watching, progress: WatchProgress, failures: int, seconds: float
 ) -> None:
-    assert watching.pause_seconds(standing, failures) == seconds
+    assert watching.pause_seconds(progress, failures) == seconds
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ class Script:
     clock: Clock = field(default_factory=Clock)
     newest: int | None = None
 
-    def look(self) -> Look[int]:
+    def look(self) -> Poll[int]:
         found = self.steps.pop(0) if self.steps else None
         if isinstance(found, ExportError):
             raise found
         self.newest = self.newest if found is None else found
-        return Look(found, self.newest)
+        return Poll(found, self.newest)
 
     def run(self, watching: Watching) -> Iterator[int]:
         tell: Callable[[ExportError], None] = lambda error: self.told.append(error.message)  # noqa: E731
@@ -186,5 +186,5 @@ def test_what_needs_a_person_ends_a_watch_at_once() -> None:
 
 
 def test_nothing_stops_a_watch_unless_told() -> None:
-    assert not NEVER.is_met(Standing(10**6, 10**9, 10**9, 10**9))
-    assert NEVER.seconds_left(Standing()) == math.inf
+    assert not NEVER.is_met(WatchProgress(10**6, 10**9, 10**9, 10**9))
+    assert NEVER.seconds_left(WatchProgress()) == math.inf

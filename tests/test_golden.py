@@ -19,18 +19,18 @@ import numpy as np
 import pytest
 
 from exporter.checkpoint.tensor_bundle import BundleWriter
-from exporter.delta.format import Kind, Rows, ServedVariable
+from exporter.delta.format import ChangeKind, Rows, ServedVariable
 from exporter.delta.row_hashes import read_index
-from exporter.delta.tolerance import recall
-from exporter.increments.history import Milestone, read_history
+from exporter.delta.tolerance import load_residual
+from exporter.increments.history import CheckpointMarker, read_history
 from exporter.increments.increment import Changed, Increment, apply_increments
 from exporter.increments.increment import from_json as increment_from_json
 from exporter.increments.increment import to_json as increment_to_json
-from exporter.publish.delta_log import CACHES, HASHES, PublishedBase, PublishedLog, list_deltas, read_log
+from exporter.publish.delta_log import CACHES, HASHES, DeltaLog, LogBase, list_deltas, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.log_entries import DeltaEntry
 from exporter.publish.manifest import from_json, to_json
-from exporter.publish.timeline import read_history as read_publications
+from exporter.publish.timeline import read_timeline as read_publications
 from exporter.publish.versions import read_manifest
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
@@ -85,7 +85,7 @@ def assert_serves(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -
     )
 
 
-def log_of(release: Path, name: str) -> PublishedLog:
+def log_of(release: Path, name: str) -> DeltaLog:
     return read_log(release / "models" / name)
 
 
@@ -111,7 +111,7 @@ def test_deltas_are_what_they_were(release: Path, name: str) -> None:
             "rows": entry.rows,
             "parts": entry.parts if entry.parts > 1 else None,
             "rounded": entry.trained.rounded and entry.trained.rounded.dtype.value,
-            "only_from": entry.only_from or None,
+            "only_from": entry.exact_base or None,
             "left_out": entry.trained.left_out and entry.trained.left_out.rows,
             "back_to": entry.back_to,
             "before": entry.before,
@@ -124,7 +124,7 @@ def test_deltas_are_what_they_were(release: Path, name: str) -> None:
 def test_bases_are_what_they_were(release: Path, name: str) -> None:
     facts = expected(release, name)
     for wanted in facts["bases"]:
-        base = PublishedBase.read(release / "models" / name / str(wanted["position"]))
+        base = LogBase.read(release / "models" / name / str(wanted["position"]))
         updates = base.entry.updates
         assert wanted == {
             "position": base.at.position,
@@ -149,7 +149,7 @@ def test_versions_without_deltas_are_what_they_were(release: Path) -> None:
 
 def test_increments_lead_from_a_full_checkpoint_to_the_newest_values(release: Path) -> None:
     history = read_history(release / "train")
-    (marker,) = history.milestones
+    (marker,) = history.markers
     assert (marker.checkpoint.step, marker.is_equal) == (40, False)
     last = max(history.increments, key=lambda stored: stored.increment.to_step)
     chain = history.chain(marker.checkpoint, last.increment.id)
@@ -168,7 +168,7 @@ def test_forks_are_what_they_were(release: Path) -> None:
         {"id": each.id, "session": each.session, "generation": each.generation}
         for each in (stored.increment for stored in history.increments)
     ]
-    (marker,) = history.milestones
+    (marker,) = history.markers
     found = {"checkpoint": marker.checkpoint.name, "after": marker.after, "is_equal": marker.is_equal}
     assert found == wanted["marker"]
 
@@ -178,7 +178,9 @@ def test_caches_are_read(release: Path) -> None:
     log = log_of(release, "ranker")
     lineage = log.base.manifest.lineage or ""
     of_50 = next(delta for delta in list_deltas(log.path) if (delta.start, delta.end) == (40, 50))
-    kept = recall(log.path / CACHES, log.schema, lineage=lineage, position=50, state=of_50.manifest.state_id)
+    kept = load_residual(
+        log.path / CACHES, log.schema, lineage=lineage, position=50, state=of_50.manifest.state_id
+    )
     assert kept is not None
     assert sum(len(change.ids) for change in kept.values() if isinstance(change, Rows)) == 3
     newest = next(delta for delta in list_deltas(log.path) if (delta.start, delta.end) == (70, 80))
@@ -200,7 +202,7 @@ def test_publishing_goes_on_where_the_release_left_off(release: Path, tmp_path: 
     assert (ran.code, ran.document["position"]) == (0, 84), ran.err
     values = expected_values(release, "ranker")[80]
     assert_serves(values_at(read_log(model), 84), values)
-    users = ServedVariable("users", DType.FLOAT, (8, 4), Kind.TABLE)
+    users = ServedVariable("users", DType.FLOAT, (8, 4), ChangeKind.TABLE)
 
     def fill(writer: BundleWriter) -> tuple[Changed, ...]:
         writer.add(users.keys[0], np.array([3], np.int64))
@@ -268,7 +270,9 @@ def test_documents_of_this_release_are_written_as_they_are_read() -> None:
     for path in OWN.glob("*/increments/*/manifest.json"):
         assert increment_to_json(increment_from_json(path.read_bytes(), path)).encode() == path.read_bytes()
     for path in OWN.glob("*/increments/*.json"):
-        assert Milestone.from_json(path.read_bytes(), path).to_json().encode() == path.read_bytes(), path
+        assert CheckpointMarker.from_json(path.read_bytes(), path).to_json().encode() == path.read_bytes(), (
+            path
+        )
 
 
 def test_this_release_writes_what_its_folder_holds(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from exporter.pipeline.rebase import rebase
 from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import StopWhen, Watching
 from exporter.publish.delta_log import read_log
-from exporter.publish.versions import children
+from exporter.publish.versions import version_dirs
 from tests.commands import export_model
 from tests.logs import set_hold
 
@@ -74,7 +74,7 @@ def request_(origin: Path, tmp_path: Path) -> ExportRequest:
 
 
 def versions(model: Path) -> list[int]:
-    return [child.version for child in children(model)]
+    return [child.version for child in version_dirs(model)]
 
 
 PUBLISHERS: dict[str, Callable[[ExportRequest], object]] = {

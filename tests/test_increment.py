@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
-from exporter.delta.format import FILE_PREFIX, Kind, Rows, ServedVariable
+from exporter.delta.format import FILE_PREFIX, ChangeKind, Rows, ServedVariable
 from exporter.errors import CheckpointNotFound, CorruptFile, UnsupportedFormat
-from exporter.increments.history import History, Milestone, identify, read_history
+from exporter.increments.history import CheckpointMarker, History, identify, read_history
 from exporter.increments.increment import (
     MANIFEST,
     Changed,
@@ -38,8 +38,8 @@ CHECKPOINTS = st.builds(
 @st.composite
 def changes(draw: st.DrawFn) -> Changed:
     shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
-    kind = draw(st.sampled_from(Kind))
-    rows = draw(st.integers(0, shape[0])) if kind is Kind.TABLE else 1
+    kind = draw(st.sampled_from(ChangeKind))
+    rows = draw(st.integers(0, shape[0])) if kind is ChangeKind.TABLE else 1
     return Changed(
         ServedVariable(draw(st.text(max_size=20)), draw(st.sampled_from(DType)), shape, kind), rows
     )
@@ -67,9 +67,9 @@ def test_a_manifest_comes_back(increment: Increment) -> None:
     assert from_json(to_json(increment).encode(), Path("manifest.json")) == increment
 
 
-@given(st.builds(Milestone, CHECKPOINTS, HEX, HEX | st.none(), st.booleans(), HEX | st.none()))
-def test_a_milestone_comes_back(milestone: Milestone) -> None:
-    assert Milestone.from_json(milestone.to_json().encode(), Path("x.json")) == milestone
+@given(st.builds(CheckpointMarker, CHECKPOINTS, HEX, HEX | st.none(), st.booleans(), HEX | st.none()))
+def test_a_milestone_comes_back(marker: CheckpointMarker) -> None:
+    assert CheckpointMarker.from_json(marker.to_json().encode(), Path("x.json")) == marker
 
 
 EXAMPLE = Increment(
@@ -80,8 +80,8 @@ EXAMPLE = Increment(
     from_step=3,
     to_step=8,
     variables=(
-        Changed(ServedVariable("t", DType.FLOAT, (5, 2), Kind.TABLE), 2),
-        Changed(ServedVariable("w", DType.INT64, (), Kind.DENSE), 1),
+        Changed(ServedVariable("t", DType.FLOAT, (5, 2), ChangeKind.TABLE), 2),
+        Changed(ServedVariable("w", DType.INT64, (), ChangeKind.DENSE), 1),
     ),
 )
 
@@ -198,7 +198,9 @@ def test_rows_of_a_tensor_in_slices(tmp_path: Path) -> None:
             rows_of(catalog, catalog.tensors[name], ids)
 
 
-def history(*entries: tuple[str, str | CheckpointId, int], milestones: tuple[Milestone, ...] = ()) -> History:
+def history(
+    *entries: tuple[str, str | CheckpointId, int], markers: tuple[CheckpointMarker, ...] = ()
+) -> History:
     """Increments given as (id, parent, generation), in order of their steps."""
     found = [
         StoredIncrement(
@@ -215,7 +217,7 @@ def history(*entries: tuple[str, str | CheckpointId, int], milestones: tuple[Mil
         )
         for i, (name, parent, generation) in enumerate(entries)
     ]
-    return History(tuple(reversed(found)), milestones)
+    return History(tuple(reversed(found)), markers)
 
 
 FIRST, LATER = CheckpointId("model.ckpt-0", 0, "0" * 64), CheckpointId("model.ckpt-2", 2, "2" * 64)
@@ -232,22 +234,22 @@ def test_a_chain_is_followed_from_parent_to_child() -> None:
 
 
 def test_a_full_checkpoint_joins_the_chain_by_its_milestone() -> None:
-    noted = (Milestone(LATER, "run", "b", False, "1" * 32),)
-    chain = history(("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), milestones=noted)
+    noted = (CheckpointMarker(LATER, "run", "b", False, "1" * 32),)
+    chain = history(("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), markers=noted)
     assert names(chain.after(LATER)) == ["c"]
     assert names(chain.after(replace(LATER, digest="3" * 64))) == []  # the same name and step, other values
     assert names(chain.after(replace(LATER, name="model.ckpt-1"))) == ["c"]  # another name, the same values
 
 
 def test_a_full_checkpoint_that_was_written_before_the_first_increment_joins_the_chain() -> None:
-    noted = (Milestone(LATER, EXAMPLE.run, None, False, "1" * 32),)
-    assert names(history(("a", FIRST, 1), ("b", "a", 1), milestones=noted).after(LATER)) == ["a", "b"]
+    noted = (CheckpointMarker(LATER, EXAMPLE.run, None, False, "1" * 32),)
+    assert names(history(("a", FIRST, 1), ("b", "a", 1), markers=noted).after(LATER)) == ["a", "b"]
 
 
 def test_the_younger_fork_is_followed() -> None:
-    noted = (Milestone(LATER, "run", "b", False, "1" * 32),)
+    noted = (CheckpointMarker(LATER, "run", "b", False, "1" * 32),)
     forked = history(
-        ("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), ("d", LATER, 2), ("e", "d", 2), milestones=noted
+        ("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), ("d", LATER, 2), ("e", "d", 2), markers=noted
     )
     assert names(forked.after(LATER)) == ["d", "e"]
     assert forked.generation == 2
@@ -255,8 +257,8 @@ def test_the_younger_fork_is_followed() -> None:
 
 def test_a_milestone_counts_for_the_increments_of_its_own_session() -> None:
     """What changed between b and the full checkpoint, another session that restored b does not know of."""
-    noted = (Milestone(LATER, "run", "b", False, "1" * 32),)
-    restored = history(("a", FIRST, 1), ("b", "a", 1), ("x", "b", 2), ("y", "x", 2), milestones=noted)
+    noted = (CheckpointMarker(LATER, "run", "b", False, "1" * 32),)
+    restored = history(("a", FIRST, 1), ("b", "a", 1), ("x", "b", 2), ("y", "x", 2), markers=noted)
     assert names(restored.after(LATER)) == []
     assert names(restored.after(FIRST)) == ["a", "b", "x", "y"]
     assert restored.chain(LATER, "y") is None
@@ -265,15 +267,15 @@ def test_a_milestone_counts_for_the_increments_of_its_own_session() -> None:
 
 
 def test_a_full_checkpoint_that_equals_an_increment_is_that_increment_to_every_session() -> None:
-    noted = (Milestone(LATER, "run", "b", True, "1" * 32),)
-    chain = history(("a", FIRST, 1), ("b", "a", 1), ("x", LATER, 2), ("y", "x", 2), milestones=noted)
+    noted = (CheckpointMarker(LATER, "run", "b", True, "1" * 32),)
+    chain = history(("a", FIRST, 1), ("b", "a", 1), ("x", LATER, 2), ("y", "x", 2), markers=noted)
     assert names(chain.after(FIRST)) == ["a", "b", "x", "y"]
     assert names(chain.chain("a", "y") or ()) == ["b", "x", "y"]
     assert chain.chain(LATER, "b") == ()
 
 
 def test_files_of_releases_that_noted_no_session_may_lead_on_but_not_for_certain() -> None:
-    noted = (Milestone(LATER, EXAMPLE.run, "b", False),)
+    noted = (CheckpointMarker(LATER, EXAMPLE.run, "b", False),)
     known = history(("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), ("d", "c", 1))
     old = [replace(s, increment=replace(s.increment, session=None)) for s in known.increments]
     chain = History(tuple(old), noted)
@@ -286,7 +288,7 @@ def test_files_of_releases_that_noted_no_session_may_lead_on_but_not_for_certain
 
 def test_a_ring_ends() -> None:
     assert names(history(("a", "b", 1), ("b", "a", 1), ("c", FIRST, 1)).after(FIRST)) == ["c"]
-    ring = history(("a", "b", 1), ("b", "a", 1), milestones=(Milestone(FIRST, "run", "a", False),))
+    ring = history(("a", "b", 1), ("b", "a", 1), markers=(CheckpointMarker(FIRST, "run", "a", False),))
     assert len(ring.after(FIRST)) <= 2
 
 
@@ -299,9 +301,9 @@ def test_a_directory_of_increments(tmp_path: Path) -> None:
     (root / ".staging-1").mkdir()
     (root / "notes").mkdir()
     (root / f"{1:020d}-{2:020d}").mkdir()  # being removed
-    milestone = Milestone(FIRST, "b" * 32, None, False)
-    (root / milestone.file_name).write_text(milestone.to_json())
-    assert read_history(tmp_path) == History((stored, twin), (milestone,))
+    marker = CheckpointMarker(FIRST, "b" * 32, None, False)
+    (root / marker.file_name).write_text(marker.to_json())
+    assert read_history(tmp_path) == History((stored, twin), (marker,))
 
 
 def test_identity_is_content(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter.delta.format import Change, Kind, Rows
+from exporter.delta.format import Change, ChangeKind, Rows
 from exporter.subgraph.make_updatable import IsolationMode
 from tests.support.budget import times
 from tests.updatable import Loaded, Model, assert_holds, loaded, updatable_model
@@ -42,7 +42,7 @@ def fill(model: Model, position: int) -> None:
     changes: dict[str, Change] = {}
     for variable in model.schema.variables:
         full = np.full(variable.shape, position + 1, np.float32)
-        changes[variable.name] = Rows(np.arange(ROWS), full) if variable.kind is Kind.TABLE else full
+        changes[variable.name] = Rows(np.arange(ROWS), full) if variable.kind is ChangeKind.TABLE else full
     model.publish(position, position + 1, changes)
     model.history[position + 1] = {
         variable.name: np.full(variable.shape, position + 1, np.float32)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exporter.delta.format import Kind, Schema, ServedVariable
+from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.subgraph.digest import CHUNK_ROWS, Chunk, chunk_digest, chunks
 from exporter.wire.dtypes import DType
 from tests.updatable import Model, loaded, updatable_model
@@ -83,9 +83,9 @@ def test_what_changes_a_digest(values: list[float], random: Any) -> None:
 def test_chunks_cover_every_row_once() -> None:
     schema = Schema.of(
         [
-            ServedVariable("b", DType.FLOAT, (), Kind.DENSE),
-            ServedVariable("a", DType.FLOAT, (CHUNK_ROWS + 1, 2), Kind.TABLE),
-            ServedVariable("c", DType.FLOAT, (0, 2), Kind.TABLE),
+            ServedVariable("b", DType.FLOAT, (), ChangeKind.DENSE),
+            ServedVariable("a", DType.FLOAT, (CHUNK_ROWS + 1, 2), ChangeKind.TABLE),
+            ServedVariable("c", DType.FLOAT, (0, 2), ChangeKind.TABLE),
         ]
     )
     assert list(chunks(schema)) == [Chunk("a", 0, 4096), Chunk("a", 4096, 4097), Chunk("b", 0, 1)]

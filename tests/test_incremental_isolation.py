@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter.delta.format import Change, Kind, Rows
+from exporter.delta.format import Change, ChangeKind, Rows
 from exporter.subgraph.make_updatable import IsolationMode
 from tests.updatable import Loaded, Model, loaded, updatable_model
 
@@ -38,7 +38,7 @@ def filled(model: Model, value: float) -> dict[str, Change]:
     changes: dict[str, Change] = {}
     for variable in model.schema.variables:
         full = np.full(variable.shape, value, np.float32)
-        changes[variable.name] = Rows(np.arange(ROWS), full) if variable.kind is Kind.TABLE else full
+        changes[variable.name] = Rows(np.arange(ROWS), full) if variable.kind is ChangeKind.TABLE else full
     return changes
 
 
@@ -233,7 +233,7 @@ def test_only_a_delta_that_leads_as_far_makes_a_dead_update_good(
 def test_tables_are_read_by_rows_alone(model: Model) -> None:
     with loaded(model) as server:
         graph_def = server.session.graph.as_graph_def()
-    tables = {v.name for v in model.schema.variables if v.kind is Kind.TABLE}
+    tables = {v.name for v in model.schema.variables if v.kind is ChangeKind.TABLE}
     assert tables == {"left", "right"}
     ops = {
         node.op for node in graph_def.node if set(node.input) & tables and not node.name.startswith("save/")

@@ -139,7 +139,7 @@ class World:
         full = identify(self.trainer.directory / f"model.ckpt-{self.saved[-1].step}", self.saved[-1].step)
         if history.after(full) or len(history.same(full)) > 1:
             return False
-        return any(milestone.after for milestone in history.milestones_of(full))
+        return any(marker.after for marker in history.markers_of(full))
 
     def take_back(self, to: int) -> None:
         log = read_log(self.model)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exporter.delta.format import Change, Contents, Kind, Role, Schema, ServedVariable
+from exporter.delta.format import Change, ChangeKind, Schema, ServedVariable, TableContents, TableSide
 from exporter.errors import NotServable, SchemaChanged
 from exporter.options import DeltaDtype, ExportRequest, Isolation, Updates
 from exporter.pipeline import updatable
@@ -21,8 +21,8 @@ from exporter.pipeline.full import export, plan
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.log_maintenance import merge, resume, rollback
 from exporter.pipeline.rebase import rebase
-from exporter.publish.delta_log import PublishedLog, read_log
-from exporter.publish.log_entries import Made
+from exporter.publish.delta_log import DeltaLog, read_log
+from exporter.publish.log_entries import DeltaOrigin
 from exporter.verify.log import verify_model
 from exporter.wire.dtypes import DType
 from tests.commands import export_model
@@ -64,7 +64,7 @@ def assert_answers(server: Loaded, trainer: TableTrainer, expected: Mapping[str,
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def in_delta(log: PublishedLog, end: int) -> set[str]:
+def in_delta(log: DeltaLog, end: int) -> set[str]:
     (found,) = [delta for delta in log.deltas if delta.end == end]
     return set(log.open(found).changes)
 
@@ -206,7 +206,7 @@ def test_increments_say_nothing_of_tables_and_full_checkpoints_do(tmp_path: Path
         trainer.save(is_equal=True)  # nothing but the table changed since the last position
         done = publish(trainer, model)
         assert done.published is not None
-        assert (done.plan.trainer.way.is_nothing, done.rows) == (True, 0)
+        assert (done.plan.trainer.plan.is_nothing, done.rows) == (True, 0)
         assert in_delta(read_log(model), done.at.position) == SEEN
         server.update()
         assert_answers(server, trainer, trainer.answers())
@@ -222,10 +222,10 @@ def test_increments_say_nothing_of_tables_and_full_checkpoints_do(tmp_path: Path
         trainer.train()
         trainer.increment()
         done = publish(trainer, model)
-        assert done.plan.trainer.way.is_known, "no row is compared"
+        assert done.plan.trainer.plan.is_known, "no row is compared"
         assert done.published is not None
         entry = done.published.manifest.incremental
-        assert entry is not None and entry.made is Made.INCREMENTS  # type: ignore[union-attr]
+        assert entry is not None and entry.made is DeltaOrigin.INCREMENTS  # type: ignore[union-attr]
         assert in_delta(read_log(model), done.at.position) == {"emb", "bias", *SEEN}
         server.update()
         found = server.predict(**trainer.asked())
@@ -439,9 +439,9 @@ def test_a_digest_leaves_tables_out(tmp_path: Path) -> None:
 
 PLAIN = Schema.of(
     [
-        ServedVariable("emb", DType.FLOAT, (40, 4), Kind.TABLE),
-        ServedVariable("b", DType.DOUBLE, (), Kind.DENSE),
-        ServedVariable("w[4 3 0,2:-]", DType.STRING, (2, 3), Kind.DENSE),
+        ServedVariable("emb", DType.FLOAT, (40, 4), ChangeKind.TABLE),
+        ServedVariable("b", DType.DOUBLE, (), ChangeKind.DENSE),
+        ServedVariable("w[4 3 0,2:-]", DType.STRING, (2, 3), ChangeKind.DENSE),
     ]
 )
 
@@ -458,10 +458,12 @@ def test_a_schema_without_tables_is_what_it_was() -> None:
 
 def test_a_schema_with_tables_reads_as_it_was_written() -> None:
     halves = [
-        ServedVariable(name, dtype, shape, Kind.DENSE, Contents("seen", role, has_all_buckets=True))
+        ServedVariable(
+            name, dtype, shape, ChangeKind.DENSE, TableContents("seen", role, has_all_buckets=True)
+        )
         for name, dtype, shape, role in (
-            ("z-keys", DType.INT64, (-1, 1), Role.KEYS),
-            ("a-values", DType.STRING, (-1, 3), Role.VALUES),
+            ("z-keys", DType.INT64, (-1, 1), TableSide.KEYS),
+            ("a-values", DType.STRING, (-1, 3), TableSide.VALUES),
         )
     ]
     schema = Schema.of([*PLAIN.variables, *halves])
@@ -470,6 +472,6 @@ def test_a_schema_with_tables_reads_as_it_was_written() -> None:
     for wrong in (halves[:1], halves[1:]):
         with pytest.raises(ValueError, match="one variable of keys and one of values"):
             Schema.of([*PLAIN.variables, *wrong])
-    for unfit in ({"shape": (4, 1)}, {"kind": Kind.TABLE}, {"contents": None}):
+    for unfit in ({"shape": (4, 1)}, {"kind": ChangeKind.TABLE}, {"contents": None}):
         with pytest.raises(ValueError, match="'z-keys' has shape"):
             replace(halves[0], **unfit)

@@ -20,7 +20,7 @@ from exporter.options import DeltaDtype
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
-from exporter.publish.delta_log import PublishedLog, list_deltas, read_log
+from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
 from exporter.publish.retention import ROLLBACK_POSITIONS
 from tests.logs import Serving, Trainer, Values, assert_same_bits, publish_base, request, values_at
 from tests.test_min_change import drift
@@ -143,7 +143,7 @@ class World:
 
 
 @contextmanager
-def refused_if_held(log: PublishedLog) -> Iterator[None]:
+def refused_if_held(log: DeltaLog) -> Iterator[None]:
     """A hold may forbid what would lead servers past it; without one nothing is refused."""
     try:
         yield

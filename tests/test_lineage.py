@@ -129,7 +129,7 @@ class World:
         before = values_at(read_log(self.model))
         done = export_incremental(self.request, is_watching=True)
         assert isinstance(done, ExportedDelta)
-        found, target = values_at(read_log(self.model)), done.plan.trainer.way.target
+        found, target = values_at(read_log(self.model)), done.plan.trainer.plan.target
         if all(found[name].tobytes() == value.tobytes() for name, value in self.expected().items()):
             return
         assert done.compared_bytes == 0

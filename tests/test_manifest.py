@@ -19,13 +19,13 @@ from exporter.publish.manifest import (
     FileEntry,
     Kind,
     Manifest,
+    ManifestHead,
     Origin,
-    Stamp,
     TensorEntry,
     from_json,
+    head_from_json,
     is_inside,
     schema_digest,
-    stamp_from_json,
     tensor_entries,
     to_json,
 )
@@ -87,7 +87,9 @@ def test_round_trip_of_a_delta(start: int, data: st.DataObject) -> None:
 
 @given(MANIFESTS)
 def test_the_stamp_needs_no_tensors(manifest: Manifest) -> None:
-    assert stamp_from_json(to_json(manifest)) == Stamp(manifest.position, manifest.created, manifest.source)
+    assert head_from_json(to_json(manifest)) == ManifestHead(
+        manifest.position, manifest.created, manifest.source
+    )
 
 
 def test_the_text_is_the_documented_one() -> None:
@@ -277,7 +279,7 @@ def test_what_is_not_one_json_object_is_refused(text: str | bytes) -> None:
     with pytest.raises(ManifestError):
         from_json(text)
     with pytest.raises(ManifestError):
-        stamp_from_json(text)
+        head_from_json(text)
 
 
 @pytest.mark.parametrize(("start", "end"), [(5, 5), (6, 5)])

@@ -16,9 +16,9 @@ from exporter.errors import (
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.mapping.build import (
     CastRule,
-    Mapping,
     MappingRules,
     RenameRule,
+    VariableMapping,
     build_mapping,
     check_casts,
 )
@@ -33,7 +33,7 @@ def rules(*renames: str, **options: object) -> MappingRules:
     return MappingRules(renames=tuple(map(RenameRule.parse, renames)), **options)  # type: ignore[arg-type]
 
 
-def found(mapping: Mapping) -> dict[str, tuple[str, str]]:
+def found(mapping: VariableMapping) -> dict[str, tuple[str, str]]:
     return {source.key: (source.tensor.name, source.via) for source in mapping.sources}
 
 

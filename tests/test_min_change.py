@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from exporter.delta.delta_files import read_delta
 from exporter.delta.deviation import LeftOut
-from exporter.delta.format import Kind
+from exporter.delta.format import ChangeKind
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
-from exporter.publish.delta_log import PublishedDelta, read_log
+from exporter.publish.delta_log import LogDelta, read_log
 from exporter.wire.json_fields import FieldError, parse_object
 from tests.commands import export_model
 from tests.logs import (
@@ -100,9 +100,9 @@ class World:
             case "tidy":
                 log_maintenance.tidy(self.model, clock=lambda: 1e12)
             case "rollback" if log.deltas:
-                before_ = values_at(log, log.newest.start) if isinstance(log.newest, PublishedDelta) else None
+                before_ = values_at(log, log.newest.start) if isinstance(log.newest, LogDelta) else None
                 if before_ is not None:
-                    assert isinstance(log.newest, PublishedDelta)
+                    assert isinstance(log.newest, LogDelta)
                     log_maintenance.rollback(self.model, log.newest.start)
                     assert_same_bits(values_at(read_log(self.model)), before_)
             case "resume" if log.hold() is not None:
@@ -111,7 +111,7 @@ class World:
     def export(self, bound: float) -> None:
         done = export(self.trainer, self.model, bound)
         log = read_log(self.model)
-        dense = {v.name for v in log.schema.variables if v.kind is Kind.DENSE}
+        dense = {v.name for v in log.schema.variables if v.kind is ChangeKind.DENSE}
         distances = behind(values_at(log), self.visible)
         for name, found in distances.items():
             assert not found.any() if bound == 0 or name in dense else (found < bound).all(), name
@@ -189,12 +189,12 @@ def test_a_delta_says_what_it_leaves_out(trainer: Trainer, tmp_path: Path) -> No
     done = export(trainer, model, 1.0)
     log = read_log(model)
     assert done.published is not None
-    assert log.deltas[-1].only_from
-    assert read_delta(done.published.path / "delta", log.schema).header.only_from
+    assert log.deltas[-1].exact_base
+    assert read_delta(done.published.path / "delta", log.schema).header.exact_base
     assert log.trained.left_out == done.left_out == LeftOut(1.0, 8, done.left_out.largest)
     assert 0 < done.left_out.largest < 0.1
     exact = export(trainer, model)
-    assert (exact.rows, exact.left_out, read_log(model).deltas[-1].only_from) == (8, None, False)
+    assert (exact.rows, exact.left_out, read_log(model).deltas[-1].exact_base) == (8, None, False)
 
 
 def test_rows_that_were_touched_and_did_not_move_are_no_change(trainer: Trainer, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exporter.errors import AmbiguousRename, MappingError, MissingTensors, ObjectMismatch, UsageError
-from exporter.mapping.object_matching import Trained, match_objects
+from exporter.mapping.object_matching import TrainedObjects, match_objects
 from exporter.wire.dtypes import DType
 from tests.object_graphs import SHAPE, Slotted, Tree, Var, graph_of, tensors_of, wanted_of
 
@@ -31,7 +31,7 @@ def match(
         objects, variables = graph_of(served, is_trained=False)
     theirs, stored = graph_of(trained, is_trained=True)
     wanted = {key: v for key, v in wanted_of(variables).items() if key not in without}
-    side = Trained(theirs, tensors_of(stored), path)
+    side = TrainedObjects(theirs, tensors_of(stored), path)
     found = match_objects(wanted, objects, side, renamed or {})
     assert found.keys() == wanted.keys()
     return {key: entry.tensor.partition("/.ATTRIBUTES")[0] for key, entry in found.items()}
@@ -256,7 +256,7 @@ def test_every_match_is_of_one_name(served: list[str], trained: list[str]) -> No
     theirs, variables = graph_of({"model": model(*trained)}, is_trained=True)
     ours, own = graph_of(model(*served), is_trained=False)
     try:
-        found = match_objects(wanted_of(own), ours, Trained(theirs, tensors_of(variables)), {})
+        found = match_objects(wanted_of(own), ours, TrainedObjects(theirs, tensors_of(variables)), {})
     except MappingError:
         return
     names = {v.tensor: v.name for v in variables}

@@ -14,7 +14,7 @@ from exporter import DeltaDtype, ExportedDelta, ExportRequest, Updates, export, 
 from exporter.checkpoint.identity import Identity
 from exporter.errors import Exit, NothingChanged, NotUpdatable, UsageError
 from exporter.progress import NoProgress
-from exporter.publish.delta_log import PublishedBase, read_log
+from exporter.publish.delta_log import LogBase, read_log
 from tests.logs import Serving, Trainer, assert_same_bits, publish_base, request, served_now, values_at
 from tests.test_delta_deeprec import save_increment
 
@@ -98,4 +98,4 @@ def test_a_base_is_published_though_its_checkpoint_is_pruned_meanwhile(
 
     asked = ExportRequest(train, tmp_path / "model", model=str(ranker_graph), updates=Updates())
     done = export(asked, pruning)
-    assert PublishedBase.read(done.published.path).entry.trained.checkpoint.digest == digest
+    assert LogBase.read(done.published.path).entry.trained.checkpoint.digest == digest

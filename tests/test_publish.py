@@ -26,9 +26,9 @@ from exporter.errors import (
     VersionExists,
 )
 from exporter.files import writing
-from exporter.publish.commit import Staging, VersionRule, next_place, next_position, publish_version
+from exporter.publish.commit import Staging, VersionRule, next_position, publish_version, reserve_position
 from exporter.publish.staging import remove_leftovers
-from exporter.publish.versions import children, last_position, lease, read_manifest, served_version
+from exporter.publish.versions import last_position, lease, read_manifest, served_version, version_dirs
 from exporter.wire.crc32c import masked_crc
 from tests.publishing import FILES, SHARD, draft, fill, hidden, names, publish, versions, whole_versions
 
@@ -191,7 +191,7 @@ def test_deltas_move_the_position(tmp_path: Path) -> None:
     delta.mkdir(parents=True)
     (delta.parent / "hold").touch()
     (delta.parent / ".staging-7").mkdir()
-    assert last_position(tmp_path, children(tmp_path)) == 180
+    assert last_position(tmp_path, version_dirs(tmp_path)) == 180
     assert publish(tmp_path, 150).version == 181
 
 
@@ -422,7 +422,7 @@ def test_a_manifest_that_does_not_fit_publishes_nothing(tmp_path: Path, no_big_f
 @pytest.mark.parametrize("step", [10**18, (1 << 63) - 1])
 def test_a_position_beyond_those_of_deltas_is_refused_for_what_takes_them(tmp_path: Path, step: int) -> None:
     with pytest.raises(PositionError, match="deltas count to"):
-        next_place(tmp_path, step)
+        reserve_position(tmp_path, step)
     assert publish(tmp_path, step).version == step  # a plain version may have it
 
 
@@ -439,5 +439,5 @@ def test_a_version_directory_that_may_not_be_looked_into_is_named(
 
     monkeypatch.setattr(Path, "lstat", denied)  # permission bits do not bind root
     with pytest.raises(ManifestError, match="cannot be looked at") as caught:
-        children(tmp_path)
+        version_dirs(tmp_path)
     assert caught.value.cause == "Permission denied"

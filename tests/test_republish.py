@@ -13,7 +13,7 @@ from exporter.options import ExportRequest, Updates
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.publish.hold import Hold
-from exporter.publish.versions import children, read_manifest
+from exporter.publish.versions import read_manifest, version_dirs
 from exporter.verify.log import verify_model
 from tests.commands import export_model
 from tests.kills import count_steps, killed_at
@@ -41,7 +41,7 @@ def request_(origin: Path, tmp_path: Path) -> ExportRequest:
 
 
 def versions(model: Path) -> list[int]:
-    return [child.version for child in children(model)]
+    return [child.version for child in version_dirs(model)]
 
 
 def holds(model: Path, version: int) -> int:

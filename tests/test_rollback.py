@@ -17,8 +17,8 @@ import pytest
 from exporter.errors import DiskFull, ManifestError, ModelHeld, UsageError
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import export_incremental
-from exporter.publish.delta_log import PublishedLog, read_log
-from exporter.publish.log_entries import Made
+from exporter.publish.delta_log import DeltaLog, read_log
+from exporter.publish.log_entries import DeltaOrigin
 from tests.logs import Serving, Trainer, assert_same_bits, publish_base, request, set_hold, values_at
 
 Values = dict[str, np.ndarray]
@@ -58,7 +58,7 @@ def known(model: Path) -> dict[int, Values]:
     return {position: values_at(log, position) for position in (10, 20, 30)}
 
 
-def is_at(log: PublishedLog, expected: Values) -> None:
+def is_at(log: DeltaLog, expected: Values) -> None:
     assert_same_bits(values_at(log), expected)
 
 
@@ -118,7 +118,7 @@ def test_a_rollback_by_an_earlier_release_is_resumed(model: Path, known: dict[in
     """It did not say where the log stood before: its delta begins there."""
     with log_maintenance._operating(model) as (log, staging):
         done = log_maintenance._restore(
-            log, staging, log_maintenance.Restoration(20, Made.ROLLBACK, start=30)
+            log, staging, log_maintenance.Restoration(20, DeltaOrigin.ROLLBACK, start=30)
         )
     set_hold(read_log(model), 31)
     manifest = done.path / "manifest.json"

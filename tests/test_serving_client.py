@@ -17,7 +17,7 @@ from exporter.errors import CallFailed, Exit
 from exporter.wire.protos import message_class
 from serving.client import ModelClient
 from serving.server import ModelServer
-from serving.status import Code, State, VersionStatus
+from serving.status import Code, VersionState, VersionStatus
 from tests.serving_models import write_saved_model
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +70,7 @@ def test_classify_and_regress(client: ModelClient) -> None:
 
 
 def test_status(client: ModelClient) -> None:
-    assert client.status() == client.status(version=7) == [VersionStatus(7, State.AVAILABLE, Code.OK)]
+    assert client.status() == client.status(version=7) == [VersionStatus(7, VersionState.AVAILABLE, Code.OK)]
 
 
 def test_metadata(client: ModelClient) -> None:

@@ -17,7 +17,7 @@ from exporter.errors import ServerError
 from exporter.wire.protos import message_class
 from exporter.wire.tensor_proto import fill
 from serving.manager import VersionManager
-from serving.status import Code, State, StatusError, VersionStatus
+from serving.status import Code, StatusError, VersionState, VersionStatus
 from serving.version_policy import Every, Latest, Specific
 from tests.serving_models import write_saved_model, write_warmup
 
@@ -48,7 +48,7 @@ class Peer:
         change(staged)
         return staged.rename(self.base / str(version))
 
-    def until(self, version: int, state: State) -> VersionStatus:
+    def until(self, version: int, state: VersionState) -> VersionStatus:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while time.monotonic() < deadline:
             for status in self.manager.statuses():
@@ -79,7 +79,7 @@ def serve(peer: Peer, *versions: int) -> None:
     peer.manager.wait_available(DEADLINE_SECONDS)
 
 
-def states(peer: Peer, version: int) -> list[State]:
+def states(peer: Peer, version: int) -> list[VersionState]:
     return [status.state for status in peer.announced if status.version == version]
 
 
@@ -97,11 +97,11 @@ def test_versions_are_compared_as_numbers(peer: Peer) -> None:
 def test_a_new_version_is_loaded_before_the_old_one_goes(peer: Peer) -> None:
     serve(peer, 1)
     peer.publish(2)
-    peer.until(1, State.END)
+    peer.until(1, VersionState.END)
     assert peer.answer() == (2, 2.0)
     order = [(status.version, status.state) for status in peer.announced]
-    assert order.index((2, State.AVAILABLE)) < order.index((1, State.UNLOADING))
-    assert states(peer, 2) == [State.START, State.LOADING, State.AVAILABLE]
+    assert order.index((2, VersionState.AVAILABLE)) < order.index((1, VersionState.UNLOADING))
+    assert states(peer, 2) == [VersionState.START, VersionState.LOADING, VersionState.AVAILABLE]
     with pytest.raises(StatusError, match=r"Specific\(ranker, 1\)"):
         peer.answer(1)
 
@@ -110,29 +110,29 @@ def test_a_borrowed_version_stays_until_it_is_returned(peer: Peer) -> None:
     serve(peer, 1)
     with peer.manager.borrow(None) as (number, model):
         peer.publish(2)
-        peer.until(1, State.UNLOADING)
-        peer.until(2, State.AVAILABLE)
+        peer.until(1, VersionState.UNLOADING)
+        peer.until(2, VersionState.AVAILABLE)
         peer.publish(3)
-        peer.until(3, State.AVAILABLE)  # a request that does not end does not keep new versions away
+        peer.until(3, VersionState.AVAILABLE)  # a request that does not end does not keep new versions away
         (y,) = model.run({"x:0": np.ones((1, 2), np.float32)}, ["y:0"])
         assert (number, float(y[0, 0])) == (1, 1.0)
-        assert peer.manager.statuses()[-1].state is State.UNLOADING
-    peer.until(1, State.END)
+        assert peer.manager.statuses()[-1].state is VersionState.UNLOADING
+    peer.until(1, VersionState.END)
 
 
 def test_removing_the_newest_version_goes_back(peer: Peer) -> None:
     serve(peer, 1)
     second = peer.publish(2)
-    peer.until(1, State.END)
+    peer.until(1, VersionState.END)
     shutil.rmtree(second)
-    peer.until(2, State.END)
+    peer.until(2, VersionState.END)
     assert peer.answer() == (1, 1.0)
 
 
 def test_removing_every_version_ends_the_service(peer: Peer) -> None:
     serve(peer, 1)
     shutil.rmtree(peer.base / "1")
-    peer.until(1, State.END)
+    peer.until(1, VersionState.END)
     with pytest.raises(StatusError) as caught:
         peer.answer()
     assert (caught.value.code, caught.value.message) == (
@@ -148,7 +148,7 @@ def test_a_base_path_that_is_gone_for_a_moment_changes_nothing(peer: Peer) -> No
     assert peer.answer() == (1, 1.0)
     away.rename(peer.base)
     peer.publish(2)
-    peer.until(2, State.AVAILABLE)
+    peer.until(2, VersionState.AVAILABLE)
 
 
 def truncate_shard(directory: Path) -> None:
@@ -180,25 +180,25 @@ def empty_graph(directory: Path) -> None:
 def test_a_broken_version_never_takes_the_good_one_away(peer: Peer, damage: Any, code: Code) -> None:
     serve(peer, 1)
     peer.publish(2, damage)
-    status = peer.until(2, State.END)
+    status = peer.until(2, VersionState.END)
     assert status.code is code
     assert status.message
     assert peer.answer() == (1, 1.0)
     peer.publish(3)
-    peer.until(3, State.AVAILABLE)
-    peer.until(1, State.END)
+    peer.until(3, VersionState.AVAILABLE)
+    peer.until(1, VersionState.END)
     assert peer.manager.statuses()[1] == status
 
 
 def test_a_broken_version_is_tried_again_when_it_has_changed(peer: Peer, made: dict[int, Path]) -> None:
     serve(peer, 1)
     broken = peer.publish(2, truncate_shard)
-    peer.until(2, State.END)
-    attempts = states(peer, 2).count(State.LOADING)
+    peer.until(2, VersionState.END)
+    attempts = states(peer, 2).count(VersionState.LOADING)
     time.sleep(5 * POLL_SECONDS)
-    assert states(peer, 2).count(State.LOADING) == attempts
+    assert states(peer, 2).count(VersionState.LOADING) == attempts
     shutil.copytree(made[2], broken, dirs_exist_ok=True)
-    peer.until(2, State.AVAILABLE)
+    peer.until(2, VersionState.AVAILABLE)
     assert peer.answer() == (2, 2.0)
 
 
@@ -208,7 +208,7 @@ def test_a_directory_without_a_model_is_waited_for(peer: Peer, made: dict[int, P
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not (found := [s for s in peer.manager.statuses() if s.code]) and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert (found[0].state, found[0].code) == (State.LOADING, Code.NOT_FOUND)
+    assert (found[0].state, found[0].code) == (VersionState.LOADING, Code.NOT_FOUND)
     shutil.copytree(made[1], peer.base / "1", dirs_exist_ok=True)
     assert peer.manager.wait_available(DEADLINE_SECONDS) == 1
 
@@ -297,7 +297,7 @@ def test_a_failing_warm_up_keeps_the_version_from_serving(
 ) -> None:
     serve(peer, 1)
     peer.publish(2, write)
-    status = peer.until(2, State.END)
+    status = peer.until(2, VersionState.END)
     assert status.code is code
     assert text in status.message
     assert peer.answer() == (1, 1.0)
@@ -318,7 +318,7 @@ def test_a_loaded_version_holds_its_manifest(peer: Peer) -> None:
         with pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         peer.publish(2)
-        peer.until(1, State.END)
+        peer.until(1, VersionState.END)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -329,7 +329,7 @@ def test_a_failed_load_lets_go_of_the_manifest(peer: Peer) -> None:
 
     manifest = peer.publish(1, damage) / "manifest.json"
     peer.manager.start()
-    peer.until(1, State.END)
+    peer.until(1, VersionState.END)
     with manifest.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -349,14 +349,14 @@ def test_a_version_that_is_being_removed_is_not_loaded(peer: Peer) -> None:
 def test_other_policies(peer: Peer) -> None:
     serve(peer, 1, 2, 3)
     peer.manager.follow(Every())
-    peer.until(1, State.AVAILABLE)
-    peer.until(2, State.AVAILABLE)
+    peer.until(1, VersionState.AVAILABLE)
+    peer.until(2, VersionState.AVAILABLE)
     assert [peer.answer(version)[1] for version in (1, 2, 3)] == [1.0, 2.0, 3.0]
     peer.manager.follow(Specific(frozenset({2})))
-    peer.until(3, State.END)
+    peer.until(3, VersionState.END)
     assert peer.answer() == (2, 2.0)
     peer.manager.follow(Latest())
-    peer.until(2, State.END)
+    peer.until(2, VersionState.END)
     assert peer.answer() == (3, 3.0)
 
 
@@ -378,7 +378,7 @@ def test_no_request_fails_while_versions_change(peer: Peer) -> None:
         thread.start()
     for version in (2, 3):
         peer.publish(version)
-        peer.until(version - 1, State.END)
+        peer.until(version - 1, VersionState.END)
     stop.set()
     for thread in threads:
         thread.join()
@@ -390,7 +390,7 @@ def test_no_request_fails_while_versions_change(peer: Peer) -> None:
 def test_stopping_unloads_everything(peer: Peer) -> None:
     serve(peer, 1)
     peer.manager.stop(5.0)
-    assert peer.manager.statuses() == [VersionStatus(1, State.END)]
+    assert peer.manager.statuses() == [VersionStatus(1, VersionState.END)]
     with pytest.raises(StatusError):
         peer.answer()
 

@@ -13,7 +13,7 @@ import pytest
 from exporter.wire.protos import message_class
 from serving.manager import VersionManager
 from serving.models import ServedModels
-from serving.status import Code, State, StatusError
+from serving.status import Code, StatusError, VersionState
 from serving.version_policy import Latest, Policy
 from tests.serving_models import write_saved_model
 
@@ -89,7 +89,7 @@ def test_a_model_moves_to_another_base_path(models: ServedModels, made: Path) ->
     assert answer(models, "a") == (5, 5.0)
 
 
-def wait_for(models: ServedModels, *expected: tuple[int, State]) -> None:
+def wait_for(models: ServedModels, *expected: tuple[int, VersionState]) -> None:
     import time
 
     deadline = time.monotonic() + WAIT_SECONDS
@@ -103,7 +103,7 @@ def test_policies_and_labels(models: ServedModels, made: Path) -> None:
     (model,) = wanted.model_config_list.config
     model.model_version_policy.specific.versions.extend([1, 2])
     models.configure(wanted, WAIT_SECONDS)
-    wait_for(models, (1, State.AVAILABLE), (2, State.AVAILABLE))
+    wait_for(models, (1, VersionState.AVAILABLE), (2, VersionState.AVAILABLE))
     model.version_labels["stable"] = 1
     models.configure(wanted, WAIT_SECONDS)
     assert answer(models, "a", label="stable") == (1, 1.0)
@@ -121,7 +121,7 @@ def test_policies_by_number(models: ServedModels, made: Path, choice: str, count
     if count:
         policy.latest.num_versions = count
     models.configure(wanted, WAIT_SECONDS)
-    wait_for(models, (1, State.AVAILABLE), (2, State.AVAILABLE))
+    wait_for(models, (1, VersionState.AVAILABLE), (2, VersionState.AVAILABLE))
 
 
 def test_a_label_for_a_version_that_is_not_available(models: ServedModels, made: Path) -> None:

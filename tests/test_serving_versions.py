@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.status import State
+from serving.status import VersionState
 from serving.version_policy import Every, Latest, Load, Specific, Unload, next_action, versions_among
 
-A, L, U, E = State.AVAILABLE, State.LOADING, State.UNLOADING, State.END
+A, L, U, E = VersionState.AVAILABLE, VersionState.LOADING, VersionState.UNLOADING, VersionState.END
 
 
 def wanted(*versions: int) -> frozenset[int]:
@@ -75,7 +75,7 @@ def test_nothing_to_choose_from(policy: Latest | Every | Specific) -> None:
     ],
 )
 def test_the_next_action(
-    versions: frozenset[int], states: dict[int, State], action: Load | Unload | None
+    versions: frozenset[int], states: dict[int, VersionState], action: Load | Unload | None
 ) -> None:
     assert next_action(versions, states) == action
 
@@ -84,7 +84,9 @@ numbers = st.integers(0, 6)
 
 
 @given(st.sets(numbers), st.dictionaries(numbers, st.sampled_from([A, E])), st.sets(numbers))
-def test_the_model_stays_available(chosen: set[int], states: dict[int, State], broken: set[int]) -> None:
+def test_the_model_stays_available(
+    chosen: set[int], states: dict[int, VersionState], broken: set[int]
+) -> None:
     """Whatever is loaded and whatever cannot be: the steps end, and never empty a model that is wanted."""
     versions = frozenset(chosen)
     states = dict(states)

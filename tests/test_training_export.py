@@ -23,7 +23,7 @@ from exporter.options import DataMode, DeltaDtype, ExportFormat, ExportRequest, 
 from exporter.training import ExportCallback, ExportHook
 from exporter.training.arguments import ExportArguments
 from exporter.training.exports import Exports, export_environment
-from exporter.training.new_checkpoints import Sightings
+from exporter.training.new_checkpoints import NewCheckpoints
 
 v1 = tf.compat.v1
 
@@ -167,7 +167,7 @@ def test_the_module_runs_as_the_command() -> None:
 
 
 def test_sightings(tmp_path: Path) -> None:
-    sightings = Sightings(tmp_path / "train")
+    sightings = NewCheckpoints(tmp_path / "train")
     assert sightings.new() is None
     checkpoint = tf.train.Checkpoint(v=tf.Variable(1.0))
     manager = tf.train.CheckpointManager(checkpoint, tmp_path / "train", max_to_keep=2)
@@ -180,7 +180,7 @@ def test_sightings(tmp_path: Path) -> None:
 
 
 def test_an_archive_that_is_written_over_is_new(tmp_path: Path) -> None:
-    sightings = Sightings(tmp_path)
+    sightings = NewCheckpoints(tmp_path)
     archive = tmp_path / "model.weights.h5"
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     for _ in range(2):

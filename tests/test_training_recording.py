@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from exporter.training.access import access
-from exporter.training.change_tracking import survey
+from exporter.training.change_tracking import plan_tracking
 from exporter.training.recording import record
 
 v1 = tf.compat.v1
@@ -23,7 +23,7 @@ def test_a_row_that_is_written_once_is_never_missed() -> None:
         values = tf.tile(tf.cast(ids + 1, tf.float32)[:, tf.newaxis], [1, width])
         train_op = tf.group(v1.scatter_update(table, ids, values))
         step = v1.train.get_or_create_global_step()
-        (tracked,) = [entry for entry in survey(v1.global_variables()) if entry.name == "t"]
+        (tracked,) = [entry for entry in plan_tracking(v1.global_variables()) if entry.name == "t"]
         recording = record((tracked,), step)
         reader = access(tracked.parts[0])
         (group,) = recording.groups
@@ -74,7 +74,7 @@ def test_a_row_is_flagged_after_it_was_written_however_long_that_takes() -> None
         table = v1.get_variable("t", [4, 2], initializer=v1.zeros_initializer(), use_resource=True)
         value = tf.reshape(tf.numpy_function(slow_value, [], tf.float32), [])
         train_op = tf.group(v1.scatter_update(table, [2], tf.fill([1, 2], value)))
-        recording = record(survey([table]), v1.train.get_or_create_global_step())
+        recording = record(plan_tracking([table]), v1.train.get_or_create_global_step())
         with v1.Session() as session:
             session.run([table.initializer, *(variable.initializer for variable in recording.variables)])
             worker = threading.Thread(target=session.run, args=(train_op,))
@@ -95,7 +95,7 @@ def test_a_table_and_its_slots_share_their_flags(optimizer: str, use_resource: b
         table = v1.get_variable("t", [10, 2], use_resource=use_resource)
         loss = tf.reduce_sum(tf.gather(table, [1, 2]))
         getattr(v1.train, optimizer)(0.1).minimize(loss)
-        recording = record(survey(v1.global_variables()), v1.train.get_or_create_global_step())
+        recording = record(plan_tracking(v1.global_variables()), v1.train.get_or_create_global_step())
         known = {variable.name for variable in (*v1.global_variables(), *v1.local_variables())}
     assert len(recording.groups) == 1
     assert len(recording.groups[0].parts) == 1 + {"AdagradOptimizer": 1, "FtrlOptimizer": 2}[optimizer]
@@ -108,7 +108,7 @@ def test_the_recording_lies_where_the_variable_lies() -> None:
             table = v1.get_variable("t", [10, 2], use_resource=False)
         v1.scatter_add(table, [1], [[1.0, 1.0]])
         step = v1.train.get_or_create_global_step()
-        (group,) = record(survey(v1.global_variables()), step).groups
+        (group,) = record(plan_tracking(v1.global_variables()), step).groups
         assert group.touched.device == "/job:ps/task:1"
         marks = [op for op in tf.compat.v1.get_default_graph().get_operations() if "/mark/" in op.name]
         assert {op.device for op in marks} == {"/job:ps/task:1"}

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from exporter.errors import UsageError
-from exporter.training.change_tracking import Mode, plan_digest, survey
+from exporter.training.change_tracking import TrackingMode, plan_tracking, tracking_digest
 from exporter.training.writes import is_resource, variable_use
 from tests.training_graphs import LAZY, OPTIMIZERS, v1
 
@@ -18,8 +18,8 @@ def table(use_resource: bool = True) -> Any:
     return v1.get_variable("t", [10, 2], use_resource=use_resource)
 
 
-def modes() -> dict[str, Mode]:
-    return {entry.name: entry.mode for entry in survey(v1.global_variables())}
+def modes() -> dict[str, TrackingMode]:
+    return {entry.name: entry.mode for entry in plan_tracking(v1.global_variables())}
 
 
 @KINDS
@@ -27,7 +27,7 @@ def modes() -> dict[str, Mode]:
 def test_sparse_gradients_touch_rows(optimizer: str, use_resource: bool) -> None:
     with tf.Graph().as_default():
         OPTIMIZERS[optimizer]().minimize(tf.reduce_sum(tf.gather(table(use_resource), [1, 2]) ** 2))
-        assert set(modes().values()) == {Mode.TOUCHED}
+        assert set(modes().values()) == {TrackingMode.TOUCHED}
 
 
 @KINDS
@@ -35,8 +35,8 @@ def test_a_dense_decay_may_move_any_row(use_resource: bool) -> None:
     with tf.Graph().as_default():
         OPTIMIZERS["adam"]().minimize(tf.reduce_sum(tf.gather(table(use_resource), [1, 2]) ** 2))
         found = modes()
-    assert {found.pop("beta1_power"), found.pop("beta2_power")} == {Mode.WHOLE}
-    assert set(found.values()) == {Mode.COMPARED}
+    assert {found.pop("beta1_power"), found.pop("beta2_power")} == {TrackingMode.WHOLE}
+    assert set(found.values()) == {TrackingMode.COMPARED}
 
 
 @KINDS
@@ -44,7 +44,7 @@ def test_a_dense_gradient_moves_all_of_a_table(use_resource: bool) -> None:
     with tf.Graph().as_default():
         t = table(use_resource)
         OPTIMIZERS["adagrad"]().minimize(tf.reduce_sum(tf.gather(t, [1])) + tf.reduce_sum(t**2))
-        assert set(modes().values()) == {Mode.COMPARED}
+        assert set(modes().values()) == {TrackingMode.COMPARED}
 
 
 def _assigned_in_a_loop(t: Any) -> Any:
@@ -74,8 +74,8 @@ WHOLE: dict[str, Callable[[Any], Any]] = {
 def test_what_does_not_name_its_rows_counts_as_a_whole_write(kind: str, control_flow_v2: bool) -> None:
     with control_flow(control_flow_v2), tf.Graph().as_default():
         WHOLE[kind](table())
-        (entry,) = survey(v1.global_variables())
-        assert entry.mode in (Mode.COMPARED, Mode.WHOLE)
+        (entry,) = plan_tracking(v1.global_variables())
+        assert entry.mode in (TrackingMode.COMPARED, TrackingMode.WHOLE)
         assert entry.whole_writes
 
 
@@ -98,7 +98,7 @@ def test_reads_initializers_and_restores_are_no_writes(
 ) -> None:
     with control_flow(control_flow_v2), tf.Graph().as_default():
         READS[kind](table(use_resource))
-        assert modes() == {"t": Mode.FIXED}
+        assert modes() == {"t": TrackingMode.FIXED}
 
 
 class control_flow:
@@ -131,8 +131,8 @@ def test_parts_of_a_table_know_their_rows() -> None:
         with v1.variable_scope("", partitioner=v1.fixed_size_partitioner(3)):
             parts = v1.get_variable("t", [10, 2])
         OPTIMIZERS["sgd"]().minimize(tf.reduce_sum(v1.nn.embedding_lookup(parts, [1, 2])))
-        (entry,) = survey(v1.global_variables())
-    assert (entry.name, entry.shape, entry.mode) == ("t", (10, 2), Mode.TOUCHED)
+        (entry,) = plan_tracking(v1.global_variables())
+    assert (entry.name, entry.shape, entry.mode) == ("t", (10, 2), TrackingMode.TOUCHED)
     assert [(part.offset, part.rows) for part in entry.parts] == [(0, 4), (4, 3), (7, 3)]
 
 
@@ -142,14 +142,14 @@ def test_columns_of_a_variable_are_written_as_a_whole() -> None:
             parts = v1.get_variable("t", [10, 4])
         for part in parts:
             v1.scatter_add(part, [1], [[1.0, 1.0]])
-        assert modes() == {"t": Mode.WHOLE}
+        assert modes() == {"t": TrackingMode.WHOLE}
 
 
 def test_a_variable_without_a_fixed_shape_is_refused() -> None:
     with tf.Graph().as_default():
         v1.Variable(v1.placeholder(tf.float32, [None]), validate_shape=False, use_resource=True)
         with pytest.raises(UsageError, match="its shape is"):
-            survey(v1.global_variables())
+            plan_tracking(v1.global_variables())
 
 
 def test_plans_of_equal_graphs_are_equal() -> None:
@@ -157,5 +157,5 @@ def test_plans_of_equal_graphs_are_equal() -> None:
     for rows in (10, 10, 11):
         with tf.Graph().as_default():
             v1.scatter_add(v1.get_variable("t", [rows, 2]), [1], [[1.0, 1.0]])
-            digests.append(plan_digest(survey(v1.global_variables())))
+            digests.append(tracking_digest(plan_tracking(v1.global_variables())))
     assert digests[0] == digests[1] != digests[2]

@@ -21,7 +21,7 @@ from exporter.pipeline.watch import WATCH_LOCK
 from exporter.progress import NoProgress
 from exporter.publish.commit import model_lock
 from exporter.publish.made_from import newest_made_from
-from exporter.publish.versions import children, read_manifest
+from exporter.publish.versions import read_manifest, version_dirs
 from tests.bundles import write
 
 ONE_LOOK = Watching(0.01, StopWhen(after_seconds=0))
@@ -60,7 +60,7 @@ def one_look(request: ExportRequest, told: list[ExportError] | None = None) -> l
 
 def published(model: Path) -> list[str]:
     """The checkpoints of the versions, oldest first; none twice."""
-    origins = [read_manifest(child.path).source for child in reversed(children(model))]
+    origins = [read_manifest(child.path).source for child in reversed(version_dirs(model))]
     digests = [origin.digest for origin in origins]
     assert None not in digests
     assert len(set(digests)) == len(digests), "a checkpoint was exported twice"
@@ -68,7 +68,7 @@ def published(model: Path) -> list[str]:
 
 
 def served_factor(model: Path) -> float:
-    catalog = read_catalog(children(model)[0].path / "variables/variables")
+    catalog = read_catalog(version_dirs(model)[0].path / "variables/variables")
     return float(read_array(catalog, catalog.tensors["factor"]))
 
 

@@ -16,7 +16,7 @@ from exporter.bundle.variables import VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.errors import NotServable, os_error
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.signatures import DEFAULT_SIGNATURE
-from exporter.mapping.build import Mapping
+from exporter.mapping.build import VariableMapping
 from exporter.wire.protos import Proto
 
 PAIR_NAME = "export"
@@ -24,7 +24,7 @@ PAIR_NAME = "export"
 _INIT_COLLECTION = "serving_init_op"  # tensorflow/contrib/session_bundle/constants.py
 
 
-def write_pair(graph: InferenceGraph, mapping: Mapping, directory: Path) -> None:
+def write_pair(graph: InferenceGraph, mapping: VariableMapping, directory: Path) -> None:
     """Write the pair into `directory` beside `variables/`, whose shards it shares by links.
 
     Raises:

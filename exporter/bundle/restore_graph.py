@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from exporter.graph.inference_graph import GraphTable, GraphVariable
-from exporter.mapping.build import Source
+from exporter.mapping.build import TensorSource
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
@@ -24,7 +24,7 @@ _SAVER_V2 = 2  # SaverDef.CheckpointFormatVersion.V2
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class RestoredVariable:
     """A variable of the served graph, the bundle key it is restored from, and its dtype in the bundle."""
 
     variable: GraphVariable
@@ -38,14 +38,18 @@ class Served:
         return part.restore_spec if part and not part.is_full else ""
 
 
-def served_variables(sources: Iterable[Source]) -> tuple[Served, ...]:
+def served_variables(sources: Iterable[TensorSource]) -> tuple[RestoredVariable, ...]:
     """Every variable of every source, in the order of the sources."""
     return tuple(
-        Served(variable, source.key, source.dtype) for source in sources for variable in source.variables
+        RestoredVariable(variable, source.key, source.dtype)
+        for source in sources
+        for variable in source.variables
     )
 
 
-def add_restore(meta_graph: Proto, served: Sequence[Served], tables: Sequence[GraphTable] = ()) -> None:
+def add_restore(
+    meta_graph: Proto, served: Sequence[RestoredVariable], tables: Sequence[GraphTable] = ()
+) -> None:
     """Add restore and save nodes, the `SaverDef` and the collection of variables to `meta_graph`.
 
     A graph without variables and tables gets none of them, as with the stock builder.
@@ -103,7 +107,9 @@ def _add_file_name(graph_def: Proto, scope: str) -> None:
     add_node(graph_def, f"{scope}/Const", "PlaceholderWithDefault", inputs, dtype=string, shape=scalar)
 
 
-def _add_reads(graph_def: Proto, scope: str, served: Sequence[Served], tables: Sequence[GraphTable]) -> None:
+def _add_reads(
+    graph_def: Proto, scope: str, served: Sequence[RestoredVariable], tables: Sequence[GraphTable]
+) -> None:
     inputs = [f"{scope}/Const", f"{scope}/tensor_names", f"{scope}/shape_and_slices"]
     string = type_attr(DType.STRING)
     contents = [name for table in tables for name in (table.keys, table.values)]
@@ -114,7 +120,9 @@ def _add_reads(graph_def: Proto, scope: str, served: Sequence[Served], tables: S
     add_node(graph_def, f"{scope}/RestoreV2", "RestoreV2", inputs, dtypes=_dtypes(served, tables))
 
 
-def _add_save(graph_def: Proto, scope: str, served: Sequence[Served], tables: Sequence[GraphTable]) -> None:
+def _add_save(
+    graph_def: Proto, scope: str, served: Sequence[RestoredVariable], tables: Sequence[GraphTable]
+) -> None:
     for index, entry in enumerate(served):
         name = _read_name(scope, index)
         add_node(graph_def, name, "ReadVariableOp", [entry.variable.node], dtype=type_attr(entry.dtype))
@@ -131,7 +139,7 @@ def _add_save(graph_def: Proto, scope: str, served: Sequence[Served], tables: Se
 
 
 def _add_assignments(
-    graph_def: Proto, scope: str, served: Sequence[Served], tables: Sequence[GraphTable]
+    graph_def: Proto, scope: str, served: Sequence[RestoredVariable], tables: Sequence[GraphTable]
 ) -> None:
     for index, entry in enumerate(served):
         inputs = [entry.variable.node, _restored(scope, index)]
@@ -161,7 +169,7 @@ def _assign_name(scope: str, index: int) -> str:
     return f"{scope}/AssignVariableOp_{index}"
 
 
-def _dtypes(served: Sequence[Served], tables: Sequence[GraphTable]) -> Proto:
+def _dtypes(served: Sequence[RestoredVariable], tables: Sequence[GraphTable]) -> Proto:
     attr = message_class("AttrValue")()
     attr.list.type.extend(int(entry.dtype) for entry in served)
     for table in tables:
@@ -176,7 +184,7 @@ def _string_vector(values: Iterable[str]) -> Proto:
     return message_class("AttrValue")(tensor=tensor)
 
 
-def _variable_def(scope: str, index: int, entry: Served) -> bytes:
+def _variable_def(scope: str, index: int, entry: RestoredVariable) -> bytes:
     definition = message_class("VariableDef")(
         variable_name=f"{entry.variable.node}:0",
         initializer_name=_assign_name(scope, index),

@@ -19,7 +19,7 @@ import numpy as np
 from exporter.bundle.source_shard import open_shard
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError
-from exporter.mapping.build import Source
+from exporter.mapping.build import TensorSource
 from exporter.wire import crc32c
 from exporter.wire.dtypes import DType
 
@@ -51,14 +51,14 @@ _JOINABLE = {
 }
 
 
-def is_needed(source: Source) -> bool:
+def is_needed(source: TensorSource) -> bool:
     """True if the source's bytes cannot be served as they are stored."""
     if source.is_verbatim:
         return source.tensor.dtype not in _JOINABLE and not _is_stored_as_served(source)
     return True
 
 
-def layout(source: Source, *, shard: int, offset: int) -> TensorRef:
+def layout(source: TensorSource, *, shard: int, offset: int) -> TensorRef:
     """The tensor as it will be stored from `offset` of `shard`; its checksums are not known yet.
 
     Moved rows are stored in the boxes that the graph restores; a cast alone keeps what is stored.
@@ -78,7 +78,7 @@ def layout(source: Source, *, shard: int, offset: int) -> TensorRef:
     return TensorRef(source.key, source.dtype, source.tensor.shape, slices=tuple(slices))
 
 
-def rewrite(source: Source, catalog: Catalog, planned: TensorRef, target: int) -> TensorRef:
+def rewrite(source: TensorSource, catalog: Catalog, planned: TensorRef, target: int) -> TensorRef:
     """Write the values of `source` into the open file `target` where `layout` put them; with checksums.
 
     Raises:
@@ -105,7 +105,7 @@ def rewrite(source: Source, catalog: Catalog, planned: TensorRef, target: int) -
     return replace(planned, slices=tuple(stamped))
 
 
-def _moves_rows(source: Source) -> bool:
+def _moves_rows(source: TensorSource) -> bool:
     """False if every stored box is served as it is, or may be left for RestoreV2 to join and cut."""
     if not source.gather_parts and not source.scatter_parts:
         if _is_stored_as_served(source):
@@ -121,11 +121,11 @@ def _moves_rows(source: Source) -> bool:
     return True
 
 
-def _is_stored_as_served(source: Source) -> bool:
+def _is_stored_as_served(source: TensorSource) -> bool:
     return set(_boxes_served(source)) <= set(_boxes_stored(source.tensor))
 
 
-def _has_whole_rows(source: Source) -> bool:
+def _has_whole_rows(source: TensorSource) -> bool:
     """True if numbers lie in boxes that are ranges of whole rows, in the checkpoint and in the graph."""
     boxes = [*_boxes_stored(source.tensor), *_boxes_served(source)]
     whole = all(box.lengths[1:] == box.full_shape[1:] for box in boxes)
@@ -136,7 +136,7 @@ def _boxes_stored(tensor: TensorRef) -> list[SliceSpec]:
     return [part.spec for part in tensor.slices if part.extent is not None] or [_whole(tensor.shape)]
 
 
-def _boxes_served(source: Source) -> list[SliceSpec]:
+def _boxes_served(source: TensorSource) -> list[SliceSpec]:
     boxes = (variable.part or _whole(variable.shape) for variable in source.variables)
     return sorted(boxes, key=lambda box: box.starts)
 
@@ -145,7 +145,7 @@ def _whole(shape: tuple[int, ...]) -> SliceSpec:
     return SliceSpec(shape, (0,) * len(shape), shape)
 
 
-def _move_rows(source: Source, catalog: Catalog, outputs: list[_Output]) -> None:
+def _move_rows(source: TensorSource, catalog: Catalog, outputs: list[_Output]) -> None:
     first, boxes = 0, _boxes_served(source)
     for block in _rows_in_order(source, catalog):
         for part, (box, output) in enumerate(zip(boxes, outputs, strict=True)):
@@ -158,7 +158,7 @@ def _move_rows(source: Source, catalog: Catalog, outputs: list[_Output]) -> None
         first += len(block)
 
 
-def _rows_in_order(source: Source, catalog: Catalog) -> Iterator[Array]:
+def _rows_in_order(source: TensorSource, catalog: Catalog) -> Iterator[Array]:
     """The table's rows in their natural order, as two-dimensional blocks."""
     tensor = source.tensor
     width = math.prod(tensor.shape[1:])
@@ -187,7 +187,7 @@ def _interleave(inputs: list[_Input], rows: int, width: int, block_rows: int) ->
         yield block
 
 
-def _cast(values: Array, source: Source) -> Array:
+def _cast(values: Array, source: TensorSource) -> Array:
     if source.cast is None:
         return values
     with np.errstate(over="ignore"):  # found below, and reported with the variable's name

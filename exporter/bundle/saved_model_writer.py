@@ -21,7 +21,7 @@ from exporter.graph.cast_variables import cast_variables
 from exporter.graph.inference_graph import Asset, InferenceGraph
 from exporter.graph.saved_model import SERVE_TAG
 from exporter.graph.training_graph import TrainingGraph
-from exporter.mapping.build import Mapping
+from exporter.mapping.build import VariableMapping
 from exporter.progress import human_bytes
 from exporter.wire.protos import Proto, message_class
 
@@ -35,7 +35,7 @@ _LARGEST_NAMED = 3
 
 
 def write_saved_model(
-    graph: InferenceGraph, mapping: Mapping, directory: Path, training: TrainingGraph | None = None
+    graph: InferenceGraph, mapping: VariableMapping, directory: Path, training: TrainingGraph | None = None
 ) -> None:
     """Write `saved_model.pb` and the assets of `graph` into `directory` (made if it is not there).
 
@@ -67,7 +67,7 @@ def write_saved_model(
         raise os_error(exc, target) from exc
 
 
-def restorable_graph(graph: InferenceGraph, mapping: Mapping) -> Proto:
+def restorable_graph(graph: InferenceGraph, mapping: VariableMapping) -> Proto:
     """The MetaGraphDef of a graph with the nodes that restore its variables as they are stored.
 
     Raises:

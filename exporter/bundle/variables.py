@@ -20,7 +20,7 @@ from exporter.bundle.link import NewFile, link_shard
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_path
 from exporter.errors import LinkRefused, os_error
-from exporter.mapping.build import Mapping, Source
+from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.options import DataMode
 from exporter.progress import NoProgress, Progress
 
@@ -32,7 +32,7 @@ DEFAULT_WORKERS = 4
 """Copies wait for disks more than for processors."""
 
 
-class How(Enum):
+class ShardOrigin(Enum):
     """How a shard of the bundle came to be."""
 
     LINKED = "linked"
@@ -47,7 +47,7 @@ class ShardReport:
 
     path: Path
     source: Path | None
-    how: How
+    how: ShardOrigin
     why: str
     bytes_: int
 
@@ -59,34 +59,34 @@ class VariablesReport:
     catalog: Catalog
     shards: tuple[ShardReport, ...]
 
-    def bytes_of(self, *how: How) -> int:
+    def bytes_of(self, *how: ShardOrigin) -> int:
         """Bytes of the shards that were made in one of these ways."""
         return sum(shard.bytes_ for shard in self.shards if shard.how in how)
 
     @property
     def bytes_linked(self) -> int:
         """Bytes that did not move."""
-        return self.bytes_of(How.LINKED)
+        return self.bytes_of(ShardOrigin.LINKED)
 
     @property
     def bytes_copied(self) -> int:
         """Bytes copied as they are."""
-        return self.bytes_of(How.COPIED, How.COMPACTED)
+        return self.bytes_of(ShardOrigin.COPIED, ShardOrigin.COMPACTED)
 
     @property
     def bytes_rewritten(self) -> int:
         """Bytes that were cast, or laid out anew."""
-        return self.bytes_of(How.REWRITTEN)
+        return self.bytes_of(ShardOrigin.REWRITTEN)
 
 
 def as_rewritten(report: VariablesReport, source: Path, why: str) -> VariablesReport:
     """The report for bytes that were written anew into a bundle of our own before they were moved here."""
-    shards = (replace(shard, source=source, how=How.REWRITTEN, why=why) for shard in report.shards)
+    shards = (replace(shard, source=source, how=ShardOrigin.REWRITTEN, why=why) for shard in report.shards)
     return replace(report, shards=tuple(shards))
 
 
 def write_variables(
-    mapping: Mapping,
+    mapping: VariableMapping,
     directory: Path,
     *,
     data: DataMode = DataMode.AUTO,
@@ -129,11 +129,11 @@ class _Placed:
 
 class _Job:
     def __init__(
-        self, mapping: Mapping, prefix: Path, data: DataMode, pool: Executor, progress: Progress
+        self, mapping: VariableMapping, prefix: Path, data: DataMode, pool: Executor, progress: Progress
     ) -> None:
         self._catalog = mapping.catalog
-        self._verbatim: list[Source] = []
-        self._rewritten: list[Source] = []
+        self._verbatim: list[TensorSource] = []
+        self._rewritten: list[TensorSource] = []
         for source in mapping.sources:
             (self._rewritten if rewrite.is_needed(source) else self._verbatim).append(source)
         self._prefix = prefix
@@ -172,16 +172,16 @@ class _Job:
             why = link_shard(source, target, size=size, new_file=self._new_file)
             if not why:
                 self._progress.advance(size)
-                return _Placed(ShardReport(target, source, How.LINKED, "", size), _renumber(new))
+                return _Placed(ShardReport(target, source, ShardOrigin.LINKED, "", size), _renumber(new))
             if self._data is DataMode.LINK:
                 raise LinkRefused(f"{source} cannot be linked to {target.parent}", cause=why)
         if self._data is DataMode.COPY:
             self._copy(source, target, [ByteRange(0, 0, size)], size)
-            return _Placed(ShardReport(target, source, How.COPIED, why, size), _renumber(new))
+            return _Placed(ShardReport(target, source, ShardOrigin.COPIED, why, size), _renumber(new))
         ranges = kernel_copy.coalesce((extent.offset, extent.size) for extent in self._kept[old])
         self._copy(source, target, ranges, size)
         kept = sum(piece.size for piece in ranges)
-        return _Placed(ShardReport(target, source, How.COMPACTED, why, kept), _relocate(new, ranges))
+        return _Placed(ShardReport(target, source, ShardOrigin.COMPACTED, why, kept), _relocate(new, ranges))
 
     def _copy(self, source: Path, target: Path, ranges: Sequence[ByteRange], size: int) -> None:
         kernel_copy.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)
@@ -204,10 +204,12 @@ class _Job:
                     self._progress.advance(tensors[-1].bytes_)
             finally:
                 kernel_copy.drain(tasks)
-        return tensors, ShardReport(target, None, How.REWRITTEN, "cast, or rows in another layout", offset)
+        return tensors, ShardReport(
+            target, None, ShardOrigin.REWRITTEN, "cast, or rows in another layout", offset
+        )
 
 
-def _extents_by_shard(sources: Iterable[Source]) -> dict[int, list[Extent]]:
+def _extents_by_shard(sources: Iterable[TensorSource]) -> dict[int, list[Extent]]:
     found: dict[int, list[Extent]] = {}
     for source in sources:
         for extent in source.tensor.extents:
@@ -215,7 +217,7 @@ def _extents_by_shard(sources: Iterable[Source]) -> dict[int, list[Extent]]:
     return dict(sorted(found.items()))
 
 
-def _moved(source: Source, placed: dict[int, _Placed]) -> TensorRef:
+def _moved(source: TensorSource, placed: dict[int, _Placed]) -> TensorRef:
     def move(extent: Extent | None) -> Extent | None:
         return extent and placed[extent.shard].moved(extent)
 

@@ -65,7 +65,7 @@ class Dataset:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class FileContents:
     """What a file holds.
 
     `attributes` has the texts asked for: by group (`""` is the root) and name. `skipped` are datasets of
@@ -121,7 +121,7 @@ class Packed:
             raise CorruptFile(f"{self.archive.path} is damaged as an HDF5 file", cause=f"at {self.path!r}")
 
 
-def read_hdf5(source: FileRange, attributes: Mapping[str, bool] | None = None) -> Contents:
+def read_hdf5(source: FileRange, attributes: Mapping[str, bool] | None = None) -> FileContents:
     """Every dataset of a file, and of every group the attributes named (True: a list that may be continued).
 
     Keras splits a list of names that is too long for one attribute into `weight_names0`, `weight_names1`, ...
@@ -156,7 +156,7 @@ def read_hdf5(source: FileRange, attributes: Mapping[str, bool] | None = None) -
         group: {name: tuple(items) for name, items in attributes.items()}
         for group, attributes in document["attributes"].items()
     }
-    return Contents(tuple(datasets), texts, tuple(skipped))
+    return FileContents(tuple(datasets), texts, tuple(skipped))
 
 
 def _dataset(source: FileRange, found: Mapping[str, Any]) -> Dataset | None:

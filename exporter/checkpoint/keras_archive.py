@@ -21,7 +21,7 @@ from typing import Any
 
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.file_range import FileRange
-from exporter.checkpoint.hdf5 import Contents, Dataset, read_hdf5
+from exporter.checkpoint.hdf5 import Dataset, FileContents, read_hdf5
 from exporter.checkpoint.zip_members import Member, read_members
 from exporter.errors import CheckpointError, CorruptFile, MissingShard, UnsafeArchive, UnsupportedFormat
 from exporter.wire.dtypes import DType
@@ -149,7 +149,7 @@ def _json(path: Path, member: Member) -> Any:
 # --- Keras 3 -----------------------------------------------------------------------------------------------
 
 
-def _layers(*files: Contents) -> Iterator[TensorRef]:
+def _layers(*files: FileContents) -> Iterator[TensorRef]:
     """Tensors under Keras' own paths, with the names of the layers that own them."""
     names = {
         path: "".join(texts["name"])
@@ -204,7 +204,7 @@ def _beside(path: Path, name: object) -> Path:
 # --- legacy ------------------------------------------------------------------------------------------------
 
 
-def _by_names(path: Path, contents: Contents) -> Iterator[TensorRef]:
+def _by_names(path: Path, contents: FileContents) -> Iterator[TensorRef]:
     """Tensors under the variables' names; two variables of one name get their layer's name in front."""
     datasets = {dataset.path: dataset for dataset in contents.datasets}
     found: list[tuple[str, Dataset]] = []
@@ -225,7 +225,7 @@ def _by_names(path: Path, contents: Contents) -> Iterator[TensorRef]:
         yield replace(_tensor(dataset), name=unique, owner=owners.get(dataset.path, ""))
 
 
-def _version(contents: Contents) -> str:
+def _version(contents: FileContents) -> str:
     for texts in contents.attributes.values():
         for text in texts.get("keras_version", ()):
             return text

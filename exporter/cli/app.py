@@ -317,7 +317,7 @@ def export(
         if incr and not updatable:
             from exporter.cli import incremental_command
 
-            how = incremental_command.How(full_on_mismatch, rebase, watching)
+            how = incremental_command.RunOptions(full_on_mismatch, rebase, watching)
             incremental_command.run(request, sink, how, dry_run=dry_run)
             return
         from exporter.cli import full_command

@@ -81,13 +81,17 @@ def _ask(address: str, name: str, deadline: float) -> Replica:
     from exporter.doctor.replicas import AVAILABLE, Answer, Replica
     from exporter.errors import CallFailed
     from serving.client import ModelClient
-    from serving.incremental_status import standing
+    from serving.incremental_status import read_incremental_status
 
     with ModelClient(address, name, deadline_s=deadline) as client:
         versions: dict[int, Answer] = {}
         try:
             for status in client.status():
-                at = standing(client, status.version) if status.state.name == AVAILABLE else None
+                at = (
+                    read_incremental_status(client, status.version)
+                    if status.state.name == AVAILABLE
+                    else None
+                )
                 versions[status.version] = Answer(
                     status.state.name,
                     f"{status.code.name}: {status.message}" if status.code else "",

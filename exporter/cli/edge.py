@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from exporter.cli.completion import prepare
-from exporter.cli.output import Mode, Output, silence
+from exporter.cli.output import Output, OutputMode, silence
 from exporter.cli.quiet_import import quiet_tensorflow
 from exporter.errors import Exit, ExportError, UsageError, unreachable
 from exporter.local_paths import path_parser
@@ -96,7 +96,7 @@ def command(json_: bool, quiet: bool, debug: bool) -> Iterator[Output]:
 
     SIGTERM is treated as SIGINT is: the body is unwound, so that staging is removed.
     """
-    mode = Mode.JSON if json_ else Mode.QUIET if quiet else Mode.HUMAN
+    mode = OutputMode.JSON if json_ else OutputMode.QUIET if quiet else OutputMode.HUMAN
     sink = Output(mode)
     quiet_tensorflow()
     signal.signal(signal.SIGTERM, _terminated)
@@ -167,12 +167,12 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> NoReturn:
     try:
         code = app(arguments, standalone_mode=False)
     except UsageError as error:  # of an option's own parser
-        Output(Mode.JSON if "--json" in arguments else Mode.HUMAN).error(error)
+        Output(OutputMode.JSON if "--json" in arguments else OutputMode.HUMAN).error(error)
         sys.exit(Exit.USAGE)
     except Exception as error:
         if getattr(error, "exit_code", None) != Exit.USAGE or not hasattr(error, "format_message"):
             raise
-        sink = Output(Mode.JSON if "--json" in arguments else Mode.HUMAN)
+        sink = Output(OutputMode.JSON if "--json" in arguments else OutputMode.HUMAN)
         sink.error(UsageError(error.format_message(), hint=f"see {app.info.name} --help"))
         sys.exit(Exit.USAGE)
     sys.exit(code if isinstance(code, int) else Exit.DONE)

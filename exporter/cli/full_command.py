@@ -47,7 +47,7 @@ def published_already(
         "status": "nothing_to_do",
         "path": str(made.path),
         "version": made.version,
-        "position": made.stamp.position,
+        "position": made.head.position,
         "newest_version": made.newest,
         "hold": hold,
         "message": error.message,

@@ -14,7 +14,7 @@ from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command, path_argu
 from exporter.cli.output import Output, escape
 
 if TYPE_CHECKING:
-    from exporter.publish.timeline import Event, History
+    from exporter.publish.timeline import Event, Timeline
 
 Document = dict[str, Any]
 
@@ -39,12 +39,12 @@ def history(
       export-model history models/ranker --last 20 --json
     """
     with command(json_, quiet, debug) as sink:
-        from exporter.publish.timeline import read_history
+        from exporter.publish.timeline import read_timeline
 
-        told(read_history(model), sink, last)
+        told(read_timeline(model), sink, last)
 
 
-def told(found: History, sink: Output, last: int | None) -> None:
+def told(found: Timeline, sink: Output, last: int | None) -> None:
     """What `history` prints, all of it or the `last` events."""
     events = found.events[-last:] if last else found.events
     document: Document = {
@@ -71,7 +71,7 @@ def _document(event: Event) -> Document:
     }
 
 
-def _lines(found: History, shown: int) -> Iterator[str]:
+def _lines(found: Timeline, shown: int) -> Iterator[str]:
     yield _line("model", str(found.model))
     began = f"; its log of deltas began with version {found.log}" if found.log is not None else ""
     yield _line("position", f"{found.at or 'unknown'}{began}")

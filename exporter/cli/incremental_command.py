@@ -16,7 +16,7 @@ from exporter.graph.origin import check_named
 from exporter.options import ExportRequest
 from exporter.pipeline import incremental
 from exporter.pipeline.incremental import ExportedDelta, Incremental, IncrementalPlan
-from exporter.pipeline.watch_loop import Look, Watching, follow, is_for_a_person
+from exporter.pipeline.watch_loop import Poll, Watching, follow, is_for_a_person
 from exporter.progress import human_bytes
 from exporter.publish.permission import Permission
 
@@ -24,7 +24,7 @@ Document = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class RunOptions:
     """What an incremental export does besides; without `watching` it ends after one publication."""
 
     full_on_mismatch: bool = False
@@ -32,7 +32,7 @@ class How:
     watching: Watching | None = None
 
 
-def run(request: ExportRequest, sink: Output, how: How, *, dry_run: bool) -> None:
+def run(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool) -> None:
     """Publish the next delta, or the base; or print what would be published.
 
     Raises:
@@ -61,7 +61,7 @@ def run(request: ExportRequest, sink: Output, how: How, *, dry_run: bool) -> Non
                 _rebase_or_tell(request, done, sink)
 
 
-def _publish(request: ExportRequest, sink: Output, how: How) -> Incremental:
+def _publish(request: ExportRequest, sink: Output, how: RunOptions) -> Incremental:
     return incremental.export_incremental(
         request,
         sink.progress,
@@ -70,15 +70,15 @@ def _publish(request: ExportRequest, sink: Output, how: How) -> Incremental:
     )
 
 
-def _look(request: ExportRequest, sink: Output, how: How) -> Look[Incremental]:
+def _look(request: ExportRequest, sink: Output, how: RunOptions) -> Poll[Incremental]:
     done = _publish(request, sink, how)
     if not isinstance(done, ExportedDelta):
-        return Look(done, done.published.manifest.step)
+        return Poll(done, done.published.manifest.step)
     if done.published is not None:
-        return Look(done, done.at.step)
+        return Poll(done, done.at.step)
     if how.rebase:  # what the last delta's publication did not come to
         _rebase(request, done)
-    return Look(None, done.at.step)
+    return Poll(None, done.at.step)
 
 
 def _rebase(request: ExportRequest, done: Incremental) -> None:
@@ -174,7 +174,7 @@ def _next_lines(plan: IncrementalPlan) -> Iterator[str]:
         yield _line("next", f"serve-model update HOST:PORT --model {shlex.quote(plan.log.model.name)}")
 
 
-def _dry_run(request: ExportRequest, sink: Output, how: How) -> None:
+def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
     if not incremental.is_begun(request):
         _dry_run_base(request, sink)
         return
@@ -207,30 +207,30 @@ def _dry_run_base(request: ExportRequest, sink: Output) -> None:
 
 
 def _plan_document(planned: IncrementalPlan) -> Document:
-    way = planned.trainer.way
+    plan = planned.trainer.plan
     return {
         "checkpoint": str(planned.trainer.catalog.prefix),
         "log": planned.log.base.entry.log,
         "lineage": planned.log.lineage,
         "from_position": planned.log.at.position,
         "to_position": planned.log.at.position if planned.is_nothing else planned.position,
-        "to_step": way.step,
-        "increments": [stored.path.name for stored in way.increments],
-        "compares": not way.is_known,
-        "why": way.why,
+        "to_step": plan.step,
+        "increments": [stored.path.name for stored in plan.increments],
+        "compares": not plan.is_known,
+        "why": plan.reason,
         "graph": planned.graph.said,
         "notes": list(planned.notes),
     }
 
 
 def _plan_lines(planned: IncrementalPlan) -> Iterator[str]:
-    way, log = planned.trainer.way, planned.log
+    plan, log = planned.trainer.plan, planned.log
     yield _line("so far", f"position {log.at}; this log of deltas began with version {log.base.entry.log}")
-    tail = f", {len(way.increments)} increments" if way.increments else ""
-    yield _line("checkpoint", f"{planned.trainer.catalog.prefix.name}, step {way.step}{tail}")
+    tail = f", {len(plan.increments)} increments" if plan.increments else ""
+    yield _line("checkpoint", f"{planned.trainer.catalog.prefix.name}, step {plan.step}{tail}")
     yield _line("graph", f"and assets: {planned.graph.said}")
-    if not way.is_known:
-        yield _line("compared", f"all rows: {way.why}")
+    if not plan.is_known:
+        yield _line("compared", f"all rows: {plan.reason}")
 
 
 def _line(label: str, text: str) -> str:

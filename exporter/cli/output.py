@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 """Version of every JSON document on stdout; it comes first in each."""
 
 
-class Mode(Enum):
+class OutputMode(Enum):
     """Who reads the output."""
 
     HUMAN = "human"
@@ -42,7 +42,7 @@ class Output:
     command that goes on and has many results.
     """
 
-    mode: Mode = Mode.HUMAN
+    mode: OutputMode = OutputMode.HUMAN
     debug: bool = False
     json_lines: bool = False
     stdout: IO[str] = field(default_factory=lambda: sys.stdout)
@@ -60,12 +60,12 @@ class Output:
             ExportError: stdout is closed, or its disk is full.
         """
         with self._writing_stdout(is_done=is_done):
-            if self.mode is Mode.JSON:
+            if self.mode is OutputMode.JSON:
                 indent = None if self.json_lines else 2
                 whole = {"format_version": FORMAT_VERSION, **document}
                 json.dump(whole, self.stdout, indent=indent, default=str)
                 self.stdout.write("\n")
-            elif self.mode is Mode.HUMAN:
+            elif self.mode is OutputMode.HUMAN:
                 console = self._console(self.stdout)
                 for line in [*self._time(), *lines]:
                     console.print(line, soft_wrap=True)
@@ -94,7 +94,7 @@ class Output:
 
     def table(self, title: str, columns: Mapping[str, str], rows: Iterable[Iterable[Any]]) -> None:
         """A table for people; `columns` maps headings to "left" or "right"."""
-        if self.mode is not Mode.HUMAN:
+        if self.mode is not OutputMode.HUMAN:
             return
         from rich import box
         from rich.table import Table
@@ -111,12 +111,12 @@ class Output:
 
     def note(self, text: str) -> None:
         """Talk, on stderr, for people."""
-        if self.mode is Mode.HUMAN:
+        if self.mode is OutputMode.HUMAN:
             self._say(escape(" ".join([*self._time(), text])))
 
     def warn(self, text: str) -> None:
         """Talk that a person should not miss, on stderr, unless --quiet."""
-        if self.mode is not Mode.QUIET:
+        if self.mode is not OutputMode.QUIET:
             self._say(f"[yellow]warning:[/] {escape(text)}")
 
     def _say(self, text: str) -> None:
@@ -129,7 +129,7 @@ class Output:
 
     def error(self, error: ExportError) -> None:
         """What went wrong, why, and the next command; with --json one object as stderr's last line."""
-        if self.mode is Mode.JSON:
+        if self.mode is OutputMode.JSON:
             document = {
                 "error": type(error).__name__,
                 "message": error.message,
@@ -149,7 +149,7 @@ class Output:
     @contextmanager
     def progress(self, label: str, total: int, *, unit: str = "bytes") -> Iterator[Progress]:
         """A progress bar on stderr if that is a terminal and a person reads it."""
-        if self.mode is not Mode.HUMAN or not self.stderr.isatty():
+        if self.mode is not OutputMode.HUMAN or not self.stderr.isatty():
             yield NoProgress()
             return
         from rich import progress as bars

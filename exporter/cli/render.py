@@ -9,15 +9,15 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
-from exporter.bundle.variables import How
+from exporter.bundle.variables import ShardOrigin
 from exporter.catalog import Catalog, TensorRef
 from exporter.cli.output import Output, escape
 from exporter.graph.training_graph import TrainingGraph
-from exporter.mapping.build import Source
+from exporter.mapping.build import TensorSource
 from exporter.mapping.extras import Extra, ExtraKind
 from exporter.mapping.unmatched import Unmatched
 from exporter.options import Verify
-from exporter.pipeline.full import Comparison, Exported, Plan
+from exporter.pipeline.full import Exported, Plan, Unmatchable
 from exporter.pipeline.inspection import (
     BundleView,
     CheckpointView,
@@ -183,7 +183,7 @@ def _plan_document(planned: Plan) -> Document:
     }
 
 
-def compared(found: Comparison, sink: Output) -> None:
+def compared(found: Unmatchable, sink: Output) -> None:
     """What `inspect --unmatched` prints: both left-over lists, and the beginning of a table of names."""
     left = found.unmatched
     document = {
@@ -266,7 +266,7 @@ def _training_document(training: TrainingGraph | None) -> Document | None:
     return {"graph": training.source, "tag": training.tag, "tensors": len(training.tensors)}
 
 
-def _rewrite_text(source: Source) -> str:
+def _rewrite_text(source: TensorSource) -> str:
     texts = []
     if source.gather_parts:
         texts.append(f"rows gathered from {source.gather_parts} mod partitions")
@@ -278,7 +278,7 @@ def _rewrite_text(source: Source) -> str:
 
 
 def _data(done: Exported) -> Iterator[str]:
-    for how in How:
+    for how in ShardOrigin:
         shards = [shard for shard in done.variables.shards if shard.how is how]
         if shards:
             why = next((f" ({shard.why})" for shard in shards if shard.why), "")
@@ -331,7 +331,7 @@ def _tensor_row(ref: TensorRef) -> list[str]:
     return [ref.name, ref.dtype.label, shape, str(len(ref.slices) or ""), human_bytes(ref.bytes_)]
 
 
-def _source_document(source: Source) -> Document:
+def _source_document(source: TensorSource) -> Document:
     return {
         "name": source.key,
         "tensor": source.tensor.name,

@@ -11,7 +11,7 @@ from exporter.errors import ExportError
 from exporter.pipeline.comparison import Differences, Side
 from exporter.pipeline.log_maintenance import Merged, Merging
 from exporter.pipeline.rebase import Rebased, Rebasing
-from exporter.pipeline.republish import TakenBack, TakingBack
+from exporter.pipeline.republish import RollbackPlan, RollbackResult
 from exporter.progress import human_bytes
 from exporter.verify.log import VerifiedModel
 
@@ -107,7 +107,7 @@ def rebasing(plan: Rebasing | None, sink: Output) -> None:
     sink.result(document, lines)
 
 
-def taken_back(done: TakenBack, sink: Output) -> None:
+def taken_back(done: RollbackResult, sink: Output) -> None:
     """What `rollback` or `resume` did."""
     lines = [
         _line("values", f"of position {done.values_of}"),
@@ -120,7 +120,7 @@ def taken_back(done: TakenBack, sink: Output) -> None:
         _warn(done.published.warnings, sink)
 
 
-def taking_back(plan: TakingBack, sink: Output) -> None:
+def taking_back(plan: RollbackPlan, sink: Output) -> None:
     """What `rollback --dry-run` and `resume --dry-run` print: the document of the run."""
     lines = [
         _line("values", f"of position {plan.values_of}"),
@@ -130,7 +130,7 @@ def taking_back(plan: TakingBack, sink: Output) -> None:
     sink.result({"dry_run": True, "status": "planned", **_taken_back_document(plan)}, lines)
 
 
-def _taken_back_document(what: TakenBack | TakingBack) -> Document:
+def _taken_back_document(what: RollbackResult | RollbackPlan) -> Document:
     return {
         "path": None if what.path is None else str(what.path),
         "from_position": what.before.position,

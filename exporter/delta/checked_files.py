@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from exporter.delta.row_reader import StoredRun, StoredVariable
+from exporter.delta.row_reader import RowReader, StoredRun
 
 _Identity = list[int]
 _RunKey = tuple[str, int, int, int]
@@ -30,13 +30,13 @@ class CheckedFiles:
     identities: dict[str, _Identity]
 
     @classmethod
-    def of(cls, path: Path, variables: Iterable[StoredVariable]) -> CheckedFiles:
+    def of(cls, path: Path, variables: Iterable[RowReader]) -> CheckedFiles:
         """The cache for what these variables are made of."""
         shards = {run.path for variable in variables for run in variable.runs}
         found = {shard.name: _identity(shard) for shard in shards}
         return cls(path, {name: identity for name, identity in found.items() if identity})
 
-    def known(self, variables: Iterable[StoredVariable]) -> frozenset[StoredRun]:
+    def known(self, variables: Iterable[RowReader]) -> frozenset[StoredRun]:
         """The runs that were compared before, in files that have not changed since."""
         try:
             document = json.loads(self.path.read_bytes())

@@ -17,10 +17,10 @@ from exporter.delta.format import (
     POSITION_KEY,
     SCHEMA_KEY,
     Change,
+    ChangeKind,
     Delta,
     DeltaHeader,
     Flag,
-    Kind,
     Rows,
     Schema,
     ServedVariable,
@@ -100,7 +100,7 @@ def _check_nothing_else(catalog: Catalog, schema: Schema, packing: DeltaDtype | 
 
 
 def _position(header: DeltaHeader, rows: int) -> Array:
-    flags = Flag.ONLY_FROM if header.only_from else Flag(0)
+    flags = Flag.EXACT_BASE if header.exact_base else Flag(0)
     flags |= PACKINGS[header.packing] if header.packing else Flag(0)
     fields = (FORMAT_VERSION, header.from_position, header.to_position, header.step, flags, rows)
     return np.array(fields, np.int64)
@@ -113,15 +113,15 @@ def _header(catalog: Catalog) -> tuple[DeltaHeader, int]:
     if version != FORMAT_VERSION or flags & ~sum(Flag) or len(packings) > 1:
         raise UnsupportedFormat(
             f"{catalog.prefix} has delta format {version} with flags {flags}; "
-            f"this program reads format {FORMAT_VERSION} with flags {Flag.ONLY_FROM} and one of "
+            f"this program reads format {FORMAT_VERSION} with flags {Flag.EXACT_BASE} and one of "
             f"{', '.join(str(int(flag)) for flag in PACKINGS.values())}",
             hint="use the export-model that published it, or a newer one",
         )
     lineage = _read(catalog, LINEAGE_KEY, DType.STRING, ()).item().decode(errors="replace")
     digest = _read(catalog, SCHEMA_KEY, DType.STRING, ()).item().decode(errors="replace")
     try:
-        only_from, packing = bool(flags & Flag.ONLY_FROM), packings[0] if packings else None
-        return DeltaHeader(lineage, digest, start, end, step, only_from, packing), rows
+        exact_base, packing = bool(flags & Flag.EXACT_BASE), packings[0] if packings else None
+        return DeltaHeader(lineage, digest, start, end, step, exact_base, packing), rows
     except ValueError as exc:
         raise CorruptFile(f"{catalog.prefix} is damaged: {exc}") from exc
 
@@ -154,7 +154,7 @@ def _change(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | No
     ]
     if refs[-1].shape[0] == 0 and refs[0].shape[0] == 0:
         return None
-    if variable.kind is Kind.DENSE:
+    if variable.kind is ChangeKind.DENSE:
         if refs[0].shape[0] != 1:
             raise CorruptFile(f"{catalog.prefix} is damaged: {refs[0].shape[0]} values of {variable.name!r}")
         return _array(catalog, refs[0])[0, ...]
@@ -221,11 +221,11 @@ def _tensors(variable: ServedVariable, change: Change | None) -> Iterator[RowVal
     """The arrays of `variable.keys`."""
     numpy = np.dtype(object) if variable.dtype is DType.STRING else variable.dtype.numpy
     if change is None:
-        if variable.kind is Kind.TABLE:
+        if variable.kind is ChangeKind.TABLE:
             yield np.empty(0, np.int64)
         yield np.empty((0, *(size or 0 for size in variable.element_shape)), numpy)
         return
-    if isinstance(change, Rows) is not (variable.kind is Kind.TABLE):
+    if isinstance(change, Rows) is not (variable.kind is ChangeKind.TABLE):
         raise ValueError(f"{variable.name!r} is {variable.kind.value}, its change is not")
     values = change.values if isinstance(change, Rows) else np.asarray(change)[np.newaxis, ...]
     if values.dtype != numpy or not variable.fits(values.shape[1:]):

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from exporter.delta.format import Change, Kind, Rows, Schema, ServedVariable
+from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.row_hashes import BlockHasher, HashIndex, block_rows
-from exporter.delta.snapshot import State
+from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile
 from exporter.progress import NoProgress, Progress
 from exporter.wire.crc32c import combine, extend, mask
@@ -56,7 +56,7 @@ class Comparison:
     progress: Progress = field(default_factory=NoProgress)
 
 
-def diff(old: State, new: State, schema: Schema, how: Comparison) -> Compared:
+def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compared:
     """What of `new` differs from `old`, for the variables of `schema`.
 
     The checksums of everything stored of `new` are compared on the way: a damaged row must not get a checksum
@@ -75,7 +75,7 @@ def diff(old: State, new: State, schema: Schema, how: Comparison) -> Compared:
     total = 0
     with ThreadPoolExecutor(how.workers or len(os.sched_getaffinity(0)), "diff") as pool:
         for variable in schema.variables:
-            if variable.kind is Kind.DENSE:
+            if variable.kind is ChangeKind.DENSE:
                 value = new.whole(variable.name)
                 is_same = same_bits(old.whole(variable.name), value)
                 change: Change | None = None if is_same else value
@@ -92,7 +92,7 @@ def diff(old: State, new: State, schema: Schema, how: Comparison) -> Compared:
     return Compared(changes, hashes, total)
 
 
-def diff_lookups(old: State, new: State, schema: Schema) -> dict[str, Change]:
+def diff_lookups(old: Snapshot, new: Snapshot, schema: Schema) -> dict[str, Change]:
     """The contents of the lookup tables of `new` that differ from those of `old`, every checksum compared.
 
     Raises:
@@ -125,7 +125,7 @@ def differing_rows(old: Array, new: Array) -> Array:
     return np.flatnonzero(unequal.any(axis=1))
 
 
-def _complete(changes: dict[str, Change], new: State, schema: Schema) -> None:
+def _complete(changes: dict[str, Change], new: Snapshot, schema: Schema) -> None:
     """Add the other half of each lookup table of which one half changed."""
     for pair in schema.lookups:
         if any(half.name in changes for half in pair):
@@ -148,7 +148,7 @@ class _Table:
     """The comparison of one table."""
 
     def __init__(
-        self, old: State, new: State, variable: ServedVariable, hasher: BlockHasher, how: Comparison
+        self, old: Snapshot, new: Snapshot, variable: ServedVariable, hasher: BlockHasher, how: Comparison
     ) -> None:
         self._old, self._new, self._name = old, new, variable.name
         self._variable, self._hasher, self._how = variable, hasher, how
@@ -179,7 +179,7 @@ class _Table:
                 self._old.trust(self._old.stored[self._name].runs)
             return spill.rows(), hashes
 
-    def _check(self, state: State, crc: int) -> None:
+    def _check(self, state: Snapshot, crc: int) -> None:
         """Compare the checksum of what is stored of one side, given that of all rows in a row."""
         stored = state.stored[self._name]
         extent = stored.extent
@@ -194,7 +194,7 @@ class _Table:
         else:
             state.note_checked(self._name)
 
-    def _crc(self, state: State, start: int, stop: int) -> int:
+    def _crc(self, state: Snapshot, start: int, stop: int) -> int:
         stored = state.stored[self._name]
         return 0 if stored.extent is None else extend(0, _bytes_of(stored.rows(start, stop)))
 

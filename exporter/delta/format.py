@@ -22,7 +22,7 @@ neither, and both of one length:
     <name of values>/value  dtype [k, n, ...]
 
 Values are absolute: a delta may be applied twice, and it fits every state of its log at a position `p` with
-`from <= p < to`. Flag 1 (`only_from`) says that it fits `p = from` alone, because rows were left out or
+`from <= p < to`. Flag 1 (`exact_base`) says that it fits `p = from` alone, because rows were left out or
 rounded; mergers of such deltas fit every state inside (`exporter.delta.spans`). Flags that a reader does not
 know make a delta unreadable to it.
 
@@ -82,7 +82,7 @@ def log_name(first_position: int) -> str:
 _LARGE_DENSE_BYTES = 16 << 20
 
 
-class Kind(StrEnum):
+class ChangeKind(StrEnum):
     """How a served variable changes: by rows, or as a whole."""
 
     TABLE = "table"
@@ -93,7 +93,7 @@ OPEN = -1
 """In a served shape: a first dimension that may be another after each delta."""
 
 
-class Role(StrEnum):
+class TableSide(StrEnum):
     """Which of the two tensors of a lookup table."""
 
     KEYS = "keys"
@@ -101,14 +101,14 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class TableContents:
     """What a variable is of a lookup table; `table` is the node that makes it.
 
     With `has_all_buckets` it has an entry for each bucket, which are a power of two.
     """
 
     table: str
-    role: Role
+    role: TableSide
     has_all_buckets: bool
 
     def to_json(self) -> list[Any]:
@@ -116,20 +116,20 @@ class Contents:
         return [self.table, self.role.value, self.has_all_buckets]
 
     @classmethod
-    def from_json(cls, value: Any) -> Contents:
+    def from_json(cls, value: Any) -> TableContents:
         """What `to_json` gave.
 
         Raises:
             ValueError, TypeError: it is something else.
         """
         table, role, has_all_buckets = value
-        return cls(str(table), Role(role), has_all_buckets is True)
+        return cls(str(table), TableSide(role), has_all_buckets is True)
 
 
 class Flag(IntFlag):
     """What `delta/position` may say beyond positions."""
 
-    ONLY_FROM = 1
+    EXACT_BASE = 1
     BFLOAT16 = 2
     INT8 = 4
 
@@ -157,25 +157,25 @@ class ServedVariable:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    kind: Kind
-    contents: Contents | None = None
+    kind: ChangeKind
+    contents: TableContents | None = None
 
     def __post_init__(self) -> None:
         is_open = self.shape[:1] == (OPEN,)
-        if is_open is not (self.contents is not None) or (is_open and self.kind is not Kind.DENSE):
+        if is_open is not (self.contents is not None) or (is_open and self.kind is not ChangeKind.DENSE):
             raise ValueError(f"{self.name!r} has shape {list(self.shape)} and is {self.kind.value}")
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The names of its tensors in a delta: ids and values, or the value."""
-        if self.kind is Kind.TABLE:
+        if self.kind is ChangeKind.TABLE:
             return f"{self.name}/ids", f"{self.name}/values"
         return (f"{self.name}/value",)
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
         """The dtypes of the tensors that `keys` names."""
-        return (DType.INT64, self.dtype) if self.kind is Kind.TABLE else (self.dtype,)
+        return (DType.INT64, self.dtype) if self.kind is ChangeKind.TABLE else (self.dtype,)
 
     @property
     def element_shape(self) -> tuple[int | None, ...]:
@@ -183,7 +183,7 @@ class ServedVariable:
 
         What may be any size is None.
         """
-        if self.kind is Kind.TABLE:
+        if self.kind is ChangeKind.TABLE:
             return self.shape[1:]
         return self.shape if self.contents is None else (None, *self.shape[1:])
 
@@ -196,7 +196,11 @@ class ServedVariable:
 
     def packed(self, packing: DeltaDtype | None) -> tuple[PackedTensor, ...]:
         """What a delta of packed rows has beside `keys`: places, codes, for int8 scales; or nothing."""
-        if packing is None or self.kind is Kind.DENSE or not shrinks(packing, self.dtype, self.shape[1:]):
+        if (
+            packing is None
+            or self.kind is ChangeKind.DENSE
+            or not shrinks(packing, self.dtype, self.shape[1:])
+        ):
             return ()
         places = PackedTensor(f"{self.name}/exact", DType.INT64)
         codes = PackedTensor(f"{self.name}/packed", DType.of(packing), self.shape[1:])
@@ -230,8 +234,8 @@ class Schema:
     def lookups(self) -> tuple[tuple[ServedVariable, ServedVariable], ...]:
         """The keys and the values of each lookup table."""
         halves = {(v.contents.table, v.contents.role): v for v in self.variables if v.contents}
-        tables = sorted(table for table, role in halves if role is Role.KEYS)
-        pairs = ((halves[table, Role.KEYS], halves.get((table, Role.VALUES))) for table in tables)
+        tables = sorted(table for table, role in halves if role is TableSide.KEYS)
+        pairs = ((halves[table, TableSide.KEYS], halves.get((table, TableSide.VALUES))) for table in tables)
         return tuple((keys, values) for keys, values in pairs if values is not None)
 
     @property
@@ -252,7 +256,7 @@ class Schema:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know about the size of deltas."""
-        whole = (v for v in self.variables if v.kind is Kind.DENSE and v.contents is None)
+        whole = (v for v in self.variables if v.kind is ChangeKind.DENSE and v.contents is None)
         sizes = {v.name: math.prod(v.shape) * (v.dtype.itemsize or 0) for v in whole}
         return tuple(
             f"variable {name!r} is read whole by the graph: every delta that changes it holds all its "
@@ -287,8 +291,8 @@ class Schema:
                     str(name),
                     DType.of(dtype),
                     tuple(map(int, shape)),
-                    Kind(kind),
-                    *(Contents.from_json(each) for each in contents[:1]),
+                    ChangeKind(kind),
+                    *(TableContents.from_json(each) for each in contents[:1]),
                 )
                 for name, dtype, shape, kind, *contents in value
             )
@@ -305,7 +309,7 @@ class DeltaHeader:
     from_position: int
     to_position: int
     step: int
-    only_from: bool = False
+    exact_base: bool = False
     packing: DeltaDtype | None = None
 
     def __post_init__(self) -> None:
@@ -319,7 +323,7 @@ class DeltaHeader:
 
     def accepts(self, position: int) -> bool:
         """True if a state of the same log and schema at `position` may take the delta."""
-        if self.only_from:
+        if self.exact_base:
             return position == self.from_position
         return self.from_position <= position < self.to_position
 

@@ -9,29 +9,29 @@ from typing import Any
 import numpy as np
 
 from exporter.delta.diff import RowSpill
-from exporter.delta.format import Change, Kind, Rows, Schema, ServedVariable
-from exporter.delta.snapshot import Changes, State
+from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
+from exporter.delta.snapshot import Changes, Snapshot
 
 Array = np.ndarray[Any, Any]
 
 _ROWS_AT_ONCE = 1 << 16
 
 
-def restoring(since: Sequence[Changes], then: State, schema: Schema, scratch: Path) -> dict[str, Change]:
+def restoring(since: Sequence[Changes], then: Snapshot, schema: Schema, scratch: Path) -> dict[str, Change]:
     """The values that everything touched by `since` had in the state `then`, every checksum compared.
 
     Raises:
         CheckpointError: a value cannot be read any more, or is damaged.
         DiskFull, PublishError: the scratch file cannot be written.
     """
-    tables = [variable.name for variable in schema.variables if variable.kind is Kind.TABLE]
+    tables = [variable.name for variable in schema.variables if variable.kind is ChangeKind.TABLE]
     then.check(name for name in tables if any(name in layer for layer in since))
     restored: dict[str, Change] = {}
     for variable in schema.variables:
         touched = [layer[variable.name] for layer in since if variable.name in layer]
         if not touched:
             continue
-        if variable.kind is Kind.DENSE:
+        if variable.kind is ChangeKind.DENSE:
             restored[variable.name] = then.whole(variable.name)
             continue
         rows = _rows_then([change for change in touched if isinstance(change, Rows)], then, variable, scratch)
@@ -40,7 +40,9 @@ def restoring(since: Sequence[Changes], then: State, schema: Schema, scratch: Pa
     return restored
 
 
-def _rows_then(touched: Sequence[Rows], then: State, variable: ServedVariable, scratch: Path) -> Rows | None:
+def _rows_then(
+    touched: Sequence[Rows], then: Snapshot, variable: ServedVariable, scratch: Path
+) -> Rows | None:
     ids = np.unique(np.concatenate([change.ids for change in touched]))
     with RowSpill(variable, scratch) as spill:
         for start in range(0, len(ids), _ROWS_AT_ONCE):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from exporter.delta.diff import RowSpill
-from exporter.delta.format import Change, Kind, Rows, Schema
-from exporter.delta.snapshot import Changes, State
+from exporter.delta.format import Change, ChangeKind, Rows, Schema
+from exporter.delta.snapshot import Changes, Snapshot
 
 Array = np.ndarray[Any, Any]
 
@@ -31,7 +31,7 @@ def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> d
         found = [layer[variable.name] for layer in layers if variable.name in layer]
         if not found:
             continue
-        if variable.kind is Kind.DENSE:
+        if variable.kind is ChangeKind.DENSE:
             if isinstance(found[-1], Rows):
                 raise ValueError(f"rows of {variable.name!r}, which is served whole")
             merged[variable.name] = found[-1]
@@ -50,18 +50,18 @@ def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> d
 
 def needs_folding(layers: Sequence[Changes], schema: Schema) -> bool:
     """True if rows of a variable that is served whole are among the layers."""
-    whole = [variable.name for variable in schema.variables if variable.kind is Kind.DENSE]
+    whole = [variable.name for variable in schema.variables if variable.kind is ChangeKind.DENSE]
     return any(isinstance(layer.get(name), Rows) for layer in layers for name in whole)
 
 
-def fold_whole(layers: Sequence[Changes], schema: Schema, old: State) -> tuple[Changes, ...]:
+def fold_whole(layers: Sequence[Changes], schema: Schema, old: Snapshot) -> tuple[Changes, ...]:
     """The layers with rows of variables that are served whole made whole, by what they were in `old`."""
     folded = [dict(layer) for layer in layers]
     for variable in schema.variables:
-        if variable.kind is Kind.TABLE:
+        if variable.kind is ChangeKind.TABLE:
             continue
         if any(isinstance(layer.get(variable.name), Rows) for layer in layers):
-            value = State(old.stored, (*old.layers, *layers)).whole(variable.name)
+            value = Snapshot(old.stored, (*old.layers, *layers)).whole(variable.name)
             for layer in folded:
                 layer.pop(variable.name, None)
             folded[-1][variable.name] = value

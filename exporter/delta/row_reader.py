@@ -22,17 +22,17 @@ import numpy as np
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import check_values, memory_map, read_array
-from exporter.delta.format import Change, Kind, Rows, ServedVariable
+from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
 from exporter.errors import CorruptFile, MappingError
 from exporter.graph.inference_graph import GraphVariable
-from exporter.mapping.build import Source
+from exporter.mapping.build import TensorSource
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class RowOrder:
+class SliceOrder:
     """How natural rows are dealt out: to `gather` slices of a tensor, to `scatter` parts; 0 for neither."""
 
     gather: int = 0
@@ -40,7 +40,7 @@ class RowOrder:
 
 
 @dataclass(frozen=True)
-class StoredVariable:
+class RowReader:
     """The values of one served variable in a bundle.
 
     `box` is what it is of the tensor, `part` the number of the box among its tensor's; `dtype` the served
@@ -52,7 +52,7 @@ class StoredVariable:
     tensor: TensorRef
     box: SliceSpec
     dtype: DType
-    order: RowOrder = RowOrder()
+    order: SliceOrder = SliceOrder()
     part: int = 0
 
     @property
@@ -62,7 +62,7 @@ class StoredVariable:
 
     def rows(self, start: int, stop: int) -> Array:
         """Served rows `start` to `stop`: a view of the file if they lie there so, else a copy."""
-        if self.order != RowOrder():
+        if self.order != SliceOrder():
             return self.rows_at(np.arange(start, stop))
         first = self.box.starts[0] + start
         return self._cast(self._contiguous(first, first + stop - start))
@@ -85,7 +85,7 @@ class StoredVariable:
 
     def whole(self) -> Array:
         """All values, checksums verified; strings as `bytes` in an object array."""
-        if self.shape and self.order != RowOrder():
+        if self.shape and self.order != SliceOrder():
             check_stored([self])
             return self.rows(0, self.shape[0])
         values = read_array(self.catalog, self.tensor)
@@ -95,7 +95,7 @@ class StoredVariable:
     @property
     def extent(self) -> Extent | None:
         """The run of bytes that holds exactly the served rows, in order; None if they are made of others."""
-        if self.order != RowOrder() or self.dtype is not self.tensor.dtype:
+        if self.order != SliceOrder() or self.dtype is not self.tensor.dtype:
             return None
         if self.tensor.extent is not None:
             return self.tensor.extent if self.box.is_full else None
@@ -107,7 +107,7 @@ class StoredVariable:
         if self.tensor.extent is not None:
             yield StoredRun(self.catalog.path_of(self.tensor.extent), self.tensor.extent)
         for part in self.tensor.slices:
-            if part.extent is not None and (self.order != RowOrder() or _overlaps(part.spec, self.box)):
+            if part.extent is not None and (self.order != SliceOrder() or _overlaps(part.spec, self.box)):
                 yield StoredRun(self.catalog.path_of(part.extent), part.extent, part)
 
     @property
@@ -122,7 +122,7 @@ class StoredVariable:
             return [_Piece(whole, memory_map(self.catalog, self.tensor))]
         stored = (part for part in self.tensor.slices if part.extent is not None)
         ordered = sorted(stored, key=lambda part: part.spec.starts)
-        needed = [p for p in ordered if self.order != RowOrder() or _overlaps(p.spec, self.box)]
+        needed = [p for p in ordered if self.order != SliceOrder() or _overlaps(p.spec, self.box)]
         return [_Piece(part.spec, memory_map(self.catalog, self.tensor, part)) for part in needed]
 
     def _in_piece(self, natural: Array, number: int, piece: _Piece) -> tuple[Array, Array]:
@@ -182,7 +182,7 @@ class StoredRun:
 
 
 def check_stored(
-    variables: Iterable[StoredVariable], known: Collection[StoredRun] = (), *, workers: int = 0
+    variables: Iterable[RowReader], known: Collection[StoredRun] = (), *, workers: int = 0
 ) -> frozenset[StoredRun]:
     """Compare the checksums of everything that the values of these variables are made of, each once.
 
@@ -237,18 +237,18 @@ def served_name(variable: GraphVariable) -> str:
     return variable.key if part is None or part.is_full else f"{variable.key}[{part.restore_spec}]"
 
 
-def stored_variables(catalog: Catalog, source: Source) -> Iterator[StoredVariable]:
+def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
     """The served variables of one source of a mapping, read from the trainer's checkpoint."""
     if not source.variables:
         yield _contents(catalog, source.tensor)
-    order = RowOrder(source.gather_parts, source.scatter_parts)
+    order = SliceOrder(source.gather_parts, source.scatter_parts)
     for part, variable in enumerate(source.variables):
-        yield StoredVariable(
+        yield RowReader(
             served_name(variable), catalog, source.tensor, _box(variable), source.dtype, order, part
         )
 
 
-def served_in(catalog: Catalog, source: Source) -> Iterator[StoredVariable]:
+def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
     """The same variables read from a published bundle, where they lie as they are served."""
     tensor = catalog.tensors.get(source.key)
     if tensor is None:
@@ -256,16 +256,18 @@ def served_in(catalog: Catalog, source: Source) -> Iterator[StoredVariable]:
     if not source.variables:
         yield _contents(catalog, tensor)
     for variable in source.variables:
-        yield StoredVariable(served_name(variable), catalog, tensor, _box(variable), source.dtype)
+        yield RowReader(served_name(variable), catalog, tensor, _box(variable), source.dtype)
 
 
-def _contents(catalog: Catalog, tensor: TensorRef) -> StoredVariable:
+def _contents(catalog: Catalog, tensor: TensorRef) -> RowReader:
     """The keys or values of a lookup table: a tensor as it is, of whatever length."""
     box = SliceSpec(tensor.shape, (0,) * len(tensor.shape), tensor.shape)
-    return StoredVariable(tensor.name, catalog, tensor, box, tensor.dtype)
+    return RowReader(tensor.name, catalog, tensor, box, tensor.dtype)
 
 
-def translate(source: Source, change: Change, schema: Mapping[str, ServedVariable]) -> dict[str, Change]:
+def translate(
+    source: TensorSource, change: Change, schema: Mapping[str, ServedVariable]
+) -> dict[str, Change]:
     """What a trainer's change of the tensor of `source` is to the variables served from it.
 
     The ids of rows count through the tensor as it is stored. Rows stay rows, also of variables that are
@@ -292,7 +294,7 @@ def translate(source: Source, change: Change, schema: Mapping[str, ServedVariabl
 
 
 def _parts_of_whole(
-    source: Source, values: Array, schema: Mapping[str, ServedVariable]
+    source: TensorSource, values: Array, schema: Mapping[str, ServedVariable]
 ) -> Iterator[tuple[str, Change]]:
     values = cast_values(values, source.dtype, source.key)
     if source.gather_parts:
@@ -308,13 +310,13 @@ def _parts_of_whole(
             found = values[
                 tuple(slice(s, s + n) for s, n in zip(box.starts, box.lengths, strict=True)) or ...
             ]
-        if schema[name].kind is Kind.TABLE:
+        if schema[name].kind is ChangeKind.TABLE:
             yield name, Rows(np.arange(len(found)), np.ascontiguousarray(found))
         else:
             yield name, found
 
 
-def _natural(source: Source, stored: Array) -> Array:
+def _natural(source: TensorSource, stored: Array) -> Array:
     """The natural row of each stored one."""
     if not source.gather_parts:
         return stored

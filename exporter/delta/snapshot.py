@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from exporter.delta.format import Change, Rows
-from exporter.delta.row_reader import StoredRun, StoredVariable, check_stored
+from exporter.delta.row_reader import RowReader, StoredRun, check_stored
 from exporter.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
@@ -27,10 +27,10 @@ Changes = Mapping[str, Change]
 
 
 @dataclass(frozen=True)
-class State:
+class Snapshot:
     """Variables as stored, by name, and the changes since, oldest first; `hint` is for who finds damage."""
 
-    stored: Mapping[str, StoredVariable]
+    stored: Mapping[str, RowReader]
     layers: tuple[Changes, ...] = ()
     hint: str = ""
     _checked: set[StoredRun] = field(default_factory=set, compare=False)

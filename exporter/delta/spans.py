@@ -1,7 +1,7 @@
 """The algebra of a log: which deltas fit a state, in which order they lead on, what may be merged or dropped.
 
 A state of a log is a *position*. A delta is a *span* of positions, `start` to `end`: it fits every state `p`
-with `start <= p < end` and leads it to `end`. A delta that rounded or left out rows (`only_from`) fits `p =
+with `start <= p < end` and leads it to `end`. A delta that rounded or left out rows (`exact_base`) fits `p =
 start` alone. A merger of such deltas fits every state inside again: it holds each row that any of its parts
 changed, with the value that is served at its end, and rows that were left out differ in none of these states.
 
@@ -53,7 +53,7 @@ class SpanLike(Protocol):
         """Where it leads."""
 
     @property
-    def only_from(self) -> bool:
+    def exact_base(self) -> bool:
         """True if it fits `start` alone."""
 
     @property
@@ -74,7 +74,7 @@ class Span:
 
     start: int
     end: int
-    only_from: bool = False
+    exact_base: bool = False
     parts: int = 1
 
     def __post_init__(self) -> None:
@@ -84,11 +84,11 @@ class Span:
     @classmethod
     def of(cls, header: DeltaHeader) -> Span:
         """The span that a delta tells of itself."""
-        return cls(header.from_position, header.to_position, header.only_from)
+        return cls(header.from_position, header.to_position, header.exact_base)
 
     def accepts(self, position: int) -> bool:
         """True if a state at `position` may take the delta."""
-        return position == self.start if self.only_from else self.start <= position < self.end
+        return position == self.start if self.exact_base else self.start <= position < self.end
 
     def __str__(self) -> str:
         return f"{self.start}-{self.end}"

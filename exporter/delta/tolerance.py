@@ -1,8 +1,8 @@
-"""What a delta need not hold exactly: rows that moved little are left out of it, others are sent rounded.
+"""Approximate deltas: hold back rows below `--min-change`, round others to `--delta-dtype`.
 
-Either is done only if asked for, and it is told how far what is served is then from what the trainer has.
-Distances are Euclidean norms, of rows as they are served, in float64; a distance that is no number is no
-small one. Tables of other types than floating point, and variables that are served whole, are not touched.
+Both are done only if asked for, and what is published says how far it is from what the trainer has.
+Distances are Euclidean norms, of rows as they are served, in float64; a row whose distance is NaN is always
+sent. Tables of other types than floating point, and variables that are served whole, are not touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from exporter.delta.deviation import LeftOut, Rounded
 from exporter.delta.diff import RowSpill, differing_rows
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.packing import round_rows, shrinks
-from exporter.delta.snapshot import Changes, State
+from exporter.delta.snapshot import Changes, Snapshot
 from exporter.errors import CheckpointError
 from exporter.options import DeltaDtype
 from exporter.wire.dtypes import DType
@@ -34,7 +34,7 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class Tolerance:
     """How far what is served may be from the trainer's: rows by less than `bound`, and rounded."""
 
     bound: float = 0.0
@@ -47,23 +47,23 @@ class Allowed:
 
 
 @dataclass(frozen=True)
-class Sifted:
+class Tolerated:
     """What to send: `changes` without the rows that moved less than the bound, others rounded.
 
-    `stay` are the rows left out, as the trainer has them, by table; `behind` the numbers of all rows, int64
-    [n], that are not the trainer's. `left_out` and `rounded` are None if there are none.
+    `held_back` are the rows left out, as the trainer has them, by table; `stale` the numbers of all rows,
+    int64 [n], that are not the trainer's. `left_out` and `rounded` are None if there are none.
     """
 
     changes: dict[str, Change]
     left_out: LeftOut | None
     rounded: Rounded | None
-    stay: Mapping[str, Rows]
-    behind: Mapping[str, Array]
+    held_back: Mapping[str, Rows]
+    stale: Mapping[str, Array]
 
 
-def sift(
-    changes: Mapping[str, Change], published: State, schema: Schema, allowed: Allowed, scratch: Path
-) -> Sifted:
+def apply_tolerance(
+    changes: Mapping[str, Change], published: Snapshot, schema: Schema, allowed: Tolerance, scratch: Path
+) -> Tolerated:
     """Take from `changes` what need not be sent, given what is published, and round what may be rounded.
 
     Rows that are served already as they would be sent are taken out as well, and not counted as left out.
@@ -88,9 +88,11 @@ def sift(
         send = sieve.run(change, scratch)
         if send is not None:
             kept[variable.name] = send
-    stay = {name: sieve.stay for name, sieve in sieves.items() if sieve.stay is not None}
-    behind = {name: np.concatenate(sieve.behind) for name, sieve in sieves.items() if sieve.behind}
-    return Sifted(kept, _left_out(sieves.values(), allowed), _rounded(sieves.values(), allowed), stay, behind)
+    held_back = {name: sieve.held_back for name, sieve in sieves.items() if sieve.held_back is not None}
+    stale = {name: np.concatenate(sieve.stale) for name, sieve in sieves.items() if sieve.stale}
+    return Tolerated(
+        kept, _left_out(sieves.values(), allowed), _rounded(sieves.values(), allowed), held_back, stale
+    )
 
 
 def row_distances(a: Array, b: Array) -> Array:
@@ -100,8 +102,8 @@ def row_distances(a: Array, b: Array) -> Array:
         return np.asarray(np.sqrt(np.einsum("ij,ij->i", moved, moved)))
 
 
-def remember(
-    directory: Path, schema: Schema, header: DeltaHeader, state: str, stay: Mapping[str, Rows]
+def save_residual(
+    directory: Path, schema: Schema, header: DeltaHeader, state: str, held_back: Mapping[str, Rows]
 ) -> None:
     """Keep the trainer's values of rows that the delta `header` left out, in the form of a delta.
 
@@ -113,14 +115,16 @@ def remember(
     """
     directory.mkdir(exist_ok=True)
     name = f"{_REMEMBERED}{header.to_position}-{state}"
-    write_delta(directory / name, schema, header, stay)
+    write_delta(directory / name, schema, header, held_back)
     for path in directory.glob(f"{_REMEMBERED}*"):
         if path.name.partition(".")[0] != name:
             path.unlink(missing_ok=True)
 
 
-def recall(directory: Path, schema: Schema, *, lineage: str, position: int, state: str) -> Changes | None:
-    """What `remember` kept for the state at a position of a log, None if it is not whole."""
+def load_residual(
+    directory: Path, schema: Schema, *, lineage: str, position: int, state: str
+) -> Changes | None:
+    """What `save_residual` kept for the state at a position of a log, None if it is not whole."""
     try:
         found = read_delta(directory / f"{_REMEMBERED}{position}-{state}", schema)
         for ref in found.catalog.tensors.values():
@@ -134,49 +138,49 @@ def recall(directory: Path, schema: Schema, *, lineage: str, position: int, stat
 class _Sieve:
     """One table: what of its changed rows is sent, and what is to be told of the others."""
 
-    def __init__(self, variable: ServedVariable, published: State, allowed: Allowed) -> None:
+    def __init__(self, variable: ServedVariable, published: Snapshot, allowed: Tolerance) -> None:
         self._variable, self._published, self._bound = variable, published, allowed.bound
         packs = allowed.delta_dtype and shrinks(allowed.delta_dtype, variable.dtype, variable.shape[1:])
         self._round_to = allowed.delta_dtype if packs else None
-        self.stay: Rows | None = None
-        self.behind: list[Array] = []
+        self.held_back: Rows | None = None
+        self.stale: list[Array] = []
         self.furthest = 0.0
         self.rounded_rows = 0
         self.largest_error = 0.0
 
     def run(self, change: Rows, scratch: Path) -> Rows | None:
         """The rows to send, as they are sent."""
-        with RowSpill(self._variable, scratch) as send, RowSpill(self._variable, scratch) as stay:
+        with RowSpill(self._variable, scratch) as send, RowSpill(self._variable, scratch) as held_back:
             for start in range(0, len(change.ids), _ROWS_AT_ONCE):
                 piece = slice(start, start + _ROWS_AT_ONCE)
-                self._sift(change.ids[piece], change.values[piece], send, stay)
-            self.stay = stay.rows()
+                self._sift(change.ids[piece], change.values[piece], send, held_back)
+            self.held_back = held_back.rows()
             return send.rows()
 
-    def _sift(self, ids: Array, values: Array, send: RowSpill, stay: RowSpill) -> None:
+    def _sift(self, ids: Array, values: Array, send: RowSpill, held_back: RowSpill) -> None:
         before = self._published.rows_at(self._variable.name, ids)
         moved = differing_rows(before, values)
         ids, values, before = ids[moved], values[moved], before[moved]
         image = values if self._round_to is None else round_rows(values, self._round_to)
         is_new = _mask(differing_rows(before, image), len(ids))
         distances = row_distances(values, before)
-        stays = is_new & (distances < self._bound)
-        rounded = ~stays & _mask(differing_rows(image, values), len(ids))
-        send.add(ids[is_new & ~stays], image[is_new & ~stays])
-        stay.add(ids[stays], values[stays])
-        self.behind.append(ids[stays | rounded])
-        self.furthest = max(self.furthest, float(distances[stays].max(initial=0.0)))
+        is_held_back = is_new & (distances < self._bound)
+        rounded = ~is_held_back & _mask(differing_rows(image, values), len(ids))
+        send.add(ids[is_new & ~is_held_back], image[is_new & ~is_held_back])
+        held_back.add(ids[is_held_back], values[is_held_back])
+        self.stale.append(ids[is_held_back | rounded])
+        self.furthest = max(self.furthest, float(distances[is_held_back].max(initial=0.0)))
         self.rounded_rows += int(np.count_nonzero(rounded))
         errors = np.abs(image[rounded].astype(np.float64) - values[rounded].astype(np.float64))
         self.largest_error = max(self.largest_error, float(errors.max(initial=0.0)))
 
 
-def _left_out(sieves: Collection[_Sieve], allowed: Allowed) -> LeftOut | None:
-    rows = sum(len(sieve.stay.ids) for sieve in sieves if sieve.stay is not None)
+def _left_out(sieves: Collection[_Sieve], allowed: Tolerance) -> LeftOut | None:
+    rows = sum(len(sieve.held_back.ids) for sieve in sieves if sieve.held_back is not None)
     return LeftOut(allowed.bound, rows, max(sieve.furthest for sieve in sieves)) if rows else None
 
 
-def _rounded(sieves: Collection[_Sieve], allowed: Allowed) -> Rounded | None:
+def _rounded(sieves: Collection[_Sieve], allowed: Tolerance) -> Rounded | None:
     rows = sum(sieve.rounded_rows for sieve in sieves)
     if allowed.delta_dtype is None or not rows:
         return None

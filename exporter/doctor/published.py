@@ -10,11 +10,11 @@ from pathlib import Path
 from exporter.doctor.finding import Check, Finding, Level, command, count
 from exporter.errors import DeltaGap, ManifestError, PositionError
 from exporter.progress import human_bytes
-from exporter.publish.delta_log import PublishedLog
+from exporter.publish.delta_log import DeltaLog
 from exporter.publish.hold import Hold
 from exporter.publish.permission import binding
 from exporter.publish.retention import logs_without_base
-from exporter.publish.versions import Child, children, read_stamp
+from exporter.publish.versions import VersionDir, read_head, version_dirs
 from exporter.verify.log import Problem, VerifiedModel
 
 FUTURE_SECONDS = 60.0
@@ -65,10 +65,10 @@ def orphans(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 
 def strangers(model: Path) -> Iterator[Finding]:
     """Names that servers take for versions, and that this program did not publish."""
-    found = children(model)
-    newest = next((child.version for child in found if child.is_ours), -1)
+    found = version_dirs(model)
+    newest = next((child.version for child in found if child.has_manifest), -1)
     for child in found:
-        if child.is_ours or child.version < newest:
+        if child.has_manifest or child.version < newest:
             continue
         remedy = command("mv", child.path, child.path.with_name(f".{child.path.name.strip()}"))
         if _loads(child):
@@ -83,12 +83,12 @@ def strangers(model: Path) -> Iterator[Finding]:
 
 def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
     """What was published later than now: what it superseded stays until then."""
-    paths = [child.path for child in children(model) if child.is_ours]
+    paths = [child.path for child in version_dirs(model) if child.has_manifest]
     paths += [delta.path for delta in found.log.deltas] if found.log else []
     later: list[tuple[float, Path]] = []
     for path in paths:
         with suppress(ManifestError):  # which `damage` has told
-            created = read_stamp(path).created.timestamp()
+            created = read_head(path).created.timestamp()
             if created > now + FUTURE_SECONDS:
                 later.append((created, path))
     if later:
@@ -124,13 +124,13 @@ def _broken_hold(model: Path, problem: Problem) -> Finding:
     )
 
 
-def _remedy(model: Path, log: PublishedLog | None, problem: Problem, ckpt_dir: Path | None) -> str:
+def _remedy(model: Path, log: DeltaLog | None, problem: Problem, ckpt_dir: Path | None) -> str:
     """Remove what nobody needs; publish anew what somebody does."""
     path = problem.path
     if not isinstance(problem.error, DeltaGap):
         if log is not None and path.parent == log.path and _is_spare(log, path):
             return command("rm", "-r", path)
-        newest = next((child.path for child in children(model) if child.is_ours), None)
+        newest = next((child.path for child in version_dirs(model) if child.has_manifest), None)
         if path.parent == model and path != newest:
             return command("rm", "-r", path)
     options = ["--updatable"] if log is not None or (model / "deltas").is_dir() else []
@@ -139,11 +139,11 @@ def _remedy(model: Path, log: PublishedLog | None, problem: Problem, ckpt_dir: P
     )
 
 
-def _is_spare(log: PublishedLog, delta: Path) -> bool:
+def _is_spare(log: DeltaLog, delta: Path) -> bool:
     """True if every base reaches the newest position without this delta."""
     left = tuple(other for other in log.deltas if other.path != delta)
     newest = max([log.base.at.position, *(other.end for other in log.deltas)])
-    without = PublishedLog(log.model, log.base, left)
+    without = DeltaLog(log.model, log.base, left)
     try:
         return all(
             without.chain(base.at.position, newest) or base.at.position == newest for base in log.bases
@@ -152,7 +152,7 @@ def _is_spare(log: PublishedLog, delta: Path) -> bool:
         return False
 
 
-def _loads(child: Child) -> bool:
+def _loads(child: VersionDir) -> bool:
     return any((child.path / name).is_file() for name in ("saved_model.pb", "saved_model.pbtxt"))
 
 

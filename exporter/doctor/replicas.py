@@ -12,8 +12,8 @@ from pathlib import Path
 from exporter.delta.spans import plan_chain
 from exporter.doctor.finding import Check, Finding, Level, command, count
 from exporter.errors import CallFailed, ManifestError, PositionError
-from exporter.publish.delta_log import PublishedDelta
-from exporter.publish.versions import children, read_stamp
+from exporter.publish.delta_log import LogDelta
+from exporter.publish.versions import read_head, version_dirs
 from exporter.verify.log import VerifiedModel
 
 AVAILABLE = "AVAILABLE"
@@ -53,7 +53,7 @@ def judge(
         remedy = start if is_gone else command("serve-model", "status", replica.address, "--model", "NAME")
         yield Finding(Check.REPLICAS, Level.WRONG, failure.message, remedy, failure.cause)
         return
-    newest = next((child for child in children(model) if child.is_ours), None)
+    newest = next((child for child in version_dirs(model) if child.has_manifest), None)
     if newest is None:
         return
     answer = replica.versions.get(newest.version)
@@ -116,14 +116,14 @@ def _behind(
         yield Finding(Check.REPLICAS, level, message, update)
 
 
-def _lacking(deltas: list[PublishedDelta], position: int) -> list[PublishedDelta]:
+def _lacking(deltas: list[LogDelta], position: int) -> list[LogDelta]:
     return [delta for delta in deltas if delta.end > position]
 
 
 def _age(published: Path, now: float) -> float:
     """Seconds since a version or delta was published; 0 if it does not say."""
     try:
-        return max(0.0, now - read_stamp(published).created.timestamp())
+        return max(0.0, now - read_head(published).created.timestamp())
     except ManifestError:
         return 0.0
 

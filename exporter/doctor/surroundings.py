@@ -18,7 +18,7 @@ from exporter.progress import human_bytes
 from exporter.publish.commit import LOCK_NAME
 from exporter.publish.delta_log import DELTAS_DIRECTORY
 from exporter.publish.staging import Staging, dead_leftovers
-from exporter.publish.versions import children
+from exporter.publish.versions import version_dirs
 
 _CLOSED = {"others": "users outside its group", "group": "its group", "owner": "its owner"}
 
@@ -93,7 +93,7 @@ def _closed_files(model: Path) -> Iterator[Finding]:
     """Published files that fewer may read than may look into the model's directory."""
     allowed = _Readers.of(model)
     closed: list[tuple[Path, str]] = []
-    trees = [child.path for child in children(model) if child.is_ours]
+    trees = [child.path for child in version_dirs(model) if child.has_manifest]
     for top in [*trees, model / DELTAS_DIRECTORY]:
         for directory, names, files in os.walk(top):
             names[:] = [name for name in names if not name.startswith(".")]

@@ -25,7 +25,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\\/>-]")
 
 
 @dataclass
-class Graft:
+class GraphEditor:
     """Adds nodes under a scope that the graph does not use, and functions, to a GraphDef.
 
     `owner` goes into the names of resources: TensorFlow 2's loader keeps those of all models in one place.
@@ -38,8 +38,8 @@ class Graft:
     """Names as they are asked for, and as nodes may be called; no two are spelled alike."""
 
     @classmethod
-    def onto(cls, graph_def: Proto, wanted: str, owner: str) -> Graft:
-        """A graft under `wanted`, or under `wanted_<n>` if the graph has nodes or functions of that name."""
+    def onto(cls, graph_def: Proto, wanted: str, owner: str) -> GraphEditor:
+        """Adds nodes under `wanted`, or under `wanted_<n>` if the graph has names there."""
         taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
         functions = [function.signature.name.lower() for function in graph_def.library.function]
         candidates = (f"{wanted}_{n}" if n else wanted for n in range(len(taken) + len(functions) + 1))
@@ -98,7 +98,13 @@ class Graft:
         return self.node(name, "Placeholder", dtype=dtype, shape=shape)
 
     def call(
-        self, name: str, function: Part, inputs: Sequence[str], *, device: str = "", stateful: bool = True
+        self,
+        name: str,
+        function: PlacedFunction,
+        inputs: Sequence[str],
+        *,
+        device: str = "",
+        stateful: bool = True,
     ) -> list[str]:
         """Add a call and return the names of its outputs."""
         op = "StatefulPartitionedCall" if stateful else "PartitionedCall"
@@ -122,10 +128,12 @@ class Graft:
         *,
         inline: bool = True,
         as_written: bool = False,
-    ) -> Part:
+    ) -> PlacedFunction:
         """Trace `part`, called with one tensor for each of `inputs` (dtype, static shape), as a function.
 
-        It returns tensors. Functions of the graph may be called in it by the names that `borrowed` gives.
+        It returns tensors. Functions of the graph may be called in it by the names that
+        `privately_named` gives.
+
         With `as_written` TensorFlow's graph optimizers pass over it: what they do to a large function at its
         first call costs seconds, and gains nothing where the work is reading files and writing rows.
         """
@@ -150,7 +158,7 @@ class Graft:
             self.graph_def.library.function.add().CopyFrom(function)
         if not inline:
             self.graph_def.library.function[-len(own)].attr["_noinline"].b = True
-        return Part(
+        return PlacedFunction(
             full,
             tuple(DType(argument.type) for argument in definition.signature.input_arg),
             tuple(DType(argument.type) for argument in definition.signature.output_arg),
@@ -159,7 +167,7 @@ class Graft:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlacedFunction:
     """A function of the graph: its name, and the dtypes that it takes and gives."""
 
     name: str
@@ -198,11 +206,11 @@ _import_numbers = itertools.count()
 _BORROWED = re.compile("^borrowed_[0-9]+__")
 
 
-def borrowed(library: Proto, nodes: Iterable[Proto]) -> Proto:
+def privately_named(library: Proto, nodes: Iterable[Proto]) -> Proto:
     """A GraphDef of `nodes` and the functions that they need, under other names, to import into a part.
 
     TensorFlow knows one function of a name in the whole process, and numbers those that it makes itself;
-    `Graft.function` gives the borrowed ones their own names back.
+    `GraphEditor.function` gives the borrowed ones their own names back.
     """
     graph_def = message_class("GraphDef")()
     graph_def.node.extend(nodes)

@@ -116,14 +116,14 @@ def _stored_dtype(where: str, name: str, entry: Mapping[str, Any]) -> DType | No
 
 
 @dataclass(frozen=True)
-class Parser:
+class ExampleParser:
     """What parses in the graph now: the placeholder of the Examples, and where each tensor is read from."""
 
     examples: Endpoint
     parsed: Mapping[Endpoint, Endpoint]
 
 
-def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]) -> Parser:
+def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]) -> ExampleParser:
     """Let the readers of the features' tensors read what is parsed from a placeholder, in place.
 
     Raises:
@@ -249,7 +249,7 @@ class _Nodes:
         self._names = dict(index.nodes)
         self._scope = free_name(self._names, "parse_examples")
 
-    def add_parsing(self, sparse: list[_Resolved], dense: list[_Resolved]) -> Parser:
+    def add_parsing(self, sparse: list[_Resolved], dense: list[_Resolved]) -> ExampleParser:
         examples = self._add("Placeholder", free_name(self._names, "examples"), [])
         examples.attr["dtype"].type = int(DType.STRING)
         examples.attr["shape"].shape.CopyFrom(shape_proto((-1,)))
@@ -268,7 +268,7 @@ class _Nodes:
             source = Endpoint(node.name, 3 * count + at)
             shape = (-1, *item.shape)
             parsed[item.tensors[0]] = self._passed_on(item, source, item.dtype, item.values, shape)
-        return Parser(Endpoint(examples.name, 0), parsed)
+        return ExampleParser(Endpoint(examples.name, 0), parsed)
 
     def _passed_on(
         self, item: _Resolved, source: Endpoint, stored: DType, wanted: DType, shape: tuple[int, ...]

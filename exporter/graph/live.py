@@ -63,7 +63,7 @@ _ROUNDS = 4
 """Nested conditionals whose inner flag is computed by the outer one."""
 
 
-class Body:
+class CalledBody:
     """The graph, or a function as one call of it runs it.
 
     `fed` are nodes whose value a request gives, `arguments` the constants that a call passes, `roots` the
@@ -89,7 +89,7 @@ class Body:
         self._depth = depth
         self._values: dict[str, Scalar] = {}
         self._steps = 0
-        self._called: dict[tuple[object, ...], Body] = {}
+        self._called: dict[tuple[object, ...], CalledBody] = {}
         self._dead = self._find_dead()
 
     def value(self, tensor: str) -> Scalar:
@@ -116,7 +116,7 @@ class Body:
                 pending += self._needed(self.nodes[name])
         return frozenset(found)
 
-    def bodies(self) -> Iterator[Body]:
+    def bodies(self) -> Iterator[CalledBody]:
         """The body itself, and those of all calls that run."""
         assert self.live  # calls are found on the way
         yield self
@@ -225,14 +225,14 @@ class Body:
             if called is None or parameter in called.live
         ]
 
-    def _call(self, name: str, arguments: Mapping[str, Scalar]) -> Body | None:
+    def _call(self, name: str, arguments: Mapping[str, Scalar]) -> CalledBody | None:
         if self._depth >= _MAX_DEPTH:
             return None
         key = (name, *sorted(arguments.items()))
         if key not in self._called:
             function = self._library[name]
             nodes = {node.name: node for node in function.node_def}
-            self._called[key] = Body(
+            self._called[key] = CalledBody(
                 nodes, function.ret.values(), self._library, arguments=arguments, depth=self._depth + 1
             )
         return self._called[key]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from exporter.graph.inference_graph import TrainingMode
-from exporter.graph.live import Body, data, is_by_batch, node_of
+from exporter.graph.live import CalledBody, data, is_by_batch, node_of
 from exporter.graph.nodes import attr_dtype, const_value
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
@@ -32,7 +32,7 @@ def training_mode(graph_def: Proto, roots: Collection[str], fed: Collection[str]
     everything = (graph_def.node, *(function.node_def for function in library.values()))
     if not any(_is_suspicious(node) for nodes in everything for node in nodes):
         return TrainingMode()
-    graph = Body({node.name: node for node in graph_def.node}, roots, library, fed=fed)
+    graph = CalledBody({node.name: node for node in graph_def.node}, roots, library, fed=fed)
     bodies = [*graph.bodies()]
     drops = {sign: None for body in bodies for sign in _drawn(body)}
     variables = {node.name for node in graph_def.node if node.op == "VarHandleOp"}
@@ -53,7 +53,7 @@ def _is_random(op: str) -> bool:
     return _RANDOM.fullmatch(op) is not None and op not in _NOT_DRAWN and not _SEEDS.fullmatch(op)
 
 
-def _batch_norms(body: Body) -> Iterator[str]:
+def _batch_norms(body: CalledBody) -> Iterator[str]:
     for name in sorted(body.live & body.nodes.keys()):
         node = body.nodes[name]
         fused = is_by_batch(node) and not _is_one_example(body, node)
@@ -61,7 +61,7 @@ def _batch_norms(body: Body) -> Iterator[str]:
             yield f"{node.op} {name!r}"
 
 
-def _is_one_example(body: Body, node: Proto) -> bool:
+def _is_one_example(body: CalledBody, node: Proto) -> bool:
     """True if the batch was laid out as the channels of one example: normalised by layer, or by instance."""
     reshape = _node(body, data(node)[0])
     shape = _node(body, data(reshape)[1]) if reshape is not None and reshape.op == "Reshape" else None
@@ -71,7 +71,7 @@ def _is_one_example(body: Body, node: Proto) -> bool:
     return bool(body.value(data(shape)[0]) == 1)
 
 
-def _is_batch_variance(body: Body, node: Proto) -> bool:
+def _is_batch_variance(body: CalledBody, node: Proto) -> bool:
     """True for the distance of a tensor from its own mean over the batch, as `tf.nn.moments` takes it."""
     inputs = data(node)
     mean = _origin(body, inputs[1]) if len(inputs) == 2 else None
@@ -82,11 +82,11 @@ def _is_batch_variance(body: Body, node: Proto) -> bool:
     return value is not None and 0 in value.ravel().tolist()
 
 
-def _node(body: Body, tensor: str) -> Proto | None:
+def _node(body: CalledBody, tensor: str) -> Proto | None:
     return body.nodes.get(node_of(tensor))
 
 
-def _origin(body: Body, tensor: str) -> Proto | None:
+def _origin(body: CalledBody, tensor: str) -> Proto | None:
     node = _node(body, tensor)
     for _ in range(_MAX_STEPS):
         if node is None or node.op not in _SAME:
@@ -102,7 +102,7 @@ class _Drawn:
     rate: float | None = None
 
 
-def _drawn(body: Body) -> Iterator[_Drawn]:
+def _drawn(body: CalledBody) -> Iterator[_Drawn]:
     """What becomes of each random number that is drawn; nothing of one that can make no difference."""
     drawing = [name for name in sorted(body.live & body.nodes.keys()) if _is_random(body.nodes[name].op)]
     if not drawing:
@@ -125,7 +125,7 @@ def _is_floating(node: Proto) -> bool:
     return attr_dtype(node, "dtype") in (None, DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
 
 
-def _masks(body: Body, readers: Mapping[str, list[Proto]], uniform: Proto) -> Iterator[float | None]:
+def _masks(body: CalledBody, readers: Mapping[str, list[Proto]], uniform: Proto) -> Iterator[float | None]:
     """For each mask that is made of uniform numbers the part that it drops, None if that is not known.
 
     The numbers lie in [low, high): scaled and moved by constants, then compared with a rate, or, as old

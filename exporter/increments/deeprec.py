@@ -30,12 +30,12 @@ import numpy as np
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.locate import candidates
 from exporter.checkpoint.tensor_bundle import index_path, read_array, read_catalog, step_in_name
-from exporter.delta.format import Change, Kind, Rows, ServedVariable
+from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
 from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, CorruptFile, MissingShard
 from exporter.files import read_regular
 from exporter.increments.increment import Changed, CheckpointId
-from exporter.increments.plan import LEFT_OUT, ROUNDED, Way
-from exporter.increments.trained import Trained
+from exporter.increments.plan import LEFT_OUT, ROUNDED, ChangePlan
+from exporter.increments.trained import TrainerVersion
 
 Array = np.ndarray[Any, Any]
 
@@ -109,12 +109,15 @@ class DeepRecIncrement:
             elif name.endswith(_VALUES):
                 self._require_keys(name)
             elif (whole := self.full.tensors.get(name)) is not None:
-                yield _changed(whole, Kind.DENSE, 1), read_array(self.catalog, ref)
+                yield _changed(whole, ChangeKind.DENSE, 1), read_array(self.catalog, ref)
         for owner, parts in rows.items():
             ids = np.concatenate([part.ids for part in parts])
             values = np.concatenate([part.values for part in parts])
             unique, first = np.unique(ids, return_index=True)
-            yield _changed(self.full.tensors[owner], Kind.TABLE, len(unique)), Rows(unique, values[first])
+            yield (
+                _changed(self.full.tensors[owner], ChangeKind.TABLE, len(unique)),
+                Rows(unique, values[first]),
+            )
 
     def _owner(self, name: str) -> tuple[str, int | None]:
         """The variable, as the full checkpoint has it, and which part of it: None for all of it."""
@@ -187,26 +190,26 @@ def _later_fulls(prefix: Path, first: int) -> Iterator[int]:
             yield step
 
 
-def find_deeprec_way(
-    published: Trained, full: CheckpointId, increment: DeepRecIncrement, within: float = 0.0
-) -> Way:
-    """The way from the state that was published last, of which rows may stay behind by less than `within`,
+def plan_deeprec_changes(
+    published: TrainerVersion, full: CheckpointId, increment: DeepRecIncrement, within: float = 0.0
+) -> ChangePlan:
+    """What follows the state that was published last; its rows may be off by less than `within`,
     to a full checkpoint and its increment.
     """
-    target = Trained(full, increment.id)
+    target = TrainerVersion(full, increment.id)
     if published.is_state_of(target) and published.is_within(within):
-        return Way(target, increment.step)
+        return ChangePlan(target, increment.step)
     if not published.is_exact:
-        why = LEFT_OUT if published.left_out is not None else ROUNDED
-        return Way(target, increment.step, (increment,), is_known=False, why=why)
+        reason = LEFT_OUT if published.left_out is not None else ROUNDED
+        return ChangePlan(target, increment.step, (increment,), is_known=False, reason=reason)
     if published.checkpoint == full and (
         published.increment is None or increment.covers(published.increment)
     ):
-        return Way(target, increment.step, (increment,))
-    why = f"{full.name} is another full checkpoint than the one that was published last"
+        return ChangePlan(target, increment.step, (increment,))
+    reason = f"{full.name} is another full checkpoint than the one that was published last"
     if published.checkpoint == full:
-        why = f"{increment.path.name} does not hold all that was published last"
-    return Way(target, increment.step, (increment,), is_known=False, why=why)
+        reason = f"{increment.path.name} does not hold all that was published last"
+    return ChangePlan(target, increment.step, (increment,), is_known=False, reason=reason)
 
 
 def _step_of(increment: str) -> int | None:
@@ -224,5 +227,5 @@ def _range_of(tensor: TensorRef, part: int | None) -> tuple[int, int]:
     return boxes[part].starts[0], boxes[part].lengths[0]
 
 
-def _changed(tensor: TensorRef, kind: Kind, rows: int) -> Changed:
+def _changed(tensor: TensorRef, kind: ChangeKind, rows: int) -> Changed:
     return Changed(ServedVariable(tensor.name, tensor.dtype, tensor.shape, kind), rows)

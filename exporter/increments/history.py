@@ -1,12 +1,12 @@
-"""How increments and full checkpoints hang together: runs, sessions, parents, milestones, forks.
+"""How increments and full checkpoints hang together: runs, sessions, parents, markers, forks.
 
     <ckpt-dir>/increments/<from>-<to>/manifest.json    an increment: its run, session, parent and generation
-    <ckpt-dir>/increments/<checkpoint>.json            a milestone: where a full checkpoint stands
+    <ckpt-dir>/increments/<checkpoint>.json            a marker: where a full checkpoint stands
 
 An increment's parent is the increment before it, or the full checkpoint that its run begins at. Full
 checkpoints are identified by content, never by name, step or time: a trainer that was set back writes
-`model.ckpt-500` again, with other values. A milestone says after which increment a full checkpoint was
-written, and whether it equals the state of then. A full checkpoint without a milestone (the trainer died
+`model.ckpt-500` again, with other values. A marker says after which increment a full checkpoint was
+written, and whether it equals the state of then. A full checkpoint without a marker (the trainer died
 before it could write one, or did not use the hook) has no place in the chain: nothing is known to lead on
 from it.
 
@@ -17,7 +17,7 @@ own increments hold what changed between an increment and a full checkpoint afte
     session 2 restores A, writes  B'                        F and then B' is no state: of the rows that
                                                             changed between A and F, F's values would stay
 
-So a milestone counts for the increments of its own session, unless the checkpoint equals the increment.
+So a marker counts for the increments of its own session, unless the checkpoint equals the increment.
 Files of releases that noted no session leave that open: see `History.after`.
 
 A session that does not continue where the chain ends is a fork: its generation is higher than every one
@@ -55,14 +55,14 @@ DIRECTORY = "increments"
 
 _MAX_MANIFEST_BYTES = 256 << 20
 
-State: TypeAlias = str | CheckpointId
+StateId: TypeAlias = str | CheckpointId
 """A state of the trainer that is on disk: an increment by its id, or a full checkpoint."""
 
 _NAME = re.compile(r"[0-9]{20}-[0-9]{20}(-[0-9a-f]{8})?")
 
 
 @dataclass(frozen=True, slots=True)
-class Milestone:
+class CheckpointMarker:
     """A full checkpoint: written by `session` after increment `after` (None: before the run's first).
 
     `is_equal` says that nothing had changed between the two. `session` is None if it is not known.
@@ -110,8 +110,8 @@ class Milestone:
         return json.dumps(fields, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: bytes, path: Path) -> Milestone:
-        """The milestone whose file, read from `path`, is `text`.
+    def from_json(cls, text: bytes, path: Path) -> CheckpointMarker:
+        """The marker whose file, read from `path`, is `text`.
 
         Raises:
             CorruptFile: a field is missing, malformed or out of range.
@@ -132,7 +132,7 @@ class History:
     """Everything in an increments directory."""
 
     increments: tuple[StoredIncrement, ...] = ()
-    milestones: tuple[Milestone, ...] = ()
+    markers: tuple[CheckpointMarker, ...] = ()
 
     @property
     def generation(self) -> int:
@@ -143,9 +143,9 @@ class History:
         """The increment with an id."""
         return self._by_id.get(increment)
 
-    def milestones_of(self, checkpoint: CheckpointId) -> tuple[Milestone, ...]:
+    def markers_of(self, checkpoint: CheckpointId) -> tuple[CheckpointMarker, ...]:
         """Where a full checkpoint of this very content stands, as far as that is known."""
-        return tuple(found for found in self.milestones if found.checkpoint == checkpoint)
+        return tuple(found for found in self.markers if found.checkpoint == checkpoint)
 
     def after(self, checkpoint: CheckpointId) -> tuple[StoredIncrement, ...]:
         """The increments that lead on from a full checkpoint, in order; of two forks the younger one.
@@ -160,7 +160,7 @@ class History:
             maybe = self._children(found.increment.id)
         return tuple(chain.values())
 
-    def chain(self, start: State, tip: str) -> tuple[StoredIncrement, ...] | None:
+    def chain(self, start: StateId, tip: str) -> tuple[StoredIncrement, ...] | None:
         """The increments that hold all that changed from `start` to the increment `tip`; None if that is not
         certain.
         """
@@ -168,7 +168,7 @@ class History:
             return ()
         first = {stored.increment.id for stored in self._children(start)}
         chain: dict[str, StoredIncrement] = {}
-        wanted: State = tip
+        wanted: StateId = tip
         while (found := self._made(wanted)) is not None and found.increment.id not in chain:
             chain[found.increment.id] = found
             if found.increment.id in first:
@@ -176,9 +176,9 @@ class History:
             wanted = found.increment.parent
         return None
 
-    def same(self, state: State) -> set[State]:
+    def same(self, state: StateId) -> set[StateId]:
         """The state by all its names: full checkpoints and increments that are known to equal it."""
-        names: set[State] = {state}
+        names: set[StateId] = {state}
         while more := [pair for pair in self._equal if pair & names and pair - names]:
             names = names.union(*more)
         return names
@@ -192,33 +192,33 @@ class History:
         return {stored.increment.id: stored for stored in self.increments}
 
     @cached_property
-    def _equal(self) -> tuple[set[State], ...]:
+    def _equal(self) -> tuple[set[StateId], ...]:
         """Each a full checkpoint and the increment that it equals."""
-        return tuple({m.checkpoint, m.after} for m in self.milestones if m.is_equal and m.after is not None)
+        return tuple({m.checkpoint, m.after} for m in self.markers if m.is_equal and m.after is not None)
 
     @cached_property
-    def _by_parent(self) -> Mapping[State, list[StoredIncrement]]:
-        found: dict[State, list[StoredIncrement]] = defaultdict(list)
+    def _by_parent(self) -> Mapping[StateId, list[StoredIncrement]]:
+        found: dict[StateId, list[StoredIncrement]] = defaultdict(list)
         for stored in self.increments:
             found[stored.increment.parent].append(stored)
         return dict(found)
 
-    def _made(self, state: State) -> StoredIncrement | None:
+    def _made(self, state: StateId) -> StoredIncrement | None:
         """The increment that ends in a state."""
         names = (name for name in self.same(state) if isinstance(name, str))
         return next((stored for name in names if (stored := self.find(name))), None)
 
-    def _children(self, state: State, *, surely: bool = True) -> list[StoredIncrement]:
+    def _children(self, state: StateId, *, surely: bool = True) -> list[StoredIncrement]:
         """The increments that hold all that changed since a state; unless `surely`, those too that may."""
         names = self.same(state)
         children = [stored for name in names for stored in self._by_parent.get(name, [])]
-        for milestone in self.milestones:
-            if milestone.checkpoint in names:
+        for marker in self.markers:
+            if marker.checkpoint in names:
                 children += [
                     stored
                     for stored in self.increments
-                    if milestone.leads_to(stored.increment)
-                    or (not surely and milestone.may_lead_to(stored.increment))
+                    if marker.leads_to(stored.increment)
+                    or (not surely and marker.may_lead_to(stored.increment))
                 ]
         return children
 
@@ -240,7 +240,7 @@ def read_history(ckpt_dir: Path) -> History:
     """What is in `<ckpt_dir>/increments`; what vanishes meanwhile (pruned) is left out.
 
     Raises:
-        CorruptFile, UnsupportedFormat: a manifest or milestone is damaged, or of another version.
+        CorruptFile, UnsupportedFormat: a manifest or marker is damaged, or of another version.
         CheckpointError: the directory cannot be read.
     """
     directory = ckpt_dir / DIRECTORY
@@ -251,10 +251,10 @@ def read_history(ckpt_dir: Path) -> History:
     except OSError as error:
         raise CheckpointError(f"cannot list {directory}", cause=str(error)) from None
     manifests = [directory / name / MANIFEST for name in names if _NAME.fullmatch(name)]
-    milestones = [directory / name for name in names if name.endswith(".json") and not name.startswith(".")]
+    markers = [directory / name for name in names if name.endswith(".json") and not name.startswith(".")]
     return History(
         tuple(StoredIncrement(path.parent, from_json(text, path)) for path, text in _texts(manifests)),
-        tuple(Milestone.from_json(text, path) for path, text in _texts(milestones)),
+        tuple(CheckpointMarker.from_json(text, path) for path, text in _texts(markers)),
     )
 
 

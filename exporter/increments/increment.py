@@ -30,7 +30,7 @@ import numpy as np
 
 from exporter.catalog import Catalog, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import memory_map, read_array, read_catalog
-from exporter.delta.format import FILE_PREFIX, Change, Kind, Rows, ServedVariable
+from exporter.delta.format import FILE_PREFIX, Change, ChangeKind, Rows, ServedVariable
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.wire.dtypes import DType
 from exporter.wire.json_fields import FieldError, Fields, parse_object
@@ -78,7 +78,7 @@ class Changed:
     @property
     def is_table(self) -> bool:
         """True if rows of it are there, False if it is there as a whole."""
-        return self.variable.kind is Kind.TABLE
+        return self.variable.kind is ChangeKind.TABLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,9 +297,9 @@ def _changed_from_json(fields: Fields) -> Changed:
         dtype = DType.of(fields.text("dtype"))
     except KeyError as error:
         raise fields.fail("dtype", "the name of a TensorFlow dtype") from error
-    kind = Kind(fields.text("kind", _KIND))
+    kind = ChangeKind(fields.text("kind", _KIND))
     variable = ServedVariable(fields.text("name"), dtype, fields.integers("shape"), kind)
-    limit = variable.shape[0] if kind is Kind.TABLE and variable.shape else 1
+    limit = variable.shape[0] if kind is ChangeKind.TABLE and variable.shape else 1
     if (rows := fields.integer("rows")) > limit:
         raise fields.fail("rows", f"at most {limit}")
     return Changed(variable, rows)

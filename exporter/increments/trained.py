@@ -13,7 +13,7 @@ from exporter.wire.json_fields import Fields
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainerVersion:
     """The trainer's state that was published: a full checkpoint, and the last increment on top of it.
 
     `increment` is an id of the trainer's, or what a reader of another kind of increments calls its own.
@@ -34,12 +34,12 @@ class Trained:
         """True if no row was rounded, and none is further than this from what the trainer had."""
         return self.rounded is None and (self.left_out is None or self.left_out.bound <= distance)
 
-    def exact_but_for(self, dtype: DeltaDtype | None) -> Trained:
+    def exact_but_for(self, dtype: DeltaDtype | None) -> TrainerVersion:
         """The state as if rows that are rounded to `dtype` were exact: increments alone tell what to send."""
         is_rounded_so = self.rounded is not None and self.rounded.dtype is dtype
         return replace(self, rounded=None) if is_rounded_so else self
 
-    def is_state_of(self, other: Trained) -> bool:
+    def is_state_of(self, other: TrainerVersion) -> bool:
         """True if both are the same state of the trainer, however closely they were published."""
         return (self.checkpoint, self.increment) == (other.checkpoint, other.increment)
 
@@ -53,7 +53,7 @@ class Trained:
         }
 
     @classmethod
-    def from_fields(cls, fields: Fields) -> Trained:
+    def from_fields(cls, fields: Fields) -> TrainerVersion:
         """The state that `to_json` gave.
 
         Raises:

@@ -15,7 +15,7 @@ from exporter.catalog import Catalog, Naming
 from exporter.checkpoint.object_graph import SUFFIX, read_object_graph
 from exporter.errors import TrainingModeServed
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.mapping.build import Source
+from exporter.mapping.build import TensorSource
 
 _STATISTICS = frozenset(
     f"{kind}_{what}"
@@ -36,7 +36,7 @@ class Unserved:
 
 
 def check_batch_statistics(
-    graph: InferenceGraph, catalog: Catalog, sources: Iterable[Source], switches: Mapping[str, str]
+    graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource], switches: Mapping[str, str]
 ) -> None:
     """Refuse a graph that normalises by the batch where the trainer kept moving statistics.
 
@@ -60,7 +60,7 @@ def check_batch_statistics(
 
 
 def unserved_statistics(
-    graph: InferenceGraph, catalog: Catalog, sources: Iterable[Source]
+    graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource]
 ) -> Iterator[Unserved]:
     """The moving statistics of layers of which something else is served."""
     names = _names(catalog)

@@ -18,7 +18,7 @@ from exporter.mapping.by_layer import match_unnamed
 from exporter.mapping.extras import TF_AVERAGE, Extra, classify_extras
 from exporter.mapping.name_evidence import left_over_twins
 from exporter.mapping.object_averages import averages
-from exporter.mapping.object_matching import Matched, Trained, match_objects
+from exporter.mapping.object_matching import Matched, TrainedObjects, match_objects
 from exporter.mapping.row_order import row_order
 from exporter.mapping.table_sources import find_tables
 from exporter.wire.dtypes import DType
@@ -30,7 +30,7 @@ _CASTABLE = {DType.FLOAT, DType.DOUBLE}
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """Where the values of one served variable (whole, also if the graph partitions it) come from.
 
     `key` is the name in the published bundle; `variables` the graph variables restored from it: one, or the
@@ -66,14 +66,14 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Mapping:
+class VariableMapping:
     """Every served variable's source, and the tensors that nobody needs.
 
     `tables` are those that are restored, under the names that their two tensors have in the bundle.
     """
 
     catalog: Catalog
-    sources: tuple[Source, ...]
+    sources: tuple[TensorSource, ...]
     notes: tuple[str, ...] = ()
     tables: tuple[GraphTable, ...] = ()
 
@@ -181,7 +181,7 @@ class MappingRules:
         return names.pop() if names else None
 
 
-def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Mapping:
+def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> VariableMapping:
     """Find each graph variable's tensor.
 
     Raises:
@@ -195,7 +195,9 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
     wanted = _group_parts(graph.variables)
     objects = read_object_graph(catalog)
     if objects is not None:
-        matches = _find_objects(wanted, graph, Trained(objects, catalog.tensors, rules.object_path), rules)
+        matches = _find_objects(
+            wanted, graph, TrainedObjects(objects, catalog.tensors, rules.object_path), rules
+        )
     else:
         renamed = {key for key in wanted if any(rule.apply(key) for rule in rules.renames)}
         unnamed = match_unnamed(graph, catalog, renamed, by_order=rules.by_order)
@@ -215,14 +217,14 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         order = row_order(key, variables, tensor, trained=trained, served=graph.lookups.get(key))
         cast = cast_for(key, tensor, rules.casts)
         sources.append(
-            Source(key, variables, tensor, match.via, cast, order.gather_parts, order.scatter_parts)
+            TensorSource(key, variables, tensor, match.via, cast, order.gather_parts, order.scatter_parts)
         )
     twins = _twin_notes(sources, catalog) if objects is None and catalog.naming is Naming.NAMES else ()
     notes = (*_notes(sources, rules), *twins)
     tables = tuple(find_tables(graph.tables, catalog, rules.renamed))
     contents = {ref.name: ref for _, *refs in tables for ref in refs}
-    sources += [Source(name, (), ref, "table") for name, ref in contents.items()]
-    return Mapping(catalog, tuple(sources), notes, tuple(table for table, _, _ in tables))
+    sources += [TensorSource(name, (), ref, "table") for name, ref in contents.items()]
+    return VariableMapping(catalog, tuple(sources), notes, tuple(table for table, _, _ in tables))
 
 
 def _group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:
@@ -249,7 +251,7 @@ class _Match:
 def _find_objects(
     wanted: MappingOf[str, tuple[GraphVariable, ...]],
     graph: InferenceGraph,
-    trained: Trained,
+    trained: TrainedObjects,
     rules: MappingRules,
 ) -> dict[str, _Match]:
     shadows = averages(trained, rules.average) if rules.average else {}
@@ -326,7 +328,7 @@ def cast_for(key: str, tensor: TensorRef, casts: Iterable[CastRule]) -> DType | 
     return next((rule.dtype for rule in casts if rule.pattern.fullmatch(key)), None)
 
 
-def check_casts(mapping: Mapping, casts: Iterable[CastRule]) -> None:
+def check_casts(mapping: VariableMapping, casts: Iterable[CastRule]) -> None:
     """Refuse a rule that no served variable answers to: it would be no cast, in silence.
 
     Raises:
@@ -384,7 +386,7 @@ def _why_not(tensor: TensorRef, variable: GraphVariable, claimed_by: str | None)
     return f"{tensor.name!r} (would fit)"
 
 
-def _notes(sources: Iterable[Source], rules: MappingRules) -> Iterator[str]:
+def _notes(sources: Iterable[TensorSource], rules: MappingRules) -> Iterator[str]:
     if not rules.average:
         return
     via = Counter(source.via for source in sources)
@@ -399,7 +401,7 @@ def _notes(sources: Iterable[Source], rules: MappingRules) -> Iterator[str]:
         yield f"no moving average in the checkpoint, raw value served: {', '.join(raw[:5])}{more}"
 
 
-def _twin_notes(sources: Iterable[Source], catalog: Catalog) -> Iterator[str]:
+def _twin_notes(sources: Iterable[TensorSource], catalog: Catalog) -> Iterator[str]:
     """What may speak against names that a framework numbered; nothing is known where names are the user's."""
     used = {source.tensor.name: (source.tensor.dtype, source.tensor.shape) for source in sources}
     left = {ref.name: (ref.dtype, ref.shape) for ref in catalog.tensors.values() if ref.name not in used}

@@ -1,6 +1,6 @@
 """How served variables come from a trainer's checkpoint, without the graph: what a base keeps for its deltas.
 
-A recipe holds what the mapping was made from (the graph's variables, how their parts are looked up, the
+A mapping spec holds what the mapping was made from (the graph's variables, how their parts are looked up, the
 rules) so that the same mapping can be made of the next checkpoint, also if that partitions its tensors in
 another way, without TensorFlow and without the user's code.
 """
@@ -18,10 +18,10 @@ from exporter.errors import AmbiguousRename, MappingError, SchemaChanged
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.mapping.build import (
     CastRule,
-    Mapping,
     MappingRules,
     RenameRule,
-    Source,
+    TensorSource,
+    VariableMapping,
     build_mapping,
     cast_for,
 )
@@ -31,7 +31,7 @@ from exporter.wire.json_fields import FieldError, Fields
 
 
 @dataclass(frozen=True)
-class Recipe:
+class MappingSpec:
     """The graph's variables (in the dtypes that the graph computes with), their lookups, and the rules.
 
     `tables` are the graph's lookup tables, by the graph's names and in the shapes that they are stored in.
@@ -43,8 +43,8 @@ class Recipe:
     tables: tuple[GraphTable, ...] = ()
 
     @classmethod
-    def of(cls, graph: InferenceGraph, rules: MappingRules, mapping: Mapping) -> Recipe:
-        """The recipe that a full export followed: what it found among a trainer's objects is kept by name."""
+    def of(cls, graph: InferenceGraph, rules: MappingRules, mapping: VariableMapping) -> MappingSpec:
+        """How a full export mapped: what it found among a trainer's objects is kept by name."""
         found = {source.key: source.tensor.name for source in mapping.sources if source.variables}
         tables = tuple(
             replace(table, key_shape=stored.key_shape, value_shape=stored.value_shape)
@@ -52,7 +52,7 @@ class Recipe:
         )
         return cls(graph.variables, graph.lookups, replace(rules, tensors=found), tables)
 
-    def mapping(self, catalog: Catalog) -> Mapping:
+    def mapping(self, catalog: Catalog) -> VariableMapping:
         """The mapping of another checkpoint of the same model.
 
         Raises:
@@ -68,23 +68,23 @@ class Recipe:
                 f"{catalog.prefix.name} does not fit what is published: {error.message}", cause=error.cause
             ) from error
 
-    def sources(self) -> tuple[Source, ...]:
-        """The served variables as they lie in a bundle published by the recipe, whatever the trainer had."""
+    def sources(self) -> tuple[TensorSource, ...]:
+        """The served variables as they lie in a bundle published by this spec, whatever the trainer had."""
         by_key: dict[str, list[GraphVariable]] = {}
         for variable in self.variables:
             by_key.setdefault(variable.key, []).append(variable)
         variables = (self._published(key, members) for key, members in by_key.items())
         return (*variables, *(source for table in self.tables for source in self._contents(table)))
 
-    def _contents(self, table: GraphTable) -> Iterator[Source]:
+    def _contents(self, table: GraphTable) -> Iterator[TensorSource]:
         keys, values = stored_names(table, self.rules.renamed)
         for name, dtype in ((keys, table.key_dtype), (values, table.value_dtype)):
-            yield Source(name, (), TensorRef(name, dtype, ()), "table")
+            yield TensorSource(name, (), TensorRef(name, dtype, ()), "table")
 
-    def _published(self, key: str, members: list[GraphVariable]) -> Source:
+    def _published(self, key: str, members: list[GraphVariable]) -> TensorSource:
         members.sort(key=lambda member: member.part.starts if member.part else ())
         tensor = TensorRef(key, members[0].dtype, members[0].full_shape)
-        return Source(key, tuple(members), tensor, cast=cast_for(key, tensor, self.rules.casts))
+        return TensorSource(key, tuple(members), tensor, cast=cast_for(key, tensor, self.rules.casts))
 
     def check_rules(self, given: MappingRules) -> None:
         """Compare the rules with those of a later command line, which may leave all of them out.
@@ -104,7 +104,7 @@ class Recipe:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The recipe as a JSON object."""
+        """The spec as a JSON object."""
         return {
             "variables": [_variable_to_json(variable) for variable in self.variables],
             "lookups": _strategies_to_json(self.lookups),
@@ -113,8 +113,8 @@ class Recipe:
         }
 
     @classmethod
-    def from_fields(cls, fields: Fields) -> Recipe:
-        """The recipe that `to_json` gave.
+    def from_fields(cls, fields: Fields) -> MappingSpec:
+        """The spec that `to_json` gave.
 
         Raises:
             FieldError: it is something else.

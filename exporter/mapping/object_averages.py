@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterator
 
 from exporter.mapping.extras import TF_AVERAGE
-from exporter.mapping.object_matching import Trained
+from exporter.mapping.object_matching import TrainedObjects
 
 _AVERAGES = "_model_variables_moving_average"
 _VARIABLES = "_trainable_variables"
 _KERAS_2_NAME = re.compile(r"([^/]+/)?average/(?P<variable>.+)")
 
 
-def averages(trained: Trained, slot: str) -> dict[str, str]:
+def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
     """The average's tensor by the variable's; `slot` is the averages' slot name, "ema" for the usual ones."""
     found = dict(_by_slot(trained, TF_AVERAGE if slot == "ema" else slot))
     if slot == "ema":
@@ -26,14 +26,14 @@ def averages(trained: Trained, slot: str) -> dict[str, str]:
     return found
 
 
-def _by_slot(trained: Trained, slot: str) -> Iterator[tuple[str, str]]:
+def _by_slot(trained: TrainedObjects, slot: str) -> Iterator[tuple[str, str]]:
     for name, variables in trained.by_name.items():
         shadows = trained.by_name.get(f"{name}/{slot}", ())
         if len(variables) == len(shadows) == 1:
             yield variables[0].tensor, shadows[0].tensor
 
 
-def _of_keras(trained: Trained) -> Iterator[tuple[str, str]]:
+def _of_keras(trained: TrainedObjects) -> Iterator[tuple[str, str]]:
     objects = trained.objects
     for optimizer in objects.optimizers:
         shadows = _listed(trained, optimizer, _AVERAGES)
@@ -49,7 +49,7 @@ def _of_keras(trained: Trained) -> Iterator[tuple[str, str]]:
                 yield same[0].tensor, shadow
 
 
-def _listed(trained: Trained, optimizer: int, edge: str) -> list[str]:
+def _listed(trained: TrainedObjects, optimizer: int, edge: str) -> list[str]:
     """The tensors of a list that an optimizer keeps, in its order."""
     number = trained.objects.at(edge, optimizer)
     children = {} if number is None else trained.objects.objects[number].children

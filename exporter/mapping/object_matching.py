@@ -34,7 +34,7 @@ _SERVED_LIST = "trainable_variables"
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedObjects:
     """The checkpoint's side: its objects, its tensors, and where the user says the model is."""
 
     objects: ObjectGraph
@@ -99,7 +99,7 @@ class Matched:
 def match_objects(
     wanted: Mapping[str, GraphVariable],
     served: ObjectGraph | None,
-    trained: Trained,
+    trained: TrainedObjects,
     renamed: Mapping[str, str],
 ) -> dict[str, Matched]:
     """The tensor of each variable by its key; `renamed` holds the trainer's name where the user gave one.
@@ -124,7 +124,7 @@ def match_objects(
 
 
 def match_objects_partly(
-    wanted: Mapping[str, GraphVariable], served: ObjectGraph, trained: Trained
+    wanted: Mapping[str, GraphVariable], served: ObjectGraph, trained: TrainedObjects
 ) -> dict[str, str]:
     """Tensors of the variables that one pair of objects leads to, if no other pair leads to as many."""
     search = _Search(wanted, served, trained, {})
@@ -135,7 +135,7 @@ def match_objects_partly(
     return dict(best.pop()) if len(best) == 1 else {}
 
 
-def _spelt(name: str, trained: Trained) -> str | None:
+def _spelt(name: str, trained: TrainedObjects) -> str | None:
     """The tensor that a name given by a person means: a tensor's, a path's, a variable's if it is unique."""
     for tensor in (name, f"{name}{SUFFIX}"):
         if tensor in trained.tensors:
@@ -151,7 +151,7 @@ def _spelt(name: str, trained: Trained) -> str | None:
 def _by_name(
     wanted: Mapping[str, GraphVariable],
     served: ObjectGraph | None,
-    trained: Trained,
+    trained: TrainedObjects,
     renamed: Mapping[str, str],
 ) -> dict[str, Matched]:
     found, missing = {}, []
@@ -177,7 +177,7 @@ def _by_name(
 
 
 def _refuse_left_over_twins(
-    found: Mapping[str, Matched], wanted: Mapping[str, GraphVariable], trained: Trained
+    found: Mapping[str, Matched], wanted: Mapping[str, GraphVariable], trained: TrainedObjects
 ) -> None:
     """A model with a layer less would find `dense`, `dense_1` and leave `dense_2`: which one is too many?"""
     used = {match.tensor for match in found.values()}
@@ -218,7 +218,7 @@ class _Search:
 
     wanted: Mapping[str, GraphVariable]
     served: ObjectGraph
-    trained: Trained
+    trained: TrainedObjects
     renamed: Mapping[str, str]
     numbers: dict[str, int] = field(default_factory=dict)
 
@@ -387,7 +387,7 @@ class _Search:
 
 
 def _missing(
-    missing: list[str], wanted: Mapping[str, GraphVariable], trained: Trained, at: str | None = None
+    missing: list[str], wanted: Mapping[str, GraphVariable], trained: TrainedObjects, at: str | None = None
 ) -> MissingTensors:
     names = [*trained.by_name]
     lines = []

@@ -21,7 +21,7 @@ from exporter.graph.inference_graph import GraphVariable, InferenceGraph, Partit
 from exporter.mapping.build import MappingRules, build_mapping
 from exporter.mapping.extras import ExtraKind, classify_extras
 from exporter.mapping.name_evidence import numbers, stems
-from exporter.mapping.object_matching import Trained, match_objects_partly
+from exporter.mapping.object_matching import TrainedObjects, match_objects_partly
 from exporter.mapping.row_order import row_order
 
 _UNNAMED = re.compile(r"((Sharded)?Variable(_[0-9]+)?)?")
@@ -106,7 +106,9 @@ class _Partial:
         served = {key: key for key in wanted}
         trained: dict[str, list[TensorRef]] = defaultdict(list)
         if objects is not None:
-            for name, variables in Trained(objects, catalog.tensors, rules.object_path).by_name.items():
+            for name, variables in TrainedObjects(
+                objects, catalog.tensors, rules.object_path
+            ).by_name.items():
                 trained[name] = [catalog.tensors[v.tensor] for v in variables if v.tensor in catalog.tensors]
         elif catalog.naming is Naming.LAYERS:
             served |= {key: _in_layer(place) for key, place in graph.layers.items() if key in wanted}
@@ -176,7 +178,7 @@ class _Partial:
         """Variables whose names say nothing, by the edges that lead to them on both sides."""
         if self.objects is None or self.graph.objects is None:
             return {}
-        trained = Trained(self.objects, self.catalog.tensors, self.rules.object_path)
+        trained = TrainedObjects(self.objects, self.catalog.tensors, self.rules.object_path)
         unnamed = {
             ref.name for name, refs in self.trained.items() if _UNNAMED.fullmatch(name) for ref in refs
         }

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from exporter.errors import MissingTensors
 from exporter.graph.training_graph import TrainingGraph
-from exporter.mapping.build import Mapping, Source, check_fits
+from exporter.mapping.build import TensorSource, VariableMapping, check_fits
 
 _SHOWN = 10
 _SERVED = "serve"
 
 
-def with_training(mapping: Mapping, training: TrainingGraph) -> Mapping:
+def with_training(mapping: VariableMapping, training: TrainingGraph) -> VariableMapping:
     """The mapping with every tensor that the training graph restores, as it is stored.
 
     A tensor that both need is stored once. Where they need different values of one name (averages, casts,
@@ -42,15 +42,15 @@ def with_training(mapping: Mapping, training: TrainingGraph) -> Mapping:
     ]
     present = {source.key for source in served}
     kept = (name for name in training.tensors if name not in present)
-    alone = [Source(name, (), tensors[name], via="the training graph") for name in kept]
+    alone = [TensorSource(name, (), tensors[name], via="the training graph") for name in kept]
     return replace(mapping, sources=(*served, *alone))
 
 
-def _is_shared(source: Source) -> bool:
+def _is_shared(source: TensorSource) -> bool:
     return source.is_verbatim and source.key == source.tensor.name
 
 
-def _renamed(source: Source, taken: Collection[str]) -> Source:
+def _renamed(source: TensorSource, taken: Collection[str]) -> TensorSource:
     key = source.key
     while key in taken:
         key = f"{_SERVED}/{key}"

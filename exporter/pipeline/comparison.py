@@ -19,15 +19,15 @@ from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.diff import Comparison, diff
-from exporter.delta.format import Change, Kind, Rows, Schema, ServedVariable
-from exporter.delta.row_reader import StoredVariable, stored_variables
-from exporter.delta.snapshot import State
+from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
+from exporter.delta.row_reader import RowReader, row_readers
+from exporter.delta.snapshot import Snapshot
 from exporter.delta.spans import Position
 from exporter.errors import UsageError
 from exporter.local_paths import local_name
 from exporter.pipeline.layouts import side_by_side
-from exporter.publish.delta_log import VARIABLES_PREFIX, PublishedLog, read_log
-from exporter.publish.versions import children
+from exporter.publish.delta_log import VARIABLES_PREFIX, DeltaLog, read_log
+from exporter.publish.versions import version_dirs
 
 Array = np.ndarray[Any, Any]
 
@@ -40,7 +40,7 @@ class Side:
 
     label: str
     at: Position | None
-    log: PublishedLog | None = None
+    log: DeltaLog | None = None
     catalog: Catalog | None = None
 
 
@@ -93,7 +93,7 @@ def parse_side(text: str) -> Side:
     path = Path(text)
     if (path / VARIABLES_PREFIX).with_name("variables.index").exists():
         return _of_catalog(read_catalog(path / VARIABLES_PREFIX), text)
-    if path.is_dir() and any(child.is_ours for child in children(path)):
+    if path.is_dir() and any(child.has_manifest for child in version_dirs(path)):
         log = read_log(path)
         return _of_log(log, log.at.position, text)
     return _of_catalog(open_checkpoint(path), text)
@@ -134,7 +134,7 @@ def compare(a: Side, b: Side) -> Differences:
     )
 
 
-def _of_log(log: PublishedLog, position: int, label: str) -> Side:
+def _of_log(log: DeltaLog, position: int, label: str) -> Side:
     _, step = log.trained_at(position)
     return Side(label, Position(position, step), log=log)
 
@@ -145,14 +145,14 @@ def _of_catalog(catalog: Catalog, label: str) -> Side:
     )
 
 
-def _variables(side: Side, other: Side) -> dict[str, StoredVariable]:
+def _variables(side: Side, other: Side) -> dict[str, RowReader]:
     """The variables of a side: as they are served if either is a position of a log, else by tensor."""
     if side.log is not None and side.at is not None:
         return dict(side.log.state(side.at.position).stored)
     assert side.catalog is not None
     if other.log is not None:
-        mapping = other.log.base.entry.recipe.mapping(side.catalog)
-        found = (v for source in mapping.sources for v in stored_variables(side.catalog, source))
+        mapping = other.log.base.entry.mapping_spec.mapping(side.catalog)
+        found = (v for source in mapping.sources for v in row_readers(side.catalog, source))
         return {variable.name: variable for variable in found}
     assert other.catalog is not None
     return side_by_side(side.catalog, other.catalog)
@@ -167,20 +167,20 @@ def _lookups(side: Side) -> dict[str, dict[str, ServedVariable]]:
     return {half.name: {each.name: each for each in pair} for pair in pairs for half in pair}
 
 
-def _state(side: Side, variables: dict[str, StoredVariable]) -> State:
+def _state(side: Side, variables: dict[str, RowReader]) -> Snapshot:
     if side.log is not None and side.at is not None:
         return side.log.state(side.at.position)
-    return State(variables)
+    return Snapshot(variables)
 
 
-def _as_compared(variable: StoredVariable) -> ServedVariable:
+def _as_compared(variable: RowReader) -> ServedVariable:
     by_rows = variable.is_row_addressable and math.prod(variable.shape) > 0
-    kind = Kind.TABLE if by_rows else Kind.DENSE
+    kind = ChangeKind.TABLE if by_rows else ChangeKind.DENSE
     return ServedVariable(variable.name, variable.dtype, variable.shape, kind)
 
 
-def _difference(variable: ServedVariable, old: State, change: Change) -> VariableDifference:
-    rows = variable.shape[0] if variable.kind is Kind.TABLE else 1
+def _difference(variable: ServedVariable, old: Snapshot, change: Change) -> VariableDifference:
+    rows = variable.shape[0] if variable.kind is ChangeKind.TABLE else 1
     if isinstance(change, Rows):
         pairs: Iterable[tuple[Array, Array]] = (
             (old.rows_at(variable.name, change.ids[start:stop]), change.values[start:stop])

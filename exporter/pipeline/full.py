@@ -27,9 +27,9 @@ from exporter.graph.origin import GraphOrigin
 from exporter.graph.training_graph import TrainingGraph
 from exporter.increments.increment import CheckpointId
 from exporter.mapping.batch_statistics import check_batch_statistics
-from exporter.mapping.build import Mapping, MappingRules, build_mapping, check_casts
+from exporter.mapping.build import MappingRules, VariableMapping, build_mapping, check_casts
 from exporter.mapping.extras import Extra, classify_extras
-from exporter.mapping.mapping_spec import Recipe
+from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.rename_file import read_renames
 from exporter.mapping.request_rules import parse_rules
 from exporter.mapping.training_variables import with_training
@@ -47,7 +47,7 @@ from exporter.pipeline.target import (
 from exporter.pipeline.trainer_graph import model_beside, training_graph, with_trained
 from exporter.pipeline.updatable import UpdatableBase, make_base, update_notes
 from exporter.progress import ProgressFactory, no_progress
-from exporter.publish.commit import Published, Staging, VersionRule, next_place, publish_version
+from exporter.publish.commit import Published, Staging, VersionRule, publish_version, reserve_position
 from exporter.publish.delta_log import log_path
 from exporter.publish.log_entries import BaseEntry
 from exporter.publish.made_from import newest_made_from
@@ -69,7 +69,7 @@ class Plan:
     checkpoint: Identity
     source: SourceGraph
     graph: InferenceGraph
-    mapping: Mapping
+    mapping: VariableMapping
     version: VersionRule
     rules: MappingRules
     warmup: tuple[WarmupRequest, ...] = ()
@@ -106,7 +106,7 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Unmatchable:
     """A checkpoint and a graph, and what of them fits together by no rule."""
 
     catalog: Catalog
@@ -213,7 +213,7 @@ def _read(
     return _Read(catalog, checkpoint, source, graph, rules, origin)
 
 
-def compare_names(request: ExportRequest) -> Comparison:
+def compare_names(request: ExportRequest) -> Unmatchable:
     """What an export of this request would leave unmatched on both sides; nothing about that is an error.
 
     Raises:
@@ -221,7 +221,7 @@ def compare_names(request: ExportRequest) -> Comparison:
     """
     rules, catalog = parse_rules(request), open_checkpoint(request.ckpt_dir)
     found = _read(request, rules, catalog, Identity.of(catalog))
-    return Comparison(found.catalog, found.graph, find_unmatched(found.graph, found.catalog, found.rules))
+    return Unmatchable(found.catalog, found.graph, find_unmatched(found.graph, found.catalog, found.rules))
 
 
 def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
@@ -346,9 +346,9 @@ def _updatable(planned: Plan, staging: Staging) -> UpdatableBase:
     return make_base(
         planned.graph,
         planned.mapping,
-        Recipe.of(planned.graph, planned.rules, planned.mapping),
+        MappingSpec.of(planned.graph, planned.rules, planned.mapping),
         CheckpointId(planned.catalog.prefix.name, step or 0, planned.checkpoint.digest),
-        next_place(planned.request.out, step),
+        reserve_position(planned.request.out, step),
         updates,
         scratch,
         planned.warmup if planned.request.warmup or planned.request.no_warmup else None,

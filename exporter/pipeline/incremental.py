@@ -24,9 +24,9 @@ from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema
 from exporter.delta.merge import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_hashes import BlockHasher, HashIndex, read_index, without_rows, write_index
-from exporter.delta.snapshot import Array, Changes, State
+from exporter.delta.snapshot import Array, Changes, Snapshot
 from exporter.delta.spans import Position, Span
-from exporter.delta.tolerance import Allowed, recall, remember, sift
+from exporter.delta.tolerance import Tolerance, apply_tolerance, load_residual, save_residual
 from exporter.errors import (
     CheckpointChanged,
     ExportError,
@@ -37,7 +37,7 @@ from exporter.errors import (
     PublishError,
 )
 from exporter.files import writing
-from exporter.increments.trained import Trained
+from exporter.increments.trained import TrainerVersion
 from exporter.mapping.build import MappingRules
 from exporter.mapping.rename_file import read_renames
 from exporter.mapping.request_rules import parse_rules
@@ -47,10 +47,10 @@ from exporter.pipeline.same_graph import SameGraph, check_same_graph
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
-from exporter.publish.delta_log import CACHES, CHECKED, HASHES, PublishedLog, read_log
+from exporter.publish.delta_log import CACHES, CHECKED, HASHES, DeltaLog, read_log
 from exporter.publish.delta_publication import Publication, count_rows, publish_changes
-from exporter.publish.log_entries import DeltaEntry, Made
-from exporter.publish.versions import children
+from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
+from exporter.publish.versions import version_dirs
 
 if TYPE_CHECKING:
     from exporter.pipeline.full import Exported
@@ -64,11 +64,11 @@ class IncrementalPlan:
     """What an incremental export will do; `position` is where the log will stand.
 
     `remembered` are rows that were left out so far: what is published and they are what the trainer had.
-    `lookups` are the contents of lookup tables that increments on the way do not tell of.
+    `lookups` are the contents of lookup tables that the increments do not tell of.
     """
 
     request: ExportRequest
-    log: PublishedLog
+    log: DeltaLog
     trainer: TrainerState
     position: int
     remembered: Changes = field(default_factory=dict)
@@ -78,7 +78,7 @@ class IncrementalPlan:
     @property
     def is_nothing(self) -> bool:
         """True if the newest of the trainer's states is published."""
-        return self.trainer.way.is_nothing and not self.lookups
+        return self.trainer.plan.is_nothing and not self.lookups
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -91,9 +91,9 @@ class IncrementalPlan:
         return Span(self.log.at.position, self.position)
 
     @property
-    def allowed(self) -> Allowed:
+    def allowed(self) -> Tolerance:
         """How far what is served may be from what the trainer has."""
-        return Allowed(self.request.min_change, self.request.delta_dtype)
+        return Tolerance(self.request.min_change, self.request.delta_dtype)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ Incremental: TypeAlias = "Exported | ExportedDelta"
 
 
 def plan_incremental(request: ExportRequest, *, is_watching: bool = False) -> IncrementalPlan:
-    """Find the newest position under the target and the way there from the trainer's files.
+    """Find the newest position under the target and what leads there from the trainer's files.
 
     Who is watching waits for the increment after a full checkpoint, instead of comparing.
 
@@ -151,21 +151,21 @@ def plan_incremental(request: ExportRequest, *, is_watching: bool = False) -> In
     """
     log = read_log(request.out)
     entry = log.base.entry
-    entry.recipe.check_rules(_rules(request))
+    entry.mapping_spec.check_rules(_rules(request))
     entry.check_updates(request.updates)
     bound = request.min_change
     published = log.trained.exact_but_for(request.delta_dtype)
     remembered = _remembered(log, published, bound)
     published = replace(published, left_out=None) if remembered else published
     trainer = read_trainer(
-        request.ckpt_dir, entry.recipe, log.schema, published, bound, is_watching=is_watching
+        request.ckpt_dir, entry.mapping_spec, log.schema, published, bound, is_watching=is_watching
     )
     lookups = trainer.changed_lookups(log)
     # A watch goes on while the next model is being prepared; only a delta must be of the same graph.
-    is_idle = is_watching and trainer.way.is_nothing and not lookups
+    is_idle = is_watching and trainer.plan.is_nothing and not lookups
     graph = SameGraph() if is_idle else check_same_graph(log, request, trainer.catalog)
     last = log.at.position
-    step = None if trainer.catalog.step is None else trainer.way.step
+    step = None if trainer.catalog.step is None else trainer.plan.step
     position = next_delta_position(step, last)
     return IncrementalPlan(request, log, trainer, position, remembered, graph, lookups)
 
@@ -180,16 +180,16 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
     started = time.monotonic()
     if planned.is_nothing:
         return ExportedDelta(planned, None, 0, 0, 0, time.monotonic() - started)
-    log, way = planned.log, planned.trainer.way
+    log, plan = planned.log, planned.trainer.plan
     with Staging(planned.request.out) as staging, writing(staging.path):
         scratch = staging.path.with_name("scratch")
         scratch.mkdir()
         found = _changes(planned, scratch, progress)
-        made = Made.INCREMENTS if way.is_known else Made.COMPARISON
-        span = replace(planned.span, only_from=bool(found.left_out or found.rounded))
-        trained = replace(way.target, left_out=found.left_out, rounded=_rounded_so_far(planned, found))
+        made = DeltaOrigin.INCREMENTS if plan.is_known else DeltaOrigin.COMPARISON
+        span = replace(planned.span, exact_base=bool(found.left_out or found.rounded))
+        trained = replace(plan.target, left_out=found.left_out, rounded=_rounded_so_far(planned, found))
         packing = planned.request.delta_dtype
-        what = Publication(span, way.step, made, trained, rounded=found.rounded, packing=packing)
+        what = Publication(span, plan.step, made, trained, rounded=found.rounded, packing=packing)
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None
         published = publish_changes(log, staging, found.changes, what, last=log.at.position, check=check)
         _keep_for_next_time(planned, found, published.manifest.state_id)
@@ -218,8 +218,8 @@ def _keep_for_next_time(planned: IncrementalPlan, found: _Found, state: str) -> 
     with suppress(OSError, PublishError):
         if found.hashes is not None:
             write_index(log.path / HASHES, replace(found.hashes, state=state))
-        if found.stay:
-            remember(log.path / CACHES, log.schema, _header(planned), state, found.stay)
+        if found.held_back:
+            save_residual(log.path / CACHES, log.schema, _header(planned), state, found.held_back)
 
 
 def export_incremental(
@@ -257,7 +257,7 @@ def export_incremental(
     return replace(done, warnings=(*done.warnings, *_tidied(done.plan.log)))
 
 
-def _tidied(log: PublishedLog) -> tuple[ExportError, ...]:
+def _tidied(log: DeltaLog) -> tuple[ExportError, ...]:
     """What stood in the way of tidying a log, or keeps its servers where they are.
 
     The delta is published, and the next one tries again.
@@ -273,7 +273,7 @@ def _tidied(log: PublishedLog) -> tuple[ExportError, ...]:
 
 def is_begun(request: ExportRequest) -> bool:
     """True if something is published under the target already."""
-    return any(child.is_ours for child in children(request.out))
+    return any(child.has_manifest for child in version_dirs(request.out))
 
 
 def export_base(request: ExportRequest, progress: ProgressFactory = no_progress) -> Exported:
@@ -313,15 +313,15 @@ def _rules(request: ExportRequest) -> MappingRules:
 
 def _header(planned: IncrementalPlan) -> DeltaHeader:
     log, span = planned.log, planned.span
-    step = planned.trainer.way.step
-    return DeltaHeader(log.lineage, log.schema.digest, span.start, span.end, step, only_from=True)
+    step = planned.trainer.plan.step
+    return DeltaHeader(log.lineage, log.schema.digest, span.start, span.end, step, exact_base=True)
 
 
-def _remembered(log: PublishedLog, published: Trained, bound: float) -> Changes:
+def _remembered(log: DeltaLog, published: TrainerVersion, bound: float) -> Changes:
     """Rows that may stay behind further; none if some may not: then everything is compared."""
     if published.left_out is None or not published.is_within(bound):
         return {}
-    return recall(log.path / CACHES, log.schema, **_state_of(log)) or {}
+    return load_residual(log.path / CACHES, log.schema, **_state_of(log)) or {}
 
 
 class _StateKey(TypedDict):
@@ -332,7 +332,7 @@ class _StateKey(TypedDict):
     state: str
 
 
-def _state_of(log: PublishedLog) -> _StateKey:
+def _state_of(log: DeltaLog) -> _StateKey:
     return {"lineage": log.lineage, "position": log.at.position, "state": log.newest.manifest.state_id}
 
 
@@ -343,7 +343,7 @@ class _Found:
     hashes: HashIndex | None = None
     left_out: LeftOut | None = None
     rounded: Rounded | None = None
-    stay: Mapping[str, Rows] = field(default_factory=dict)
+    held_back: Mapping[str, Rows] = field(default_factory=dict)
 
 
 def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory) -> _Found:
@@ -355,36 +355,43 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
     schema, state = planned.log.schema, published()
     files = CheckedFiles.of(planned.log.path / CHECKED, state.stored.values())
     state.trust(known := files.known(state.stored.values()))
-    sifted = sift(found.changes, state, schema, planned.allowed, scratch)
+    tolerated = apply_tolerance(found.changes, state, schema, planned.allowed, scratch)
     if state.checked:
         files.save(state.checked | known)
-    hashes = None if found.hashes is None else _of_published(found.hashes, sifted.behind, schema)
-    return _Found(sifted.changes, found.compared_bytes, hashes, sifted.left_out, sifted.rounded, sifted.stay)
+    hashes = None if found.hashes is None else _of_published(found.hashes, tolerated.stale, schema)
+    return _Found(
+        tolerated.changes,
+        found.compared_bytes,
+        hashes,
+        tolerated.left_out,
+        tolerated.rounded,
+        tolerated.held_back,
+    )
 
 
 def _rounded_so_far(planned: IncrementalPlan, found: _Found) -> Rounded | None:
     """The rows that are served rounded; of those that increments say nothing of, what was known before."""
     before = planned.log.trained.rounded
-    if not planned.trainer.way.is_known:
+    if not planned.trainer.plan.is_known:
         return found.rounded
     return before if found.rounded is None else found.rounded.since(before)
 
 
-def _of_published(index: HashIndex, behind: Mapping[str, Array], schema: Schema) -> HashIndex:
+def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) -> HashIndex:
     """The hashes of what is published, given those of the trainer's rows."""
     tables = dict(index.tables)
     for variable in schema.variables:
-        if variable.name in behind:
+        if variable.name in stale:
             row_bytes = math.prod(variable.shape[1:]) * variable.dtype.numpy.itemsize
-            tables[variable.name] = without_rows(tables[variable.name], behind[variable.name], row_bytes)
+            tables[variable.name] = without_rows(tables[variable.name], stale[variable.name], row_bytes)
     return replace(index, tables=tables)
 
 
 def _all_changes(
-    planned: IncrementalPlan, published: Callable[[], State], scratch: Path, progress: ProgressFactory
+    planned: IncrementalPlan, published: Callable[[], Snapshot], scratch: Path, progress: ProgressFactory
 ) -> _Found:
     log, trainer = planned.log, planned.trainer
-    if trainer.way.is_known:
+    if trainer.plan.is_known:
         layers = (planned.remembered, *trainer.layers()) if planned.remembered else trainer.layers()
         if needs_folding(layers, log.schema):
             layers = fold_whole(layers, log.schema, published())

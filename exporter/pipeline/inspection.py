@@ -24,7 +24,7 @@ from exporter.mapping.extras import Extra, classify_extras
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import FILE_NAME, Manifest
 from exporter.publish.permission import held_at
-from exporter.publish.versions import children, read_manifest
+from exporter.publish.versions import read_manifest, version_dirs
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -136,7 +136,7 @@ def inspect(path: Path) -> Inspection:
         return _bundle(path)
     if path.is_file() and path.suffix == ".meta":
         return _graph(path)
-    versions = [child.path for child in children(path)] if path.is_dir() else []
+    versions = [child.path for child in version_dirs(path)] if path.is_dir() else []
     bundles = tuple(_bundle(version) for version in versions if is_saved_model(version))
     if bundles:
         return ModelView(path, bundles, _newest_position(path, bundles[0]), held_at(path))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from exporter.catalog import Catalog, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
-from exporter.delta.row_reader import RowOrder, StoredVariable
+from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.graph.metagraph import read_metagraph
 from exporter.graph.partition import trained_strategies
@@ -23,7 +23,7 @@ _PART = re.compile(r"(.+)/part_([0-9]+)(/.+)?")
 _Parts = Mapping[int, TensorRef]
 
 
-def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, StoredVariable]:
+def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, RowReader]:
     """The tensors of `catalog` by name, laid out so that they compare with those of `other`."""
     tensors = _joined(_compared(catalog), _compared(other))
     theirs = _joined(_compared(other), _compared(catalog))
@@ -37,7 +37,7 @@ def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, StoredVariable]:
     for name, ref in tensors.items():
         gather = len(ref.slices) if name in moved and _is_mod(ref, _strategy(strategies, name)) else 0
         whole = SliceSpec(ref.shape, (0,) * len(ref.shape), ref.shape)
-        found[name] = StoredVariable(name, catalog, ref, whole, ref.dtype, RowOrder(gather))
+        found[name] = RowReader(name, catalog, ref, whole, ref.dtype, SliceOrder(gather))
     return found
 
 

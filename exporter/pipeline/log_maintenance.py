@@ -49,20 +49,20 @@ from exporter.errors import (
 from exporter.files import remove_tree, writing
 from exporter.options import DeltaDtype
 from exporter.pipeline import republish
-from exporter.pipeline.republish import TakenBack, TakingBack
+from exporter.pipeline.republish import RollbackPlan, RollbackResult
 from exporter.pipeline.restoration import (
     Restoration,
     delta_path,
     resumption_of,
     rollback_of,
+    rollback_plan,
     since,
-    taking_back,
 )
 from exporter.publish.commit import PublishedDelta as Published
 from exporter.publish.commit import Staging, UnderLock, model_lock, next_delta_position
-from exporter.publish.delta_log import PublishedDelta, PublishedLog, read_log
+from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
 from exporter.publish.delta_publication import Publication, publish_changes
-from exporter.publish.log_entries import Made
+from exporter.publish.log_entries import DeltaOrigin
 from exporter.publish.permission import binding
 from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
 
@@ -76,7 +76,7 @@ RACE_SECONDS = 60.0
 class Merged:
     """A merger: the deltas that became one, and that one."""
 
-    parts: tuple[PublishedDelta, ...]
+    parts: tuple[LogDelta, ...]
     published: Published
 
     @property
@@ -101,7 +101,7 @@ def merge(model: Path, start: int | None = None, end: int | None = None) -> Merg
         PublishError: see errors.py; nothing was published.
     """
 
-    def merge_all(log: PublishedLog) -> Merged | None:
+    def merge_all(log: DeltaLog) -> Merged | None:
         run = _run(log, start, end)
         return None if len(run) < 2 else merge_run(log, run)
 
@@ -112,7 +112,7 @@ def merge(model: Path, start: int | None = None, end: int | None = None) -> Merg
 class Merging:
     """A merger as it is planned: the deltas that become one, and its place."""
 
-    parts: tuple[PublishedDelta, ...]
+    parts: tuple[LogDelta, ...]
     span: Span
     path: Path
 
@@ -124,7 +124,7 @@ def plan_merge(model: Path, start: int | None = None, end: int | None = None) ->
         DeltaGap, StaleDelta, CheckpointError, ModelHeld: as `merge`.
     """
 
-    def plan(log: PublishedLog) -> Merging | None:
+    def plan(log: DeltaLog) -> Merging | None:
         run = _run(log, start, end)
         if len(run) < 2:
             return None
@@ -138,12 +138,12 @@ def plan_merge(model: Path, start: int | None = None, end: int | None = None) ->
     return undisturbed(model, plan)
 
 
-def _run(log: PublishedLog, start: int | None, end: int | None) -> tuple[PublishedDelta, ...]:
+def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, ...]:
     return log.chain(log.base.at.position if start is None else start, end)
 
 
 def undisturbed(
-    model: Path, action: Callable[[PublishedLog], T], *, clock: Callable[[], float] = time.monotonic
+    model: Path, action: Callable[[DeltaLog], T], *, clock: Callable[[], float] = time.monotonic
 ) -> T:
     """What an operator's command does with a log, again if others removed what it was reading.
 
@@ -164,7 +164,7 @@ def undisturbed(
                 raise PositionMoved(f"{what}, without a pause to read it", cause=error.message) from error
 
 
-def merge_run(log: PublishedLog, run: Sequence[PublishedDelta]) -> Merged | None:
+def merge_run(log: DeltaLog, run: Sequence[LogDelta]) -> Merged | None:
     """Merge neighbouring deltas; None if their merger is published already."""
     newest = run[-1]
     with Staging(log.model) as staging, writing(staging.path):
@@ -174,7 +174,7 @@ def merge_run(log: PublishedLog, run: Sequence[PublishedDelta]) -> Merged | None
         what = Publication(
             span,
             newest.at.step,
-            Made.MERGE,
+            DeltaOrigin.MERGE,
             newest.entry.trained,
             packing=_packing(opened),
             state=newest.manifest.state_id,
@@ -244,7 +244,7 @@ def tidy(model: Path, *, clock: Callable[[], float] = time.time) -> tuple[tuple[
     return tuple(done), retired
 
 
-def rollback(model: Path, to: int) -> TakenBack:
+def rollback(model: Path, to: int) -> RollbackResult:
     """Publish the values of position `to` as the next position, and hold the log there.
 
     Where the newest version takes no deltas, `to` is a version, which is published again as the newest.
@@ -262,10 +262,10 @@ def rollback(model: Path, to: int) -> TakenBack:
         with log.held.put_back_on_failure(staging):
             _stop_at(log, to, staging)
             done = _restore(log, staging, restoration)
-        return TakenBack(log.at, Position(to, done.manifest.step), done, done.manifest.position)
+        return RollbackResult(log.at, Position(to, done.manifest.step), done, done.manifest.position)
 
 
-def plan_rollback(model: Path, to: int) -> TakingBack:
+def plan_rollback(model: Path, to: int) -> RollbackPlan:
     """What `rollback` would do now; the deltas on the way are read and checked, and nothing is written.
 
     Raises:
@@ -273,10 +273,10 @@ def plan_rollback(model: Path, to: int) -> TakingBack:
     """
     if republish.is_plain(model):
         return republish.plan_rollback(model, to)
-    return undisturbed(model, lambda log: taking_back(log, rollback_of(log, to)))
+    return undisturbed(model, lambda log: rollback_plan(log, rollback_of(log, to)))
 
 
-def resume(model: Path, *, lift_only: bool = False) -> TakenBack:
+def resume(model: Path, *, lift_only: bool = False) -> RollbackResult:
     """Lift the hold; after a rollback that nothing was published on, publish the values of before it again.
 
     After several rollbacks, these are the values of before the first of those that are still in force. With
@@ -297,10 +297,10 @@ def resume(model: Path, *, lift_only: bool = False) -> TakenBack:
             at = Position(restoration.of, done.manifest.step)
         for hold in binding(model, log.base.entry.log):
             hold.lift()
-        return TakenBack(log.at, at, done, None)
+        return RollbackResult(log.at, at, done, None)
 
 
-def plan_resume(model: Path, *, lift_only: bool = False) -> TakingBack:
+def plan_resume(model: Path, *, lift_only: bool = False) -> RollbackPlan:
     """What `resume` would do now; the deltas on the way are read and checked, and nothing is written.
 
     Raises:
@@ -308,11 +308,11 @@ def plan_resume(model: Path, *, lift_only: bool = False) -> TakingBack:
     """
     if republish.is_plain(model):
         return republish.plan_resume(model, lift_only=lift_only)
-    return undisturbed(model, lambda log: taking_back(log, resumption_of(log, lift_only)))
+    return undisturbed(model, lambda log: rollback_plan(log, resumption_of(log, lift_only)))
 
 
 @contextmanager
-def _operating(model: Path) -> Iterator[tuple[PublishedLog, Staging]]:
+def _operating(model: Path) -> Iterator[tuple[DeltaLog, Staging]]:
     """A log that nobody else publishes in, merges or tidies until the block ends."""
     read_log(model)  # where nothing is published nothing is made, not even a lock
     with Staging(model) as staging, writing(staging.path), model_lock(model):
@@ -321,7 +321,7 @@ def _operating(model: Path) -> Iterator[tuple[PublishedLog, Staging]]:
         yield log, staging
 
 
-def _stop_at(log: PublishedLog, to: int, staging: Staging) -> None:
+def _stop_at(log: DeltaLog, to: int, staging: Staging) -> None:
     """Hold the log at `to`, if it is not held before that already."""
     try:
         held = log.hold()
@@ -331,7 +331,7 @@ def _stop_at(log: PublishedLog, to: int, staging: Staging) -> None:
         log.held.put(to, staging)
 
 
-def _restore(log: PublishedLog, staging: Staging, restoration: Restoration) -> Published:
+def _restore(log: DeltaLog, staging: Staging, restoration: Restoration) -> Published:
     """Publish the values of `restoration.of` as the next position."""
     to, last = restoration.of, log.at.position
     trained, step = log.trained_at(to)

@@ -18,14 +18,14 @@ from exporter.errors import MissingAsset
 from exporter.graph.graph_digest import graph_digest
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.training_graph import TrainingGraph
-from exporter.mapping.build import Mapping
+from exporter.mapping.build import VariableMapping
 from exporter.options import ExportRequest
 
 
 def plan_digest(
     request: ExportRequest,
     graph: InferenceGraph,
-    mapping: Mapping,
+    mapping: VariableMapping,
     warmup: Iterable[WarmupRequest],
     training: TrainingGraph | None,
 ) -> str:

@@ -17,16 +17,16 @@ import numpy as np
 
 from exporter.bundle.saved_model_writer import SAVED_MODEL_FILE
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
-from exporter.delta.format import Kind, ServedVariable
+from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.delta.row_reader import served_name
-from exporter.delta.snapshot import Array, State
+from exporter.delta.snapshot import Array, Snapshot
 from exporter.delta.spans import Position
 from exporter.errors import ManifestError
 from exporter.files import writing
 from exporter.graph.saved_model import read_saved_model
 from exporter.pipeline.log_maintenance import undisturbed
-from exporter.publish.commit import Place, Published, Staging, publish_version
-from exporter.publish.delta_log import VARIABLES_PREFIX, PublishedLog
+from exporter.publish.commit import Published, ReservedPosition, Staging, publish_version
+from exporter.publish.delta_log import VARIABLES_PREFIX, DeltaLog
 from exporter.publish.manifest import ManifestDraft, tensor_entries
 from exporter.publish.permission import Permission
 from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
@@ -67,7 +67,7 @@ def plan_rebase(model: Path, *, despite_hold: bool = False) -> Rebasing | None:
     """
     Permission(despite_hold).check(model, takes_deltas=True)
 
-    def plan(log: PublishedLog) -> Rebasing | None:
+    def plan(log: DeltaLog) -> Rebasing | None:
         if log.base.at.position == log.at.position:
             return None
         log.state()
@@ -93,7 +93,7 @@ def rebase(model: Path, *, keep: int | None = None, despite_hold: bool = False) 
     return undisturbed(model, lambda log: _rebase(log, keep, permission))
 
 
-def _rebase(log: PublishedLog, keep: int | None, permission: Permission) -> Rebased | None:
+def _rebase(log: DeltaLog, keep: int | None, permission: Permission) -> Rebased | None:
     model, base, at = log.model, log.base, log.at
     if base.at.position == at.position:
         return None
@@ -113,29 +113,29 @@ def _rebase(log: PublishedLog, keep: int | None, permission: Permission) -> Reba
             lineage=log.lineage,
             incremental=replace(base.entry, trained=log.trained, state=log.newest.manifest.state_id),
         )
-        place = Place(at.position, last=at.position, is_passed=True)
+        place = ReservedPosition(at.position, last=at.position, is_passed=True)
         published = publish_version(staging, draft, place=place, keep=keep, permission=permission)
         return Rebased(published, len(chain))
 
 
-def _write_variables(log: PublishedLog, state: State, bundle: Path) -> None:
+def _write_variables(log: DeltaLog, state: Snapshot, bundle: Path) -> None:
     prefix = bundle / VARIABLES_PREFIX
     prefix.parent.mkdir()
     schema = {variable.name: variable for variable in log.schema.variables}
     with BundleWriter(prefix) as writer:
-        for source in log.base.entry.recipe.sources():
+        for source in log.base.entry.mapping_spec.sources():
             if not source.variables:  # the keys or values of a lookup table
                 writer.add(source.key, state.whole(source.key))
             for part in source.variables:
                 variable = schema[served_name(part)]
-                if variable.kind is Kind.DENSE:
+                if variable.kind is ChangeKind.DENSE:
                     writer.add(source.key, state.whole(variable.name), part.part)
                 else:
                     rows = _rows(state, variable)
                     writer.add_chunks(source.key, variable.dtype, variable.shape, rows, part.part)
 
 
-def _rows(state: State, variable: ServedVariable) -> Iterator[Array]:
+def _rows(state: Snapshot, variable: ServedVariable) -> Iterator[Array]:
     row_bytes = max(1, int(np.prod(variable.shape[1:])) * variable.dtype.numpy.itemsize)
     step = max(1, _CHUNK_BYTES // row_bytes)
     for start in range(0, variable.shape[0], step):

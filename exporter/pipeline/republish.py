@@ -30,15 +30,15 @@ from exporter.publish.commit import (
     publish_version,
 )
 from exporter.publish.hold import Hold
-from exporter.publish.log_entries import Made
-from exporter.publish.manifest import Manifest, ManifestDraft, TakenBackTo
+from exporter.publish.log_entries import DeltaOrigin
+from exporter.publish.manifest import Manifest, ManifestDraft, RestoredValues
 from exporter.publish.permission import Permission
-from exporter.publish.versions import Child, children, last_position, read_manifest, read_stamp
+from exporter.publish.versions import VersionDir, last_position, read_head, read_manifest, version_dirs
 from exporter.verify.version_files import PAIR_PREFIX, VARIABLES_PREFIX, verify_bytes, verify_published
 
 
 @dataclass(frozen=True)
-class TakingBack:
+class RollbackPlan:
     """A rollback or resumption as it is planned: where the model stands, whose values it gets, and how.
 
     `path` is what is published at `position`, None if the values do not have to change.
@@ -52,7 +52,7 @@ class TakingBack:
 
 
 @dataclass(frozen=True)
-class TakenBack:
+class RollbackResult:
     """A rollback or resumption: where the model stood, whose values it has now, and what did it.
 
     `published` is None if values did not have to change.
@@ -80,11 +80,11 @@ def is_plain(model: Path) -> bool:
     Raises:
         ManifestError: its manifest is damaged.
     """
-    newest = next((child for child in children(model) if child.is_ours), None)
-    return newest is not None and read_stamp(newest.path).log is None
+    newest = next((child for child in version_dirs(model) if child.has_manifest), None)
+    return newest is not None and read_head(newest.path).log is None
 
 
-def rollback(model: Path, to: int) -> TakenBack:
+def rollback(model: Path, to: int) -> RollbackResult:
     """Publish version `to` again as the newest, and hold the model there.
 
     Raises:
@@ -100,11 +100,13 @@ def rollback(model: Path, to: int) -> TakenBack:
         before = newest.version if earlier is None else earlier.before
         with hold.put_back_on_failure(staging):
             hold.put(number, staging)
-            done = _publish(model, staging, to, manifest, TakenBackTo(Made.ROLLBACK.value, to, before))
-        return TakenBack(plan.before, plan.values_of, done, number)
+            done = _publish(
+                model, staging, to, manifest, RestoredValues(DeltaOrigin.ROLLBACK.value, to, before)
+            )
+        return RollbackResult(plan.before, plan.values_of, done, number)
 
 
-def plan_rollback(model: Path, to: int) -> TakingBack:
+def plan_rollback(model: Path, to: int) -> RollbackPlan:
     """What `rollback` would do now; that version is checked, and nothing is written.
 
     Raises:
@@ -113,7 +115,7 @@ def plan_rollback(model: Path, to: int) -> TakingBack:
     return _plan_rollback(model, _versions(model), to)[0]
 
 
-def plan_resume(model: Path, *, lift_only: bool) -> TakingBack:
+def plan_resume(model: Path, *, lift_only: bool) -> RollbackPlan:
     """What `resume` would do now; the version that comes back is checked, and nothing is written.
 
     Raises:
@@ -122,39 +124,39 @@ def plan_resume(model: Path, *, lift_only: bool) -> TakingBack:
     return _plan_resume(model, _versions(model), lift_only)[0]
 
 
-def _plan_rollback(model: Path, versions: list[Child], to: int) -> tuple[TakingBack, Manifest]:
+def _plan_rollback(model: Path, versions: list[VersionDir], to: int) -> tuple[RollbackPlan, Manifest]:
     newest = versions[0]
     if to == newest.version:
         raise UsageError(f"version {to} is the newest: there is nothing to take back")
     manifest = _whole(versions, to)
     number = _next_version(model, versions, manifest)
     at = _at(newest.path)
-    return TakingBack(at, Position(to, manifest.step), model / str(number), number, number), manifest
+    return RollbackPlan(at, Position(to, manifest.step), model / str(number), number, number), manifest
 
 
 def _plan_resume(
-    model: Path, versions: list[Child], lift_only: bool
-) -> tuple[TakingBack, tuple[Manifest, int] | None]:
+    model: Path, versions: list[VersionDir], lift_only: bool
+) -> tuple[RollbackPlan, tuple[Manifest, int] | None]:
     """The plan, and of the version that comes back its manifest and number, None if the values stay."""
     if not Hold(model).is_set:
         raise UsageError(f"{model} is not held", hint="see what is published: export-model verify MODEL")
     undone = None if lift_only else _in_force(versions[0])
     at = _at(versions[0].path)
     if undone is None or undone.before == undone.back_to:
-        return TakingBack(at, at, None, at.position, None), None
+        return RollbackPlan(at, at, None, at.position, None), None
     manifest = _whole(versions, undone.before)
     number = _next_version(model, versions, manifest)
-    plan = TakingBack(at, Position(undone.before, manifest.step), model / str(number), number, None)
+    plan = RollbackPlan(at, Position(undone.before, manifest.step), model / str(number), number, None)
     return plan, (manifest, undone.before)
 
 
-def _next_version(model: Path, versions: list[Child], manifest: Manifest) -> int:
+def _next_version(model: Path, versions: list[VersionDir], manifest: Manifest) -> int:
     last = last_position(model, versions)
-    newest = children(model)[0].version
+    newest = version_dirs(model)[0].version
     return VersionRule().choose(manifest.step, newest=newest, last=last, now=0)[0]
 
 
-def resume(model: Path, *, lift_only: bool) -> TakenBack:
+def resume(model: Path, *, lift_only: bool) -> RollbackResult:
     """Lift the hold; after a rollback that nothing was published on, publish the version before it again.
 
     Raises:
@@ -167,21 +169,21 @@ def resume(model: Path, *, lift_only: bool) -> TakenBack:
         done = None
         if comes_back is not None:
             manifest, number = comes_back
-            told = TakenBackTo(Made.RESUME.value, number, versions[0].version)
+            told = RestoredValues(DeltaOrigin.RESUME.value, number, versions[0].version)
             done = _publish(model, staging, number, manifest, told)
         Hold(model).lift()
-        return TakenBack(plan.before, plan.values_of, done, None)
+        return RollbackResult(plan.before, plan.values_of, done, None)
 
 
 @contextmanager
-def _operating(model: Path) -> Iterator[tuple[list[Child], Staging]]:
+def _operating(model: Path) -> Iterator[tuple[list[VersionDir], Staging]]:
     """The versions, newest first, while nobody else publishes."""
     with Staging(model) as staging, writing(staging.path), model_lock(model):
         yield _versions(model), staging
 
 
-def _versions(model: Path) -> list[Child]:
-    versions = [child for child in children(model) if child.is_ours]
+def _versions(model: Path) -> list[VersionDir]:
+    versions = [child for child in version_dirs(model) if child.has_manifest]
     if not versions:
         raise nothing_published(model)
     return versions
@@ -192,7 +194,7 @@ def _at(version_: Path) -> Position:
     return Position(int(version_.name), manifest.step)
 
 
-def _whole(versions: list[Child], number: int) -> Manifest:
+def _whole(versions: list[VersionDir], number: int) -> Manifest:
     """The manifest of a version, all of whose bytes were compared with it."""
     found = next((child for child in versions if child.version == number), None)
     if found is None:
@@ -215,14 +217,14 @@ def _whole(versions: list[Child], number: int) -> Manifest:
     return manifest
 
 
-def _in_force(newest: Child) -> TakenBackTo | None:
+def _in_force(newest: VersionDir) -> RestoredValues | None:
     """The rollback that nothing was published on, if there is one."""
     told = read_manifest(newest.path).taken_back
-    return told if told is not None and told.made == Made.ROLLBACK.value else None
+    return told if told is not None and told.made == DeltaOrigin.ROLLBACK.value else None
 
 
 def _publish(
-    model: Path, staging: Staging, number: int, manifest: Manifest, taken_back: TakenBackTo
+    model: Path, staging: Staging, number: int, manifest: Manifest, taken_back: RestoredValues
 ) -> Published:
     for entry in manifest.files:
         target = staging.path / entry.path

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from exporter.delta.spans import Position, Span
 from exporter.errors import PositionUnknown, UsageError
-from exporter.pipeline.republish import TakingBack
+from exporter.pipeline.republish import RollbackPlan
 from exporter.publish.commit import next_delta_position
-from exporter.publish.delta_log import PublishedBase, PublishedDelta, PublishedLog
-from exporter.publish.log_entries import Made
+from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta
+from exporter.publish.log_entries import DeltaOrigin
 from exporter.publish.permission import binding
 
 
@@ -22,13 +22,13 @@ class Restoration:
     """
 
     of: int
-    made: Made
+    made: DeltaOrigin
     start: int
     before: int | None = None
     holds: bool = False
 
 
-def rollback_of(log: PublishedLog, to: int) -> Restoration:
+def rollback_of(log: DeltaLog, to: int) -> Restoration:
     """What leads to the values of `to` again.
 
     Raises:
@@ -39,10 +39,10 @@ def rollback_of(log: PublishedLog, to: int) -> Restoration:
     if to == log.at.position:
         raise UsageError(f"position {to} is the newest: there is nothing to take back")
     before = _before_rollbacks(log) if log.held.is_set else None  # those that were lifted are accepted
-    return Restoration(to, Made.ROLLBACK, _jumps_from(log, to), before, holds=True)
+    return Restoration(to, DeltaOrigin.ROLLBACK, _jumps_from(log, to), before, holds=True)
 
 
-def resumption_of(log: PublishedLog, lift_only: bool) -> Restoration | None:
+def resumption_of(log: DeltaLog, lift_only: bool) -> Restoration | None:
     """What publishes the values of before a rollback again; None if the values stay.
 
     Raises:
@@ -53,27 +53,27 @@ def resumption_of(log: PublishedLog, lift_only: bool) -> Restoration | None:
     before = None if lift_only else _before_rollbacks(log)
     if before is None or _leads_back_to(log, before):
         return None
-    return Restoration(before, Made.RESUME, log.at.position)
+    return Restoration(before, DeltaOrigin.RESUME, log.at.position)
 
 
-def taking_back(log: PublishedLog, restoration: Restoration | None) -> TakingBack:
+def rollback_plan(log: DeltaLog, restoration: Restoration | None) -> RollbackPlan:
     """What `_restore` would publish; what it would read of deltas is read and checked.
 
     Raises:
         PositionUnknown, CheckpointError: as `_restore`.
     """
     if restoration is None:
-        return TakingBack(log.at, log.at, None, log.at.position, None)
+        return RollbackPlan(log.at, log.at, None, log.at.position, None)
     _, step = log.trained_at(restoration.of)
     for delta in since(log, restoration):
         log.open(delta)
     log.state(restoration.of)
     span = Span(restoration.start, next_delta_position(None, log.at.position))
     hold = span.end if restoration.holds else None
-    return TakingBack(log.at, Position(restoration.of, step), delta_path(log, span), span.end, hold)
+    return RollbackPlan(log.at, Position(restoration.of, step), delta_path(log, span), span.end, hold)
 
 
-def since(log: PublishedLog, restoration: Restoration) -> tuple[PublishedDelta, ...]:
+def since(log: DeltaLog, restoration: Restoration) -> tuple[LogDelta, ...]:
     """The deltas whose rows a restoration takes back."""
     chain = log.chain(min(restoration.of, restoration.start))
     if not chain:
@@ -81,19 +81,19 @@ def since(log: PublishedLog, restoration: Restoration) -> tuple[PublishedDelta, 
     return chain
 
 
-def _jumps_from(log: PublishedLog, to: int) -> int:
+def _jumps_from(log: DeltaLog, to: int) -> int:
     """The earliest position from which a merged delta leads past `to`: from there on all must jump."""
     return min([to, *(delta.start for delta in log.deltas if delta.start < to < delta.end)])
 
 
-def _before_rollbacks(log: PublishedLog) -> int | None:
+def _before_rollbacks(log: DeltaLog) -> int | None:
     """The position before the first of the rollbacks that nothing was published on; None if there are none.
 
     A rollback says it, or, of an earlier release, begins where the log stood before.
     """
-    at: PublishedBase | PublishedDelta = log.newest
+    at: LogBase | LogDelta = log.newest
     before = None
-    while isinstance(at, PublishedDelta) and at.entry.made is Made.ROLLBACK:
+    while isinstance(at, LogDelta) and at.entry.made is DeltaOrigin.ROLLBACK:
         if at.entry.before is not None:
             return at.entry.before
         before = at.start
@@ -102,11 +102,11 @@ def _before_rollbacks(log: PublishedLog) -> int | None:
     return before
 
 
-def _leads_back_to(log: PublishedLog, position: int) -> bool:
+def _leads_back_to(log: DeltaLog, position: int) -> bool:
     """True if the newest delta has restored the values of this position."""
-    return isinstance(log.newest, PublishedDelta) and log.newest.entry.back_to == position
+    return isinstance(log.newest, LogDelta) and log.newest.entry.back_to == position
 
 
-def delta_path(log: PublishedLog, span: Span) -> Path:
+def delta_path(log: DeltaLog, span: Span) -> Path:
     """Where a delta of this span is published."""
     return log.path / f"{span.start:020d}-{span.end:020d}"

@@ -23,7 +23,7 @@ from exporter.graph.file_digests import FileDigests
 from exporter.graph.origin import GraphOrigin, changed_assets
 from exporter.graph.source_graph import GraphRequest
 from exporter.options import ExportRequest, Verify
-from exporter.publish.delta_log import CACHES, PublishedLog
+from exporter.publish.delta_log import CACHES, DeltaLog
 
 _FILE = CACHES / "sources.json"
 
@@ -76,7 +76,7 @@ class SameGraph:
             self.files.save(log)
 
 
-def check_same_graph(log: PublishedLog, request: ExportRequest, catalog: Catalog) -> SameGraph:
+def check_same_graph(log: DeltaLog, request: ExportRequest, catalog: Catalog) -> SameGraph:
     """Refuse a delta of another graph or vocabulary.
 
     Raises:

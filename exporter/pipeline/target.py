@@ -10,10 +10,10 @@ from exporter.checkpoint.identity import Identity
 from exporter.errors import ManifestError, NotUpdatable, UsageError
 from exporter.options import ExportRequest
 from exporter.publish.commit import VersionRule
-from exporter.publish.delta_log import PublishedBase
+from exporter.publish.delta_log import LogBase
 from exporter.publish.made_from import PublishedAlready, newest_made_from
 from exporter.publish.permission import Permission
-from exporter.publish.versions import children
+from exporter.publish.versions import version_dirs
 
 
 def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> None:
@@ -61,11 +61,11 @@ def permission(request: ExportRequest) -> Permission:
 
 def target_notes(model: Path) -> tuple[str, ...]:
     """A plain version over one that takes deltas ends the freshness of every server that loads it."""
-    newest = next((child for child in children(model) if child.is_ours), None)
+    newest = next((child for child in version_dirs(model) if child.has_manifest), None)
     if newest is None:
         return ()
     with suppress(NotUpdatable, ManifestError):
-        PublishedBase.read(newest.path)
+        LogBase.read(newest.path)
         return (
             f"{newest.path} takes deltas, what replaces it does not: --updatable publishes one that does",
         )

@@ -13,47 +13,45 @@ from exporter.checkpoint.identity import index_digest
 from exporter.checkpoint.tensor_bundle import index_path
 from exporter.delta.diff import diff_lookups
 from exporter.delta.format import Schema
-from exporter.delta.row_reader import stored_variables, translate
-from exporter.delta.snapshot import Changes, State
+from exporter.delta.row_reader import row_readers, translate
+from exporter.delta.snapshot import Changes, Snapshot
 from exporter.errors import SchemaChanged
-from exporter.increments.deeprec import find_deeprec_way, read_increment
+from exporter.increments.deeprec import plan_deeprec_changes, read_increment
 from exporter.increments.history import History, read_history
 from exporter.increments.increment import CheckpointId
-from exporter.increments.plan import AnyIncrement, Way, find_way
-from exporter.increments.trained import Trained
-from exporter.mapping.build import Mapping, Source
-from exporter.mapping.mapping_spec import Recipe
-from exporter.publish.delta_log import PublishedLog
+from exporter.increments.plan import AnyIncrement, ChangePlan, plan_changes
+from exporter.increments.trained import TrainerVersion
+from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.mapping.mapping_spec import MappingSpec
+from exporter.publish.delta_log import DeltaLog
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The trainer's files, how the served variables lie in them, and the way there from what is published."""
+    """The trainer's files, how the served variables lie in them, and the changes since what is published."""
 
     catalog: Catalog
-    mapping: Mapping
+    mapping: VariableMapping
     schema: Schema
-    way: Way
+    plan: ChangePlan
 
     def layers(self) -> tuple[Changes, ...]:
-        """The way's increments in served terms, oldest first, every checksum verified.
+        """The plan's increments in served terms, oldest first, every checksum verified.
 
         Raises:
             CorruptFile: an increment is damaged.
             SchemaChanged: one holds a variable of another shape or dtype than the checkpoint.
         """
         by_tensor = {source.tensor.name: source for source in self.mapping.sources}
-        return tuple(self._translated(stored, by_tensor) for stored in self.way.increments)
+        return tuple(self._translated(stored, by_tensor) for stored in self.plan.increments)
 
-    def state(self) -> State:
+    def state(self) -> Snapshot:
         """The values of all served variables."""
-        stored = (
-            found for source in self.mapping.sources for found in stored_variables(self.catalog, source)
-        )
-        layers = () if self.way.is_known else self.layers()
-        return State({variable.name: variable for variable in stored}, layers)
+        stored = (found for source in self.mapping.sources for found in row_readers(self.catalog, source))
+        layers = () if self.plan.is_known else self.layers()
+        return Snapshot({variable.name: variable for variable in stored}, layers)
 
-    def changed_lookups(self, log: PublishedLog) -> Changes:
+    def changed_lookups(self, log: DeltaLog) -> Changes:
         """What changed of lookup tables where increments tell of everything else.
 
         Increments say nothing of lookup tables: at each position they are as in the full checkpoint that was
@@ -62,13 +60,13 @@ class TrainerState:
         Raises:
             CheckpointError: the contents of a table are damaged, or cannot be read.
         """
-        is_same = self.way.target.checkpoint == log.trained.checkpoint
-        if not self.schema.lookups or not self.way.is_known or is_same:
+        is_same = self.plan.target.checkpoint == log.trained.checkpoint
+        if not self.schema.lookups or not self.plan.is_known or is_same:
             return {}
         names = {half.name for pair in self.schema.lookups for half in pair}
         return diff_lookups(log.state(only=names), self.state(), self.schema)
 
-    def _translated(self, stored: AnyIncrement, by_tensor: dict[str, Source]) -> Changes:
+    def _translated(self, stored: AnyIncrement, by_tensor: dict[str, TensorSource]) -> Changes:
         kinds = {variable.name: variable for variable in self.schema.variables}
         layer: Changes = {}
         for changed, change in stored.changes():
@@ -87,9 +85,9 @@ class TrainerState:
 
 def read_trainer(
     ckpt_dir: Path,
-    recipe: Recipe,
+    mapping_spec: MappingSpec,
     schema: Schema,
-    published: Trained,
+    published: TrainerVersion,
     within: float = 0.0,
     *,
     is_watching: bool = False,
@@ -107,14 +105,14 @@ def read_trainer(
     digest = catalog.index_digest or index_digest(catalog.prefix)
     full = CheckpointId(catalog.prefix.name, catalog.step or 0, digest)
     history = read_history(catalog.prefix.parent)
-    is_ours = bool(history.after(full) or history.milestones_of(full))
+    is_ours = bool(history.after(full) or history.markers_of(full))
     deeprec = None if is_ours else read_increment(catalog)
     if deeprec is not None:
-        way = find_deeprec_way(published, full, deeprec, within)
+        plan = plan_deeprec_changes(published, full, deeprec, within)
     else:
         awaits = is_watching and _is_increment_due(catalog.prefix, history)
-        way = find_way(published, full, history, within, awaits_increment=awaits)
-    return TrainerState(catalog, recipe.mapping(catalog), schema, way)
+        plan = plan_changes(published, full, history, within, awaits_increment=awaits)
+    return TrainerState(catalog, mapping_spec.mapping(catalog), schema, plan)
 
 
 def _is_increment_due(prefix: Path, history: History) -> bool:

@@ -12,11 +12,11 @@ from exporter.errors import NotServable, UsageError
 from exporter.graph.cast_variables import cast_variables
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.increments.increment import CheckpointId
-from exporter.increments.trained import Trained
-from exporter.mapping.build import Mapping
-from exporter.mapping.mapping_spec import Recipe
+from exporter.increments.trained import TrainerVersion
+from exporter.mapping.build import VariableMapping
+from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import Updates
-from exporter.publish.commit import Place
+from exporter.publish.commit import ReservedPosition
 from exporter.publish.log_entries import BaseEntry
 from exporter.subgraph.make_updatable import (
     CATCH_UP_REQUEST,
@@ -33,19 +33,19 @@ class UpdatableBase:
     """What takes the place of the planned graph and mapping; `warmup` is all that servers play."""
 
     graph: InferenceGraph
-    mapping: Mapping
+    mapping: VariableMapping
     lineage: str
     entry: BaseEntry
-    place: Place
+    place: ReservedPosition
     warmup: tuple[WarmupRequest, ...]
 
 
 def make_base(
     graph: InferenceGraph,
-    mapping: Mapping,
-    recipe: Recipe,
+    mapping: VariableMapping,
+    mapping_spec: MappingSpec,
     checkpoint: CheckpointId,
-    place: Place,
+    place: ReservedPosition,
     updates: Updates,
     scratch: Path,
     warmup: tuple[WarmupRequest, ...] | None,
@@ -77,7 +77,7 @@ def make_base(
         warmed=frozenset(request.signature for request in requests),
     )
     updatable = make_updatable(graph, options, scratch)
-    entry = BaseEntry(place.position, schema, recipe, Trained(checkpoint), updates)
+    entry = BaseEntry(place.position, schema, mapping_spec, TrainerVersion(checkpoint), updates)
     catch_up = parse_request(CATCH_UP_REQUEST, updatable.meta_graph.signature_def)
     records = (catch_up, *requests, catch_up) if requests else (catch_up,)
     if len(records) > MAX_RECORDS:
@@ -91,7 +91,7 @@ def make_base(
 _LARGEST_TABLE_BYTES = 64 << 20
 
 
-def _refuse_large_tables(mapping: Mapping) -> None:
+def _refuse_large_tables(mapping: VariableMapping) -> None:
     """Deltas hold the whole of a lookup table whenever it changed, and servers read all of it at once."""
     sizes = {source.key: source.tensor.bytes_ for source in mapping.sources if not source.variables}
     for table in mapping.tables:
@@ -105,7 +105,7 @@ def _refuse_large_tables(mapping: Mapping) -> None:
             )
 
 
-def update_notes(graph: InferenceGraph, mapping: Mapping) -> tuple[str, ...]:
+def update_notes(graph: InferenceGraph, mapping: VariableMapping) -> tuple[str, ...]:
     """What a person should know, before the base is made, about the deltas that it will take.
 
     Raises:
@@ -116,7 +116,7 @@ def update_notes(graph: InferenceGraph, mapping: Mapping) -> tuple[str, ...]:
     return schema_of(as_served(graph, mapping)[0]).notes
 
 
-def as_served(graph: InferenceGraph, mapping: Mapping) -> tuple[InferenceGraph, Mapping]:
+def as_served(graph: InferenceGraph, mapping: VariableMapping) -> tuple[InferenceGraph, VariableMapping]:
     """The graph and mapping with the variables in the dtypes that they are stored in: casts come first.
 
     The graph's lookup tables get the names and shapes that they are stored in.

@@ -29,7 +29,7 @@ from exporter.graph.origin import check_named
 from exporter.options import ExportRequest, require_exact
 from exporter.pipeline.full import Exported, GraphSource, export, run_builders_once
 from exporter.pipeline.trainer_graph import model_beside
-from exporter.pipeline.watch_loop import EVERY_SECOND, Look, Watching, follow
+from exporter.pipeline.watch_loop import EVERY_SECOND, Poll, Watching, follow
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import model_lock
 from exporter.publish.made_from import PublishedAlready
@@ -77,7 +77,7 @@ class _Newest:
     _exported: set[str] = field(default_factory=set)
     _step: int | None = None
 
-    def export(self) -> Look[Exported]:
+    def export(self) -> Poll[Exported]:
         """Export it, if it is not published.
 
         Raises:
@@ -85,15 +85,15 @@ class _Newest:
         """
         first = look(candidates(self.request.ckpt_dir)[0])
         if first and first == self._seen:
-            return Look(None, self._step)
+            return Poll(None, self._step)
         catalog = open_checkpoint(self.request.ckpt_dir)
         self._require_graph(catalog)
         checkpoint = Identity.of(catalog)
         done = self._export(checkpoint)
         if done is None and checkpoint.digest not in self._exported:
-            return Look(None, self._step)
+            return Poll(None, self._step)
         self._seen, self._step = first, catalog.step
-        return Look(done, catalog.step)
+        return Poll(done, catalog.step)
 
     def _export(self, checkpoint: Identity) -> Exported | None:
         """What was exported; None if it is published, or another watch is exporting."""

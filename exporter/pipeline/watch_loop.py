@@ -53,7 +53,7 @@ _UNIT_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class WatchProgress:
     """Where a watch stands: what it has published, the step that is published, and the seconds it took.
 
     `step` is None while nothing is known to be published; `idle_seconds` counts since the last publication,
@@ -79,24 +79,24 @@ class StopWhen:
     step: float = math.inf
     idle_seconds: float = math.inf
 
-    def is_met(self, standing: Standing) -> bool:
+    def is_met(self, progress: WatchProgress) -> bool:
         """True if the watch ends here."""
-        is_at_step = standing.step is not None and standing.step >= self.step
-        return standing.count >= self.count or is_at_step or self.seconds_left(standing) <= 0
+        is_at_step = progress.step is not None and progress.step >= self.step
+        return progress.count >= self.count or is_at_step or self.seconds_left(progress) <= 0
 
-    def why(self, standing: Standing) -> str:
+    def why(self, progress: WatchProgress) -> str:
         """What ended a watch, for people."""
-        if standing.count >= self.count:
-            return f"{standing.count} publications, as --stop-count says"
-        if standing.step is not None and standing.step >= self.step:
-            return f"step {standing.step} is published, as --stop-step says"
-        if standing.idle_seconds >= self.idle_seconds:
+        if progress.count >= self.count:
+            return f"{progress.count} publications, as --stop-count says"
+        if progress.step is not None and progress.step >= self.step:
+            return f"step {progress.step} is published, as --stop-step says"
+        if progress.idle_seconds >= self.idle_seconds:
             return f"nothing new for {self.idle_seconds:g} s, as --stop-idle says"
         return f"{self.after_seconds:g} s are over, as --stop-after says"
 
-    def seconds_left(self, standing: Standing) -> float:
+    def seconds_left(self, progress: WatchProgress) -> float:
         """Until the watch ends if nothing more is published; infinite without such a limit."""
-        return min(self.after_seconds - standing.seconds, self.idle_seconds - standing.idle_seconds)
+        return min(self.after_seconds - progress.seconds, self.idle_seconds - progress.idle_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,10 @@ class Watching:
     interval_seconds: float = 1.0
     stop: StopWhen = StopWhen()
 
-    def pause_seconds(self, standing: Standing, failures: int) -> float:
+    def pause_seconds(self, progress: WatchProgress, failures: int) -> float:
         """Until the next look; longer after each of several failures in a row, and never past the end."""
         slower = min(self.interval_seconds * 2.0 ** min(failures, 30), _LONGEST_PAUSE_SECONDS)
-        return max(0.0, min(max(self.interval_seconds, slower), self.stop.seconds_left(standing)))
+        return max(0.0, min(max(self.interval_seconds, slower), self.stop.seconds_left(progress)))
 
 
 EVERY_SECOND = Watching()
@@ -117,7 +117,7 @@ EVERY_SECOND = Watching()
 
 
 @dataclass(frozen=True, slots=True)
-class Look(Generic[T]):
+class Poll(Generic[T]):
     """What one look led to: `done` is what was published, None if there was nothing new to publish.
 
     `step` is the training step of what is published now.
@@ -138,7 +138,7 @@ def is_for_a_person(error: ExportError) -> bool:
 
 
 def follow(
-    look: Callable[[], Look[T]],
+    look: Callable[[], Poll[T]],
     watching: Watching,
     tell: Callable[[ExportError], None],
     *,
@@ -156,7 +156,7 @@ def follow(
         ExportError: one that needs a person; or, when the watch ends, the last look's failure.
     """
     began = last = clock()
-    standing, said, failures = Standing(), "", 0
+    progress, said, failures = WatchProgress(), "", 0
     while True:
         failure = None
         try:
@@ -172,18 +172,18 @@ def follow(
             failures = failures + 1 if is_repeated else 0
         else:
             said, failures = "", 0
-            standing = Standing(standing.count + (found.done is not None), found.step)
+            progress = WatchProgress(progress.count + (found.done is not None), found.step)
             if found.done is not None:
                 yield found.done
                 last = clock()
         now = clock()
-        standing = Standing(standing.count, standing.step, now - began, now - last)
-        if watching.stop.is_met(standing):
+        progress = WatchProgress(progress.count, progress.step, now - began, now - last)
+        if watching.stop.is_met(progress):
             if failure is not None:
                 raise failure
-            ended(watching.stop.why(standing))
+            ended(watching.stop.why(progress))
             return
-        sleep(watching.pause_seconds(standing, failures))
+        sleep(watching.pause_seconds(progress, failures))
 
 
 def parse_duration(option: str, text: str) -> float:

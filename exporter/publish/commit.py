@@ -37,22 +37,22 @@ from exporter.publish.permission import REFUSING, Permission
 from exporter.publish.retention import GRACE_SECONDS, Kept, Retired, retire
 from exporter.publish.seal import seal
 from exporter.publish.staging import Staging
-from exporter.publish.versions import children, last_position
+from exporter.publish.versions import last_position, version_dirs
 
 __all__ = [
     "TAKING_THE_LOCK",
-    "Place",
     "Published",
     "PublishedDelta",
+    "ReservedPosition",
     "Staging",
     "UnderLock",
     "VersionRule",
     "model_lock",
     "next_delta_position",
-    "next_place",
     "next_position",
     "publish_delta",
     "publish_version",
+    "reserve_position",
 ]
 
 LOCK_NAME = ".lock"
@@ -110,7 +110,7 @@ class VersionRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReservedPosition:
     """A position that is known before publishing, because it is baked into what is published.
 
     `last` was the greatest position then: if another is found under the lock, the place is lost. For a base
@@ -168,17 +168,17 @@ TAKING_THE_LOCK = UnderLock()
 """As most publish: the lock is taken for the commit."""
 
 
-def next_place(model: Path, step: int | None) -> Place:
+def reserve_position(model: Path, step: int | None) -> ReservedPosition:
     """The place that what is published next would have now; its number is free as a version, too.
 
     Raises:
         ManifestError: the newest version's manifest is damaged.
         VersionExists, PositionError: see `next_delta_position`.
     """
-    versions = children(model)
+    versions = version_dirs(model)
     last = last_position(model, versions)
     numbers = [number for number in (last, versions[0].version if versions else None) if number is not None]
-    return Place(next_delta_position(step, max(numbers, default=None)), last)
+    return ReservedPosition(next_delta_position(step, max(numbers, default=None)), last)
 
 
 def next_delta_position(step: int | None, last: int | None) -> int:
@@ -216,7 +216,7 @@ def publish_version(
     draft: ManifestDraft,
     *,
     version: VersionRule = VersionRule(),
-    place: Place | None = None,
+    place: ReservedPosition | None = None,
     keep: int | None = None,
     permission: Permission = REFUSING,
     permit: Callable[[], None] = lambda: None,
@@ -255,7 +255,7 @@ def publish_version(
             warnings = [*published.warnings]
             if keep is not None:
                 try:
-                    versions = children(staging.model)
+                    versions = version_dirs(staging.model)
                     retired = retire(versions, keep=keep, now=clock(), grace_seconds=grace_seconds)
                 except OSError as error:
                     warnings.append(os_error(error, staging.model))
@@ -311,12 +311,12 @@ def _commit(
     staging: Staging,
     draft: ManifestDraft,
     files: tuple[FileEntry, ...],
-    rule: VersionRule | Place,
+    rule: VersionRule | ReservedPosition,
     now: float,
 ) -> Published:
-    versions = children(staging.model)
+    versions = version_dirs(staging.model)
     newest = versions[0].version if versions else None
-    if isinstance(rule, Place):
+    if isinstance(rule, ReservedPosition):
         if not rule.is_passed:
             _require_last(staging.model, rule.last)
         number = position = rule.position
@@ -333,7 +333,7 @@ def _commit(
 
 
 def _require_last(model: Path, expected: int | None) -> None:
-    found = last_position(model, children(model))
+    found = last_position(model, version_dirs(model))
     if found != expected:
         raise PositionMoved(f"the greatest position under {model} is {found} now, it was {expected}")
 

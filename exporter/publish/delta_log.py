@@ -1,6 +1,6 @@
 """What is published of a log: its bases, its deltas, its hold, and the values at each of its positions.
 
-<model>/<position>/                       a base; its manifest names log, schema and recipe
+<model>/<position>/                       a base; its manifest names log, schema and mapping
 <model>/deltas/<log>/<from>-<to>/         deltas; names that are no delta's, files and links are ignored
 <model>/deltas/<log>/hold                 a position that `up_to = -1` does not pass
 <model>/deltas/<log>/.state/              caches of the exporter, see `exporter.delta.row_hashes`,
@@ -18,8 +18,8 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import check_values, read_catalog
 from exporter.delta.delta_files import read_delta
 from exporter.delta.format import FILE_PREFIX, Delta, Schema, log_name
-from exporter.delta.row_reader import StoredVariable, served_in
-from exporter.delta.snapshot import State
+from exporter.delta.row_reader import RowReader, served_in
+from exporter.delta.snapshot import Snapshot
 from exporter.delta.spans import Position, check_fits, nearest_base, plan_chain
 from exporter.errors import (
     CheckpointError,
@@ -28,12 +28,12 @@ from exporter.errors import (
     NotUpdatable,
     PositionUnknown,
 )
-from exporter.increments.trained import Trained
+from exporter.increments.trained import TrainerVersion
 from exporter.publish.absent import nothing_published
 from exporter.publish.hold import Hold
 from exporter.publish.log_entries import BaseEntry, DeltaEntry
 from exporter.publish.manifest import FILE_NAME, Manifest, tensor_entries
-from exporter.publish.versions import children, delta_names, read_manifest
+from exporter.publish.versions import delta_names, read_manifest, version_dirs
 
 DELTAS_DIRECTORY = "deltas"
 CACHES = Path(".state")
@@ -44,7 +44,7 @@ BROKEN_LOG_HINT = "publish a new base, which leaves this log behind: the same ex
 
 
 @dataclass(frozen=True)
-class PublishedBase:
+class LogBase:
     """A base that takes deltas."""
 
     path: Path
@@ -52,7 +52,7 @@ class PublishedBase:
     entry: BaseEntry
 
     @classmethod
-    def read(cls, path: Path) -> PublishedBase:
+    def read(cls, path: Path) -> LogBase:
         """The base in a version's directory.
 
         Raises:
@@ -72,7 +72,7 @@ class PublishedBase:
         """Where a server stands that has loaded it."""
         return Position(self.manifest.position, self.manifest.step)
 
-    def stored(self) -> dict[str, StoredVariable]:
+    def stored(self) -> dict[str, RowReader]:
         """Its served variables by name.
 
         Raises:
@@ -80,12 +80,12 @@ class PublishedBase:
         """
         catalog = read_catalog(self.path / VARIABLES_PREFIX)
         _check_listed(catalog, self.manifest)
-        sources = self.entry.recipe.sources()
+        sources = self.entry.mapping_spec.sources()
         return {found.name: found for source in sources for found in served_in(catalog, source)}
 
 
 @dataclass(frozen=True)
-class PublishedDelta:
+class LogDelta:
     """A delta, known by its name until more is asked for."""
 
     path: Path
@@ -124,9 +124,9 @@ class PublishedDelta:
         return Position(self.end, self.manifest.step)
 
     @property
-    def only_from(self) -> bool:
+    def exact_base(self) -> bool:
         """True if it fits its first position alone."""
-        return self.entry.only_from
+        return self.entry.exact_base
 
     @property
     def parts(self) -> int:
@@ -137,16 +137,16 @@ class PublishedDelta:
         """True if a state at `position` may take it."""
         if not self.start <= position < self.end:
             return False
-        return position == self.start or not self.only_from
+        return position == self.start or not self.exact_base
 
 
 @dataclass(frozen=True)
-class PublishedLog:
+class DeltaLog:
     """A log as it was at one moment. `base` is the newest version; `deltas` are sorted by their positions."""
 
     model: Path
-    base: PublishedBase
-    deltas: tuple[PublishedDelta, ...]
+    base: LogBase
+    deltas: tuple[LogDelta, ...]
 
     @property
     def path(self) -> Path:
@@ -164,14 +164,14 @@ class PublishedLog:
         return self.base.entry.schema
 
     @cached_property
-    def bases(self) -> tuple[PublishedBase, ...]:
+    def bases(self) -> tuple[LogBase, ...]:
         """Every base of the log that is still there, newest first."""
         found = []
-        for child in children(self.model):
-            if not child.is_ours:
+        for child in version_dirs(self.model):
+            if not child.has_manifest:
                 continue
             try:
-                base = self.base if child.path == self.base.path else PublishedBase.read(child.path)
+                base = self.base if child.path == self.base.path else LogBase.read(child.path)
             except (ManifestError, NotUpdatable):
                 continue
             if base.manifest.lineage == self.lineage:
@@ -179,7 +179,7 @@ class PublishedLog:
         return tuple(found)
 
     @property
-    def newest(self) -> PublishedBase | PublishedDelta:
+    def newest(self) -> LogBase | LogDelta:
         """What leads to, or is, the newest position."""
         last = max(self.deltas, key=lambda delta: (delta.end, delta.start), default=None)
         return last if last is not None and last.end > self.base.at.position else self.base
@@ -190,11 +190,11 @@ class PublishedLog:
         return self.newest.at
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> TrainerVersion:
         """The trainer's state at the newest position."""
         return self.newest.entry.trained
 
-    def chain(self, start: int, target: int | None = None) -> tuple[PublishedDelta, ...]:
+    def chain(self, start: int, target: int | None = None) -> tuple[LogDelta, ...]:
         """The deltas that lead from `start` to `target`, or to the newest position.
 
         Raises:
@@ -202,9 +202,7 @@ class PublishedLog:
         """
         return plan_chain(self.deltas, start, target)
 
-    def open(
-        self, delta: PublishedDelta, *, verify: bool = True, only: Collection[str] | None = None
-    ) -> Delta:
+    def open(self, delta: LogDelta, *, verify: bool = True, only: Collection[str] | None = None) -> Delta:
         """The delta's changes as memory maps, every checksum compared if `verify`; of variables `only`.
 
         Raises:
@@ -223,7 +221,7 @@ class PublishedLog:
             error.hint = BROKEN_LOG_HINT  # the reader of bundles takes it for a checkpoint
             raise
 
-    def _open(self, delta: PublishedDelta) -> Delta:
+    def _open(self, delta: LogDelta) -> Delta:
         found = read_delta(delta.path / FILE_PREFIX, self.schema)
         header = found.header
         if (header.from_position, header.to_position) != (delta.start, delta.end):
@@ -233,7 +231,7 @@ class PublishedLog:
         _check_listed(found.catalog, delta.manifest)
         return found
 
-    def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> State:
+    def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> Snapshot:
         """The values at a position, by default at the newest; of variables `only`, if these are named.
 
         Raises:
@@ -245,9 +243,9 @@ class PublishedLog:
         base = by_position[nearest_base(self.deltas, by_position, target)]
         chain = self.chain(base.at.position, target)
         layers = tuple(self.open(delta, only=only).changes for delta in chain)
-        return State(base.stored(), layers, hint=BROKEN_LOG_HINT)
+        return Snapshot(base.stored(), layers, hint=BROKEN_LOG_HINT)
 
-    def trained_at(self, position: int) -> tuple[Trained, int | None]:
+    def trained_at(self, position: int) -> tuple[TrainerVersion, int | None]:
         """The trainer's state at a position, and its step.
 
         Raises:
@@ -300,18 +298,18 @@ def _check_listed(catalog: Catalog, manifest: Manifest) -> None:
         raise CorruptFile(f"{catalog.prefix} {what} {name!r}: its manifest says otherwise")
 
 
-def read_log(model: Path) -> PublishedLog:
+def read_log(model: Path) -> DeltaLog:
     """The log of the newest version under a model base path.
 
     Raises:
         NotUpdatable: nothing is published, or the newest version takes no deltas.
         ManifestError: its manifest cannot be read.
     """
-    newest = next((child for child in children(model) if child.is_ours), None)
+    newest = next((child for child in version_dirs(model) if child.has_manifest), None)
     if newest is None:
         raise nothing_published(model)
-    base = PublishedBase.read(newest.path)
-    return PublishedLog(model, base, list_deltas(log_path(model, base.entry.log)))
+    base = LogBase.read(newest.path)
+    return DeltaLog(model, base, list_deltas(log_path(model, base.entry.log)))
 
 
 def log_path(model: Path, log: int) -> Path:
@@ -319,6 +317,6 @@ def log_path(model: Path, log: int) -> Path:
     return model / DELTAS_DIRECTORY / log_name(log)
 
 
-def list_deltas(log: Path) -> tuple[PublishedDelta, ...]:
+def list_deltas(log: Path) -> tuple[LogDelta, ...]:
     """Every delta in a log's directory, by its name; whatever is not one is passed over."""
-    return tuple(PublishedDelta(log / name, start, end) for name, start, end in delta_names(log))
+    return tuple(LogDelta(log / name, start, end) for name, start, end in delta_names(log))

@@ -13,11 +13,11 @@ from exporter.delta.deviation import Rounded
 from exporter.delta.format import FILE_PREFIX, Change, DeltaHeader, Rows
 from exporter.delta.spans import Span
 from exporter.files import writing
-from exporter.increments.trained import Trained
+from exporter.increments.trained import TrainerVersion
 from exporter.options import DeltaDtype
 from exporter.publish.commit import TAKING_THE_LOCK, PublishedDelta, Staging, UnderLock, publish_delta
-from exporter.publish.delta_log import PublishedLog
-from exporter.publish.log_entries import DeltaEntry, Made
+from exporter.publish.delta_log import DeltaLog
+from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
 from exporter.publish.manifest import Kind, ManifestDraft, Origin, tensor_entries
 
 
@@ -31,8 +31,8 @@ class Publication:
 
     span: Span
     step: int | None
-    made: Made
-    trained: Trained
+    made: DeltaOrigin
+    trained: TrainerVersion
     back_to: int | None = None
     before: int | None = None
     rounded: Rounded | None = None
@@ -41,7 +41,7 @@ class Publication:
 
 
 def publish_changes(
-    log: PublishedLog,
+    log: DeltaLog,
     staging: Staging,
     changes: Mapping[str, Change],
     what: Publication,
@@ -64,7 +64,7 @@ def publish_changes(
         span.start,
         span.end,
         what.step or 0,
-        only_from=span.only_from,
+        exact_base=span.exact_base,
         packing=what.packing,
     )
     prefix = staging.path / FILE_PREFIX
@@ -88,7 +88,7 @@ def publish_changes(
             rows=count_rows(changes),
             trained=trained,
             parts=span.parts,
-            only_from=span.only_from,
+            exact_base=span.exact_base,
             back_to=what.back_to,
             before=what.before,
             rounded=what.rounded,

@@ -12,13 +12,13 @@ from exporter.delta.format import Schema
 from exporter.errors import SchemaChanged
 from exporter.graph.origin import GraphOrigin
 from exporter.increments.increment import HEX
-from exporter.increments.trained import Trained
-from exporter.mapping.mapping_spec import Recipe
+from exporter.increments.trained import TrainerVersion
+from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import Isolation, Updates
 from exporter.wire.json_fields import FieldError, Fields
 
 
-class Made(StrEnum):
+class DeltaOrigin(StrEnum):
     """How a delta came to be."""
 
     INCREMENTS = "increments"
@@ -38,8 +38,8 @@ class BaseEntry:
 
     log: int
     schema: Schema
-    recipe: Recipe
-    trained: Trained
+    mapping_spec: MappingSpec
+    trained: TrainerVersion
     updates: Updates
     state: str | None = None
     origin: GraphOrigin | None = None
@@ -66,7 +66,7 @@ class BaseEntry:
             "log": self.log,
             "trained": self.trained.to_json(),
             "schema": self.schema.to_json(),
-            "recipe": self.recipe.to_json(),
+            "recipe": self.mapping_spec.to_json(),
             "updates": asdict(self.updates),
             **({} if self.state is None else {"state": self.state}),
             **({} if self.origin is None else {"graph": self.origin.to_json()}),
@@ -86,8 +86,8 @@ class BaseEntry:
         return cls(
             fields.integer("log"),
             schema,
-            Recipe.from_fields(fields.object("recipe")),
-            Trained.from_fields(fields.object("trained")),
+            MappingSpec.from_fields(fields.object("recipe")),
+            TrainerVersion.from_fields(fields.object("trained")),
             _updates(fields.object("updates")),
             _state(fields),
             GraphOrigin.from_fields(fields.object("graph")) if "graph" in fields.document else None,
@@ -106,11 +106,11 @@ class DeltaEntry:
 
     log: int
     schema: str
-    made: Made
+    made: DeltaOrigin
     rows: int
-    trained: Trained
+    trained: TrainerVersion
     parts: int = 1
-    only_from: bool = False
+    exact_base: bool = False
     back_to: int | None = None
     rounded: Rounded | None = None
     before: int | None = None
@@ -124,7 +124,7 @@ class DeltaEntry:
             "made": self.made.value,
             "rows": self.rows,
             "parts": self.parts,
-            "only_from": self.only_from,
+            "only_from": self.exact_base,
             "back_to": self.back_to,
             **({} if self.before is None else {"before": self.before}),
             **({} if self.state is None else {"state": self.state}),
@@ -142,9 +142,9 @@ class DeltaEntry:
         return cls(
             fields.integer("log"),
             fields.text("schema", HEX),
-            Made(fields.text("made", _MADE)),
+            DeltaOrigin(fields.text("made", _MADE)),
             fields.integer("rows"),
-            Trained.from_fields(fields.object("trained")),
+            TrainerVersion.from_fields(fields.object("trained")),
             fields.integer("parts"),
             fields.document.get("only_from") is True,
             fields.or_null(fields.integer, "back_to"),
@@ -169,4 +169,4 @@ def _updates(fields: Fields) -> Updates:
 
 
 _ISOLATION = re.compile("|".join(isolation.value for isolation in Isolation))
-_MADE = re.compile("|".join(made.value for made in Made))
+_MADE = re.compile("|".join(made.value for made in DeltaOrigin))

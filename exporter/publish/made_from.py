@@ -7,17 +7,17 @@ from pathlib import Path
 
 from exporter.errors import NothingChanged
 from exporter.files import read_regular
-from exporter.publish.manifest import FILE_NAME, Stamp
-from exporter.publish.versions import children, read_stamp
+from exporter.publish.manifest import FILE_NAME, ManifestHead
+from exporter.publish.versions import read_head, version_dirs
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class MadeVersion:
     """A version that was made from a checkpoint, and the greatest version number in use."""
 
     version: int
     path: Path
-    stamp: Stamp
+    head: ManifestHead
     newest: int
 
     def is_by(self, plan_digest: str, *, takes_deltas: bool, number: int | None) -> bool:
@@ -28,34 +28,34 @@ class Made:
         """
         if number is not None and number != self.version:
             return False
-        if self.stamp.plan_digest is None:
-            return (self.stamp.log is not None) == takes_deltas
-        return self.stamp.plan_digest == plan_digest
+        if self.head.plan_digest is None:
+            return (self.head.log is not None) == takes_deltas
+        return self.head.plan_digest == plan_digest
 
 
 class PublishedAlready(NothingChanged):
     """A checkpoint is published, by the same plan; `made` is the version."""
 
-    def __init__(self, made: Made) -> None:
+    def __init__(self, made: MadeVersion) -> None:
         super().__init__(
-            f"{made.stamp.source.checkpoint} is published already: {made.path}",
+            f"{made.head.source.checkpoint} is published already: {made.path}",
             hint="publish it once more, as the newest version: --again",
         )
         self.made = made
 
 
-def newest_made_from(model: Path, digest: str) -> Made | None:
+def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
     """The newest version that was made from the checkpoint with this digest.
 
     Raises:
         ManifestError: the model, or that version's manifest, cannot be read.
     """
-    versions = children(model)
+    versions = version_dirs(model)
     for child in versions:
-        if child.is_ours and _mentions(child.path, digest):
-            stamp = read_stamp(child.path)
-            if stamp.source.digest == digest:
-                return Made(child.version, child.path, stamp, versions[0].version)
+        if child.has_manifest and _mentions(child.path, digest):
+            head = read_head(child.path)
+            if head.source.digest == digest:
+                return MadeVersion(child.version, child.path, head, versions[0].version)
     return None
 
 

@@ -104,7 +104,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenBackTo:
+class RestoredValues:
     """Why a version was published again: a rollback or a resumption, to which version's values.
 
     `before` is the version that resuming leads back to, or that a resumption followed.
@@ -115,7 +115,7 @@ class TakenBackTo:
     before: int
 
     @classmethod
-    def from_fields(cls, fields: Fields) -> TakenBackTo:
+    def from_fields(cls, fields: Fields) -> RestoredValues:
         """What a manifest says.
 
         Raises:
@@ -136,7 +136,7 @@ class ManifestDraft:
     kind: Kind = Kind.BASE
     from_position: int | None = None
     incremental: BaseEntry | DeltaEntry | None = None
-    taken_back: TakenBackTo | None = None
+    taken_back: RestoredValues | None = None
     plan_digest: str | None = None
 
     def complete(self, *, position: int, created: datetime, files: tuple[FileEntry, ...]) -> Manifest:
@@ -170,7 +170,7 @@ class Manifest(ManifestDraft):
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class ManifestHead:
     """Where in the order of publications a directory stands, when it was published, and from what.
 
     `log` is the one that a base takes deltas of, or a delta belongs to. `plan_digest` is None where nobody
@@ -229,8 +229,8 @@ def from_json(text: str | bytes) -> Manifest:
         return _manifest(_known_version(parse_object(text, "manifest")))
 
 
-def stamp_from_json(text: str | bytes) -> Stamp:
-    """The stamp in a manifest; its tensors and files are not looked at, which is most of the work.
+def head_from_json(text: str | bytes) -> ManifestHead:
+    """The head of a manifest; its tensors and files are not looked at, which is most of the work.
 
     Raises:
         ManifestError: as `from_json`.
@@ -240,7 +240,7 @@ def stamp_from_json(text: str | bytes) -> Stamp:
         source = Origin.from_fields(fields.object("source"))
         is_of_log = "incremental" in fields.document
         log = fields.object("incremental").integer("log") if is_of_log else None
-        return Stamp(fields.integer("position"), _created(fields), source, log, _plan_digest(fields))
+        return ManifestHead(fields.integer("position"), _created(fields), source, log, _plan_digest(fields))
 
 
 @contextmanager
@@ -274,7 +274,7 @@ def _manifest(fields: Fields) -> Manifest:
         tensors=tuple(map(_tensor_entry, fields.objects("tensors"))),
         files=tuple(map(_file_entry, fields.objects("files"))),
         incremental=_incremental(fields, kind),
-        taken_back=TakenBackTo.from_fields(fields.object("taken_back"))
+        taken_back=RestoredValues.from_fields(fields.object("taken_back"))
         if "taken_back" in fields.document
         else None,
         plan_digest=_plan_digest(fields),

@@ -13,7 +13,7 @@ from pathlib import Path
 from exporter.errors import ChainEnds, ManifestError, ModelHeld
 from exporter.publish.delta_log import log_path
 from exporter.publish.hold import Hold
-from exporter.publish.versions import Child, children, read_stamp
+from exporter.publish.versions import VersionDir, read_head, version_dirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Permission:
             ModelHeld: the model is held.
             ChainEnds: the newest version takes deltas, and this one does not.
         """
-        newest = next((child for child in children(model) if child.is_ours), None)
+        newest = next((child for child in version_dirs(model) if child.has_manifest), None)
         log = None if newest is None else _log_of(newest)
         if not self.despite_hold:
             for hold in binding(model, log):
@@ -63,16 +63,16 @@ def binding(model: Path, log: int | None) -> tuple[Hold, ...]:
 def held_at(model: Path) -> int | None:
     """The position that a model is held at; None if it is not, or where that cannot be read."""
     with suppress(ManifestError):
-        newest = next((child for child in children(model) if child.is_ours), None)
+        newest = next((child for child in version_dirs(model) if child.has_manifest), None)
         for hold in binding(model, None if newest is None else _log_of(newest)):
             return hold.read()
     return None
 
 
-def _log_of(version: Child) -> int | None:
+def _log_of(version: VersionDir) -> int | None:
     """The log that a version takes deltas of; publishing says what is wrong with a damaged manifest."""
     with suppress(ManifestError):
-        return read_stamp(version.path).log
+        return read_head(version.path).log
     return None
 
 

@@ -17,11 +17,11 @@ from exporter.delta.format import log_name
 from exporter.delta.spans import expendable
 from exporter.errors import ManifestError
 from exporter.files import open_lock, try_lock
-from exporter.publish.delta_log import DELTAS_DIRECTORY, PublishedDelta, PublishedLog, list_deltas
+from exporter.publish.delta_log import DELTAS_DIRECTORY, DeltaLog, LogDelta, list_deltas
 from exporter.publish.log_entries import BaseEntry
 from exporter.publish.manifest import FILE_NAME
 from exporter.publish.staging import TRASH_PREFIX
-from exporter.publish.versions import Child, children, read_manifest, read_stamp
+from exporter.publish.versions import VersionDir, read_head, read_manifest, version_dirs
 
 GRACE_SECONDS = 300.0
 """How long a superseded version stays: a server polls each second but loads for minutes, and one that began
@@ -45,14 +45,14 @@ class Retired:
     trash: tuple[Path, ...] = ()
 
 
-def retire(versions: Iterable[Child], *, keep: int, now: float, grace_seconds: float) -> Retired:
+def retire(versions: Iterable[VersionDir], *, keep: int, now: float, grace_seconds: float) -> Retired:
     """Move all but the newest `keep` versions out of sight; the caller holds the model's lock.
 
     Only versions with a manifest count and go: what this program did not publish is not its to remove. A
     version stays if someone has a lease of it (`exporter.publish.versions.lease`), or while less than
     `grace_seconds` have passed between the publication of its successor and `now` (seconds since 1970).
     """
-    ours = sorted((child for child in versions if child.is_ours), key=lambda child: child.version)
+    ours = sorted((child for child in versions if child.has_manifest), key=lambda child: child.version)
     removed, kept, trash = [], [], []
     for child, successor in list(pairwise(ours))[: max(len(ours) - keep, 0)]:
         try:
@@ -86,7 +86,7 @@ class RetiredDeltas:
 
 
 def retire_deltas(
-    log: PublishedLog,
+    log: DeltaLog,
     *,
     now: float,
     grace_seconds: float = GRACE_SECONDS,
@@ -114,22 +114,22 @@ def retire_deltas(
     return RetiredDeltas(tuple(removed), tuple(trash))
 
 
-def _unreadable_bases(log: PublishedLog) -> list[int]:
+def _unreadable_bases(log: DeltaLog) -> list[int]:
     """Where versions stand whose manifests cannot be read; servers do not ask manifests, and may serve them.
 
     A version that takes deltas is named by its position. Of those older than the log none can be of it.
     """
     found = []
-    for child in children(log.model):
-        if child.is_ours and child.version >= log.base.entry.log:
+    for child in version_dirs(log.model):
+        if child.has_manifest and child.version >= log.base.entry.log:
             try:
-                read_stamp(child.path)
+                read_head(child.path)
             except ManifestError:
                 found.append(child.version)
     return found
 
 
-def retire_logs(log: PublishedLog, *, now: float, grace_seconds: float = GRACE_SECONDS) -> RetiredDeltas:
+def retire_logs(log: DeltaLog, *, now: float, grace_seconds: float = GRACE_SECONDS) -> RetiredDeltas:
     """Move the deltas of abandoned logs out of sight; the caller holds the model's lock.
 
     A log is abandoned when none of its bases is there any more, and nothing was published in it for
@@ -165,7 +165,7 @@ def logs_without_base(model: Path, current: Path | None) -> list[Path]:
     if not others:  # as a rule; then no version's manifest has to be read
         return []
     try:
-        manifests = [read_manifest(child.path) for child in children(model) if child.is_ours]
+        manifests = [read_manifest(child.path) for child in version_dirs(model) if child.has_manifest]
     except ManifestError:
         return []
     entries = [manifest.incremental for manifest in manifests]
@@ -176,7 +176,7 @@ def logs_without_base(model: Path, current: Path | None) -> list[Path]:
 _LOG = re.compile(r"[0-9]{20}", re.ASCII)
 
 
-def _created(delta: PublishedDelta) -> float:
+def _created(delta: LogDelta) -> float:
     """When a delta was published; for ever young if nobody knows."""
     try:
         return delta.manifest.created.timestamp()
@@ -184,12 +184,12 @@ def _created(delta: PublishedDelta) -> float:
         return float("inf")
 
 
-def _in_grace(successor: Child, now: float, grace_seconds: float) -> str:
+def _in_grace(successor: VersionDir, now: float, grace_seconds: float) -> str:
     """Why a version whose successor is this one must stay for now, or nothing."""
     if grace_seconds <= 0:
         return ""
     try:
-        age = now - read_stamp(successor.path).created.timestamp()
+        age = now - read_head(successor.path).created.timestamp()
     except ManifestError as exc:
         return f"when it was superseded is unknown: {exc.message}"
     return "" if age >= grace_seconds else f"it was superseded less than {grace_seconds:g} s ago"

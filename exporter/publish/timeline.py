@@ -14,11 +14,11 @@ from pathlib import Path
 
 from exporter.delta.spans import Position
 from exporter.errors import ManifestError, NotUpdatable
-from exporter.publish.delta_log import DELTAS_DIRECTORY, PublishedDelta, list_deltas, read_log
-from exporter.publish.log_entries import BaseEntry, DeltaEntry, Made
+from exporter.publish.delta_log import DELTAS_DIRECTORY, LogDelta, list_deltas, read_log
+from exporter.publish.log_entries import BaseEntry, DeltaEntry, DeltaOrigin
 from exporter.publish.manifest import Manifest
 from exporter.publish.permission import held_at
-from exporter.publish.versions import Child, children, read_manifest
+from exporter.publish.versions import VersionDir, read_manifest, version_dirs
 
 
 class What(StrEnum):
@@ -64,7 +64,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class History:
+class Timeline:
     """Every event in the order of positions; where the model stands; None for what cannot be told."""
 
     model: Path
@@ -74,14 +74,14 @@ class History:
     hold: int | None
 
 
-def read_history(model: Path) -> History:
+def read_timeline(model: Path) -> Timeline:
     """The history of a model.
 
     Raises:
         NotUpdatable: nothing is published.
         ManifestError: the model cannot be looked at.
     """
-    versions = [child for child in children(model) if child.is_ours]
+    versions = [child for child in version_dirs(model) if child.has_manifest]
     if not versions:
         raise NotUpdatable(f"nothing is published under {model}")
     log, at = None, None
@@ -97,7 +97,7 @@ def read_history(model: Path) -> History:
     for directory in _logs(model):
         events += _deltas(list_deltas(directory))
     events = [_placed(event, log, hold) for event in events]
-    return History(model, tuple(sorted(events, key=_order)), at, log, hold)
+    return Timeline(model, tuple(sorted(events, key=_order)), at, log, hold)
 
 
 def _logs(model: Path) -> list[Path]:
@@ -116,7 +116,7 @@ def _placed(event: Event, log: int | None, hold: int | None) -> Event:
     return replace(event, is_current=is_current, is_past_hold=past)
 
 
-def _version(child: Child) -> Event:
+def _version(child: VersionDir) -> Event:
     try:
         manifest = read_manifest(child.path)
     except ManifestError as error:
@@ -142,7 +142,7 @@ def _event(what: What, path: Path, manifest: Manifest) -> Event:
     )
 
 
-def _deltas(deltas: Sequence[PublishedDelta]) -> Iterator[Event]:
+def _deltas(deltas: Sequence[LogDelta]) -> Iterator[Event]:
     events = [_delta(delta) for delta in deltas]
     for event in events:
         if event.what is What.MERGE:
@@ -165,7 +165,7 @@ def _merger(events: Iterable[Event], part: Event) -> str | None:
     return None if longest is None else f"{longest.start}-{longest.position}"
 
 
-def _delta(delta: PublishedDelta) -> Event:
+def _delta(delta: LogDelta) -> Event:
     try:
         manifest, entry = delta.manifest, delta.entry
     except ManifestError as error:
@@ -175,13 +175,15 @@ def _delta(delta: PublishedDelta) -> Event:
         _event(_kind(entry), delta.path, manifest),
         log=entry.log,
         rows=entry.rows,
-        compared=entry.made is Made.COMPARISON,
+        compared=entry.made is DeltaOrigin.COMPARISON,
         parts=entry.parts,
         back_to=entry.back_to,
     )
 
 
 def _kind(entry: DeltaEntry) -> What:
-    return {Made.MERGE: What.MERGE, Made.ROLLBACK: What.ROLLBACK, Made.RESUME: What.RESUME}.get(
-        entry.made, What.DELTA
-    )
+    return {
+        DeltaOrigin.MERGE: What.MERGE,
+        DeltaOrigin.ROLLBACK: What.ROLLBACK,
+        DeltaOrigin.RESUME: What.RESUME,
+    }.get(entry.made, What.DELTA)

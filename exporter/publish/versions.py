@@ -14,7 +14,7 @@ from typing import TypeVar
 from exporter.delta.format import POSITION_LIMIT
 from exporter.errors import ManifestError, TargetNotWritable, UsageError
 from exporter.files import open_regular, still_at, try_lock
-from exporter.publish.manifest import FILE_NAME, Manifest, Stamp, from_json, stamp_from_json
+from exporter.publish.manifest import FILE_NAME, Manifest, ManifestHead, from_json, head_from_json
 
 T = TypeVar("T")
 
@@ -27,15 +27,15 @@ _DELTA = re.compile(r"([0-9]{20})-([0-9]{20})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Child:
+class VersionDir:
     """A name under the model base path that TensorFlow Serving takes for a version.
 
-    `is_ours` says that it is a directory with a manifest, so that this program published it.
+    `has_manifest` says that it is a directory with a manifest, so that this program published it.
     """
 
     version: int
     path: Path
-    is_ours: bool
+    has_manifest: bool
 
 
 def served_version(name: str) -> int | None:
@@ -50,14 +50,14 @@ def served_version(name: str) -> int | None:
     return number if number in _INT64 else None
 
 
-def children(model: Path) -> tuple[Child, ...]:
+def version_dirs(model: Path) -> tuple[VersionDir, ...]:
     """Everything that TensorFlow Serving takes for a version, plain files too, newest first."""
     found = []
     for entry in _entries(model):
         version = served_version(entry.name)
         if version is not None:
-            is_ours = entry.is_dir(follow_symlinks=False) and _is_regular(Path(entry.path) / FILE_NAME)
-            found.append(Child(version, Path(entry.path), is_ours))
+            has_manifest = entry.is_dir(follow_symlinks=False) and _is_regular(Path(entry.path) / FILE_NAME)
+            found.append(VersionDir(version, Path(entry.path), has_manifest))
     return tuple(sorted(found, key=lambda child: child.version, reverse=True))
 
 
@@ -83,7 +83,7 @@ def require_base_path(model: Path) -> None:
         )
 
 
-def last_position(model: Path, versions: Iterable[Child]) -> int | None:
+def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
     """The greatest position of a base or delta published for a model; None if there is neither.
 
     Versions and positions grow together, whatever named the versions, so that of all bases the newest has
@@ -92,8 +92,8 @@ def last_position(model: Path, versions: Iterable[Child]) -> int | None:
     Raises:
         ManifestError: the manifest of the newest base is damaged, so that its position is unknown.
     """
-    newest = next((child for child in versions if child.is_ours), None)
-    bases = [] if newest is None else [read_stamp(newest.path).position]
+    newest = next((child for child in versions if child.has_manifest), None)
+    bases = [] if newest is None else [read_head(newest.path).position]
     return max([*bases, *_delta_positions(model / "deltas")], default=None)
 
 
@@ -107,14 +107,14 @@ def read_manifest(directory: Path) -> Manifest:
         return _parse(descriptor, path, from_json)
 
 
-def read_stamp(directory: Path) -> Stamp:
+def read_head(directory: Path) -> ManifestHead:
     """When and at which position a directory was published.
 
     Raises:
         ManifestError: as `read_manifest`.
     """
     with _open_manifest(directory) as (descriptor, path):
-        return _parse(descriptor, path, stamp_from_json)
+        return _parse(descriptor, path, head_from_json)
 
 
 @contextmanager

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from exporter.delta.format import Kind, Schema, ServedVariable
-from exporter.subgraph.state import SETTLED, State, Tensor, read
-from exporter.subgraph.write_delta import Target
+from exporter.delta.format import ChangeKind, Schema, ServedVariable
+from exporter.subgraph.state import SETTLED, Tensor, UpdateState, read
+from exporter.subgraph.write_delta import UpdateTarget
 from exporter.wire.dtypes import DType
 
 CHUNK_ROWS = 4096
@@ -68,7 +68,7 @@ def _word_size(dtype: np.dtype[Any]) -> int:
     return dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
 
 
-def digest(numbers: Tensor, state: State, target: Target) -> tuple[Tensor, ...]:
+def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[Tensor, ...]:
     """Digests of the chunks with these numbers, string [n], and the position before and after, int64 [n].
 
     The positions are -1 while an unfinished update is to be made good. Last a refusal, string []: empty, or
@@ -109,7 +109,7 @@ def _branch(variable: ServedVariable, handle: Tensor) -> Callable[[Tensor], Tens
         if variable.dtype is DType.STRING:
             return tf.constant(0, tf.int64)
         stop = tf.minimum(start + CHUNK_ROWS, _rows(variable))
-        if variable.kind is Kind.TABLE:  # never read whole: see gather.py
+        if variable.kind is ChangeKind.TABLE:  # never read whole: see gather.py
             ids = tf.range(start, stop)
             return _digest_of(
                 tf.raw_ops.ResourceGather(resource=handle, indices=ids, dtype=dtype), variable.dtype
@@ -139,7 +139,7 @@ def _shifted_xor(words: Tensor, shift: int) -> Tensor:
     return tf.bitwise.bitwise_xor(words, tf.bitwise.right_shift(words, tf.constant(shift, tf.uint64)))
 
 
-def _settled_position(state: State) -> Tensor:
+def _settled_position(state: UpdateState) -> Tensor:
     import tensorflow as tf
 
     vector = state.read_position()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from exporter.errors import NotServable
-from exporter.graph.editor import borrowed
+from exporter.graph.editor import privately_named
 from exporter.graph.signature_tensors import canonical
 from exporter.graph.variable_uses import data_inputs
 from exporter.wire.dtypes import DType
@@ -34,7 +34,7 @@ class Forward:
         """Build the nodes in TensorFlow's default graph, over tensors for `feeds` and `captures` by name."""
         import tensorflow as tf
 
-        graph_def = borrowed(self.library, self.nodes)
+        graph_def = privately_named(self.library, self.nodes)
         native = tf.compat.v1.GraphDef.FromString(graph_def.SerializeToString())
         passed_on = {name: inputs[name] for name in self.fetches if name in inputs}
         computed = [name for name in self.fetches if name not in inputs]

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from exporter.graph.editor import CPU, Graft, Part
+from exporter.graph.editor import CPU, GraphEditor, PlacedFunction
 from exporter.graph.signature_tensors import SignatureTensor, StaticShape, canonical
 from exporter.graph.variable_uses import data_inputs
 from exporter.subgraph.forward_pass import HANDLE_MARK, Forward, cut_out
@@ -33,7 +33,7 @@ _POLL_MICROSECONDS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Isolation:
+class SharedNodes:
     """The nodes that all signatures share: the first read of the sequence, the ordered handles by name."""
 
     state: StateNodes
@@ -43,22 +43,22 @@ class Isolation:
 
 
 def order_handles(
-    graft: Graft, state: StateNodes, handles: Iterable[str], patience_seconds: float
-) -> Isolation:
+    editor: GraphEditor, state: StateNodes, handles: Iterable[str], patience_seconds: float
+) -> SharedNodes:
     """Let everything that takes one of `handles` (VarHandleOps) do so after the sequence was read."""
-    consumers = list(graft.graph_def.node)
-    before = graft.node("before", "ReadVariableOp", [state.sequence], device=CPU, dtype=DType.INT64)
+    consumers = list(editor.graph_def.node)
+    before = editor.node("before", "ReadVariableOp", [state.sequence], device=CPU, dtype=DType.INT64)
     ordered = {}
     for number, handle in enumerate((*handles, state.position)):
-        node = graft.node(f"handle_{number}", "Identity", [handle], after=[before], T=DType.RESOURCE)
-        graft.graph_def.node[-1].attr[HANDLE_MARK].b = True
+        node = editor.node(f"handle_{number}", "Identity", [handle], after=[before], T=DType.RESOURCE)
+        editor.graph_def.node[-1].attr[HANDLE_MARK].b = True
         ordered[handle] = node
     names = ordered | {f"{handle}:0": node for handle, node in ordered.items()}
     for consumer in consumers:
         for index, reference in enumerate(data_inputs(consumer)):
             if reference in names:
                 consumer.input[index] = names[reference]
-    return Isolation(state, before, ordered, patience_seconds)
+    return SharedNodes(state, before, ordered, patience_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class Isolated:
 
 
 def isolate(
-    graft: Graft,
-    isolation: Isolation,
+    editor: GraphEditor,
+    isolation: SharedNodes,
     signature: str,
     inputs: Sequence[SignatureTensor],
     outputs: Sequence[SignatureTensor],
@@ -91,41 +91,41 @@ def isolate(
     read_position = None
     if with_position:
         handle = isolation.handles[isolation.state.position]
-        read_position = graft.node(f"{signature}/position", "ReadVariableOp", [handle], dtype=DType.INT64)
+        read_position = editor.node(f"{signature}/position", "ReadVariableOp", [handle], dtype=DType.INT64)
         fetches.append((canonical(read_position), DType.INT64))
-    forward = cut_out(graft.graph_def, [name for name, _ in fetches], [feed.name for feed in inputs])
+    forward = cut_out(editor.graph_def, [name for name, _ in fetches], [feed.name for feed in inputs])
     written = {
         canonical(node) for handle, node in isolation.handles.items() if handle != isolation.state.position
     }
     if not written & {name for name, _ in forward.captures}:
         return Isolated({}, read_position)
     retry = _Retry(isolation, forward, tuple(dtype for _, dtype in fetches), with_position, warmed)
-    part = graft.function(
+    part = editor.function(
         f"{signature}_again", retry.build, retry.inputs(inputs), inline=False, as_written=True
     )
-    merged = _first_try_or(graft, isolation, signature, fetches, part, retry)
+    merged = _first_try_or(editor, isolation, signature, fetches, part, retry)
     return Isolated(
         {output.name: result for output, result in zip(outputs, merged, strict=False)},
         merged[-1] if with_position else None,
     )
 
 
-def _is_ordered(tensor: str, isolation: Isolation) -> bool:
+def _is_ordered(tensor: str, isolation: SharedNodes) -> bool:
     return tensor in map(canonical, isolation.handles.values())
 
 
 def _first_try_or(
-    graft: Graft,
-    isolation: Isolation,
+    editor: GraphEditor,
+    isolation: SharedNodes,
     signature: str,
     fetches: Sequence[tuple[str, DType]],
-    again: Part,
+    again: PlacedFunction,
     retry: _Retry,
 ) -> list[str]:
     """The outputs of the first try if it was clean, else those of the function `again`."""
     state = isolation.state
     after = [name.partition(":")[0] for name, _ in fetches]
-    after_read = graft.node(
+    after_read = editor.node(
         f"{signature}/after",
         "ReadVariableOp",
         [state.sequence],
@@ -134,13 +134,13 @@ def _first_try_or(
         dtype=DType.INT64,
     )
     # The mask is for the sequence before: one that is odd equals nothing then, nor does one that turned odd.
-    mask = graft.constant(f"{signature}/even", ~1, DType.INT64)
-    even = graft.node(
+    mask = editor.constant(f"{signature}/even", ~1, DType.INT64)
+    even = editor.node(
         f"{signature}/before_even", "BitwiseAnd", [isolation.before, mask], device=CPU, T=DType.INT64
     )
-    clean, warm = _clean(graft, signature, even, after_read, warmed=retry.warmed)
+    clean, warm = _clean(editor, signature, even, after_read, warmed=retry.warmed)
     first = [
-        graft.node(f"{signature}/first_{n}", "Switch", [name, clean], T=dtype)
+        editor.node(f"{signature}/first_{n}", "Switch", [name, clean], T=dtype)
         for n, (name, dtype) in enumerate(fetches)
     ]
     # After a clean first try the false outputs are dead, and so is the call: it costs nothing.
@@ -151,30 +151,30 @@ def _first_try_or(
         *(name for name, _ in retry.forward.captures),
         *retry.forward.feeds,
     ]
-    second = graft.call(f"{signature}/again", again, [*outer, *first])
+    second = editor.call(f"{signature}/again", again, [*outer, *first])
     return [
-        graft.node(f"{signature}/output_{n}", "Merge", [f"{first[n]}:1", second[n]], T=dtype, N=2)
+        editor.node(f"{signature}/output_{n}", "Merge", [f"{first[n]}:1", second[n]], T=dtype, N=2)
         for n, (_, dtype) in enumerate(fetches)
     ]
 
 
 def _clean(
-    graft: Graft, signature: str, even: str, after: str, *, warmed: bool
+    editor: GraphEditor, signature: str, even: str, after: str, *, warmed: bool
 ) -> tuple[str, tuple[str, ...]]:
     """The node that tells if a first try counts; the handle of the variable that tells if it may, if any."""
     if not warmed:
-        return graft.node(f"{signature}/clean", "Equal", [even, after], device=CPU, T=DType.INT64), ()
-    same = graft.node(f"{signature}/same", "Equal", [even, after], device=CPU, T=DType.INT64)
-    warm = graft.variable(f"{signature}/warm", DType.BOOL)
-    is_warm = graft.node(f"{signature}/is_warm", "ReadVariableOp", [warm], device=CPU, dtype=DType.BOOL)
-    return graft.node(f"{signature}/clean", "LogicalAnd", [same, is_warm], device=CPU), (warm,)
+        return editor.node(f"{signature}/clean", "Equal", [even, after], device=CPU, T=DType.INT64), ()
+    same = editor.node(f"{signature}/same", "Equal", [even, after], device=CPU, T=DType.INT64)
+    warm = editor.variable(f"{signature}/warm", DType.BOOL)
+    is_warm = editor.node(f"{signature}/is_warm", "ReadVariableOp", [warm], device=CPU, dtype=DType.BOOL)
+    return editor.node(f"{signature}/clean", "LogicalAnd", [same, is_warm], device=CPU), (warm,)
 
 
 @dataclass(frozen=True, slots=True)
 class _Retry:
     """The function that computes a forward pass again and again, until no update came between."""
 
-    isolation: Isolation
+    isolation: SharedNodes
     forward: Forward
     dtypes: tuple[DType, ...]
     with_position: bool

@@ -20,7 +20,7 @@ _NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class ListedDeltas:
     """What the log's directory lists: names and the positions they stand for, and one entry that never fits.
 
     `hold` is the position that is not to be passed; negative if its file cannot be read. `unlisted` is true
@@ -35,7 +35,7 @@ class Published:
     unlisted: Tensor
 
 
-def list_published(base: Tensor, log: str) -> Published:
+def list_published(base: Tensor, log: str) -> ListedDeltas:
     """What the directory of a log holds; whatever is not a delta's name or the hold file is ignored."""
     import tensorflow as tf
 
@@ -52,7 +52,7 @@ def list_published(base: Tensor, log: str) -> Published:
     is_gone = tf.cond(
         tf.size(paths) > 0, lambda: tf.constant(False), lambda: tf.equal(tf.size(_list(base)), 0)
     )
-    return Published(directory, names, starts, stops, hold, is_gone)
+    return ListedDeltas(directory, names, starts, stops, hold, is_gone)
 
 
 def _list(directory: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from exporter.delta.format import OPEN, Contents, Kind, Role, Schema, ServedVariable, log_name
+from exporter.delta.format import OPEN, ChangeKind, Schema, ServedVariable, TableContents, TableSide, log_name
 from exporter.errors import NotServable
-from exporter.graph.editor import Graft
+from exporter.graph.editor import GraphEditor
 from exporter.graph.inference_graph import Asset, GraphVariable, InferenceGraph
 from exporter.graph.mutable_tables import makers
 from exporter.graph.signature_tensors import rename, tensors_of
@@ -118,21 +118,21 @@ def make_updatable(graph: InferenceGraph, options: IncrementalOptions, scratch: 
     read_rows_only(graph_def, _fetched(meta_graph))
     served = _served(graph, uses(graph_def))
     schema = Schema.of(served.keys())
-    graft = Graft.onto(graph_def, "incremental", f"{options.lineage}/{options.position}")
-    state = StateNodes.add(graft)
+    editor = GraphEditor.onto(graph_def, "incremental", f"{options.lineage}/{options.position}")
+    state = StateNodes.add(editor)
     _isolate_signatures(
-        graft, state, signatures, [node for nodes in served.values() for node in nodes], options
+        editor, state, signatures, [node for nodes in served.values() for node in nodes], options
     )
     expected = Expected(options.lineage, schema, options.finite)
     largest = options.snapshot_max_rows if options.isolation is IsolationMode.SNAPSHOT else -1
-    rules = UpdateRules(graft.resource_name("updates"), log_name(options.log), expected, largest)
-    signatures[UPDATE_SIGNATURE].CopyFrom(add_update(graft, state, served, rules))
-    signatures[STATUS_SIGNATURE].CopyFrom(add_status(graft, state, options.lineage))
+    rules = UpdateRules(editor.resource_name("updates"), log_name(options.log), expected, largest)
+    signatures[UPDATE_SIGNATURE].CopyFrom(add_update(editor, state, served, rules))
+    signatures[STATUS_SIGNATURE].CopyFrom(add_status(editor, state, options.lineage))
     if options.digest:
-        signatures[DIGEST_SIGNATURE].CopyFrom(add_digest(graft, state, served))
-    asset = _add_asset(graft, scratch / ASSET_NAME, schema, options)
+        signatures[DIGEST_SIGNATURE].CopyFrom(add_digest(editor, state, served))
+    asset = _add_asset(editor, scratch / ASSET_NAME, schema, options)
     start = options.position, options.step
-    init_op = add_init(graft, state, asset.node, graph.init_op, start)
+    init_op = add_init(editor, state, asset.node, graph.init_op, start)
     return replace(
         graph,
         meta_graph=meta_graph,
@@ -162,12 +162,12 @@ def _lookups(graph: InferenceGraph) -> Served:
                 name,
                 dtype,
                 (OPEN, *(shape or ())),
-                Kind.DENSE,
-                Contents(table.node, role, table.has_all_buckets),
+                ChangeKind.DENSE,
+                TableContents(table.node, role, table.has_all_buckets),
             )
             for role, name, dtype, shape in (
-                (Role.KEYS, table.keys, table.key_dtype, table.key_shape),
-                (Role.VALUES, table.values, table.value_dtype, table.value_shape),
+                (TableSide.KEYS, table.keys, table.key_dtype, table.key_shape),
+                (TableSide.VALUES, table.values, table.value_dtype, table.value_shape),
             )
         )
         served |= {keys: makers(graph.meta_graph.graph_def, table.node), values: ()}
@@ -228,20 +228,20 @@ def _variables(variables: tuple[GraphVariable, ...], found: Mapping[str, Use]) -
         by_rows = (
             first.dtype in _SCATTERED and bool(first.shape) and all(found[t.node] is Use.ROWS for t in twins)
         )
-        kind = Kind.TABLE if by_rows else Kind.DENSE
+        kind = ChangeKind.TABLE if by_rows else ChangeKind.DENSE
         served[ServedVariable(name, first.dtype, first.shape, kind)] = tuple(twin.node for twin in twins)
     return served
 
 
 def _isolate_signatures(
-    graft: Graft,
+    editor: GraphEditor,
     state: StateNodes,
     signatures: Mapping[str, Proto],
     handles: list[str],
     options: IncrementalOptions,
 ) -> None:
     snapshot = options.isolation is IsolationMode.SNAPSHOT
-    isolation = order_handles(graft, state, handles, options.patience_seconds) if snapshot else None
+    isolation = order_handles(editor, state, handles, options.patience_seconds) if snapshot else None
     for name in sorted(signatures):
         signature = signatures[name]
         outputs = tensors_of(signature.outputs)
@@ -249,7 +249,7 @@ def _isolate_signatures(
         position = None
         if isolation is not None:
             isolated = isolate(
-                graft,
+                editor,
                 isolation,
                 name,
                 tensors_of(signature.inputs),
@@ -260,10 +260,10 @@ def _isolate_signatures(
             rename(signature.outputs, isolated.tensors)
             position = isolated.position
         if stamped:
-            add_stamps(graft, state, name, signature, position)
+            add_stamps(editor, state, name, signature, position)
 
 
-def _add_asset(graft: Graft, path: Path, schema: Schema, options: IncrementalOptions) -> Asset:
+def _add_asset(editor: GraphEditor, path: Path, schema: Schema, options: IncrementalOptions) -> Asset:
     """A file that says what the base takes, and whose path tells the graph where it lies."""
     document = {
         "format_version": 1,
@@ -276,4 +276,4 @@ def _add_asset(graft: Graft, path: Path, schema: Schema, options: IncrementalOpt
         "schema": schema.to_json(),
     }
     path.write_text(json.dumps(document) + "\n")
-    return Asset(graft.constant("asset", ASSET_NAME, DType.STRING), path)
+    return Asset(editor.constant("asset", ASSET_NAME, DType.STRING), path)

@@ -20,8 +20,8 @@ from exporter.delta.format import (
     PACKINGS,
     POSITION_KEY,
     SCHEMA_KEY,
+    ChangeKind,
     Flag,
-    Kind,
     Schema,
     ServedVariable,
 )
@@ -85,7 +85,7 @@ def first_success(
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Refusal:
     """A reason to refuse a delta, if `fails`: `word` and `text` go before and after its name."""
 
     fails: Tensor
@@ -108,7 +108,7 @@ def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expe
     return ReadDelta(refusal, step, rows, changed, entries, tensors)
 
 
-def _first_of(name: Tensor, checks: Sequence[Check]) -> Tensor:
+def _first_of(name: Tensor, checks: Sequence[Refusal]) -> Tensor:
     """`<word>: <name> <text>` of the first check that fails, empty if none does."""
     import tensorflow as tf
 
@@ -150,7 +150,7 @@ def _read_body(
         lengths = Lengths.of(schema, tensors)
         found = dict(by_variable(schema, tensors))
         entries = [tf.size(found[keys][0], tf.int64) for keys, _ in schema.lookups]
-        checks = [Check(tf.not_equal(fault, ""), "rows", fault)]
+        checks = [Refusal(tf.not_equal(fault, ""), "rows", fault)]
         checks += _checks_of_rows(count, tensors, schema, lengths)
         if expected.finite:
             checks += _checks_of_values(tensors, schema)
@@ -165,14 +165,14 @@ def _read_body(
 
 def _checks_of_header(
     name: Tensor, position: Tensor, fields: Tensor, lineage: Tensor, digest: Tensor, expected: Expected
-) -> list[Check]:
+) -> list[Refusal]:
     import tensorflow as tf
 
     version, start, end, flags = fields[0], fields[1], fields[2], fields[4]
     leads = tf.strings.join(
         [tf.strings.as_string(p, width=20, fill="0") for p in (start, end)], separator="-"
     )
-    only_from = tf.not_equal(tf.bitwise.bitwise_and(flags, int(Flag.ONLY_FROM)), 0)
+    exact_base = tf.not_equal(tf.bitwise.bitwise_and(flags, int(Flag.EXACT_BASE)), 0)
     both = sum(PACKINGS.values())
     unknown = tf.not_equal(tf.bitwise.bitwise_and(flags, ~sum(Flag)), 0)
     unknown |= tf.equal(tf.bitwise.bitwise_and(flags, both), both)
@@ -180,12 +180,12 @@ def _checks_of_header(
         ["has format ", tf.strings.as_string(version), ", flags ", tf.strings.as_string(flags)]
     )
     return [
-        Check(tf.equal(version, 0), "damaged", "cannot be read"),
-        Check(tf.not_equal(version, FORMAT_VERSION) | unknown, "format", form),
-        Check(tf.not_equal(lineage, expected.lineage), "lineage", "belongs to another log"),
-        Check(tf.not_equal(digest, expected.schema.digest), "schema", "was made for other variables"),
-        Check(tf.not_equal(leads, name), "range", tf.strings.join(["says that it leads ", leads])),
-        Check(only_from & tf.not_equal(start, position), "only-from", "fits its first position alone"),
+        Refusal(tf.equal(version, 0), "damaged", "cannot be read"),
+        Refusal(tf.not_equal(version, FORMAT_VERSION) | unknown, "format", form),
+        Refusal(tf.not_equal(lineage, expected.lineage), "lineage", "belongs to another log"),
+        Refusal(tf.not_equal(digest, expected.schema.digest), "schema", "was made for other variables"),
+        Refusal(tf.not_equal(leads, name), "range", tf.strings.join(["says that it leads ", leads])),
+        Refusal(exact_base & tf.not_equal(start, position), "only-from", "fits its first position alone"),
     ]
 
 
@@ -221,7 +221,9 @@ class Lengths:
         )
 
 
-def _checks_of_rows(rows: Tensor, tensors: Sequence[Tensor], schema: Schema, lengths: Lengths) -> list[Check]:
+def _checks_of_rows(
+    rows: Tensor, tensors: Sequence[Tensor], schema: Schema, lengths: Lengths
+) -> list[Refusal]:
     """Row numbers increase within the table, ids and values are as many, dense values are one or none.
 
     All tables are looked at together: what a graph holds for each of them, every first call pays for.
@@ -230,7 +232,7 @@ def _checks_of_rows(rows: Tensor, tensors: Sequence[Tensor], schema: Schema, len
 
     tables, dense = (
         np.array([n for n, variable in enumerate(schema.variables) if variable.kind is kind], np.int64)
-        for kind in (Kind.TABLE, Kind.DENSE)
+        for kind in (ChangeKind.TABLE, ChangeKind.DENSE)
     )
     of_tables = tf.gather(lengths.values, tables)
     wrong_dense = tf.gather(lengths.values, dense) > 1
@@ -244,13 +246,13 @@ def _checks_of_rows(rows: Tensor, tensors: Sequence[Tensor], schema: Schema, len
     first = tf.gather(names, tf.argmax(tf.cast(wrong, tf.int32)))
     said = tf.equal(rows, tf.reduce_sum(of_tables))
     return [
-        Check(tf.reduce_any(wrong), "rows", tf.strings.join(["has wrong rows for ", first])),
+        Refusal(tf.reduce_any(wrong), "rows", tf.strings.join(["has wrong rows for ", first])),
         *_checks_of_lookups(tensors, schema),
-        Check(tf.logical_not(said), "rows", "holds another number of rows than it says"),
+        Refusal(tf.logical_not(said), "rows", "holds another number of rows than it says"),
     ]
 
 
-def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[Check]:
+def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[Refusal]:
     """A lookup table has keys with a value each, or is not there; buckets are a power of two."""
     import tensorflow as tf
 
@@ -263,7 +265,7 @@ def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[Check]
             count = tf.shape(pair[0])[1]
             power = (count > 0) & tf.equal(tf.bitwise.bitwise_and(count, count - 1), 0)
             right &= power | tf.equal(tf.shape(pair[0])[0], 0)
-        checks.append(Check(tf.logical_not(right), "rows", f"has wrong entries for {keys.name}"))
+        checks.append(Refusal(tf.logical_not(right), "rows", f"has wrong entries for {keys.name}"))
     return checks
 
 
@@ -284,11 +286,11 @@ def _are_no_rows(ids: Sequence[Tensor], counts: Tensor, limits: Array) -> Tensor
     return disorder | tf.logical_not(inside)
 
 
-def _checks_of_values(tensors: Sequence[Tensor], schema: Schema) -> list[Check]:
+def _checks_of_values(tensors: Sequence[Tensor], schema: Schema) -> list[Refusal]:
     import tensorflow as tf
 
     return [
-        Check(
+        Refusal(
             tf.logical_not(tf.reduce_all(tf.math.is_finite(found[-1]))),
             "finite",
             f"has NaN or infinity in {variable.name}",

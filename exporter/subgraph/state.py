@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from exporter.graph.editor import Graft
+from exporter.graph.editor import GraphEditor
 from exporter.wire.dtypes import DType
 
 Tensor = Any
@@ -35,14 +35,14 @@ class StateNodes:
     warm: str
 
     @classmethod
-    def add(cls, graft: Graft) -> StateNodes:
+    def add(cls, editor: GraphEditor) -> StateNodes:
         """Add the variables to a graph."""
         return cls(
-            sequence=graft.variable("sequence", DType.INT64),
-            position=graft.variable("position", DType.INT64, (3,)),
-            since=graft.variable("since", DType.DOUBLE),
-            base=graft.variable("base", DType.STRING),
-            warm=graft.variable("update/warm", DType.BOOL),
+            sequence=editor.variable("sequence", DType.INT64),
+            position=editor.variable("position", DType.INT64, (3,)),
+            since=editor.variable("since", DType.DOUBLE),
+            base=editor.variable("base", DType.STRING),
+            warm=editor.variable("update/warm", DType.BOOL),
         )
 
     @property
@@ -58,7 +58,7 @@ STATE_INPUTS: dict[str, tuple[DType, tuple[int, ...]]] = dict.fromkeys(
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class UpdateState:
     """The handles inside a function, and how they are read; control dependencies give the order."""
 
     sequence: Tensor

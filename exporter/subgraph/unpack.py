@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from exporter.delta.format import PACKINGS, Kind, Schema
+from exporter.delta.format import PACKINGS, ChangeKind, Schema
 from exporter.delta.packing import LARGEST_SCALE, SMALLEST_SCALE
 from exporter.options import DeltaDtype
 from exporter.subgraph.state import Tensor
@@ -58,7 +58,7 @@ def _shapes(schema: Schema) -> list[list[int | None]]:
     """The shapes of the tensors of `Schema.keys`; how many rows there are is not known."""
     shapes: list[list[int | None]] = []
     for variable in schema.variables:
-        ids: list[list[int | None]] = [[None]] if variable.kind is Kind.TABLE else []
+        ids: list[list[int | None]] = [[None]] if variable.kind is ChangeKind.TABLE else []
         shapes += [*ids, [None, *variable.element_shape]]
     return shapes
 

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from exporter.subgraph.list_deltas import NO_LIMIT, Published, list_published
+from exporter.subgraph.list_deltas import NO_LIMIT, ListedDeltas, list_published
 from exporter.subgraph.read_delta import Expected, read_delta
-from exporter.subgraph.state import SETTLED, State, Tensor, assign
+from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign
 from exporter.subgraph.turns import one_at_a_time
-from exporter.subgraph.write_delta import Target, position_vector, write_rows, write_snapshot
+from exporter.subgraph.write_delta import UpdateTarget, position_vector, write_rows, write_snapshot
 
 NEWEST = -1
 """The `up_to` that asks for whatever is published."""
@@ -49,7 +49,7 @@ class UpdateRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class UpdateProgress:
     """Where an update stands: the loop's variables. `choice` is the next delta's index, -1 for none."""
 
     choice: Tensor
@@ -73,13 +73,13 @@ class Outlook:
     `explicit` is false if it is to go as far as it can.
     """
 
-    start: Progress
-    published: Published
+    start: UpdateProgress
+    published: ListedDeltas
     explicit: Tensor
     limit: Tensor
 
     @classmethod
-    def of(cls, wanted: Tensor, state: State, rules: UpdateRules) -> Outlook:
+    def of(cls, wanted: Tensor, state: UpdateState, rules: UpdateRules) -> Outlook:
         """Read the position and list the log."""
         import tensorflow as tf
 
@@ -90,10 +90,10 @@ class Outlook:
         refused = tf.zeros_like(published.ends, tf.bool)
         zero = tf.zeros([], tf.int64)
         choice = _choose(published, limit, position, refused)
-        start = Progress(choice, position, refused, tf.constant(""), zero, zero, tf.constant(False))
+        start = UpdateProgress(choice, position, refused, tf.constant(""), zero, zero, tf.constant(False))
         return cls(start, published, explicit, limit)
 
-    def result(self, end: Progress) -> tuple[Tensor, Tensor]:
+    def result(self, end: UpdateProgress) -> tuple[Tensor, Tensor]:
         """Position, step, unfinished target, rows and deltas (int64 [5]); why the update stopped there."""
         import tensorflow as tf
 
@@ -101,7 +101,7 @@ class Outlook:
         return tf.ensure_shape(numbers, [5]), _status(end, self)
 
 
-def update(up_to: Tensor, state: State, target: Target, rules: UpdateRules) -> tuple[Tensor, ...]:
+def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules) -> tuple[Tensor, ...]:
     """Position, step, rows, deltas (int64) and status (string), each [n] as `up_to`; a refusal, string [].
 
     The refusal is empty, or the status with which the call is to fail: an explicit target was not reached,
@@ -124,7 +124,7 @@ def update(up_to: Tensor, state: State, target: Target, rules: UpdateRules) -> t
 
 
 def _update_in_turn(
-    wanted: Tensor, state: State, target: Target, rules: UpdateRules
+    wanted: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules
 ) -> tuple[Tensor, Tensor]:
     """See `Outlook.result`. Who has nothing to do does not wait for others who have, or for a thread."""
     import tensorflow as tf
@@ -149,7 +149,7 @@ def _update_in_turn(
     return numbers, status
 
 
-def _choose(published: Published, limit: Tensor, position: Tensor, refused: Tensor) -> Tensor:
+def _choose(published: ListedDeltas, limit: Tensor, position: Tensor, refused: Tensor) -> Tensor:
     """The index of the delta that leads furthest, not beyond `limit`; -1 if none leads on."""
     import tensorflow as tf
 
@@ -159,14 +159,14 @@ def _choose(published: Published, limit: Tensor, position: Tensor, refused: Tens
     return tf.where(tf.reduce_any(fits), tf.argmax(tf.where(fits, published.ends, _NONE)), _NONE)
 
 
-def _follow(outlook: Outlook, state: State, target: Target, rules: UpdateRules) -> Progress:
+def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: UpdateRules) -> UpdateProgress:
     """Apply one delta after the other, each time the one that leads furthest."""
     import tensorflow as tf
 
     published, first = outlook.published, outlook.start
 
     def advance(*variables: Tensor) -> list[Tensor]:
-        before = Progress(*variables)
+        before = UpdateProgress(*variables)
         end = tf.gather(published.ends, before.choice)
         name = tf.gather(published.names, before.choice)
         delta = read_delta(published.directory, name, before.position[0], rules.expected)
@@ -186,7 +186,7 @@ def _follow(outlook: Outlook, state: State, target: Target, rules: UpdateRules) 
         position = tf.cond(accepted, write, lambda: tf.identity(before.position))
         this = tf.equal(tf.range(tf.size(published.ends, tf.int64)), before.choice)
         refused = before.refused | (this & tf.logical_not(accepted))
-        return Progress(
+        return UpdateProgress(
             choice=_choose(published, outlook.limit, position, refused),
             position=position,
             refused=refused,
@@ -196,7 +196,7 @@ def _follow(outlook: Outlook, state: State, target: Target, rules: UpdateRules) 
             in_chunks=before.in_chunks | (accepted & tf.logical_not(at_once)),
         ).as_list
 
-    return Progress(
+    return UpdateProgress(
         *tf.while_loop(
             lambda choice, *_: choice >= 0,
             advance,
@@ -214,7 +214,7 @@ def _and_then(operation: Tensor, value: Tensor) -> Tensor:
         return tf.identity(value)
 
 
-def _status(end: Progress, outlook: Outlook) -> Tensor:
+def _status(end: UpdateProgress, outlook: Outlook) -> Tensor:
     """Why the update stopped: the first of these that is so."""
     import tensorflow as tf
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from exporter.delta.format import Schema, ServedVariable
-from exporter.graph.editor import CPU, Graft
+from exporter.graph.editor import CPU, GraphEditor
 from exporter.graph.signature_tensors import SignatureTensor, canonical, tensors_of
 from exporter.subgraph.digest import digest
-from exporter.subgraph.state import SETTLED, STATE_INPUTS, State, StateNodes, Tensor, read
+from exporter.subgraph.state import SETTLED, STATE_INPUTS, StateNodes, Tensor, UpdateState, read
 from exporter.subgraph.update import UpdateRules, update
-from exporter.subgraph.write_delta import Target
+from exporter.subgraph.write_delta import UpdateTarget
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
@@ -21,16 +21,18 @@ Served = Mapping[ServedVariable, tuple[str, ...]]
 """Each variable as deltas see it, with its handles' nodes; those of a lookup table are with its keys."""
 
 
-def add_stamps(graft: Graft, state: StateNodes, name: str, signature: Proto, position: str | None) -> None:
+def add_stamps(
+    editor: GraphEditor, state: StateNodes, name: str, signature: Proto, position: str | None
+) -> None:
     """Give a signature the outputs `model_position` and `model_step`, one of each for each row of a batch."""
     if position is None:
-        position = graft.node(
+        position = editor.node(
             f"{name}/position", "ReadVariableOp", [state.position], device=CPU, dtype=DType.INT64
         )
     batched = _batched([*tensors_of(signature.inputs), *tensors_of(signature.outputs)])
     shape = batched.name
     if not batched.is_shape:
-        shape = graft.node(f"{name}/batch", "Shape", [shape], T=batched.dtype, out_type=DType.INT64)
+        shape = editor.node(f"{name}/batch", "Shape", [shape], T=batched.dtype, out_type=DType.INT64)
 
     def stamps(shape: Tensor, vector: Tensor) -> list[Tensor]:
         import tensorflow as tf
@@ -38,10 +40,10 @@ def add_stamps(graft: Graft, state: StateNodes, name: str, signature: Proto, pos
         rows = tf.concat([shape, [1]], 0)[:1]  # a scalar counts as one row
         return [tf.fill(rows, vector[0]), tf.fill(rows, vector[1])]
 
-    part = graft.function(
+    part = editor.function(
         f"{name}_stamps", stamps, {"shape": (DType.INT64, (None,)), "position": (DType.INT64, (3,))}
     )
-    for key, tensor in zip(STAMPS, graft.call(f"{name}/stamps", part, [shape, position]), strict=True):
+    for key, tensor in zip(STAMPS, editor.call(f"{name}/stamps", part, [shape, position]), strict=True):
         signature.outputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
 
 
@@ -52,51 +54,53 @@ def _batched(tensors: Sequence[SignatureTensor]) -> SignatureTensor:
     return next(iter([*open_, *vectors, *tensors]))
 
 
-def add_update(graft: Graft, state: StateNodes, served: Served, rules: UpdateRules) -> Proto:
+def add_update(editor: GraphEditor, state: StateNodes, served: Served, rules: UpdateRules) -> Proto:
     """Add `incremental_update`; its signature."""
 
-    def build(up_to: Tensor, inner: State, target: Target) -> tuple[Tensor, ...]:
+    def build(up_to: Tensor, inner: UpdateState, target: UpdateTarget) -> tuple[Tensor, ...]:
         return update(up_to, inner, target, rules)
 
-    up_to, outputs = _add_part(graft, state, served, "update", "up_to", build)
+    up_to, outputs = _add_part(editor, state, served, "update", "up_to", build)
     dtypes = (*[DType.INT64] * 4, DType.STRING)
-    position, step, rows, deltas, status = _unless_refused(graft, "update", outputs, dtypes)
+    position, step, rows, deltas, status = _unless_refused(editor, "update", outputs, dtypes)
     numbers = {"position": position, "step": step, "rows": rows, "deltas": deltas}
     return _signature({"up_to": up_to}, numbers, {"status": status})
 
 
-def add_digest(graft: Graft, state: StateNodes, served: Served) -> Proto:
+def add_digest(editor: GraphEditor, state: StateNodes, served: Served) -> Proto:
     """Add `incremental_digest`; its signature."""
-    rows, outputs = _add_part(graft, state, served, "digest", "rows", digest)
+    rows, outputs = _add_part(editor, state, served, "digest", "rows", digest)
     dtypes = (DType.STRING, DType.INT64, DType.INT64)
-    checksum, before, after = _unless_refused(graft, "digest", outputs, dtypes)
+    checksum, before, after = _unless_refused(editor, "digest", outputs, dtypes)
     return _signature(
         {"rows": rows}, {"position_before": before, "position_after": after}, {"digest": checksum}
     )
 
 
-def _unless_refused(graft: Graft, name: str, outputs: Sequence[str], dtypes: Sequence[DType]) -> list[str]:
+def _unless_refused(
+    editor: GraphEditor, name: str, outputs: Sequence[str], dtypes: Sequence[DType]
+) -> list[str]:
     """The outputs without the last, with which the call fails unless it is empty.
 
     Not done in the function: its name would go before the message that a client gets.
     """
     *results, refusal = outputs
-    none = graft.constant(f"{name}/none", "", DType.STRING)
-    accepted = graft.node(f"{name}/accepted", "Equal", [refusal, none], device=CPU, T=DType.STRING)
-    reported = graft.node(f"{name}/refused", "Assert", [accepted, refusal], device=CPU, T=(DType.STRING,))
+    none = editor.constant(f"{name}/none", "", DType.STRING)
+    accepted = editor.node(f"{name}/accepted", "Equal", [refusal, none], device=CPU, T=DType.STRING)
+    reported = editor.node(f"{name}/refused", "Assert", [accepted, refusal], device=CPU, T=(DType.STRING,))
     return [
-        graft.node(f"{name}/output_{n}", "Identity", [result], after=[reported], device=CPU, T=dtype)
+        editor.node(f"{name}/output_{n}", "Identity", [result], after=[reported], device=CPU, T=dtype)
         for n, (result, dtype) in enumerate(zip(results, dtypes, strict=True))
     ]
 
 
 def _add_part(
-    graft: Graft,
+    editor: GraphEditor,
     state: StateNodes,
     served: Served,
     name: str,
     argument: str,
-    build: Callable[[Tensor, State, Target], tuple[Tensor, ...]],
+    build: Callable[[Tensor, UpdateState, UpdateTarget], tuple[Tensor, ...]],
 ) -> tuple[str, list[str]]:
     """A call of a function of int64 [n], the state and all served variables: its input and its outputs."""
     schema = Schema.of(served)
@@ -107,12 +111,12 @@ def _add_part(
         by_name: dict[str, list[Tensor]] = {variable.name: [] for variable in schema.variables}
         for owner, handle in zip(owners, resources[len(STATE_INPUTS) :], strict=True):
             by_name[owner.name].append(_with_value(handle, owner))
-        return build(given, State(*resources[: len(STATE_INPUTS)]), Target(schema, by_name))
+        return build(given, UpdateState(*resources[: len(STATE_INPUTS)]), UpdateTarget(schema, by_name))
 
     resources = STATE_INPUTS | {f"variable_{n}": (DType.RESOURCE, ()) for n in range(len(handles))}
-    part = graft.function(name, with_target, {argument: (DType.INT64, (None,))} | resources, as_written=True)
-    given = graft.placeholder(argument, DType.INT64, (None,))
-    return given, graft.call(name, part, [given, *state.names, *handles])
+    part = editor.function(name, with_target, {argument: (DType.INT64, (None,))} | resources, as_written=True)
+    given = editor.placeholder(argument, DType.INT64, (None,))
+    return given, editor.call(name, part, [given, *state.names, *handles])
 
 
 def _with_value(handle: Tensor, variable: ServedVariable) -> Tensor:
@@ -127,7 +131,7 @@ def _with_value(handle: Tensor, variable: ServedVariable) -> Tensor:
     return handle
 
 
-def add_status(graft: Graft, state: StateNodes, lineage: str) -> Proto:
+def add_status(editor: GraphEditor, state: StateNodes, lineage: str) -> Proto:
     """Add `incremental_status`; its signature."""
 
     def build(probe: Tensor, position: Tensor) -> list[Tensor]:
@@ -136,15 +140,17 @@ def add_status(graft: Graft, state: StateNodes, lineage: str) -> Proto:
         vector = read(position, DType.INT64, (3,))
         return [tf.fill(tf.shape(probe), value) for value in (vector[0], vector[1], tf.constant(lineage))]
 
-    part = graft.function(
+    part = editor.function(
         "status", build, {"probe": (DType.INT64, (None,)), "position": (DType.RESOURCE, ())}
     )
-    probe = graft.placeholder("probe", DType.INT64, (None,))
-    position, step, owner = graft.call("status", part, [probe, state.position])
+    probe = editor.placeholder("probe", DType.INT64, (None,))
+    position, step, owner = editor.call("status", part, [probe, state.position])
     return _signature({"probe": probe}, {"position": position, "step": step}, {"lineage": owner})
 
 
-def add_init(graft: Graft, state: StateNodes, asset: str, before: str | None, start: tuple[int, int]) -> str:
+def add_init(
+    editor: GraphEditor, state: StateNodes, asset: str, before: str | None, start: tuple[int, int]
+) -> str:
     """Add the op that starts what is not restored, after the node `before`; `start` is position and step.
 
     `asset` is the node that holds the path of a file under `assets/` while a model loads, and only then.
@@ -160,22 +166,22 @@ def add_init(graft: Graft, state: StateNodes, asset: str, before: str | None, st
         base = tf.where(tf.equal(base, "") & relative, ".", base)
         return tf.where(dots, tf.strings.join([version, "/.."]), base)
 
-    part = graft.function("model_base", model_base, {"path": (DType.STRING, ())})
-    (base,) = graft.call("model_base", part, [asset])
+    part = editor.function("model_base", model_base, {"path": (DType.STRING, ())})
+    (base,) = editor.call("model_base", part, [asset])
     values = {
-        state.sequence: (graft.constant("first_sequence", 0, DType.INT64), DType.INT64),
-        state.position: (graft.constant("first_position", [*start, SETTLED], DType.INT64), DType.INT64),
-        state.since: (graft.constant("first_since", 0.0, DType.DOUBLE), DType.DOUBLE),
+        state.sequence: (editor.constant("first_sequence", 0, DType.INT64), DType.INT64),
+        state.position: (editor.constant("first_position", [*start, SETTLED], DType.INT64), DType.INT64),
+        state.since: (editor.constant("first_since", 0.0, DType.DOUBLE), DType.DOUBLE),
         state.base: (base, DType.STRING),
     }
-    cold = graft.constant("cold", False, DType.BOOL)
-    own = [node.name for node in graft.graph_def.node if node.name.startswith(f"{graft.scope}/")]
+    cold = editor.constant("cold", False, DType.BOOL)
+    own = [node.name for node in editor.graph_def.node if node.name.startswith(f"{editor.scope}/")]
     values |= {name: (cold, DType.BOOL) for name in own if name.endswith("/warm")}
     assigned = [
-        graft.node(f"init_{n}", "AssignVariableOp", [handle, value], dtype=dtype)
+        editor.node(f"init_{n}", "AssignVariableOp", [handle, value], dtype=dtype)
         for n, (handle, (value, dtype)) in enumerate(values.items())
     ]
-    return graft.node("init", "NoOp", after=[*assigned, *([before] if before else [])])
+    return editor.node("init", "NoOp", after=[*assigned, *([before] if before else [])])
 
 
 def _signature(inputs: Mapping[str, str], numbers: Mapping[str, str], texts: Mapping[str, str]) -> Proto:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from exporter.delta.format import Kind, Schema
+from exporter.delta.format import ChangeKind, Schema
 from exporter.subgraph.read_delta import ReadDelta, by_variable
-from exporter.subgraph.state import SETTLED, State, Tensor, assign
+from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign
 from exporter.subgraph.unpack import tensors_in
 
 CHUNK_ROWS = 4096
@@ -22,7 +22,7 @@ CHUNK_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class UpdateTarget:
     """What a delta is written into: handles by the names of the schema (several if twins share one)."""
 
     schema: Schema
@@ -41,7 +41,7 @@ class Target:
             if variable.contents is not None or 0 in variable.shape:  # kernels refuse rows of no elements
                 continue
             for handle in self.handles[variable.name]:
-                if variable.kind is Kind.TABLE:
+                if variable.kind is ChangeKind.TABLE:
                     writes.tables.append((handle, *its_tensors))
                 else:
                     writes.dense.append((handle, changed[variable], *its_tensors))
@@ -65,7 +65,9 @@ class Writes:
     lookups: list[tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
-def write_snapshot(state: State, target: Target, delta: ReadDelta, start: Tensor, end: Tensor) -> Tensor:
+def write_snapshot(
+    state: UpdateState, target: UpdateTarget, delta: ReadDelta, start: Tensor, end: Tensor
+) -> Tensor:
     """Write all tensors while the sequence is odd. Returns the last operation, which nothing may overtake.
 
     `start` and `end` are the position's values while the writes are under way and when they are done.
@@ -88,7 +90,9 @@ def write_snapshot(state: State, target: Target, delta: ReadDelta, start: Tensor
     return _settle(state, end, written, odd + 1)
 
 
-def write_rows(state: State, target: Target, delta: ReadDelta, start: Tensor, end: Tensor) -> Tensor:
+def write_rows(
+    state: UpdateState, target: UpdateTarget, delta: ReadDelta, start: Tensor, end: Tensor
+) -> Tensor:
     """Write all tensors, tables chunk by chunk. Returns the last operation."""
     import tensorflow as tf
 
@@ -105,7 +109,7 @@ def write_rows(state: State, target: Target, delta: ReadDelta, start: Tensor, en
     return _settle(state, end, written, sequence + tf.bitwise.bitwise_and(sequence, 1))
 
 
-def _settle(state: State, end: Tensor, written: Sequence[Tensor], sequence: Tensor) -> Tensor:
+def _settle(state: UpdateState, end: Tensor, written: Sequence[Tensor], sequence: Tensor) -> Tensor:
     import tensorflow as tf
 
     with tf.control_dependencies(written):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from exporter.training.change_tracking import Part
+from exporter.training.change_tracking import VariablePart
 from exporter.training.recording import SCOPE
 from exporter.training.writes import is_resource
 
@@ -28,7 +28,7 @@ class Access(Protocol):
         """Write rows `ids` of a part, or a scalar."""
 
     @property
-    def part(self) -> Part:
+    def part(self) -> VariablePart:
         """The part that is written."""
 
 
@@ -39,7 +39,7 @@ class PartAccess:
     `ids` int64 [n] and `values` [n, ...] are fed; for a scalar `values` [] is fed and there are no ids.
     """
 
-    part: Part
+    part: VariablePart
     ids: Tensor
     values: Tensor
     gathered: Tensor
@@ -76,7 +76,7 @@ class PartAccess:
             session.run(self.written, {self.ids: ids[piece], self.values: values[piece]})
 
 
-def access(part: Part) -> PartAccess:
+def access(part: VariablePart) -> PartAccess:
     """Add the operations to the current default graph."""
     import tensorflow as tf
 

@@ -17,7 +17,7 @@ from exporter.wire.dtypes import DType
 Variable = Any
 
 
-class Mode(Enum):
+class TrackingMode(Enum):
     """How the changes of a variable are found.
 
     `TOUCHED`: every write names its rows, which are recorded. `COMPARED`: rows are looked up, but some write
@@ -32,7 +32,7 @@ class Mode(Enum):
 
 
 @dataclass(frozen=True)
-class Part:
+class VariablePart:
     """A variable of the graph: the box of `shape` at `starts` of the whole one."""
 
     variable: Variable
@@ -52,14 +52,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Tracked:
+class VariableTracking:
     """A variable as checkpoints name it. `whole_writes` are the operations that keep it from `TOUCHED`."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    mode: Mode
+    parts: tuple[VariablePart, ...]
+    mode: TrackingMode
     whole_writes: tuple[str, ...]
 
     @property
@@ -68,7 +68,7 @@ class Tracked:
         return math.prod(self.shape) * (self.dtype.itemsize or 0)
 
 
-def survey(variables: Iterable[Variable]) -> tuple[Tracked, ...]:
+def plan_tracking(variables: Iterable[Variable]) -> tuple[VariableTracking, ...]:
     """How to find the changes of these variables of one graph, by their names in checkpoints.
 
     Raises:
@@ -85,7 +85,7 @@ def survey(variables: Iterable[Variable]) -> tuple[Tracked, ...]:
     return tuple(found)
 
 
-def plan_digest(tracked: Iterable[Tracked]) -> int:
+def tracking_digest(tracked: Iterable[VariableTracking]) -> int:
     """An int64 that two graphs share if the changes of the same variables are found in the same way."""
     plan = [(entry.name, entry.shape, entry.dtype.label, entry.mode.name) for entry in tracked]
     return int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:8], "little", signed=True)
@@ -93,7 +93,7 @@ def plan_digest(tracked: Iterable[Tracked]) -> int:
 
 def _tracked(
     name: str, shape: tuple[int, ...], uses: list[VariableUse], tables: set[tuple[int, ...]]
-) -> Tracked:
+) -> VariableTracking:
     parts = tuple(sorted(map(_part, uses), key=lambda part: part.starts))
     if len(parts) == 1 and parts[0].shape != shape:
         # A slot of one part of a table: savers declare it in the table's shape, under a name of its own.
@@ -101,21 +101,21 @@ def _tracked(
     whole_writes = tuple(sorted({kind for use in uses for kind in use.whole_writes}))
     is_by_rows = bool(shape) and all(part.shape[1:] == shape[1:] for part in parts)
     if not whole_writes and not any(use.row_writes for use in uses):
-        mode = Mode.FIXED
+        mode = TrackingMode.FIXED
     elif is_by_rows and not whole_writes:
-        mode = Mode.TOUCHED
+        mode = TrackingMode.TOUCHED
     elif is_by_rows and any(part.shape in tables for part in parts):  # also a slot, or a moving average
-        mode = Mode.COMPARED
+        mode = TrackingMode.COMPARED
     else:
-        mode = Mode.WHOLE
-    return Tracked(name, _dtype(name, uses[0].variable), shape, parts, mode, whole_writes)
+        mode = TrackingMode.WHOLE
+    return VariableTracking(name, _dtype(name, uses[0].variable), shape, parts, mode, whole_writes)
 
 
-def _part(use: VariableUse) -> Part:
+def _part(use: VariableUse) -> VariablePart:
     shape = _shape(use.variable)
     slice_info = use.variable._get_save_slice_info()
     starts = tuple(slice_info.var_offset) if slice_info else (0,) * len(shape)
-    return Part(use.variable, shape, starts, use.row_writes)
+    return VariablePart(use.variable, shape, starts, use.row_writes)
 
 
 def _full_shape(variable: Variable) -> tuple[int, ...]:

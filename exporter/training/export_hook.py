@@ -21,7 +21,7 @@ from exporter.training.callbacks import callback_base
 from exporter.training.chief import is_chief as is_chief_of
 from exporter.training.chief import is_multi_worker
 from exporter.training.exports import ExportOutcome, Exports
-from exporter.training.new_checkpoints import Sightings
+from exporter.training.new_checkpoints import NewCheckpoints
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class ExportSchedule:
         self._every = every_checkpoints
         self._wait_seconds = wait_seconds
         self._raises = raise_on_failure
-        self._sightings = Sightings(self.exports.ckpt_dir)
+        self._sightings = NewCheckpoints(self.exports.ckpt_dir)
         self._seen = 0
         self._started: Path | None = None
 

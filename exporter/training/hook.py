@@ -17,7 +17,7 @@ from typing import Any
 from exporter.errors import UsageError
 from exporter.local_paths import local_path
 from exporter.progress import human_bytes
-from exporter.training.change_tracking import Mode, Tracked, survey
+from exporter.training.change_tracking import TrackingMode, VariableTracking, plan_tracking
 from exporter.training.collector import Collector
 from exporter.training.publisher import Publisher
 from exporter.training.recording import Recording, counts_every_step, record
@@ -92,7 +92,7 @@ class IncrementHook:
             raise UsageError(
                 "increments need a global step", hint="call tf.compat.v1.train.get_or_create_global_step()"
             )
-        tracked = survey(v1.global_variables())
+        tracked = plan_tracking(v1.global_variables())
         self._recording: Recording = record(tracked, global_step)
         self._checks_steps = counts_every_step(global_step)
         if self._is_chief:
@@ -175,7 +175,7 @@ class IncrementHook:
                     hint="give the chief an IncrementHook, too, with is_chief=True",
                 )
             time.sleep(_POLL_SECONDS)
-        if int(session.run(self._recording.plan_of_chief)) != self._recording.plan_digest:
+        if int(session.run(self._recording.plan_of_chief)) != self._recording.tracking_digest:
             raise UsageError(
                 "this worker's graph writes to other variables, or in other ways, than the chief's",
                 hint="build the same graph in every worker (between-graph replication)",
@@ -221,11 +221,11 @@ def _operation_name(fetch: Any) -> str:
     return str(getattr(operation, "name", ""))
 
 
-def _report(tracked: tuple[Tracked, ...], saveables: list[Any]) -> None:
-    for mode in Mode:
+def _report(tracked: tuple[VariableTracking, ...], saveables: list[Any]) -> None:
+    for mode in TrackingMode:
         entries = [entry for entry in tracked if entry.mode is mode]
         log.info("increments: %d variables by %s (%s)", len(entries), mode.value, _size(entries))
-    compared = [entry for entry in tracked if entry.mode is Mode.COMPARED]
+    compared = [entry for entry in tracked if entry.mode is TrackingMode.COMPARED]
     if compared:
         log.warning(
             "increments: %s may move any row of %s: %s are kept in memory and compared each time. "
@@ -238,5 +238,5 @@ def _report(tracked: tuple[Tracked, ...], saveables: list[Any]) -> None:
         log.warning("increments: %s is in full checkpoints only", saveable.name)
 
 
-def _size(entries: list[Tracked]) -> str:
+def _size(entries: list[VariableTracking]) -> str:
     return human_bytes(sum(entry.bytes_ for entry in entries))

@@ -23,7 +23,7 @@ from exporter.errors import UsageError
 from exporter.local_paths import local_path
 from exporter.progress import human_bytes
 from exporter.training.callbacks import callback_base
-from exporter.training.change_tracking import Mode, Part, Tracked
+from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking
 from exporter.training.collector import Collector
 from exporter.training.hook import schedule
 from exporter.training.publisher import Publisher
@@ -139,19 +139,19 @@ class _Values:
 
     variables: Mapping[str, Any]
 
-    def rows(self, tracked: Tracked, ids: Array) -> Iterator[Array]:
+    def rows(self, tracked: VariableTracking, ids: Array) -> Iterator[Array]:
         """See `Source`."""
         yield self._value(tracked)[ids]
 
-    def all_rows(self, tracked: Tracked) -> Iterator[tuple[int, Array]]:
+    def all_rows(self, tracked: VariableTracking) -> Iterator[tuple[int, Array]]:
         """See `Source`."""
         yield 0, self._value(tracked)
 
-    def wholes(self, tracked: Iterable[Tracked]) -> Iterator[tuple[Tracked, Array]]:
+    def wholes(self, tracked: Iterable[VariableTracking]) -> Iterator[tuple[VariableTracking, Array]]:
         """See `Source`."""
         return ((entry, self._value(entry)) for entry in tracked)
 
-    def _value(self, tracked: Tracked) -> Array:
+    def _value(self, tracked: VariableTracking) -> Array:
         return np.asarray(self.variables[tracked.name].numpy())
 
 
@@ -159,7 +159,7 @@ class _Values:
 class _EagerAccess:
     """An `Access` to an eager variable."""
 
-    part: Part
+    part: VariablePart
 
     def write(self, session: Any, ids: Array, values: Array) -> None:
         """See `Access`."""
@@ -190,7 +190,7 @@ def _check(model: Any) -> None:
 def _collector(checkpoint: Any, full: Catalog) -> Collector:
     variables = dict(_by_key(checkpoint, full))
     tracked = tuple(_tracked(name, variables[name]) for name in sorted(variables))
-    compared = sum(entry.bytes_ for entry in tracked if entry.mode is Mode.COMPARED)
+    compared = sum(entry.bytes_ for entry in tracked if entry.mode is TrackingMode.COMPARED)
     log.info("increments: comparing by rows keeps %s in memory", human_bytes(compared))
     accesses = {id(entry.parts[0]): _EagerAccess(entry.parts[0]) for entry in tracked}
     return Collector(tracked, (), accesses, lambda session: _Values(variables))
@@ -214,8 +214,10 @@ def _by_key(checkpoint: Any, full: Catalog) -> Iterator[tuple[str, Any]]:
                 yield attribute.checkpoint_key, trackable
 
 
-def _tracked(name: str, variable: Any) -> Tracked:
+def _tracked(name: str, variable: Any) -> VariableTracking:
     shape = tuple(variable.shape)
     dtype = DType.of(np.asarray(variable.numpy()).dtype.name)
-    part = Part(variable, shape, (0,) * len(shape), ())
-    return Tracked(name, dtype, shape, (part,), Mode.COMPARED if len(shape) > 1 else Mode.WHOLE, ())
+    part = VariablePart(variable, shape, (0,) * len(shape), ())
+    return VariableTracking(
+        name, dtype, shape, (part,), TrackingMode.COMPARED if len(shape) > 1 else TrackingMode.WHOLE, ()
+    )

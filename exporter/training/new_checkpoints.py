@@ -11,7 +11,7 @@ from exporter.errors import CheckpointError
 Signature = tuple[int, ...]
 
 
-class Sightings:
+class NewCheckpoints:
     """The newest checkpoint of a directory, looked up when files changed; a look costs three system calls."""
 
     def __init__(self, ckpt_dir: Path) -> None:

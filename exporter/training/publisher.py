@@ -15,10 +15,10 @@ import time
 from typing import Any
 
 from exporter.errors import PublishError, UsageError
-from exporter.increments.history import Milestone
-from exporter.training.collector import CheckpointSource, Collector, Source
+from exporter.increments.history import CheckpointMarker
+from exporter.training.collector import CheckpointSource, Collector, RowSource
 from exporter.training.restore import overlay
-from exporter.training.run import Standing, continued, started
+from exporter.training.run import RunTip, continued, started
 from exporter.training.store import FullCheckpoint, Store
 
 Session = Any
@@ -40,7 +40,7 @@ class Publisher:
         self._collector = collector
         self._timer = timer
         self._restores = restores
-        self._standing: Standing | None = None
+        self._tip: RunTip | None = None
         self._full = store.newest_full()
         self._own: FullCheckpoint | None = None
         self._before = store.index_signatures()
@@ -54,7 +54,7 @@ class Publisher:
         What it has restored is the full checkpoint that was the newest before. Its own saver may have written
         another one already: that holds the same values, and rows that other workers have recorded since.
         """
-        restored, self._standing, self._own = self._full, None, None
+        restored, self._tip, self._own = self._full, None, None
         self._look()
         self._before = self._store.index_signatures()
         self._collector.forget()
@@ -62,7 +62,7 @@ class Publisher:
         if not is_restored and self._full is not None and self._full.id.step <= step:
             self._begin_at(self._full)
         self._timer.reset()
-        self._timer.update_last_triggered_step(self._standing.step if self._standing else step)
+        self._timer.update_last_triggered_step(self._tip.step if self._tip else step)
         return is_restored
 
     def is_due(self, step: int) -> bool:
@@ -76,24 +76,24 @@ class Publisher:
         is known, was there before, or is of an older step than what was written since, is not its own.
         Rows that somebody restored by hand are not recorded: increments go on from the next full checkpoint.
         """
-        if self._standing is not None and step < self._standing.step:
+        if self._tip is not None and step < self._tip.step:
             log.warning(
                 "increments: the step went back from %d to %d: waiting for a full checkpoint",
-                self._standing.step,
+                self._tip.step,
                 step,
             )
-            self._standing = self._own = None
+            self._tip = self._own = None
             self._collector.forget()
             self._timer.reset()
         if not self._look() or self._full is None:
             return
-        if self._standing is None:
+        if self._tip is None:
             self._begin_at(self._full)
-        elif self._is_new(self._full, self._standing):
+        elif self._is_new(self._full, self._tip):
             self._own = self._full
-            self._note(self._full, self._standing, is_equal=False)
+            self._note(self._full, self._tip, is_equal=False)
         else:
-            self._store.require_claim(self._standing.session)
+            self._store.require_claim(self._tip.session)
             log.warning(
                 "increments: the state file names %s, which this session did not write", self._full.prefix
             )
@@ -105,16 +105,16 @@ class Publisher:
             UsageError: there is no full checkpoint to build on, or another training writes here, too.
             PublishError: it failed for the third time in a row; before, the rows are kept for the next one.
         """
-        standing = self._standing
-        if standing is None:
+        tip = self._tip
+        if tip is None:
             self._check_full()
             return
-        if step == standing.step or (self._own is not None and self._own.id.step >= step):
+        if step == tip.step or (self._own is not None and self._own.id.step >= step):
             return
-        self._store.require_claim(standing.session)
+        self._store.require_claim(tip.session)
         self._collector.collect(session)
         try:
-            self._publish(standing, step, self._collector.source(session))
+            self._publish(tip, step, self._collector.source(session))
             self._failures = 0
         except PublishError as error:
             self._failures += 1
@@ -125,23 +125,23 @@ class Publisher:
 
     def finish(self, session: Session, step: int) -> None:
         """The last increment: what a full checkpoint of this step holds, else what the session holds."""
-        standing = self._standing
-        if standing is None:
+        tip = self._tip
+        if tip is None:
             self._check_full()
             return
-        self._store.require_claim(standing.session)
+        self._store.require_claim(tip.session)
         self._collector.collect(session)
-        if step == standing.step and not self._collector.knows_more:
+        if step == tip.step and not self._collector.knows_more:
             return
         full = self._own if self._own is not None and self._own.id.step == step else None
-        source: Source = CheckpointSource(full.catalog()) if full else self._collector.source(session)
-        self._publish(standing, step, source)
-        if full is not None and self._standing is not None:
-            self._note(full, self._standing, is_equal=True)
+        source: RowSource = CheckpointSource(full.catalog()) if full else self._collector.source(session)
+        self._publish(tip, step, source)
+        if full is not None and self._tip is not None:
+            self._note(full, self._tip, is_equal=True)
 
-    def _publish(self, standing: Standing, step: int, source: Source) -> None:
+    def _publish(self, tip: RunTip, step: int, source: RowSource) -> None:
         begun = time.monotonic()
-        draft = standing.draft(step)
+        draft = tip.draft(step)
         try:
             stored = self._store.publish(draft, lambda writer: self._collector.write(writer, source))
         except BaseException:
@@ -150,7 +150,7 @@ class Publisher:
         self._collector.commit()
         if stored is None:
             return
-        self._standing = standing.after(stored.increment)
+        self._tip = tip.after(stored.increment)
         took = time.monotonic() - begun
         log.info("increments: %s, %d rows in %.3f s", stored.path.name, stored.increment.rows, took)
         self._store.prune()
@@ -181,23 +181,23 @@ class Publisher:
 
     def _begin_at(self, full: FullCheckpoint) -> None:
         history = self._store.history()
-        standing = self._stand(started(history, full.id), full)
-        if not history.milestones_of(full.id):
-            self._note(full, standing, is_equal=False)
+        tip = self._stand(started(history, full.id), full)
+        if not history.markers_of(full.id):
+            self._note(full, tip, is_equal=False)
 
-    def _stand(self, standing: Standing, full: FullCheckpoint) -> Standing:
-        self._store.claim(standing.session)
-        self._standing, self._own = standing, full
-        return standing
+    def _stand(self, tip: RunTip, full: FullCheckpoint) -> RunTip:
+        self._store.claim(tip.session)
+        self._tip, self._own = tip, full
+        return tip
 
-    def _is_new(self, full: FullCheckpoint, standing: Standing) -> bool:
+    def _is_new(self, full: FullCheckpoint, tip: RunTip) -> bool:
         """True if this session can have written a full checkpoint."""
         if self._store.index_signature(full.prefix) in self._before:
             return False
-        return full.id.step >= standing.step and not self._store.history().milestones_of(full.id)
+        return full.id.step >= tip.step and not self._store.history().markers_of(full.id)
 
-    def _note(self, full: FullCheckpoint, standing: Standing, *, is_equal: bool) -> None:
-        found = Milestone(full.id, standing.run, standing.last_increment, is_equal, standing.session)
+    def _note(self, full: FullCheckpoint, tip: RunTip, *, is_equal: bool) -> None:
+        found = CheckpointMarker(full.id, tip.run, tip.last_increment, is_equal, tip.session)
         self._store.note(found)
 
     def _look(self) -> bool:

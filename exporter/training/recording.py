@@ -35,7 +35,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exporter.training.change_tracking import Mode, Part, Tracked, plan_digest
+from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking, tracking_digest
 from exporter.training.writes import RowWrite, consumers_of, is_resource, variable_use
 
 Operation = Any
@@ -50,7 +50,7 @@ SCOPE = "increments"
 class RowGroup:
     """Parts that the same operations write: one set of flags. `collect` gives int64 [n], their rows."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[VariablePart, ...]
     touched: Variable
     collect: Tensor
 
@@ -65,7 +65,7 @@ class Recording:
     recorded_steps: Tensor
     plan: Variable
     plan_of_chief: Tensor
-    plan_digest: int
+    tracking_digest: int
     are_ready: Tensor
 
     @property
@@ -74,14 +74,14 @@ class Recording:
         return (*(group.touched for group in self.groups), self.steps, self.plan)
 
 
-def record(tracked: tuple[Tracked, ...], global_step: Variable) -> Recording:
+def record(tracked: tuple[VariableTracking, ...], global_step: Variable) -> Recording:
     """Extend the current default graph, the same way in every worker."""
     import tensorflow as tf
 
     marks: dict[str, Operation] = {}
     groups = tuple(_group(parts, marks) for parts in _parts_by_operation(tracked))
     steps = _count_steps(global_step)
-    digest = plan_digest(tracked)
+    digest = tracking_digest(tracked)
     plan = _beside(global_step, f"{SCOPE}/plan", [], tf.int64, digest)
     variables = [*(group.touched for group in groups), steps, plan]
     with tf.name_scope(f"{SCOPE}/"):
@@ -89,9 +89,9 @@ def record(tracked: tuple[Tracked, ...], global_step: Variable) -> Recording:
         return Recording(groups, marks, steps, steps.read_value(), plan, plan.read_value(), digest, are_ready)
 
 
-def _parts_by_operation(tracked: Iterable[Tracked]) -> list[tuple[Part, ...]]:
+def _parts_by_operation(tracked: Iterable[VariableTracking]) -> list[tuple[VariablePart, ...]]:
     """The parts with touched rows; those that one operation writes together."""
-    parts = [part for entry in tracked if entry.mode is Mode.TOUCHED for part in entry.parts]
+    parts = [part for entry in tracked if entry.mode is TrackingMode.TOUCHED for part in entry.parts]
     leader = {id(part): id(part) for part in parts}
 
     def find(key: int) -> int:
@@ -103,13 +103,13 @@ def _parts_by_operation(tracked: Iterable[Tracked]) -> list[tuple[Part, ...]]:
     for part in parts:
         for write in part.row_writes:
             leader[find(id(part))] = find(writers.setdefault(write.op, id(part)))
-    groups: dict[int, list[Part]] = defaultdict(list)
+    groups: dict[int, list[VariablePart]] = defaultdict(list)
     for part in parts:
         groups[find(id(part))].append(part)
     return [tuple(group) for group in groups.values()]
 
 
-def _group(parts: tuple[Part, ...], marks: dict[str, Operation]) -> RowGroup:
+def _group(parts: tuple[VariablePart, ...], marks: dict[str, Operation]) -> RowGroup:
     import tensorflow as tf
 
     first = min(parts, key=lambda part: str(part.variable.op.name))

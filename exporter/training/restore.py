@@ -13,7 +13,7 @@ from exporter.errors import MissingTensors, ShapeMismatch, UsageError
 from exporter.increments.increment import Changed, StoredIncrement
 from exporter.local_paths import local_path
 from exporter.training.access import Access, access
-from exporter.training.change_tracking import Tracked, survey
+from exporter.training.change_tracking import VariableTracking, plan_tracking
 from exporter.training.store import Store
 
 Session = Any
@@ -43,7 +43,7 @@ def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
             hint="use IncrementHook(incremental_save_restore=True), or call restore_increments before",
         )
     with session.graph.as_default():
-        tracked = survey(tf.compat.v1.global_variables())
+        tracked = plan_tracking(tf.compat.v1.global_variables())
         accesses = {id(part): access(part) for entry in tracked for part in entry.parts}
     overlay(session, chain, tracked, accesses)
     return chain[-1].increment.to_step
@@ -52,7 +52,7 @@ def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
 def overlay(
     session: Session,
     chain: Sequence[StoredIncrement],
-    tracked: Iterable[Tracked],
+    tracked: Iterable[VariableTracking],
     accesses: Mapping[int, Access],
 ) -> None:
     """Write the increments' values into the session's variables, in order, after all of them were checked.
@@ -71,7 +71,7 @@ def overlay(
                 _write(session, accesses[id(part)], change)
 
 
-def _check(changed: Changed, by_name: Mapping[str, Tracked], stored: StoredIncrement) -> None:
+def _check(changed: Changed, by_name: Mapping[str, VariableTracking], stored: StoredIncrement) -> None:
     entry = by_name.get(changed.variable.name)
     if entry is None:
         raise MissingTensors(

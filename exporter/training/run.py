@@ -14,7 +14,7 @@ from exporter.increments.increment import CheckpointId, Increment, StoredIncreme
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RunTip:
     """The run and session, and what the next increment continues: `parent`, at `step`."""
 
     run: str
@@ -41,19 +41,19 @@ class Standing:
             variables=(),
         )
 
-    def after(self, increment: Increment) -> Standing:
-        """The standing once `increment` is durable."""
+    def after(self, increment: Increment) -> RunTip:
+        """The tip once `increment` is durable."""
         return replace(self, parent=increment.id, step=increment.to_step)
 
 
-def continued(history: History, last: StoredIncrement) -> Standing:
-    """The standing of a new session whose state is exactly that of the chain's last increment."""
+def continued(history: History, last: StoredIncrement) -> RunTip:
+    """The tip of a new session whose state is exactly that of the chain's last increment."""
     increment = last.increment
-    return Standing(increment.run, _new_id(), history.generation + 1, increment.id, increment.to_step)
+    return RunTip(increment.run, _new_id(), history.generation + 1, increment.id, increment.to_step)
 
 
-def started(history: History, checkpoint: CheckpointId) -> Standing:
-    """The standing of a new session whose state is that of a full checkpoint, plus rows that it knows of.
+def started(history: History, checkpoint: CheckpointId) -> RunTip:
+    """The tip of a new session whose state is that of a full checkpoint, plus rows that it knows of.
 
     The run goes on if the checkpoint equals the end of its chain; otherwise another one begins.
     """
@@ -61,7 +61,7 @@ def started(history: History, checkpoint: CheckpointId) -> Standing:
         equal = (history.find(name) for name in history.same(checkpoint) if isinstance(name, str))
         if last := next(filter(None, equal), None):
             return continued(history, last)
-    return Standing(_new_id(), _new_id(), history.generation + 1, checkpoint, checkpoint.step)
+    return RunTip(_new_id(), _new_id(), history.generation + 1, checkpoint, checkpoint.step)
 
 
 def _new_id() -> str:

@@ -14,7 +14,7 @@ from exporter.checkpoint.tensor_bundle import BundleWriter, index_path, read_cat
 from exporter.delta.format import FILE_PREFIX
 from exporter.errors import CheckpointError, UsageError
 from exporter.files import make_directories, remove_tree, sync, write_durably, writing
-from exporter.increments.history import DIRECTORY, History, Milestone, identify, read_history
+from exporter.increments.history import DIRECTORY, CheckpointMarker, History, identify, read_history
 from exporter.increments.increment import MANIFEST, Changed, CheckpointId, Increment, StoredIncrement, to_json
 from exporter.publish.staging import TRASH_PREFIX, Staging
 
@@ -74,13 +74,13 @@ class Store:
             sync(self.path)
         return StoredIncrement(target, increment)
 
-    def note(self, milestone: Milestone) -> None:
-        """Write a milestone, over an older one of the same name.
+    def note(self, marker: CheckpointMarker) -> None:
+        """Write a checkpoint's marker, over an older one of the same name.
 
         Raises:
             TargetNotWritable, DiskFull, PublishError: it was not written.
         """
-        self._write(milestone.file_name, milestone.to_json())
+        self._write(marker.file_name, marker.to_json())
 
     def claim(self, session: str) -> None:
         """Note that a session has begun to write here: one that still runs learns that it is over.
@@ -108,7 +108,7 @@ class Store:
             )
 
     def prune(self) -> None:
-        """Remove increments that no full checkpoint needs, milestones of those that are gone, left-overs."""
+        """Remove increments that no full checkpoint needs, markers of those that are gone, left-overs."""
         steps = [
             step for path in self._ckpt_dir.glob("*.index") if (step := step_in_name(path.stem)) is not None
         ]
@@ -119,9 +119,9 @@ class Store:
             remove_tree(trash)
         for leftover in self.path.glob(f"{_UNFINISHED}*"):
             leftover.unlink(missing_ok=True)
-        for milestone in history.milestones:
-            if not index_path(self._ckpt_dir / milestone.checkpoint.name).exists():
-                (self.path / milestone.file_name).unlink(missing_ok=True)
+        for marker in history.markers:
+            if not index_path(self._ckpt_dir / marker.checkpoint.name).exists():
+                (self.path / marker.file_name).unlink(missing_ok=True)
 
     def newest_full(self) -> FullCheckpoint | None:
         """The full checkpoint that a trainer would restore now; None if there is none, or it has no step."""

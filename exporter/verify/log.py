@@ -13,12 +13,12 @@ from exporter.publish.absent import nothing_published
 from exporter.publish.delta_log import (
     BROKEN_LOG_HINT,
     VARIABLES_PREFIX,
-    PublishedDelta,
-    PublishedLog,
+    DeltaLog,
+    LogDelta,
     read_log,
 )
 from exporter.publish.hold import Hold
-from exporter.publish.versions import children
+from exporter.publish.versions import version_dirs
 from exporter.verify.version_files import verify_bytes, verify_published
 
 
@@ -35,7 +35,7 @@ class VerifiedModel:
     """What was looked at. `log` is None if the newest version takes no deltas."""
 
     versions: int
-    log: PublishedLog | None
+    log: DeltaLog | None
     hold: int | None
     damage: tuple[Problem, ...]
 
@@ -71,7 +71,7 @@ def verify_model(model: Path, *, bytes_: bool = False) -> VerifiedModel:
         NotUpdatable: nothing is published.
     """
     damage: list[Problem] = []
-    versions = [child for child in children(model) if child.is_ours]
+    versions = [child for child in version_dirs(model) if child.has_manifest]
     if not versions:
         raise nothing_published(model)
     for child in versions:
@@ -101,7 +101,7 @@ def _read_hold(hold: Hold, damage: list[Problem]) -> int | None:
         return None
 
 
-def _problems_of(log: PublishedLog) -> Iterator[Problem]:
+def _problems_of(log: DeltaLog) -> Iterator[Problem]:
     for delta in log.deltas:
         try:
             _verify_delta(log, delta)
@@ -116,7 +116,7 @@ def _problems_of(log: PublishedLog) -> Iterator[Problem]:
             yield Problem(base.path, error)
 
 
-def _verify_delta(log: PublishedLog, delta: PublishedDelta) -> None:
+def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
     """One delta against its manifest, its name and its log.
 
     Raises:
@@ -129,7 +129,7 @@ def _verify_delta(log: PublishedLog, delta: PublishedDelta) -> None:
             raise VerificationError(f"{path} has {size} bytes, expected {entry.bytes_}", hint=BROKEN_LOG_HINT)
     found = log.open(delta)
     said, holds = delta.entry, found.header
-    if (said.rows, said.only_from) != (found.rows, holds.only_from):
+    if (said.rows, said.exact_base) != (found.rows, holds.exact_base):
         raise VerificationError(
             f"{delta.path}: its manifest and its header tell of different deltas", hint=BROKEN_LOG_HINT
         )

@@ -21,8 +21,8 @@ from exporter.graph.runnable import runnable_graph
 from exporter.graph.signatures import tensor_names
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.tables import files_to_feed
-from exporter.mapping.build import Mapping as TensorMapping
-from exporter.mapping.build import Source
+from exporter.mapping.build import TensorSource
+from exporter.mapping.build import VariableMapping as TensorMapping
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -180,7 +180,7 @@ def _restore(session: Any, mapping: TensorMapping) -> None:
         session.run(tf.raw_ops.LookupTableImportV2(table_handle=handle, keys=keys, values=values))
 
 
-def _moved_rows(prefix: str, item: Source) -> NDArray[Any]:
+def _moved_rows(prefix: str, item: TensorSource) -> NDArray[Any]:
     """The table as the graph looks it up, from the whole tensor as TensorFlow joins its slices."""
     import tensorflow as tf
 

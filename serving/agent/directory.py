@@ -10,9 +10,9 @@ from pathlib import Path
 
 from exporter.delta.spans import Span
 from exporter.errors import ExportError, ManifestError, NotUpdatable
-from exporter.publish.delta_log import DELTAS_DIRECTORY, PublishedBase, PublishedDelta, list_deltas, log_path
+from exporter.publish.delta_log import DELTAS_DIRECTORY, LogBase, LogDelta, list_deltas, log_path
 from exporter.publish.hold import Hold
-from exporter.publish.versions import children
+from exporter.publish.versions import version_dirs
 from serving.agent.rollout import Published, PublishedLog
 
 _UNREADABLE_HOLD = -1
@@ -33,7 +33,7 @@ class ModelDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._bases: dict[Path, PublishedBase | None] = {}
+        self._bases: dict[Path, LogBase | None] = {}
         self._deltas: dict[Path, tuple[Span, Commit] | None] = {}
         self._commits: dict[tuple[str, int], Commit] = {}
         self._was_seen = False
@@ -71,7 +71,7 @@ class ModelDirectory:
     def _read(self) -> Published:
         if not self.path.is_dir():
             return Published(problem=f"{self.path} is no directory: is its volume mounted?")
-        versions = [child for child in children(self.path) if child.is_ours]
+        versions = [child for child in version_dirs(self.path) if child.has_manifest]
         if not versions:
             lost = ": is its volume mounted?" if self._was_seen else ""
             return Published(problem=f"nothing is published under {self.path}{lost}")
@@ -83,11 +83,11 @@ class ModelDirectory:
                 logs[base.manifest.lineage] = self._log(base, base.manifest.lineage)
         return Published(logs, versions[0].version)
 
-    def _base(self, path: Path) -> PublishedBase | None:
+    def _base(self, path: Path) -> LogBase | None:
         """A version that takes deltas; None if it does not, or cannot be read (which `doctor` explains)."""
         if path not in self._bases:
             try:
-                base = PublishedBase.read(path)
+                base = LogBase.read(path)
             except NotUpdatable:
                 self._bases[path] = None
                 return None
@@ -97,7 +97,7 @@ class ModelDirectory:
             self._remember(base.manifest.lineage or "", base.at.position, base.manifest.created, base.at.step)
         return self._bases[path]
 
-    def _log(self, base: PublishedBase, lineage: str) -> PublishedLog:
+    def _log(self, base: LogBase, lineage: str) -> PublishedLog:
         directory = log_path(self.path, base.entry.log)
         spans = []
         for delta in list_deltas(directory):
@@ -110,13 +110,13 @@ class ModelDirectory:
             limit = _UNREADABLE_HOLD
         return PublishedLog(lineage, tuple(spans), limit)
 
-    def _delta(self, delta: PublishedDelta, lineage: str) -> tuple[Span, Commit] | None:
+    def _delta(self, delta: LogDelta, lineage: str) -> tuple[Span, Commit] | None:
         if delta.path not in self._deltas:
             try:
                 manifest, entry = delta.manifest, delta.entry
             except ManifestError:
                 return None  # perhaps removed just now, perhaps damaged: nobody is sent there
-            span = Span(delta.start, delta.end, entry.only_from, entry.parts)
+            span = Span(delta.start, delta.end, entry.exact_base, entry.parts)
             size = sum(file.bytes_ for file in manifest.files)
             commit = self._remember(lineage, delta.end, manifest.created, manifest.step, size)
             self._deltas[delta.path] = (span, commit)

@@ -7,8 +7,8 @@ from typing import Self
 from exporter.errors import CallFailed
 from serving.agent.rollout import Apply, Version
 from serving.client import ModelClient
-from serving.incremental_status import Standing, standing
-from serving.status import State, VersionStatus, error_text
+from serving.incremental_status import IncrementalStatus, read_incremental_status
+from serving.status import VersionState, VersionStatus, error_text
 from serving.updates import Updated, call_until_there
 
 _BYTES_A_SECOND = 20e6
@@ -62,11 +62,11 @@ class Replica:
             status.version, status.state, found.position, found.step, found.lineage, error_text(status)
         )
 
-    def _standing(self, status: VersionStatus) -> Standing | None:
-        if status.state is not State.AVAILABLE:
+    def _standing(self, status: VersionStatus) -> IncrementalStatus | None:
+        if status.state is not VersionState.AVAILABLE:
             return None
         try:
-            return standing(self._client, status.version)
+            return read_incremental_status(self._client, status.version)
         except CallFailed as error:
             if error.code == "NOT_FOUND":  # unloaded between the two calls
                 return None

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from exporter.delta.spans import Span
-from serving.status import State
+from serving.status import VersionState
 
 FIRST_BACK_OFF_S = 0.1
 LONGEST_BACK_OFF_S = 30.0
@@ -82,7 +82,7 @@ class Version:
     """A version on a replica; `position` is None where it takes no deltas or did not tell."""
 
     number: int
-    state: State
+    state: VersionState
     position: int | None = None
     step: int | None = None
     lineage: str = ""
@@ -195,7 +195,9 @@ def next_action(
         return Rest(observed.retry_at)
     if observed.seen_at is None:
         return Observe()
-    is_loading = any(version.state in (State.START, State.LOADING) for version in observed.versions)
+    is_loading = any(
+        version.state in (VersionState.START, VersionState.LOADING) for version in observed.versions
+    )
     look_again = observed.seen_at + min(policy.refresh_s, _LOADING_S if is_loading else policy.refresh_s)
     if now >= look_again:
         return Observe()
@@ -213,7 +215,7 @@ def _advance(
     version: Version, observed: Observed, published: Published, policy: Policy, now: float
 ) -> Apply | None:
     log = published.logs.get(version.lineage)
-    if log is None or version.position is None or version.state is not State.AVAILABLE:
+    if log is None or version.position is None or version.state is not VersionState.AVAILABLE:
         return None
     refused = observed.refusals_of(version.lineage, now, policy.retry_refused_s)
     chain = log.reach(version.position, without=refused)

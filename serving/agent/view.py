@@ -11,7 +11,7 @@ from serving.agent import rollout
 from serving.agent.directory import ModelDirectory
 from serving.agent.fleet import Fleet, Worker
 from serving.agent.rollout import Published, Quarantined, Version
-from serving.status import State
+from serving.status import VersionState
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ReplicaView:
     @property
     def served(self) -> VersionView | None:
         """The version that a request gets which names none: the newest that is available."""
-        available = [version for version in self.versions if version.state == State.AVAILABLE.name]
+        available = [version for version in self.versions if version.state == VersionState.AVAILABLE.name]
         return max(available, key=lambda version: version.number, default=None)
 
 

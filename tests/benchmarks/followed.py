@@ -15,12 +15,12 @@ import numpy as np
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_catalog
 from exporter.delta.delta_files import write_delta
-from exporter.delta.format import FILE_PREFIX, Change, DeltaHeader, Kind, Rows, ServedVariable
+from exporter.delta.format import FILE_PREFIX, Change, ChangeKind, DeltaHeader, Rows, ServedVariable
 from exporter.increments.history import identify
 from exporter.increments.increment import Changed, Increment
 from exporter.options import Updates
 from exporter.pipeline.full import export as run_export
-from exporter.publish.delta_log import PublishedLog, read_log
+from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
 from tests.benchmarks import data
@@ -79,12 +79,12 @@ def published_deltas(model: Path) -> list[Path]:
     return sorted(model.glob("deltas/*/*-*"))
 
 
-def publish(log: PublishedLog, position: int, rows: int) -> Path:
+def publish(log: DeltaLog, position: int, rows: int) -> Path:
     """Write the delta from `position` to the next: `rows` random rows, as many of each part."""
     header = DeltaHeader(log.lineage, log.schema.digest, position, position + 1, position + 1)
     directory = log.path / header.directory_name
     directory.mkdir(parents=True)
-    tables = [variable for variable in log.schema.variables if variable.kind is Kind.TABLE]
+    tables = [variable for variable in log.schema.variables if variable.kind is ChangeKind.TABLE]
     rng = np.random.default_rng(position)
     changes: dict[str, Change] = {v.name: _random_rows(rng, v.shape, rows // len(tables)) for v in tables}
     write_delta(directory / FILE_PREFIX, log.schema, header, changes)
@@ -134,7 +134,7 @@ def _random_rows(rng: Any, shape: tuple[int, ...], count: int) -> Rows:
 
 
 def _write_increment(train: Path, parent: Any, shape: tuple[int, ...], rows: Rows) -> None:
-    variable = ServedVariable(TABLE, DType.FLOAT, shape, Kind.TABLE)
+    variable = ServedVariable(TABLE, DType.FLOAT, shape, ChangeKind.TABLE)
 
     def fill(writer: BundleWriter) -> tuple[Changed, ...]:
         for key, values in zip(variable.keys, (rows.ids, rows.values), strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from exporter.bundle.variables import How, write_variables
+from exporter.bundle.variables import ShardOrigin, write_variables
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.mapping.build import MappingRules, build_mapping
@@ -30,7 +30,7 @@ def export(timer: Timer, tiny: str, prefix: str, out: str, data: str = "auto") -
         run_export(export_request(tiny, scratch, data))
     with timer:
         done = run_export(export_request(prefix, out, data))
-    shards = [shard.path.name for shard in done.variables.shards if shard.how is not How.LINKED]
+    shards = [shard.path.name for shard in done.variables.shards if shard.how is not ShardOrigin.LINKED]
     own = [path for path in done.published.path.rglob("*") if path.is_file() and path.stat().st_nlink == 1]
     assert sum(path.name in shards for path in own) == len(shards)
     return {

@@ -23,13 +23,13 @@ import numpy as np
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.diff import Comparison, diff
-from exporter.delta.format import FILE_PREFIX, Kind
+from exporter.delta.format import FILE_PREFIX, ChangeKind
 from exporter.delta.row_hashes import BlockHasher, HashIndex
-from exporter.delta.row_reader import served_name, stored_variables
-from exporter.delta.snapshot import State
+from exporter.delta.row_reader import row_readers, served_name
+from exporter.delta.snapshot import Snapshot
 from exporter.options import ExportRequest
 from exporter.pipeline.incremental import export_incremental
-from exporter.publish.delta_log import PublishedLog, read_log
+from exporter.publish.delta_log import DeltaLog, read_log
 from tests.benchmarks.followed import BASE, publish, published_deltas
 from tests.benchmarks.job import Timer
 from tests.benchmarks.jobs_full_export import requests, restore_and_save
@@ -46,8 +46,8 @@ def compare(timer: Timer, model: str, newer: str, known: str = "") -> list[int]:
     How many rows differ, and how many bytes were compared.
     """
     log, catalog = read_log(Path(model)), read_catalog(Path(newer))
-    sources = log.base.entry.recipe.mapping(catalog).sources
-    new = State({v.name: v for source in sources for v in stored_variables(catalog, source)})
+    sources = log.base.entry.mapping_spec.mapping(catalog).sources
+    new = Snapshot({v.name: v for source in sources for v in row_readers(catalog, source)})
     with tempfile.TemporaryDirectory() as scratch:
         old, index, hasher = log.state(), None, BlockHasher.fresh()
         if known:
@@ -87,12 +87,12 @@ class Served:
         """Apply the one delta that leads there."""
         assert self.update(position) == (position, 1)
 
-    def digest(self, log: PublishedLog) -> str:
+    def digest(self, log: DeltaLog) -> str:
         """A digest of all variables' values."""
         import tensorflow as tf
 
         found = hashlib.sha256()
-        for variable in log.base.entry.recipe.variables:
+        for variable in log.base.entry.mapping_spec.variables:
             handle = self.session.graph.get_tensor_by_name(f"{variable.node}:0")
             found.update(
                 self.session.run(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)).tobytes()
@@ -146,11 +146,11 @@ def restore_and_scatter(
         return {**figures, "digest": server.digest(log)}
 
 
-def _apply_rows(server: Served, log: PublishedLog) -> Callable[[Path], Any]:
+def _apply_rows(server: Served, log: DeltaLog) -> Callable[[Path], Any]:
     import tensorflow as tf
 
-    nodes = {served_name(variable): variable.node for variable in log.base.entry.recipe.variables}
-    tables = [variable for variable in log.schema.variables if variable.kind is Kind.TABLE]
+    nodes = {served_name(variable): variable.node for variable in log.base.entry.mapping_spec.variables}
+    tables = [variable for variable in log.schema.variables if variable.kind is ChangeKind.TABLE]
     keys = [key for table in tables for key in table.keys]
     prefix = tf.compat.v1.placeholder(tf.string, [])
     restored = tf.raw_ops.RestoreV2(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from exporter.training.change_tracking import survey
+from exporter.training.change_tracking import plan_tracking
 from exporter.training.recording import Recording, record
 from tests.benchmarks.job import Timer
 
@@ -53,7 +53,7 @@ class _Training:
             initialize = [v1.global_variables_initializer()]
             self._recording: Recording | None = None
             if is_recorded:
-                self._recording = record(survey(v1.global_variables()), step)
+                self._recording = record(plan_tracking(v1.global_variables()), step)
                 initialize += [variable.initializer for variable in self._recording.variables]
             self._table = table.read_value()
             self._session = v1.Session(graph=graph)

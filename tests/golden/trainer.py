@@ -10,9 +10,9 @@ import numpy as np
 
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter
-from exporter.delta.format import Kind, ServedVariable
+from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.increments.deeprec import DIRECTORY as DEEPREC
-from exporter.increments.history import Milestone, identify
+from exporter.increments.history import CheckpointMarker, identify
 from exporter.increments.increment import Changed, CheckpointId, Increment
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
@@ -72,7 +72,7 @@ class Trainer:
         saved = identify(prefix, self.step)
         if isinstance(self.parent, str):
             run, session = given_id("run", 1), given_id("session", self.session)
-            Store(self.directory).note(Milestone(saved, run, self.parent, not self.touched, session))
+            Store(self.directory).note(CheckpointMarker(saved, run, self.parent, not self.touched, session))
         else:
             self.parent, self.parent_step, self.touched = saved, self.step, {}
         return saved
@@ -139,9 +139,9 @@ class Trainer:
     def _fill(self, writer: BundleWriter) -> tuple[Changed, ...]:
         changed = []
         for name, rows in sorted(self.touched.items()):
-            kind = Kind.TABLE if name in TABLES else Kind.DENSE
+            kind = ChangeKind.TABLE if name in TABLES else ChangeKind.DENSE
             variable = ServedVariable(name, DType.FLOAT, self.values[name].shape, kind)
-            if kind is Kind.TABLE:
+            if kind is ChangeKind.TABLE:
                 ids = np.array(sorted(rows), np.int64)
                 writer.add(variable.keys[0], ids)
                 writer.add(variable.keys[1], self.values[name][ids])

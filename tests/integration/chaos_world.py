@@ -28,9 +28,9 @@ import tensorflow as tf
 from exporter.delta.format import Schema
 from exporter.errors import ExportError
 from exporter.pipeline import log_maintenance
-from exporter.publish.delta_log import PublishedLog, list_deltas, read_log
-from exporter.publish.log_entries import Made
-from exporter.publish.versions import children
+from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
+from exporter.publish.log_entries import DeltaOrigin
+from exporter.publish.versions import version_dirs
 from exporter.verify.log import verify_model
 from tests.commands import Ran, export_model
 from tests.kills import killed_at
@@ -319,7 +319,7 @@ class World:
         return served(self.trainer.states[self.trainer.newest()])
 
     @property
-    def log(self) -> PublishedLog:
+    def log(self) -> DeltaLog:
         """The newest log, read anew."""
         return read_log(self.model)
 
@@ -331,10 +331,10 @@ class World:
             values = {name: np.array(value) for name, value in values_at(log, position).items()}
             delta = found[position]
             made = None if delta is None else delta.entry.made
-            if made is Made.ROLLBACK:
+            if made is DeltaOrigin.ROLLBACK:
                 assert delta is not None and delta.entry.back_to is not None
                 expected = self.at[delta.entry.back_to]
-            elif made is Made.RESUME:
+            elif made is DeltaOrigin.RESUME:
                 expected = self.trained
             elif delta is None:  # a full export knows nothing of increments
                 expected = self.trained = self.saved
@@ -452,7 +452,7 @@ class World:
 
     def _any_file(self) -> Path | None:
         deltas = [path for delta in list_deltas(self.log.path) for path in sorted(delta.path.rglob("*"))]
-        bases = [path for child in children(self.model) for path in sorted(child.path.rglob("*"))]
+        bases = [path for child in version_dirs(self.model) for path in sorted(child.path.rglob("*"))]
         train = sorted(self.trainer.directory.rglob("*"))
         others = [self.log.path / "hold", *sorted((self.log.path / ".state").rglob("*"))]
         pool = self.dice.choice([deltas, deltas, bases, train, others])
@@ -467,7 +467,7 @@ def served(values: Values) -> Values:
 
 def newest_of(model: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of what is published, read without opening anything."""
-    bases = sorted(child.path.name for child in children(model))
+    bases = sorted(child.path.name for child in version_dirs(model))
     deltas = sorted(str(path.relative_to(model)) for path in model.glob("deltas/*/0*"))
     return tuple(bases), tuple(deltas)
 

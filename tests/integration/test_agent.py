@@ -22,7 +22,7 @@ import pytest
 from exporter.errors import CallFailed
 from exporter.publish.delta_log import read_log
 from serving.client import ModelClient
-from serving.incremental_status import standing
+from serving.incremental_status import read_incremental_status
 from tests.commands import export_model
 from tests.integration.chaos_world import write_graph
 from tests.numpy_trainer import NumpyTrainer
@@ -105,7 +105,7 @@ class Server:
 
     def position(self, version: int) -> int:
         with ModelClient(self.address, self.base.name) as client:
-            found = standing(client, version)
+            found = read_incremental_status(client, version)
         assert found is not None
         return found.position
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exporter.delta.format import Kind
-from exporter.delta.snapshot import State
+from exporter.delta.format import ChangeKind
+from exporter.delta.snapshot import Snapshot
 from exporter.errors import UsageError
 from exporter.options import ExportRequest
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.commit import Staging
-from exporter.publish.delta_log import PublishedLog, read_log
+from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.verify.log import verify_model
 from tests.kills import count_steps, killed_at
 from tests.logs import Serving, Trainer, assert_same_bits, publish_base, values_at
@@ -69,7 +69,7 @@ def is_about_to_appear(model: Path) -> bool:
     return hold.is_symlink() and not hold.exists()
 
 
-def route(log: PublishedLog, position: int) -> list[int]:
+def route(log: DeltaLog, position: int) -> list[int]:
     """Where a server at `position` goes by itself."""
     content = log.held.content()
     limit = math.inf if content is None else int(content) if content.strip().isdigit() else -1
@@ -91,10 +91,10 @@ def check_what_servers_do(model: Path, to: int, *, is_published: bool) -> None:
             assert way == [*before, 31], "at once, past no bad position, and no further"
             layers = [log.open(delta).changes for delta in log.chain(10, position)]
             last = [log.open(delta).changes for delta in log.deltas if delta.end == 31]
-            jumped = State(log.base.stored(), (*layers, *last[-1:]))
+            jumped = Snapshot(log.base.stored(), (*layers, *last[-1:]))
             if position >= to:
                 for variable in log.schema.variables:
-                    whole = variable.kind is Kind.DENSE
+                    whole = variable.kind is ChangeKind.DENSE
                     found = (
                         jumped.whole(variable.name)
                         if whole

@@ -18,7 +18,7 @@ import pytest
 
 from exporter.checkpoint.tensor_bundle import read_array, read_catalog
 from exporter.errors import Exit
-from exporter.publish.versions import children, read_manifest
+from exporter.publish.versions import read_manifest, version_dirs
 from exporter.roles import VARIABLES
 
 TRAINER = Path(__file__).parent / "saving_trainer.py"
@@ -60,7 +60,7 @@ def go_on(train: Path, step: int) -> None:
 
 def assert_each_once_and_whole(model: Path) -> list[int]:
     """The steps of all versions: each from a checkpoint of its own, holding the values of that step."""
-    versions = [child.path for child in reversed(children(model))]
+    versions = [child.path for child in reversed(version_dirs(model))]
     manifests = [read_manifest(version) for version in versions]
     digests = [manifest.source.digest for manifest in manifests]
     assert len(set(digests)) == len(digests), "a checkpoint was exported twice"
@@ -80,10 +80,10 @@ def test_a_trainer_is_followed_over_kills_until_its_last_step(tmp_path: Path) ->
     trainer = subprocess.Popen([sys.executable, TRAINER, train, str(last)], stdout=log, stderr=log)
     try:
         for step in (0, 60, 120, 180):
-            before = len(children(model))
+            before = len(version_dirs(model))
             with follower(train, model) as process:
                 go_on(train, step)
-                wait_until(lambda known=before: len(children(model)) > known, "another version")
+                wait_until(lambda known=before: len(version_dirs(model)) > known, "another version")
                 time.sleep(moments.uniform(0, 0.3))
                 assert process.poll() is None
                 process.send_signal(signal.SIGKILL)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.delta.format import Kind, Rows
+from exporter.delta.format import ChangeKind, Rows
 from exporter.delta.spans import Span
 from exporter.publish.commit import Staging
 from exporter.publish.delta_log import read_log
 from exporter.publish.delta_publication import Publication, publish_changes
-from exporter.publish.log_entries import Made
+from exporter.publish.log_entries import DeltaOrigin
 from exporter.publish.versions import read_manifest
 from exporter.subgraph.digest import chunk_digest, chunks
 from tests.commands import export_model
@@ -173,7 +173,7 @@ def predicted(model: Path, position: int) -> list[int]:
     return [
         chunk_digest(
             state.rows(chunk.variable, chunk.start, chunk.stop)
-            if kinds[chunk.variable] is Kind.TABLE
+            if kinds[chunk.variable] is ChangeKind.TABLE
             else np.atleast_1d(state.whole(chunk.variable))[chunk.start : chunk.stop]
         )
         for chunk in chunks(log.schema)
@@ -243,10 +243,10 @@ def test_a_model_that_requires_finite_values_refuses_others(tmp_path: Path, rank
     options = ["--ckpt-dir", ranker, "--model", MODEL, "--out", model, "--updatable", "--require-finite"]
     assert export_model(*options, "-q").code == 0
     log = read_log(model)
-    variable = next(v for v in log.schema.variables if v.kind is Kind.TABLE)
+    variable = next(v for v in log.schema.variables if v.kind is ChangeKind.TABLE)
     rows = Rows(np.array([1]), np.full((1, *variable.shape[1:]), np.nan, variable.dtype.numpy))
     with Staging(model) as staging:
-        what = Publication(Span(20, 21), 21, Made.COMPARISON, log.trained)
+        what = Publication(Span(20, 21), 21, DeltaOrigin.COMPARISON, log.trained)
         publish_changes(log, staging, {variable.name: rows}, what, last=20)
     with loaded(model / "20") as server:
         done = server.update()

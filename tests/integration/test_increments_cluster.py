@@ -90,7 +90,7 @@ def test_a_trainer_that_is_set_back_forks(tmp_path: Path) -> None:
     with Cluster(job) as cluster:
         cluster.wait()
         abandoned = read_history(job.checkpoints)
-        older = sorted((m.checkpoint for m in abandoned.milestones), key=lambda found: found.step)[1]
+        older = sorted((m.checkpoint for m in abandoned.markers), key=lambda found: found.step)[1]
         assert older.step < abandoned.increments[-1].increment.to_step
         for path in job.checkpoints.glob("model.ckpt-*"):
             if step_of(path) > step_of(Path(older.name)):

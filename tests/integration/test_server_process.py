@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from serving.client import ModelClient
-from serving.status import State
+from serving.status import VersionState
 from tests.serving_models import write_saved_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -73,7 +73,7 @@ def address(process: subprocess.Popen[str]) -> str:
     return ready_line(process).split(" on ")[1].strip()
 
 
-def wait_for(client: ModelClient, version: int, state: State) -> None:
+def wait_for(client: ModelClient, version: int, state: VersionState) -> None:
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
         if (version, state) in {(s.version, s.state) for s in client.status()}:
@@ -109,7 +109,7 @@ def test_a_life_of_a_server(base: Path, made: dict[int, Path]) -> None:
             assert all(version == y for version, y in answers)
             (base / "3").mkdir()
             (base / "3" / "saved_model.pb").write_bytes(b"")
-            wait_for(client, 3, State.END)
+            wait_for(client, 3, VersionState.END)
             assert client.predict({"x": X}).version == 2
         out, talk = end(process, signal.SIGTERM)
     assert (process.returncode, out) == (0, "")
@@ -146,7 +146,7 @@ def ask_while(host_port: str, action: Callable[[], None]) -> list[tuple[int, flo
 
 def swap(client: ModelClient, base: Path, source: Path) -> None:
     publish(base, source, 2)
-    wait_for(client, 1, State.END)
+    wait_for(client, 1, VersionState.END)
 
 
 def test_json_is_one_document(base: Path) -> None:
@@ -210,4 +210,4 @@ def test_nobody_reads_what_it_says(base: Path, made: dict[int, Path]) -> None:
         assert process.stderr is not None
         process.stderr.close()
         publish(base, made[2], 2)
-        wait_for(client, 2, State.AVAILABLE)
+        wait_for(client, 2, VersionState.AVAILABLE)
