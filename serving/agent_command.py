@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ from exporter.cli.output import Output, OutputMode
 from exporter.errors import Exit, UsageError
 from exporter.files import read_regular
 from exporter.local_paths import local_path
+from serving.documents import AgentEvent, AgentStarted
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
 
 if TYPE_CHECKING:
@@ -142,7 +144,7 @@ def agent(
                 threading.Thread(target=recorder.follow, args=(stop,), daemon=True).start()
                 sink.note(f"status page and metrics on http://{host}:{bound}/")
                 if sink.mode is OutputMode.JSON:
-                    sink.result({"what": "started", "host": host, "port": bound})
+                    sink.result(AgentStarted("started", host, bound))
                 sleep_until_a_signal()
         except KeyboardInterrupt:
             raise SystemExit(int(Exit.INTERRUPTED)) from None
@@ -157,7 +159,7 @@ def _tell(sink: Output, event: Event) -> None:
         "" if event.behind_seconds is None else f", served {event.behind_seconds:.3f} s after its publication"
     )
     if sink.mode is OutputMode.JSON:
-        sink.result(event.document())
+        sink.result(AgentEvent(**asdict(event)))
     sink.note(f"{where}: {event.message}{served}")
 
 

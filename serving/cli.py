@@ -26,12 +26,14 @@ from exporter.errors import Exit, ServerError, UsageError
 from exporter.local_paths import local_path
 from serving import agent_command
 from serving.address import with_port
+from serving.documents import ColumnPrediction, ExampleResults, RowPrediction, Serving, Update
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
 from serving.status import VersionState, VersionStatus, error_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from _typeshed import DataclassInstance
     from numpy.typing import NDArray
 
     from serving.client import Metadata, ModelClient
@@ -164,7 +166,7 @@ def run_server(
                 listener=news,
             ) as server:
                 version = server.wait_available(wait)
-                document = {"model": server.name, "version": version, "host": host, "port": server.port}
+                document = Serving(server.name, version, host, server.port)
                 _print(
                     sink,
                     document,
@@ -236,7 +238,7 @@ def predict(
         with ModelClient(address, model, deadline_s=deadline) as client:
             metadata = client.metadata(version)
             answer, served = _ask(client, metadata, name, version, request)
-        document = {"model": model, "version": served, "signature": name, **answer}
+        document = _ANSWERS[next(iter(answer))](model, served, name, *answer.values())
         _print(sink, document, json.dumps(answer, ensure_ascii=False))
 
 
@@ -272,7 +274,8 @@ def update(
             f"{model} version {done.version} is at position {done.position} (step {done.step}): "
             f"{done.deltas} deltas, {done.rows} rows; {done.status}"
         )
-        _print(sink, {"address": address, "model": model, **asdict(done)}, line, is_done=True)
+        document = Update(address=address, model=model, **asdict(done))
+        _print(sink, document, line, is_done=True)
         if done.loading is not None:
             sink.warn(
                 f"version {done.loading} is still being loaded: run the command again to update it, too"
@@ -308,7 +311,7 @@ class _News:
             self._sink.note(f"version {status.version}: {status.state.name}")
 
 
-def _print(sink: Output, document: dict[str, Any], line: str, *, is_done: bool = False) -> None:
+def _print(sink: Output, document: DataclassInstance, line: str, *, is_done: bool = False) -> None:
     from rich.markup import escape
 
     sink.result(document, [escape(line)], is_done=is_done)
@@ -366,6 +369,10 @@ def _ask(
         return rest_response.classifications(classified.examples), classified.version
     regressed = client.regress(examples, signature=name, version=version)
     return rest_response.regressions(regressed.values), regressed.version
+
+
+_ANSWERS = {"predictions": RowPrediction, "outputs": ColumnPrediction, "results": ExampleResults}
+"""What an answer is printed as, by its one field."""
 
 
 def _answer(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> dict[str, Any]:

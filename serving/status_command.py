@@ -9,8 +9,10 @@ from typing import Any
 
 from exporter.cli.output import Output
 from exporter.errors import ServerError
+from exporter.publish.timeline import Timeline
 from serving.behind import PublishedModel, VersionStanding, ask, compare
 from serving.client import ModelClient
+from serving.documents import ModelStatus, Published, ServedVersion
 from serving.status import VersionState, VersionStatus, error_text
 
 
@@ -27,15 +29,12 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     if target is not None:
         found = compare(found, target)
     now = datetime.now(UTC)
-    document: dict[str, Any] = {"address": client.address, "model": client.model}
-    if target is not None:
-        at = target.history.at
-        document["published"] = {
-            "position": at.position if at else None,
-            "step": at.step if at else None,
-            "hold": target.history.hold,
-        }
-    document["versions"] = [_document(one, now) for one in found]
+    document = ModelStatus(
+        address=client.address,
+        model=client.model,
+        published=None if target is None else _published(target.history),
+        versions=[_document(one, now) for one in found],
+    )
     sink.result(document)
     sink.table(f"{client.model} on {client.address}{_newest(target)}", _COLUMNS, _rows(found, now))
     if target is None and any(one.position is not None for one in found):
@@ -54,23 +53,28 @@ _COLUMNS = {
 }
 
 
-def _document(one: VersionStanding, now: datetime) -> dict[str, Any]:
+def _published(history: Timeline) -> Published:
+    at = history.at
+    return Published(at.position if at else None, at.step if at else None, history.hold)
+
+
+def _document(one: VersionStanding, now: datetime) -> ServedVersion:
     age = one.age_seconds(now)
-    return {
-        "version": one.status.version,
-        "state": one.status.state.name,
-        "code": one.status.code.name,
-        "message": one.status.message,
-        "position": one.position,
-        "step": one.step,
-        "lineage": one.lineage,
-        "behind_deltas": one.behind_deltas,
-        "behind_steps": one.behind_steps,
-        "newer_version": one.newer_version,
-        "published": None if one.since is None else one.since.isoformat(),
-        "age_seconds": None if age is None else round(age, 3),
-        "problem": one.problem or None,
-    }
+    return ServedVersion(
+        version=one.status.version,
+        state=one.status.state.name,
+        code=one.status.code.name,
+        message=one.status.message,
+        position=one.position,
+        step=one.step,
+        lineage=one.lineage,
+        behind_deltas=one.behind_deltas,
+        behind_steps=one.behind_steps,
+        newer_version=one.newer_version,
+        published=one.since,
+        age_seconds=None if age is None else round(age, 3),
+        problem=one.problem or None,
+    )
 
 
 def _newest(target: PublishedModel | None) -> str:

@@ -12,6 +12,7 @@ import typer
 
 from exporter.cli import app as cli
 from exporter.cli.edge import run
+from tests.support.printed_documents import checked, checked_error
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class Ran:
     @property
     def document(self) -> Any:
         """The JSON document on stdout."""
-        return json.loads(self.out)
+        return checked(json.loads(self.out))
 
     @property
     def error(self) -> Any:
         """The JSON object in the last line of stderr."""
-        return json.loads(self.err.strip().splitlines()[-1])
+        return checked_error(json.loads(self.err.strip().splitlines()[-1]))
 
 
 def run_app(app: typer.Typer, *arguments: object) -> Ran:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from exporter.errors import Exit, ExportError
 from tools.reference.advice import ADVICE
+from tools.reference.documents import PRINTED_BY, every_document
 from tools.reference.failures import all_errors, messages
 from tools.reference.pages import made
+from tools.reference.rooms import stages
 
 ROOT = Path(__file__).parent.parent
 PAGES = made()
+FORMATS = "docs/reference/formats.md"
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -47,3 +52,54 @@ def test_every_exit_code_has_a_meaning() -> None:
 
 def _subclasses(kind: type[ExportError]) -> set[type[ExportError]]:
     return {found for child in kind.__subclasses__() for found in (child, *_subclasses(child))}
+
+
+def test_every_document_is_printed_by_a_command_or_part_of_one() -> None:
+    printed = {kind.__name__ for kinds in PRINTED_BY.values() for kind in kinds}
+    told = set(re.findall(r"^### (\w+)$", PAGES["docs/reference/documents.md"], re.MULTILINE))
+    known = {kind.__name__ for kind in every_document()}
+    assert printed <= known
+    assert told == known - {"Answer"}, "the page tells of each, but of a beginning that others share"
+
+
+def test_the_schema_describes_every_field() -> None:
+    schema = json.loads(PAGES["docs/reference/documents.schema.json"])
+    for name, definition in schema["$defs"].items():
+        assert definition["description"], name
+        for field, found in definition.get("properties", {}).items():
+            assert found["description"], f"{name}.{field}"
+            assert field in definition["required"]
+
+
+def test_the_rooms_of_the_picture_are_those_that_the_code_has() -> None:
+    page = PAGES["docs/architecture.md"]
+    table = set(re.findall(r"^\| \d+ \| `(\w+)/?` \|", page, re.MULTILINE))
+    assert table == set().union(*stages())
+    picture = set(re.findall(r"\b([a-z]+)/", page.partition("## Data flow")[2].partition("```\n")[0]))
+    packages = {path.parent.name for path in (ROOT / "exporter").glob("*/__init__.py")}
+    assert packages - picture <= {"wire"}, "a room is missing in the picture"
+    assert picture - packages <= {"deltas", "variables"}, "the picture has rooms that are not there"
+    files = re.findall(r"`(exporter/[\w/]+\.py)`", page)
+    assert files
+    assert all((ROOT / file).exists() for file in files)
+
+
+@pytest.mark.parametrize("path", ["CONTRIBUTING.md", "docs/architecture.md", *sorted(PAGES), FORMATS])
+def test_links_and_files_that_pages_name_are_there(path: str) -> None:
+    page = (ROOT / path).read_text()
+    files = re.findall(r"`((?:exporter|serving|tests|tools|docs)/[\w/.]*\w)`", page)
+    missing = [file for file in files if not (ROOT / file).exists()]
+    for target, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", page):
+        file = (ROOT / path).parent / target if target else ROOT / path
+        if not file.exists():
+            missing.append(target)
+        elif anchor and file.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            if anchor not in {slug(heading) for heading in headings}:
+                missing.append(f"{target}#{anchor}")
+    assert not missing
+
+
+def slug(heading: str) -> str:
+    """A heading's anchor, as GitHub and Python-Markdown make it."""
+    return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())

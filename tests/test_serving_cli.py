@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from serving.cli import app
 from serving.server import ModelServer
 from tests.serving_models import write_saved_model
+from tests.support.printed_documents import checked
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,10 +54,11 @@ def test_status(server: ModelServer) -> None:
 
 def test_status_as_json(server: ModelServer) -> None:
     done = call("status", server.address, "--model", "ranker", "--json")
-    assert json.loads(done.stdout) == {
+    assert checked(json.loads(done.stdout)) == {
         "format_version": 1,
         "address": server.address,
         "model": "ranker",
+        "published": None,
         "versions": [
             {"version": 7, "state": "AVAILABLE", "code": "OK", "message": "", **dict.fromkeys(UNKNOWN)}
         ],
@@ -127,7 +129,7 @@ def test_predict(server: ModelServer, request_: Any, options: tuple[str, ...], a
 
 def test_predict_as_json(server: ModelServer) -> None:
     done = predict(server, {"instances": [[1, 2]]}, "--json")
-    assert json.loads(done.stdout) == {
+    assert checked(json.loads(done.stdout)) == {
         "format_version": 1,
         "model": "ranker",
         "version": 7,

@@ -16,6 +16,7 @@ from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
 from serving.cli import app
 from serving.server import ModelServer
+from tests.support.printed_documents import checked
 from tests.test_holds import MODEL, request_of, save
 
 
@@ -45,7 +46,7 @@ def call(*arguments: object) -> Any:
 def status(server: ModelServer, *options: object) -> dict[str, Any]:
     done = call("status", server.address, "--model", "ranker", "--json", *options)
     assert done.exit_code == 0, done.stderr
-    document: dict[str, Any] = json.loads(done.stdout)
+    document: dict[str, Any] = checked(json.loads(done.stdout))
     return document
 
 

@@ -12,6 +12,7 @@ from exporter.publish.delta_log import list_deltas, log_path
 from exporter.roles import VARIABLES
 from tests.commands import Ran, export_model
 from tests.logs import Serving, Trainer, publish_base
+from tests.support.printed_documents import checked
 
 WORKER = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
 
@@ -23,7 +24,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lines_of(ran: Ran) -> list[dict[str, object]]:
-    return [json.loads(line) for line in ran.out.splitlines()]
+    return [checked(json.loads(line)) for line in ran.out.splitlines()]
 
 
 def test_each_export_is_one_line_of_json(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:

@@ -336,13 +336,9 @@ def _stop_when(after: str | None, count: int | None, step: int | None, idle: str
 
 def _stand_by(role: Role, sink: Output) -> None:
     """What a node says that leaves the export to its chief."""
-    document = {
-        "status": "nothing_to_do",
-        "path": None,
-        "role": role.type,
-        "index": role.index,
-        "role_source": role.source,
-    }
+    from exporter.cli.documents.exported import StandBy
+
+    document = StandBy("nothing_to_do", None, role.type, role.index, role.source)
     why = f"this node is {role} ({role.source}), and the chief exports; --any-role exports here, too"
     sink.result(document, [f"[bold]{'nothing to do':<14}[/]{escape(why)}"], is_done=True)
 

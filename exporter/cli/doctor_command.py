@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from exporter.cli.documents import logs as documents
 from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command, path_argument, path_option
 from exporter.cli.output import Output, escape
 
@@ -108,36 +109,37 @@ def _report(
 ) -> None:
     found = seen.found
     wrong = sum(finding.level.value == "wrong" for finding in findings)
-    document = {
-        "model": str(seen.model),
-        "status": "wrong" if wrong else "warnings" if findings else "well",
-        "versions": found.versions,
-        "deltas": len(found.log.deltas) if found.log else 0,
-        "position": found.at.position if found.at else None,
-        "step": found.at.step if found.at else None,
-        "hold": found.hold,
-        "ckpt_dir": None if ckpt_dir is None else str(ckpt_dir),
-        "targets": [
-            {
-                "address": replica.address,
-                "model": replica.name,
-                "versions": {number: answer.state for number, answer in replica.versions.items()},
-                "positions": {number: answer.position for number, answer in replica.versions.items()},
-            }
-            for replica in replicas
-        ],
-        "findings": [
-            {
-                "check": finding.check.value,
-                "level": finding.level.value,
-                "message": finding.message,
-                "cause": finding.cause or None,
-                "command": finding.command,
-            }
+    document = documents.Diagnosis(
+        model=str(seen.model),
+        status="wrong" if wrong else "warnings" if findings else "well",
+        versions=found.versions,
+        deltas=len(found.log.deltas) if found.log else 0,
+        position=found.at.position if found.at else None,
+        step=found.at.step if found.at else None,
+        hold=found.hold,
+        ckpt_dir=None if ckpt_dir is None else str(ckpt_dir),
+        targets=[_target(replica) for replica in replicas],
+        findings=[
+            documents.Finding(
+                finding.check.value,
+                finding.level.value,
+                finding.message,
+                finding.cause or None,
+                finding.command,
+            )
             for finding in findings
         ],
-    }
+    )
     sink.result(document, _lines(seen, findings, replicas, ckpt_dir))
+
+
+def _target(replica: Replica) -> documents.Target:
+    return documents.Target(
+        address=replica.address,
+        model=replica.name,
+        versions={str(number): answer.state for number, answer in replica.versions.items()},
+        positions={str(number): answer.position for number, answer in replica.versions.items()},
+    )
 
 
 def _lines(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from exporter.cli import render
+from exporter.cli.documents import exported as documents
 from exporter.cli.edge import outlived, watch_ended
 from exporter.cli.output import Output, escape
 from exporter.options import ExportRequest
@@ -42,16 +43,16 @@ def published_already(
     """What an export prints whose checkpoint is published already, by the same plan."""
     made = error.made
     hold, is_newest = held_at(request.out), made.version == made.newest
-    document = {
-        **({"dry_run": True} if dry_run else {}),
-        "status": "nothing_to_do",
-        "path": str(made.path),
-        "version": made.version,
-        "position": made.head.position,
-        "newest_version": made.newest,
-        "hold": hold,
-        "message": error.message,
-    }
+    document = documents.PublishedAlready(
+        dry_run=dry_run,
+        status="nothing_to_do",
+        path=str(made.path),
+        version=made.version,
+        position=made.head.position,
+        newest_version=made.newest,
+        hold=hold,
+        message=error.message,
+    )
     lines = [_line("nothing to do", error.message)]
     if not is_newest:
         lines.append(_line("newest", f"version {made.newest}; to publish this one again: --again"))

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from exporter.cli.documents import logs as documents
 from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command, path_argument
 from exporter.cli.output import Output, escape
 
 if TYPE_CHECKING:
     from exporter.publish.timeline import Event, Timeline
-
-Document = dict[str, Any]
 
 
 def register(app: typer.Typer) -> None:
@@ -47,28 +45,39 @@ def history(
 def told(found: Timeline, sink: Output, last: int | None) -> None:
     """What `history` prints, all of it or the `last` events."""
     events = found.events[-last:] if last else found.events
-    document: Document = {
-        "model": str(found.model),
-        "position": found.at.position if found.at else None,
-        "step": found.at.step if found.at else None,
-        "log": found.log,
-        "hold": found.hold,
-        "events": [_document(event) for event in events],
-    }
+    document = documents.History(
+        model=str(found.model),
+        position=found.at.position if found.at else None,
+        step=found.at.step if found.at else None,
+        log=found.log,
+        hold=found.hold,
+        events=[_document(event) for event in events],
+    )
     sink.result(document, _lines(found, len(events)))
     columns = {"time (UTC)": "left", "what": "left", "position": "right", "step": "right", "": "left"}
     sink.table("", columns, (_row(event) for event in events))
 
 
-def _document(event: Event) -> Document:
-    fields = asdict(event) | {"what": event.what.value, "path": str(event.path)}
-    fields["created"] = None if event.created is None else event.created.isoformat()
-    return {
-        "what": fields.pop("what"),
-        "position": fields.pop("position"),
-        "from_position": fields.pop("start"),
-        **fields,
-    }
+def _document(event: Event) -> documents.Event:
+    return documents.Event(
+        what=event.what.value,
+        position=event.position,
+        from_position=event.start,
+        path=str(event.path),
+        created=event.created,
+        step=event.step,
+        log=event.log,
+        checkpoint=event.checkpoint,
+        rows=event.rows,
+        compared=event.compared,
+        parts=event.parts,
+        merged_away=event.merged_away,
+        merged_into=event.merged_into,
+        back_to=event.back_to,
+        is_past_hold=event.is_past_hold,
+        is_current=event.is_current,
+        problem=event.problem,
+    )
 
 
 def _lines(found: Timeline, shown: int) -> Iterator[str]:

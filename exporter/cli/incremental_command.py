@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
+from exporter.cli.documents.exported import DeltaExport, DeltaPlan, RowsLeftOut, RowsRounded
+from exporter.cli.documents.values import Status
 from exporter.cli.edge import outlived, watch_ended
 from exporter.cli.output import Output, escape
 from exporter.errors import ExportError, ManifestError, PositionError, UsageError
@@ -19,8 +20,6 @@ from exporter.pipeline.incremental import ExportedDelta, Incremental, Incrementa
 from exporter.pipeline.watch_loop import Poll, Watching, follow, is_for_a_person
 from exporter.progress import human_bytes
 from exporter.publish.permission import Permission
-
-Document = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,31 +122,31 @@ def _report(done: Incremental, sink: Output) -> None:
 def exported(done: ExportedDelta, sink: Output) -> None:
     """What an incremental export prints when it is done."""
     plan = done.plan
-    document = {
-        "status": "nothing_to_do" if done.published is None else "published",
-        **_plan_document(plan),
-        "path": None if done.published is None else str(done.published.path),
-        "position": done.at.position,
-        "hold": _hold(plan),
-        "step": done.at.step,
-        "rows": done.rows,
-        "variables_changed": done.variables,
-        "left_out": None if done.left_out is None else done.left_out.to_json(),
-        "rounded": None if done.rounded is None else done.rounded.to_json(),
-        "bytes_compared": done.compared_bytes,
-        "seconds": round(done.seconds, 4),
-        "warnings": [warning.message for warning in done.warnings],
-    }
+    left_out, rounded = done.left_out, done.rounded
+    document = DeltaExport(
+        **vars(_document(plan, Status.NOTHING_TO_DO if done.published is None else Status.PUBLISHED)),
+        path=None if done.published is None else str(done.published.path),
+        position=done.at.position,
+        hold=_hold(plan),
+        step=done.at.step,
+        rows=done.rows,
+        variables_changed=done.variables,
+        left_out=None if left_out is None else RowsLeftOut(**left_out.to_json()),
+        rounded=None if rounded is None else RowsRounded(**rounded.to_json()),
+        bytes_compared=done.compared_bytes,
+        seconds=round(done.seconds, 4),
+        warnings=[warning.message for warning in done.warnings],
+    )
     lines = list(_plan_lines(plan))
     if done.published is None:
         lines.append(_line("nothing to do", f"position {done.at} is published already"))
     else:
         size = sum(file.bytes_ for file in done.published.manifest.files)
         lines.append(_line("delta", f"{done.rows} rows in {done.variables} variables, {human_bytes(size)}"))
-        if (left_out := done.left_out) is not None:
+        if left_out is not None:
             near = f"less than {left_out.bound:g}, {left_out.largest:.3g} at most"
             lines.append(_line("left out", f"{left_out.rows} rows that moved {near}"))
-        if (rounded := done.rounded) is not None:
+        if rounded is not None:
             off = f"to {rounded.dtype.value}, off by {rounded.largest:.3g} at most"
             lines.append(_line("rounded", f"{rounded.rows} rows {off}"))
         lines.append(_line("published", f"{done.published.path} in {done.seconds:.2f} s"))
@@ -187,14 +186,9 @@ def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
         _dry_run_base(request, sink)
         return
     what = "nothing" if planned.is_nothing else f"the delta {planned.span}"
-    sink.result(
-        {
-            "dry_run": True,
-            "status": "nothing_to_do" if planned.is_nothing else "planned",
-            **_plan_document(planned),
-        },
-        [*_plan_lines(planned), _line("would write", f"{what} under {planned.log.path}")],
-    )
+    status = Status.NOTHING_TO_DO if planned.is_nothing else Status.PLANNED
+    lines = [*_plan_lines(planned), _line("would write", f"{what} under {planned.log.path}")]
+    sink.result(_document(planned, status, dry_run=True), lines)
     for note in planned.notes:
         sink.note(f"note: {note}")
 
@@ -206,21 +200,23 @@ def _dry_run_base(request: ExportRequest, sink: Output) -> None:
     render.plan(pipeline.plan(incremental.as_base(request)), sink)
 
 
-def _plan_document(planned: IncrementalPlan) -> Document:
+def _document(planned: IncrementalPlan, status: Status, *, dry_run: bool = False) -> DeltaPlan:
     plan = planned.trainer.plan
-    return {
-        "checkpoint": str(planned.trainer.catalog.prefix),
-        "log": planned.log.base.entry.log,
-        "lineage": planned.log.lineage,
-        "from_position": planned.log.at.position,
-        "to_position": planned.log.at.position if planned.is_nothing else planned.position,
-        "to_step": plan.step,
-        "increments": [stored.path.name for stored in plan.increments],
-        "compares": not plan.is_known,
-        "why": plan.reason,
-        "graph": planned.graph.said,
-        "notes": list(planned.notes),
-    }
+    return DeltaPlan(
+        dry_run=dry_run,
+        status=status,
+        checkpoint=str(planned.trainer.catalog.prefix),
+        log=planned.log.base.entry.log,
+        lineage=planned.log.lineage,
+        from_position=planned.log.at.position,
+        to_position=planned.log.at.position if planned.is_nothing else planned.position,
+        to_step=plan.step,
+        increments=[stored.path.name for stored in plan.increments],
+        compares=not plan.is_known,
+        why=plan.reason,
+        graph=planned.graph.said,
+        notes=planned.notes,
+    )
 
 
 def _plan_lines(planned: IncrementalPlan) -> Iterator[str]:

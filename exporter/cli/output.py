@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import Enum
 from typing import IO, TYPE_CHECKING, Any
 
@@ -20,10 +21,27 @@ from exporter.errors import ExportError
 from exporter.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from rich.console import Console
 
 FORMAT_VERSION = 1
 """Version of every JSON document on stdout; it comes first in each."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The object in the last line of stderr when a command fails with `--json`."""
+
+    error: str
+    """The error's class, as in [troubleshooting](troubleshooting.md)."""
+    message: str
+    """What was found, and what was expected."""
+    cause: str
+    """Why, if that is known; otherwise empty."""
+    hint: str
+    """The next command, or what to change."""
+    exit_code: int
+    """The command's exit code."""
 
 
 class OutputMode(Enum):
@@ -49,9 +67,11 @@ class Output:
     stderr: IO[str] = field(default_factory=lambda: sys.stderr)
 
     def result(
-        self, document: Mapping[str, Any], lines: Iterable[str] = (), *, is_done: bool = False
+        self, document: DataclassInstance, lines: Iterable[str] = (), *, is_done: bool = False
     ) -> None:
         """The command's result: one JSON document, or lines for people. `lines` may hold rich markup.
+
+        `document` is one of `exporter.cli.documents` or `serving.documents`.
 
         `is_done`: it tells of something that has happened, so that a failure to print it is a warning.
 
@@ -62,8 +82,8 @@ class Output:
         with self._writing_stdout(is_done=is_done):
             if self.mode is OutputMode.JSON:
                 indent = None if self.json_lines else 2
-                whole = {"format_version": FORMAT_VERSION, **document}
-                json.dump(whole, self.stdout, indent=indent, default=str)
+                whole = {"format_version": FORMAT_VERSION, **vars(document)}
+                json.dump(whole, self.stdout, indent=indent, default=to_json)
                 self.stdout.write("\n")
             elif self.mode is OutputMode.HUMAN:
                 console = self._console(self.stdout)
@@ -130,15 +150,11 @@ class Output:
     def error(self, error: ExportError) -> None:
         """What went wrong, why, and the next command; with --json one object as stderr's last line."""
         if self.mode is OutputMode.JSON:
-            document = {
-                "error": type(error).__name__,
-                "message": error.message,
-                "cause": error.cause,
-                "hint": error.hint,
-                "exit_code": int(error.exit_code),
-            }
+            failure = Failure(
+                type(error).__name__, error.message, error.cause, error.hint, int(error.exit_code)
+            )
             with suppress(OSError):
-                self.stderr.write(json.dumps(document) + "\n")
+                self.stderr.write(json.dumps(vars(failure)) + "\n")
                 self.stderr.flush()
         else:
             self._say(f"[bold red]error:[/] {escape(error.message)}")
@@ -197,6 +213,11 @@ class _Bar:
 
     def advance(self, amount: int) -> None:
         self.bar.advance(self.task, amount)
+
+
+def to_json(value: Any) -> Any:
+    """What `json` does not know by itself: the documents' own classes, and times."""
+    return value.isoformat() if isinstance(value, datetime) else vars(value)
 
 
 def silence(stream: IO[str]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from itertools import zip_longest
-from typing import Any
 
 from exporter.bundle.variables import ShardOrigin
 from exporter.catalog import Catalog, TensorRef
+from exporter.cli.documents import exported as documents
+from exporter.cli.documents import inspections, values
+from exporter.cli.documents.exported import Export, ExportPlan, Variable
+from exporter.cli.documents.values import Status
 from exporter.cli.output import Output, escape
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import TensorSource
@@ -29,9 +31,8 @@ from exporter.pipeline.inspection import (
     signatures_of,
 )
 from exporter.progress import human_bytes
+from exporter.publish.manifest import Origin
 from exporter.wire.dtypes import DType
-
-Document = dict[str, Any]
 
 
 def plan(planned: Plan, sink: Output) -> None:
@@ -43,28 +44,27 @@ def plan(planned: Plan, sink: Output) -> None:
         _line("would write", f"{human_bytes(planned.mapping.bytes_)} under {planned.request.out}, {how}"),
     ]
     _warn(planned, sink)
-    sink.result({"dry_run": True, "status": "planned", **_plan_document(planned)}, lines)
+    sink.result(_plan(planned, Status.PLANNED), lines)
 
 
 def exported(done: Exported, sink: Output) -> None:
     """What an export prints when it is done."""
     variables, published = done.variables, done.published
-    document = {
-        "status": "published",
-        **_plan_document(done.plan),
-        "path": str(published.path),
-        "version": published.version,
-        "position": published.position,
-        "bytes_linked": variables.bytes_linked,
-        "bytes_copied": variables.bytes_copied,
-        "bytes_rewritten": variables.bytes_rewritten,
-        "verified": done.plan.request.verify.value,
-        "max_errors": {f"{found.signature}/{found.output}": found.max_error for found in done.differences},
-        "versions_removed": list(published.removed),
-        "versions_kept": [asdict(kept) for kept in published.kept],
-        "seconds": round(done.seconds, 4),
-        "warnings": [warning.message for warning in published.warnings],
-    }
+    document = Export(
+        **vars(_plan(done.plan, Status.PUBLISHED)),
+        path=str(published.path),
+        version=published.version,
+        position=published.position,
+        bytes_linked=variables.bytes_linked,
+        bytes_copied=variables.bytes_copied,
+        bytes_rewritten=variables.bytes_rewritten,
+        verified=done.plan.request.verify.value,
+        max_errors={f"{found.signature}/{found.output}": found.max_error for found in done.differences},
+        versions_removed=published.removed,
+        versions_kept=[values.KeptVersion(kept.version, kept.reason) for kept in published.kept],
+        seconds=round(done.seconds, 4),
+        warnings=[warning.message for warning in published.warnings],
+    )
     lines = [
         *_plan_lines(done.plan),
         _line("data", "; ".join(_data(done)) or "no variables"),
@@ -82,81 +82,90 @@ def exported(done: Exported, sink: Output) -> None:
 
 def inspected(found: Inspection, sink: Output, *, tensors: bool) -> None:
     """What `inspect` prints; `tensors` adds one row for each tensor."""
-    document, lines = _inspection(found)
-    if isinstance(found, GraphView):
-        specs = [*found.tensors] if tensors else []
-        if tensors:
-            document["tensors"] = [_spec_document(spec) for spec in specs]
-        sink.result(document, lines)
-        if specs:
-            columns = dict.fromkeys(("tensor", "dtype", "shape"), "left")
-            sink.table("", columns, ([spec.tensor, spec.dtype, spec.shape_text] for spec in specs))
-        return
-    catalog = None if isinstance(found, ModelView) else found.catalog
-    rows = sorted(catalog.tensors.values(), key=lambda ref: ref.name) if tensors and catalog else []
-    if tensors:
-        document["tensors"] = [_tensor_document(ref) for ref in rows]
+    document, lines = _inspection(found, tensors=tensors)
     sink.result(document, lines)
-    if rows:
+    if not tensors or isinstance(found, ModelView):
+        return
+    if isinstance(found, GraphView):
+        columns = dict.fromkeys(("tensor", "dtype", "shape"), "left")
+        rows = ([spec.tensor, spec.dtype, spec.shape_text] for spec in found.tensors)
+        sink.table("", columns, rows)
+    elif found.catalog is not None:
         columns = {"tensor": "left", "dtype": "left", "shape": "left", "slices": "right", "bytes": "right"}
-        sink.table("", columns, (_tensor_row(ref) for ref in rows))
+        sink.table("", columns, map(_tensor_row, _by_name(found.catalog)))
 
 
-def _inspection(found: Inspection) -> tuple[Document, list[str]]:
+def _inspection(found: Inspection, *, tensors: bool) -> tuple[inspections.Inspection, list[str]]:
     match found:
         case CheckpointView():
-            return (
-                {
-                    "kind": "checkpoint",
-                    **_catalog_document(found.catalog),
-                    "kinds": _kinds_document(found.kinds),
-                },
-                [
-                    _line("checkpoint", _catalog_text(found.catalog)),
-                    *(_line("", text) for text in _kind_texts(found.kinds, other="weights and others")),
-                ],
-            )
-        case GraphView():
-            placeholders = [_spec_document(spec) for spec in found.placeholders]
-            document = {"kind": "graph", "path": str(found.path), "nodes": found.nodes}
-            batches = [_spec_document(spec) for spec in found.batches]
-            likely = [_spec_document(spec) for spec in found.likely_outputs]
-            document |= {"placeholders": placeholders, "batches": batches, "likely_outputs": likely}
-            document |= {"signatures": _signatures_document(found.signatures)}
-            counts = f"{found.nodes} nodes, {found.variables} variables"
-            return document, [
-                _line("graph", f"{found.path}: {counts}"),
-                *(_line("placeholder", str(spec)) for spec in found.placeholders),
-                *(_line("batch", str(spec)) for spec in found.batches),
-                *(_line("output?", str(spec)) for spec in found.likely_outputs[:_LIKELY_SHOWN]),
-                *(_line("signature", str(signature)) for signature in found.signatures),
+            lines = [
+                _line("checkpoint", _catalog_text(found.catalog)),
+                *(_line("", text) for text in _kind_texts(found.kinds, other="weights and others")),
             ]
+            document = inspections.CheckpointInspection(
+                **vars(_checkpoint(found.catalog)),
+                kind="checkpoint",
+                kinds=_groups(found.kinds),
+                tensors=list(map(_tensor, _by_name(found.catalog))) if tensors else None,
+            )
+            return document, lines
+        case GraphView():
+            return _graph_document(found, tensors=tensors), list(_graph_lines(found))
         case BundleView():
-            return _bundle_document(found), list(_bundle_lines(found))
+            return _bundle_document(found, tensors=tensors), list(_bundle_lines(found))
         case ModelView():
-            documents = [_bundle_document(version) for version in found.versions]
             lines = [line for version in found.versions for line in _bundle_lines(version)]
-            document = {
-                "kind": "model",
-                "path": str(found.path),
-                "position": None if found.at is None else found.at.position,
-                "step": None if found.at is None else found.at.step,
-                "hold": found.hold,
-                "versions": documents,
-            }
+            model = inspections.ModelInspection(
+                kind="model",
+                path=str(found.path),
+                position=None if found.at is None else found.at.position,
+                step=None if found.at is None else found.at.step,
+                hold=found.hold,
+                versions=[_bundle_document(version, tensors=False) for version in found.versions],
+            )
             held = "" if found.hold is None else f", held at {found.hold}"
             where = f"newest position {found.at or 'unknown'}{held}"
-            return document, [_line("model", f"{found.path}: {len(documents)} versions, {where}"), *lines]
+            return model, [_line("model", f"{found.path}: {len(found.versions)} versions, {where}"), *lines]
 
 
-def _bundle_document(found: BundleView) -> Document:
-    manifest = found.manifest
-    document: Document = {"kind": "saved_model", "path": str(found.path)}
-    if manifest is not None:
-        document |= {"position": manifest.position, "step": manifest.step, "source": asdict(manifest.source)}
-    if found.catalog is not None:
-        document |= {"variables": _catalog_document(found.catalog)}
-    return document | {"signatures": _signatures_document(found.signatures)}
+def _graph_document(found: GraphView, *, tensors: bool) -> inspections.GraphInspection:
+    return inspections.GraphInspection(
+        kind="graph",
+        path=str(found.path),
+        nodes=found.nodes,
+        placeholders=list(map(_spec, found.placeholders)),
+        batches=list(map(_spec, found.batches)),
+        likely_outputs=list(map(_spec, found.likely_outputs)),
+        signatures=_signatures(found.signatures),
+        tensors=list(map(_spec, found.tensors)) if tensors else None,
+    )
+
+
+def _graph_lines(found: GraphView) -> Iterator[str]:
+    yield _line("graph", f"{found.path}: {found.nodes} nodes, {found.variables} variables")
+    yield from (_line("placeholder", str(spec)) for spec in found.placeholders)
+    yield from (_line("batch", str(spec)) for spec in found.batches)
+    yield from (_line("output?", str(spec)) for spec in found.likely_outputs[:_LIKELY_SHOWN])
+    yield from (_line("signature", str(signature)) for signature in found.signatures)
+
+
+def _bundle_document(found: BundleView, *, tensors: bool) -> inspections.VersionInspection:
+    manifest, catalog = found.manifest, found.catalog
+    origin = None if manifest is None else manifest.source
+    return inspections.VersionInspection(
+        kind="saved_model",
+        path=str(found.path),
+        position=None if manifest is None else manifest.position,
+        step=None if manifest is None else manifest.step,
+        source=None if origin is None else _source(origin),
+        variables=None if catalog is None else _checkpoint(catalog),
+        signatures=_signatures(found.signatures),
+        tensors=list(map(_tensor, _by_name(catalog))) if tensors and catalog is not None else None,
+    )
+
+
+def _source(origin: Origin) -> inspections.Source:
+    return inspections.Source(origin.directory, origin.checkpoint, origin.digest)
 
 
 def _bundle_lines(found: BundleView) -> Iterator[str]:
@@ -170,39 +179,41 @@ def _bundle_lines(found: BundleView) -> Iterator[str]:
         yield _line("signature", str(signature))
 
 
-def _plan_document(planned: Plan) -> Document:
-    return {
-        "checkpoint": _catalog_document(planned.catalog),
-        "graph": planned.graph.source,
-        "signatures": _signatures_document(signatures_of(planned.graph.meta_graph)),
-        "variables": [_source_document(source) for source in planned.mapping.sources],
-        "bytes": planned.mapping.bytes_,
-        "ignored": _kinds_document(planned.ignored),
-        "training": _training_document(planned.training),
-        "notes": list(planned.notes),
-    }
+def _plan(planned: Plan, status: Status) -> ExportPlan:
+    return ExportPlan(
+        dry_run=status is Status.PLANNED,
+        status=status,
+        checkpoint=_checkpoint(planned.catalog),
+        graph=planned.graph.source,
+        signatures=_signatures(signatures_of(planned.graph.meta_graph)),
+        variables=list(map(_variable, planned.mapping.sources)),
+        bytes=planned.mapping.bytes_,
+        ignored=_groups(planned.ignored),
+        training=_training(planned.training),
+        notes=planned.notes,
+    )
 
 
 def compared(found: Unmatchable, sink: Output) -> None:
     """What `inspect --unmatched` prints: both left-over lists, and the beginning of a table of names."""
     left = found.unmatched
-    document = {
-        "checkpoint": _catalog_document(found.catalog),
-        "graph": found.graph.source,
-        "matched": left.matched,
-        "reason": left.reason or None,
-        "variables": [
-            {
-                "name": item.variable.key,
-                "dtype": item.variable.dtype.label,
-                "shape": list(item.variable.full_shape),
-                "candidates": [ref.name for ref in item.candidates],
-            }
+    document = inspections.NameComparison(
+        checkpoint=_checkpoint(found.catalog),
+        graph=found.graph.source,
+        matched=left.matched,
+        reason=left.reason or None,
+        variables=[
+            inspections.UnmatchedVariable(
+                item.variable.key,
+                item.variable.dtype.label,
+                item.variable.full_shape,
+                [ref.name for ref in item.candidates],
+            )
             for item in left.variables
         ],
-        "tensors": [{**_tensor_document(ref), "owner": ref.owner or None} for ref in left.tensors],
-        "table": list(left.table),
-    }
+        tensors=list(map(_unmatched, left.tensors)),
+        table=left.table,
+    )
     lines = [
         _line("checkpoint", _catalog_text(found.catalog)),
         _line("graph", found.graph.source),
@@ -260,10 +271,10 @@ def _plan_lines(planned: Plan) -> Iterator[str]:
         yield _line("ignored", ignored)
 
 
-def _training_document(training: TrainingGraph | None) -> Document | None:
+def _training(training: TrainingGraph | None) -> documents.TrainingGraph | None:
     if training is None:
         return None
-    return {"graph": training.source, "tag": training.tag, "tensors": len(training.tensors)}
+    return documents.TrainingGraph(training.source, training.tag, len(training.tensors))
 
 
 def _rewrite_text(source: TensorSource) -> str:
@@ -298,15 +309,15 @@ def _warn(planned: Plan, sink: Output) -> None:
         sink.note(f"note: {note}")
 
 
-def _catalog_document(catalog: Catalog) -> Document:
-    return {
-        "family": catalog.family,
-        "prefix": str(catalog.prefix),
-        "step": catalog.step,
-        "tensor_count": len(catalog.tensors),
-        "bytes": catalog.bytes_,
-        "shards": len(catalog.shards),
-    }
+def _checkpoint(catalog: Catalog) -> values.Checkpoint:
+    return values.Checkpoint(
+        catalog.family,
+        str(catalog.prefix),
+        catalog.step,
+        len(catalog.tensors),
+        catalog.bytes_,
+        len(catalog.shards),
+    )
 
 
 def _catalog_text(catalog: Catalog) -> str:
@@ -316,14 +327,16 @@ def _catalog_text(catalog: Catalog) -> str:
     return f"{catalog.prefix.name} ({catalog.family}){step}: {tensors}"
 
 
-def _tensor_document(ref: TensorRef) -> Document:
-    return {
-        "name": ref.name,
-        "dtype": ref.dtype.label,
-        "shape": list(ref.shape),
-        "slices": len(ref.slices),
-        "bytes": ref.bytes_,
-    }
+def _by_name(catalog: Catalog) -> list[TensorRef]:
+    return sorted(catalog.tensors.values(), key=lambda ref: ref.name)
+
+
+def _tensor(ref: TensorRef) -> values.Tensor:
+    return values.Tensor(ref.name, ref.dtype.label, ref.shape, len(ref.slices), ref.bytes_)
+
+
+def _unmatched(ref: TensorRef) -> inspections.UnmatchedTensor:
+    return inspections.UnmatchedTensor(**vars(_tensor(ref)), owner=ref.owner or None)
 
 
 def _tensor_row(ref: TensorRef) -> list[str]:
@@ -331,21 +344,21 @@ def _tensor_row(ref: TensorRef) -> list[str]:
     return [ref.name, ref.dtype.label, shape, str(len(ref.slices) or ""), human_bytes(ref.bytes_)]
 
 
-def _source_document(source: TensorSource) -> Document:
-    return {
-        "name": source.key,
-        "tensor": source.tensor.name,
-        "via": source.via,
-        "dtype": source.dtype.label,
-        "shape": list(source.tensor.shape),
-        "bytes": source.bytes_,
-        "rewritten": _rewrite_text(source) or None,
-    }
+def _variable(source: TensorSource) -> Variable:
+    return Variable(
+        name=source.key,
+        tensor=source.tensor.name,
+        via=source.via,
+        dtype=source.dtype.label,
+        shape=source.tensor.shape,
+        bytes=source.bytes_,
+        rewritten=_rewrite_text(source) or None,
+    )
 
 
-def _kinds_document(extras: Iterable[Extra]) -> Document:
+def _groups(extras: Iterable[Extra]) -> dict[str, values.TensorGroup]:
     return {
-        kind.value: {"tensors": len(refs), "bytes": sum(ref.bytes_ for ref in refs)}
+        kind.value: values.TensorGroup(len(refs), sum(ref.bytes_ for ref in refs))
         for kind, refs in _by_kind(extras).items()
     }
 
@@ -363,20 +376,17 @@ def _by_kind(extras: Iterable[Extra]) -> dict[ExtraKind, list[TensorRef]]:
     return {kind: found[kind] for kind in ExtraKind if kind in found}
 
 
-def _signatures_document(signatures: Iterable[Signature]) -> Document:
+def _signatures(signatures: Iterable[Signature]) -> dict[str, values.Signature]:
     return {
-        signature.name: {
-            "method": signature.method,
-            "inputs": [_spec_document(spec) for spec in signature.inputs],
-            "outputs": [_spec_document(spec) for spec in signature.outputs],
-        }
+        signature.name: values.Signature(
+            signature.method, list(map(_spec, signature.inputs)), list(map(_spec, signature.outputs))
+        )
         for signature in signatures
     }
 
 
-def _spec_document(spec: TensorSpec) -> Document:
-    shape = None if spec.shape is None else list(spec.shape)
-    return {"name": spec.alias, "tensor": spec.tensor, "dtype": spec.dtype, "shape": shape}
+def _spec(spec: TensorSpec) -> values.TensorSpec:
+    return values.TensorSpec(spec.alias, spec.tensor, spec.dtype, spec.shape)
 
 
 _LIKELY_SHOWN = 6

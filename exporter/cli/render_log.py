@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any
 
+from exporter.cli.documents import logs as documents
+from exporter.cli.documents.logs import Merge, Rebase, Rollback
+from exporter.cli.documents.values import KeptVersion, Status
 from exporter.cli.output import Output, escape
 from exporter.errors import ExportError
 from exporter.pipeline.comparison import Differences, Side
@@ -15,91 +17,81 @@ from exporter.pipeline.republish import RollbackPlan, RollbackResult
 from exporter.progress import human_bytes
 from exporter.verify.log import VerifiedModel
 
-Document = dict[str, Any]
-
 
 def merged(done: Merged | None, sink: Output) -> None:
     """What `merge` did; None: there was nothing to merge."""
     if done is None:
-        sink.result(
-            {"status": "nothing_to_do", "path": None, "merged": []}, [_NOTHING_TO_MERGE], is_done=True
-        )
+        sink.result(Merge(dry_run=False, status=Status.NOTHING_TO_DO), [_NOTHING_TO_MERGE], is_done=True)
         return
     size = sum(file.bytes_ for file in done.published.manifest.files)
-    sink.result(
-        {"status": "published", **_merged_document(done, size)},
-        [
-            _line("merged", f"{len(done.parts)} deltas, {human_bytes(size)}"),
-            _line("published", str(done.published.path)),
-        ],
-        is_done=True,
-    )
+    lines = [
+        _line("merged", f"{len(done.parts)} deltas, {human_bytes(size)}"),
+        _line("published", str(done.published.path)),
+    ]
+    sink.result(_merge(done, Status.PUBLISHED, size), lines, is_done=True)
     _warn(done.published.warnings, sink)
 
 
 def merging(plan: Merging | None, sink: Output) -> None:
     """What `merge --dry-run` prints: the document of the run, in which `bytes` are not known yet."""
     if plan is None:
-        sink.result(
-            {"dry_run": True, "status": "nothing_to_do", "path": None, "merged": []}, [_NOTHING_TO_MERGE]
-        )
+        sink.result(Merge(dry_run=True, status=Status.NOTHING_TO_DO), [_NOTHING_TO_MERGE])
         return
     lines = [_line("would merge", f"{len(plan.parts)} deltas"), _line("would publish", str(plan.path))]
-    sink.result({"dry_run": True, "status": "planned", **_merged_document(plan, None)}, lines)
+    sink.result(_merge(plan, Status.PLANNED, None), lines)
 
 
-def _merged_document(merger: Merged | Merging, size: int | None) -> Document:
-    return {
-        "path": str(merger.path),
-        "from_position": merger.span.start,
-        "position": merger.span.end,
-        "merged": [delta.path.name for delta in merger.parts],
-        "bytes": size,
-    }
+def _merge(merger: Merged | Merging, status: Status, size: int | None) -> Merge:
+    return Merge(
+        dry_run=status is Status.PLANNED,
+        status=status,
+        path=str(merger.path),
+        from_position=merger.span.start,
+        position=merger.span.end,
+        merged=[delta.path.name for delta in merger.parts],
+        bytes=size,
+    )
 
 
 def rebased(done: Rebased | None, sink: Output) -> None:
     """What `merge --rebase` did; None: the newest base stands at the newest position."""
     if done is None:
-        sink.result({"status": "nothing_to_do", "path": None}, [_NOTHING_TO_REBASE], is_done=True)
+        sink.result(Rebase(dry_run=False, status=Status.NOTHING_TO_DO), [_NOTHING_TO_REBASE], is_done=True)
         return
     published = done.published
-    sink.result(
-        {
-            "status": "published",
-            "path": str(published.path),
-            "position": published.position,
-            "step": published.manifest.step,
-            "deltas": done.deltas,
-            "versions_removed": list(published.removed),
-            "versions_kept": [asdict(kept) for kept in published.kept],
-        },
-        [
-            _line("merged", f"the base and {done.deltas} deltas"),
-            *(_line("removed", f"version {number}") for number in published.removed),
-            *(_line("kept", f"version {kept.version}, too: {kept.reason}") for kept in published.kept),
-            _line("published", str(published.path)),
-        ],
-        is_done=True,
+    document = Rebase(
+        dry_run=False,
+        status=Status.PUBLISHED,
+        path=str(published.path),
+        position=published.position,
+        step=published.manifest.step,
+        deltas=done.deltas,
+        versions_removed=published.removed,
+        versions_kept=[KeptVersion(kept.version, kept.reason) for kept in published.kept],
     )
+    lines = [
+        _line("merged", f"the base and {done.deltas} deltas"),
+        *(_line("removed", f"version {number}") for number in published.removed),
+        *(_line("kept", f"version {kept.version}, too: {kept.reason}") for kept in published.kept),
+        _line("published", str(published.path)),
+    ]
+    sink.result(document, lines, is_done=True)
     _warn(published.warnings, sink)
 
 
 def rebasing(plan: Rebasing | None, sink: Output) -> None:
     """What `merge --rebase --dry-run` prints; which versions go is decided when the base is there."""
     if plan is None:
-        sink.result({"dry_run": True, "status": "nothing_to_do", "path": None}, [_NOTHING_TO_REBASE])
+        sink.result(Rebase(dry_run=True, status=Status.NOTHING_TO_DO), [_NOTHING_TO_REBASE])
         return
-    document = {
-        "dry_run": True,
-        "status": "planned",
-        "path": str(plan.path),
-        "position": plan.at.position,
-        "step": plan.at.step,
-        "deltas": plan.deltas,
-        "versions_removed": None,
-        "versions_kept": None,
-    }
+    document = Rebase(
+        dry_run=True,
+        status=Status.PLANNED,
+        path=str(plan.path),
+        position=plan.at.position,
+        step=plan.at.step,
+        deltas=plan.deltas,
+    )
     lines = [
         _line("would merge", f"the base and {plan.deltas} deltas"),
         _line("would publish", str(plan.path)),
@@ -114,8 +106,8 @@ def taken_back(done: RollbackResult, sink: Output) -> None:
         _line("published", str(done.path or "nothing: the values stay")),
         _line("hold", f"at {done.hold}" if done.hold is not None else "lifted"),
     ]
-    status = "hold_lifted" if done.published is None else "published"
-    sink.result({"status": status, **_taken_back_document(done)}, lines, is_done=True)
+    status = Status.HOLD_LIFTED if done.published is None else Status.PUBLISHED
+    sink.result(_rollback(done, status), lines, is_done=True)
     if done.published is not None:
         _warn(done.published.warnings, sink)
 
@@ -127,18 +119,20 @@ def taking_back(plan: RollbackPlan, sink: Output) -> None:
         _line("would publish", str(plan.path or "nothing: the values stay")),
         _line("would hold", f"at {plan.hold}") if plan.hold is not None else _line("would lift", "the hold"),
     ]
-    sink.result({"dry_run": True, "status": "planned", **_taken_back_document(plan)}, lines)
+    sink.result(_rollback(plan, Status.PLANNED), lines)
 
 
-def _taken_back_document(what: RollbackResult | RollbackPlan) -> Document:
-    return {
-        "path": None if what.path is None else str(what.path),
-        "from_position": what.before.position,
-        "position": what.position,
-        "values_of": what.values_of.position,
-        "step": what.values_of.step,
-        "hold": what.hold,
-    }
+def _rollback(what: RollbackResult | RollbackPlan, status: Status) -> Rollback:
+    return Rollback(
+        dry_run=status is Status.PLANNED,
+        status=status,
+        path=None if what.path is None else str(what.path),
+        from_position=what.before.position,
+        position=what.position,
+        values_of=what.values_of.position,
+        step=what.values_of.step,
+        hold=what.hold,
+    )
 
 
 def _warn(warnings: Iterable[ExportError], sink: Output) -> None:
@@ -149,24 +143,20 @@ def _warn(warnings: Iterable[ExportError], sink: Output) -> None:
 
 def differences(found: Differences, sink: Output) -> None:
     """What `diff` prints."""
-    document: Document = {
-        "a": _side(found.a),
-        "b": _side(found.b),
-        "equal": found.is_empty,
-        "compared": found.compared,
-        "variables": [
-            {
-                "name": variable.name,
-                "changed_rows": variable.changed_rows,
-                "rows": variable.rows,
-                "norm": variable.norm,
-                "largest": variable.largest,
-            }
-            for variable in found.variables
+    document = documents.Differences(
+        a=_side(found.a),
+        b=_side(found.b),
+        equal=found.is_empty,
+        compared=found.compared,
+        variables=[
+            documents.VariableDifference(
+                v.name, v.changed_rows, v.rows, _if_finite(v.norm), _if_finite(v.largest)
+            )
+            for v in found.variables
         ],
-        "only_a": list(found.only_a),
-        "only_b": list(found.only_b),
-    }
+        only_a=found.only_a,
+        only_b=found.only_b,
+    )
     lines = [
         _line("a", _side_text(found.a)),
         _line("b", _side_text(found.b)),
@@ -186,17 +176,17 @@ def differences(found: Differences, sink: Output) -> None:
 def verified(found: VerifiedModel, sink: Output) -> None:
     """What `verify` prints."""
     deltas = len(found.log.deltas) if found.log else 0
-    document: Document = {
-        "versions": found.versions,
-        "deltas": deltas,
-        "log": found.log.base.entry.log if found.log else None,
-        "lineage": found.log.lineage if found.log else None,
-        "position": found.at.position if found.at else None,
-        "step": found.at.step if found.at else None,
-        "positions": list(found.positions),
-        "hold": found.hold,
-        "problems": [{"error": type(e).__name__, "message": e.message} for e in found.problems],
-    }
+    document = documents.Verification(
+        versions=found.versions,
+        deltas=deltas,
+        log=found.log.base.entry.log if found.log else None,
+        lineage=found.log.lineage if found.log else None,
+        position=found.at.position if found.at else None,
+        step=found.at.step if found.at else None,
+        positions=found.positions,
+        hold=found.hold,
+        problems=[documents.Problem(type(e).__name__, e.message) for e in found.problems],
+    )
     lines = [
         _line("versions", str(found.versions)),
         _line("deltas", str(deltas)),
@@ -220,14 +210,15 @@ def _positions(known: tuple[int, ...]) -> str:
     return shown if len(known) <= 10 else f"{len(known)}, the last {shown}"
 
 
-def _side(side: Side) -> Document:
+def _side(side: Side) -> documents.Side:
     at = side.at
-    is_published = side.log is not None
-    return {
-        "label": side.label,
-        "position": at.position if at and is_published else None,
-        "step": at.step if at else None,
-    }
+    position = at.position if at and side.log is not None else None
+    return documents.Side(side.label, position, at.step if at else None)
+
+
+def _if_finite(value: float | None) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _side_text(side: Side) -> str:

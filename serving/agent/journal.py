@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any
 
 _KEPT = 200
 """Events that the status page can show."""
@@ -73,11 +72,6 @@ class Event:
     def is_trouble(self) -> bool:
         """True if an operator wants to know of it."""
         return self.what in TROUBLE
-
-    def document(self) -> dict[str, Any]:
-        """For JSON: what applies, `at` in RFC 3339."""
-        fields = {name: value for name, value in asdict(self).items() if value is not None and value != ""}
-        return {**fields, "what": str(self.what), "at": self.at.isoformat(timespec="milliseconds")}
 
 
 class Journal:

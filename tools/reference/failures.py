@@ -31,7 +31,7 @@ _EXIT_CODES = """\
 
 Both commands end with one of these codes. A script needs nothing else: no text has to be parsed. With
 `--json` the last line of stderr is one object with `error` (the name of the class), `message`, `cause`,
-`hint` and `exit_code`.
+`hint` and `exit_code`; [its fields](documents.md#failure).
 
 {table}
 What a script may rely on:

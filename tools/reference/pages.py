@@ -6,7 +6,7 @@ from pathlib import Path
 
 from exporter.cli.app import app as export_model
 from serving.cli import app as serve_model
-from tools.reference import commands, failures
+from tools.reference import commands, documents, failures, rooms
 
 ROOT = Path(__file__).parent.parent.parent
 NOTE = "<!-- Made from the code by `python -m tools.reference`; edit the code instead. -->\n\n"
@@ -17,7 +17,12 @@ def made() -> dict[str, str]:
     pages = {
         "export-model.md": commands.page(export_model, "export-model"),
         "serve-model.md": commands.page(serve_model, "serve-model"),
+        "documents.md": documents.page(),
         "exit-codes.md": failures.exit_codes(),
         "troubleshooting.md": failures.troubleshooting(),
     }
-    return {f"docs/reference/{name}": NOTE + content for name, content in pages.items()}
+    return {
+        **{f"docs/reference/{name}": NOTE + content for name, content in pages.items()},
+        f"docs/reference/{documents.SCHEMA_FILE}": documents.schema(),
+        "docs/architecture.md": rooms.page(),
+    }

@@ -1,0 +1,219 @@
+"""What `export-model` prints, with and without `--incr`: a plan, a publication, or that nothing is to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from exporter.cli.documents.values import Checkpoint, KeptVersion, Signature, Status, TensorGroup
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A served variable, and where its value comes from."""
+
+    name: str
+    """Its name in the published version."""
+    tensor: str
+    """The checkpoint's tensor that it takes."""
+    via: str
+    """Which rule found the tensor: `name`, `rename`, `average`, ..."""
+    dtype: str
+    """Its type as served."""
+    shape: Sequence[int]
+    """Its shape, of all parts together."""
+    bytes: int
+    """Its size as served."""
+    rewritten: str | None
+    """Why its bytes are written anew; null if they are taken as they are."""
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """A training graph that is kept beside the serving graph (`--train-tag`)."""
+
+    graph: str
+    """Where it comes from."""
+    tag: str
+    """Its tag in the SavedModel."""
+    tensors: int
+    """How many tensors it needs beyond the served ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportPlan:
+    """What `export-model --dry-run` prints: the version that would be published."""
+
+    dry_run: bool
+    """True if nothing was written."""
+    status: Status
+    """`planned`, or `published`."""
+    checkpoint: Checkpoint
+    """What is exported."""
+    graph: str
+    """Where the serving graph comes from."""
+    signatures: Mapping[str, Signature]
+    """The signatures, by name."""
+    variables: Sequence[Variable]
+    """The served variables."""
+    bytes: int
+    """Their size."""
+    ignored: Mapping[str, TensorGroup]
+    """Tensors that are not served, by kind: optimizer slots, averages, the global step, other."""
+    training: TrainingGraph | None
+    """The training graph that is kept, too."""
+    notes: Sequence[str]
+    """What a person should know of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(ExportPlan):
+    """What an export prints: the version that it published."""
+
+    path: str
+    """The version's directory."""
+    version: int
+    """Its number, which servers go by."""
+    position: int
+    """Its position in the order of everything published for the model."""
+    bytes_linked: int
+    """Bytes of data that are hard links to the trainer's files."""
+    bytes_copied: int
+    """Bytes that were copied as they are."""
+    bytes_rewritten: int
+    """Bytes that were written anew: casts, merged partitions, compacted data."""
+    verified: str
+    """What was checked before publishing, as `--verify` names it."""
+    max_errors: Mapping[str, float]
+    """With `--verify outputs`: the largest difference of each output, by `signature/output`."""
+    versions_removed: Sequence[int]
+    """Versions that `--keep` removed."""
+    versions_kept: Sequence[KeptVersion]
+    """Versions beyond `--keep` that had to stay."""
+    seconds: float
+    """How long it took, without the start of the program."""
+    warnings: Sequence[str]
+    """What went wrong after it was published."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedAlready:
+    """What an export prints whose checkpoint is published already, by the same graph and options."""
+
+    dry_run: bool
+    """True if it was only a question."""
+    status: Literal["nothing_to_do"]
+    """Nothing was published."""
+    path: str
+    """The version that holds it."""
+    version: int
+    """That version's number."""
+    position: int
+    """Its position."""
+    newest_version: int
+    """The newest version, which may be another one."""
+    hold: int | None
+    """The position at which the model is held."""
+    message: str
+    """The same for people."""
+
+
+@dataclass(frozen=True)
+class StandBy:
+    """What a node of a training cluster prints that leaves the export to its chief."""
+
+    status: Literal["nothing_to_do"]
+    """Nothing was published."""
+    path: None
+    """Nothing was published."""
+    role: str
+    """What the node is: `worker`, `ps`, `evaluator`, ..."""
+    index: int | None
+    """Its number among those, where the environment tells."""
+    role_source: str
+    """The environment variable that says so."""
+
+
+@dataclass(frozen=True)
+class RowsLeftOut:
+    """Rows that `--min-change` holds back."""
+
+    bound: float
+    """No row is further from what the trainer has than this (Euclidean norm)."""
+    rows: int
+    """How many rows are held back."""
+    largest: float
+    """How far the furthest of them is."""
+
+
+@dataclass(frozen=True)
+class RowsRounded:
+    """Rows that `--delta-dtype` rounds."""
+
+    dtype: str
+    """What they are sent as: `bfloat16` or `int8`."""
+    rows: int
+    """How many rows are rounded."""
+    largest: float
+    """The largest absolute error of an element."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaPlan:
+    """What `export-model --incr --dry-run` prints: the delta that would be published."""
+
+    dry_run: bool
+    """True if nothing was written."""
+    status: Status
+    """`planned`, `published` or `nothing_to_do`."""
+    checkpoint: str
+    """The full checkpoint that it starts from."""
+    log: int
+    """The log of deltas, named by the position of the base that it began with."""
+    lineage: str
+    """The log's id, which every delta carries."""
+    from_position: int
+    """The position that is published now."""
+    to_position: int
+    """The position that the delta leads to."""
+    to_step: int | None
+    """The training step of its values."""
+    increments: Sequence[str]
+    """The trainer's increments that it is made of."""
+    compares: bool
+    """True if every row of two checkpoints is compared, because nothing tells what changed."""
+    why: str
+    """Why it has to compare; empty if it has not."""
+    graph: str
+    """How it is known that graph and assets are those of the base."""
+    notes: Sequence[str]
+    """What a person should know of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaExport(DeltaPlan):
+    """What `export-model --incr` prints: the delta that it published."""
+
+    path: str | None
+    """The delta's directory; null if there was nothing to publish."""
+    position: int
+    """Where the model stands now."""
+    hold: int | None
+    """The position at which it is held: servers go no further."""
+    step: int | None
+    """The training step that is published now."""
+    rows: int
+    """Rows in the delta, of all tables together."""
+    variables_changed: int
+    """Variables in the delta."""
+    left_out: RowsLeftOut | None
+    """Rows that were not sent, with `--min-change`."""
+    rounded: RowsRounded | None
+    """Rows that were sent rounded, with `--delta-dtype`."""
+    bytes_compared: int
+    """Bytes that had to be read to find what changed."""
+    seconds: float
+    """How long it took, without the start of the program."""
+    warnings: Sequence[str]
+    """What went wrong after it was published."""

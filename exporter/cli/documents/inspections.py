@@ -1,0 +1,141 @@
+"""What `inspect` prints of a checkpoint, a graph, a version or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from exporter.cli.documents.values import Checkpoint, Signature, Tensor, TensorGroup, TensorSpec
+
+
+@dataclass(frozen=True)
+class UnmatchedTensor(Tensor):
+    """A stored tensor that no variable of the graph takes."""
+
+    owner: str | None
+    """The layer or object that it belongs to, where the checkpoint tells."""
+
+
+@dataclass(frozen=True)
+class CheckpointInspection(Checkpoint):
+    """What `inspect` prints of a checkpoint."""
+
+    kind: Literal["checkpoint"]
+    """What was inspected."""
+    kinds: Mapping[str, TensorGroup]
+    """Its tensors by kind: optimizer slots, averages, the global step, other."""
+    tensors: Sequence[Tensor] | None
+    """Every tensor, with `--tensors`."""
+
+
+@dataclass(frozen=True)
+class GraphInspection:
+    """What `inspect` prints of a `.meta` file's graph."""
+
+    kind: Literal["graph"]
+    """What was inspected."""
+    path: str
+    """The file."""
+    nodes: int
+    """How many nodes the graph has."""
+    placeholders: Sequence[TensorSpec]
+    """Its placeholders: what `--input` may name."""
+    batches: Sequence[TensorSpec]
+    """What its input pipeline gives: what `--input` may name, too."""
+    likely_outputs: Sequence[TensorSpec]
+    """Tensors that look like a model's answers, the most likely first."""
+    signatures: Mapping[str, Signature]
+    """Signatures that it has of its own."""
+    tensors: Sequence[TensorSpec] | None
+    """Every tensor, with `--tensors`."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint that a version was exported from."""
+
+    directory: str
+    """The name of its directory, without what is above it."""
+    checkpoint: str
+    """Its name."""
+    digest: str | None
+    """The SHA-256 of what it holds; null where that was not kept."""
+
+
+@dataclass(frozen=True)
+class VersionInspection:
+    """What `inspect` prints of a version, or of any SavedModel."""
+
+    kind: Literal["saved_model"]
+    """What was inspected."""
+    path: str
+    """Its directory."""
+    position: int | None
+    """Its position; null if it has no manifest."""
+    step: int | None
+    """The training step of its values."""
+    source: Source | None
+    """What it was exported from; null if it has no manifest."""
+    variables: Checkpoint | None
+    """Its variables."""
+    signatures: Mapping[str, Signature]
+    """Its signatures, by name."""
+    tensors: Sequence[Tensor] | None
+    """Every variable, with `--tensors`."""
+
+
+@dataclass(frozen=True)
+class ModelInspection:
+    """What `inspect` prints of a model base path."""
+
+    kind: Literal["model"]
+    """What was inspected."""
+    path: str
+    """The model base path."""
+    position: int | None
+    """The newest position."""
+    step: int | None
+    """The training step of its values."""
+    hold: int | None
+    """The position at which the model is held."""
+    versions: Sequence[VersionInspection]
+    """Its versions, the newest first."""
+
+
+@dataclass(frozen=True)
+class UnmatchedVariable:
+    """A variable of the graph that no tensor of the checkpoint is certain to be."""
+
+    name: str
+    """Its name."""
+    dtype: str
+    """Its type."""
+    shape: Sequence[int]
+    """Its shape."""
+    candidates: Sequence[str]
+    """Left-over tensors of the same shape and type."""
+
+
+@dataclass(frozen=True)
+class NameComparison:
+    """What `inspect --unmatched` prints."""
+
+    checkpoint: Checkpoint
+    """What was compared."""
+    graph: str
+    """With which graph."""
+    matched: int
+    """How many variables have a tensor."""
+    reason: str | None
+    """Why the others have none."""
+    variables: Sequence[UnmatchedVariable]
+    """Variables without a tensor."""
+    tensors: Sequence[UnmatchedTensor]
+    """Tensors without a variable."""
+    table: Sequence[str]
+    """The beginning of a table for `--rename-file`, one line each."""
+
+
+Inspection: TypeAlias = CheckpointInspection | GraphInspection | VersionInspection | ModelInspection
+"""What `inspect` prints without `--unmatched`."""

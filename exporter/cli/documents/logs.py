@@ -1,0 +1,270 @@
+"""What the commands print that look at a published model or change it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from exporter.cli.documents.values import KeptVersion, Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """What `merge` prints: the delta that takes the place of several."""
+
+    dry_run: bool
+    """True if nothing was written."""
+    status: Status
+    """`published`, `planned` or `nothing_to_do`."""
+    path: str | None = None
+    """The merged delta's directory."""
+    from_position: int | None = None
+    """Where it begins."""
+    position: int | None = None
+    """Where it leads."""
+    merged: Sequence[str] = ()
+    """The directories of the deltas that it holds."""
+    bytes: int | None = None
+    """The size of its files; null while it is not written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebase:
+    """What `merge --rebase` prints: the base that holds all deltas so far."""
+
+    dry_run: bool
+    """True if nothing was written."""
+    status: Status
+    """`published`, `planned` or `nothing_to_do`."""
+    path: str | None = None
+    """The new version's directory."""
+    position: int | None = None
+    """Its position, which is also its version."""
+    step: int | None = None
+    """The training step of its values."""
+    deltas: int | None = None
+    """How many deltas were merged with the base before."""
+    versions_removed: Sequence[int] | None = None
+    """Versions that `--keep` removed; null while that is not decided."""
+    versions_kept: Sequence[KeptVersion] | None = None
+    """Versions beyond `--keep` that had to stay; null while that is not decided."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """What `rollback` and `resume` print."""
+
+    dry_run: bool
+    """True if nothing was written."""
+    status: Status
+    """`published`, `planned`, or `hold_lifted` if no values had to be published."""
+    path: str | None
+    """The delta or version that brings the values back; null if the values stay."""
+    from_position: int
+    """Where the model stood before."""
+    position: int
+    """Where it stands now."""
+    values_of: int
+    """The position whose values are served now."""
+    step: int | None
+    """The training step of those values."""
+    hold: int | None
+    """The position at which the model is held; null after `resume`."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison."""
+
+    label: str
+    """What was compared, as it was named."""
+    position: int | None
+    """Its position, if it is published."""
+    step: int | None
+    """Its training step."""
+
+
+@dataclass(frozen=True)
+class VariableDifference:
+    """A variable that differs."""
+
+    name: str
+    """Its name."""
+    changed_rows: int
+    """How many of its rows differ."""
+    rows: int
+    """How many rows it has."""
+    norm: float | None
+    """The Euclidean norm of the difference; null if it is no finite number."""
+    largest: float | None
+    """The largest absolute difference of an element; null if it is no finite number."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What `diff` prints."""
+
+    a: Side
+    """The first side."""
+    b: Side
+    """The second side."""
+    equal: bool
+    """True if both hold the same variables with the same bits."""
+    compared: int
+    """How many variables both have."""
+    variables: Sequence[VariableDifference]
+    """Those that differ."""
+    only_a: Sequence[str]
+    """Names that only the first side has."""
+    only_b: Sequence[str]
+    """Names that only the second side has."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is damaged or missing."""
+
+    error: str
+    """The error's class."""
+    message: str
+    """What was found, and what was expected."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` prints."""
+
+    versions: int
+    """How many versions are published."""
+    deltas: int
+    """How many deltas the newest version's log holds."""
+    log: int | None
+    """That log; null if the newest version takes no deltas."""
+    lineage: str | None
+    """The log's id."""
+    position: int | None
+    """The newest position."""
+    step: int | None
+    """The training step of its values."""
+    positions: Sequence[int]
+    """All positions that can be named: to go back to, or to compare."""
+    hold: int | None
+    """The position at which the model is held."""
+    problems: Sequence[Problem]
+    """What is wrong; empty if all is well."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that was published."""
+
+    what: str
+    """`version` (takes no deltas), `base`, `rebase`, `delta`, `merge`, `rollback`, `resume` or `damaged`."""
+    position: int
+    """Where it leads."""
+    from_position: int | None
+    """Where a delta begins."""
+    path: str
+    """Its directory."""
+    created: datetime | None
+    """When it was published."""
+    step: int | None
+    """The training step of its values."""
+    log: int | None
+    """The log that it belongs to."""
+    checkpoint: str
+    """The checkpoint that it was made from."""
+    rows: int | None
+    """Rows in a delta."""
+    compared: bool
+    """True if a delta's rows were found by comparing checkpoints."""
+    parts: int
+    """How many publications a merger holds."""
+    merged_away: int
+    """How many of those are not there any more by themselves."""
+    merged_into: str | None
+    """A merger that leads past this delta."""
+    back_to: int | None
+    """The position or version whose values a rollback or resumption brought back."""
+    is_past_hold: bool
+    """True if servers do not go there by themselves."""
+    is_current: bool
+    """False if it belongs to a log that has ended."""
+    problem: str
+    """What is wrong with it; empty if nothing is."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What `history` prints."""
+
+    model: str
+    """The model base path."""
+    position: int | None
+    """The newest position."""
+    step: int | None
+    """The training step of its values."""
+    log: int | None
+    """The log of the newest version; null if that takes no deltas."""
+    hold: int | None
+    """The position at which the model is held."""
+    events: Sequence[Event]
+    """What was published, in the order of positions."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, or will be."""
+
+    check: str
+    """What was looked at: `files`, `ways`, `hold`, `replicas`, ..."""
+    level: Literal["wrong", "warning"]
+    """`wrong`: something is not served as it should be. `warning`: it works, and costs or will end."""
+    message: str
+    """What was found."""
+    cause: str | None
+    """Why, or since when."""
+    command: str
+    """The next command."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model server that was asked."""
+
+    address: str
+    """Its address."""
+    model: str
+    """The model's name there."""
+    versions: Mapping[str, str]
+    """The state of each version."""
+    positions: Mapping[str, int | None]
+    """The position of each version; null if it takes no deltas."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `doctor` prints."""
+
+    model: str
+    """The model base path."""
+    status: Literal["well", "warnings", "wrong"]
+    """The worst of what was found."""
+    versions: int
+    """How many versions are published."""
+    deltas: int
+    """How many deltas the newest version's log holds."""
+    position: int | None
+    """The newest position."""
+    step: int | None
+    """The training step of its values."""
+    hold: int | None
+    """The position at which the model is held."""
+    ckpt_dir: str | None
+    """The directory of checkpoints that was looked at, too."""
+    targets: Sequence[Target]
+    """The model servers that were asked."""
+    findings: Sequence[Finding]
+    """What is wrong or will be."""

@@ -1,0 +1,96 @@
+"""Values that several documents hold: checkpoints, tensors, signatures, what became of a command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Status(StrEnum):
+    """What became of a command that publishes."""
+
+    PUBLISHED = "published"
+    NOTHING_TO_DO = "nothing_to_do"
+    PLANNED = "planned"
+    HOLD_LIFTED = "hold_lifted"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint, or a version's variables."""
+
+    family: str
+    """What kind of file it is, as in `TensorFlow V2, name-based`."""
+    prefix: str
+    """Where it is: the path without `.index`, or the file."""
+    step: int | None
+    """The training step, from its global step or its name."""
+    tensor_count: int
+    """How many tensors it holds."""
+    bytes: int
+    """Bytes of all its tensors."""
+    shards: int
+    """How many files hold the tensors."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A stored tensor."""
+
+    name: str
+    """Its name in the checkpoint."""
+    dtype: str
+    """Its type, as TensorFlow calls it: `float32`."""
+    shape: Sequence[int]
+    """Its shape, of all parts together."""
+    slices: int
+    """In how many parts it is stored; 0 if in one piece."""
+    bytes: int
+    """Its size."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An input or output of a signature, or a tensor of a graph."""
+
+    name: str
+    """What requests call it."""
+    tensor: str
+    """The tensor in the graph."""
+    dtype: str
+    """Its type."""
+    shape: Sequence[int] | None
+    """Its shape, -1 for any size; null if not even the number of dimensions is known."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A signature of a graph."""
+
+    method: str
+    """`predict`, `classify` or `regress`, or another method's name."""
+    inputs: Sequence[TensorSpec]
+    """What a request holds."""
+    outputs: Sequence[TensorSpec]
+    """What an answer holds."""
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors of one kind together."""
+
+    tensors: int
+    """How many there are."""
+    bytes: int
+    """Their size."""
+
+
+@dataclass(frozen=True)
+class KeptVersion:
+    """A version that retention would have removed, and did not."""
+
+    version: int
+    """Its number."""
+    reason: str
+    """What still needs it."""

@@ -1,0 +1,182 @@
+"""The documents that `serve-model --json` prints; the same rules hold as for `exporter.cli.documents`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What `run` prints when the first version is available."""
+
+    model: str
+    """The model's name in requests."""
+    version: int
+    """The version that is served."""
+    host: str
+    """The address that the server listens on."""
+    port: int
+    """Its gRPC port."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """What is published under `--published`."""
+
+    position: int | None
+    """The newest position."""
+    step: int | None
+    """The training step of its values."""
+    hold: int | None
+    """The position at which the model is held."""
+
+
+@dataclass(frozen=True)
+class ServedVersion:
+    """A version on a server, and how far it is behind what is published."""
+
+    version: int
+    """Its number."""
+    state: str
+    """`START`, `LOADING`, `AVAILABLE`, `UNLOADING` or `END`."""
+    code: str
+    """The canonical status of its loading: `OK`, or what failed."""
+    message: str
+    """Why it failed; empty if it did not."""
+    position: int | None
+    """The position that it serves."""
+    step: int | None
+    """The training step of its values."""
+    lineage: str | None
+    """The log that its deltas are of."""
+    behind_deltas: int | None
+    """How many deltas an update would apply now; those beyond the hold are not counted."""
+    behind_steps: int | None
+    """Training steps from here to the newest position."""
+    newer_version: int | None
+    """A newer version that is published, and not served in its place yet."""
+    published: datetime | None
+    """When the values that it serves were published."""
+    age_seconds: float | None
+    """How long ago that was."""
+    problem: str | None
+    """Why something is not known."""
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """What `status` prints."""
+
+    address: str
+    """The server's address."""
+    model: str
+    """The model's name there."""
+    published: Published | None
+    """What is published; null without `--published`."""
+    versions: Sequence[ServedVersion]
+    """The versions, as the server lists them."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What every document of `predict` begins with."""
+
+    model: str
+    """The model's name."""
+    version: int
+    """The version that answered."""
+    signature: str
+    """The signature that was asked."""
+
+
+@dataclass(frozen=True)
+class RowPrediction(Answer):
+    """What `predict` prints for a request with `instances`."""
+
+    predictions: Any
+    """An item for each row, as TF Serving's REST interface has it."""
+
+
+@dataclass(frozen=True)
+class ColumnPrediction(Answer):
+    """What `predict` prints for a request with `inputs`."""
+
+    outputs: Any
+    """Each output by name, or the output itself if there is only one."""
+
+
+@dataclass(frozen=True)
+class ExampleResults(Answer):
+    """What `predict` prints for a request with `examples` to a classify or regress signature."""
+
+    results: Any
+    """For each example a list of label and score, or a number."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What `update` prints."""
+
+    address: str
+    """The server's address."""
+    model: str
+    """The model's name there."""
+    version: int
+    """The version that was updated."""
+    position: int
+    """Where it stands now."""
+    step: int
+    """The training step of its values."""
+    rows: int
+    """Rows that were written."""
+    deltas: int
+    """Deltas that were applied."""
+    status: str
+    """Why it stopped there, in the model's words; the first word tells: `reached`, `current`, `hold`, ..."""
+    loading: int | None
+    """A newer version that was not available in time, and was not updated."""
+
+
+@dataclass(frozen=True)
+class AgentStarted:
+    """The first document of `agent`."""
+
+    what: Literal["started"]
+    """It has begun."""
+    host: str
+    """The address of its status page and metrics."""
+    port: int
+    """Their port."""
+
+
+@dataclass(frozen=True)
+class AgentEvent:
+    """What `agent` prints of each thing that happens."""
+
+    what: str
+    """What it is about: `applied`, `failed`, `refused`, `quarantined`, `rolled_back`, ..."""
+    message: str
+    """The same for people."""
+    model: str
+    """The model's name; empty if it is about none."""
+    replica: str | None
+    """The model server's address."""
+    version: int | None
+    """The version on that server."""
+    position: int | None
+    """The position that it serves now."""
+    step: int | None
+    """The training step of its values."""
+    rows: int | None
+    """Rows that were written."""
+    deltas: int | None
+    """Deltas that were applied."""
+    seconds: float | None
+    """How long the call took."""
+    behind_seconds: float | None
+    """From the publication of the delta until it was served."""
+    at: datetime
+    """When it happened."""

@@ -1,0 +1,46 @@
+"""What commands print in tests as JSON is one of the published documents, to the last field."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from exporter.cli.output import FORMAT_VERSION, Failure, to_json
+from tools.reference.documents import PRINTED_BY, descriptions
+
+
+def checked(document: Any) -> Any:
+    """A document from stdout, if it is one of those that commands say they print."""
+    fields = dict(document)
+    assert next(iter(document)) == "format_version"
+    assert fields.pop("format_version") == FORMAT_VERSION
+    kinds = _by_fields().get(frozenset(fields), ())
+    assert kinds, f"no document has the fields {sorted(fields)}"
+    wrong = []
+    for kind in kinds:
+        try:
+            typed = msgspec.convert(fields, kind, strict=True)
+        except msgspec.ValidationError as error:
+            wrong.append(f"{kind.__name__}: {error}")
+            continue
+        again = json.loads(json.dumps(vars(typed), default=to_json))
+        assert again == fields, "a field inside is not published"
+        return document
+    raise AssertionError(wrong)
+
+
+def checked_error(error: Any) -> Any:
+    """The object in stderr's last line, if it is what commands say."""
+    assert vars(msgspec.convert(error, Failure, strict=True)) == error
+    return error
+
+
+@cache
+def _by_fields() -> dict[frozenset[str], list[type]]:
+    found: dict[frozenset[str], list[type]] = {}
+    for kind in {kind for kinds in PRINTED_BY.values() for kind in kinds}:
+        found.setdefault(frozenset(descriptions(kind)), []).append(kind)
+    return found
