@@ -1,4 +1,4 @@
-"""A file system: failures by name, writes that survive a power cut, locks that end with a process."""
+"""Local files: errors by name, writes that survive a power cut, locks that end with their process."""
 
 from __future__ import annotations
 

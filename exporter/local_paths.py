@@ -1,4 +1,4 @@
-"""Paths as people give them. All of them are local: `file://` is taken as a path, other schemes are refused.
+"""Parse paths that people give. All are local: `file://` is accepted, other schemes are refused.
 
 Without this check `gs://bucket/m` would be the local directory `gs:` with `bucket/m` in it.
 """

@@ -1,4 +1,4 @@
-"""What an export is told: the options of `export-model` as values, for the command line and for Python."""
+"""The options of an export as values, for the command line and for Python."""
 
 from __future__ import annotations
 

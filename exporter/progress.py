@@ -1,4 +1,4 @@
-"""What long work reports to, and how many bytes it was, without knowing who reads it."""
+"""Report the progress of long work, without knowing who shows it."""
 
 from __future__ import annotations
 

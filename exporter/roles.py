@@ -1,4 +1,4 @@
-"""The role of this node in a training cluster, as its launcher tells it in the environment.
+"""Find this node's role in a training cluster from the environment that its launcher sets.
 
     TF_CONFIG='{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
     JOB_NAME=worker TASK_INDEX=1 PS_HOSTS=a:1 WORKER_HOSTS=b:1,c:1        (TensorLayer, TensorPort)

@@ -1,1 +1,1 @@
-"""The embedded model server and the client side of TensorFlow Serving's protocol."""
+"""The command `serve-model`: a model server, and a client of any TensorFlow Serving."""

@@ -1,4 +1,4 @@
-"""Addresses of model servers: the port may be left out."""
+"""Parse the address of a model server; the port may be left out."""
 
 from __future__ import annotations
 

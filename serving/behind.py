@@ -1,4 +1,4 @@
-"""Where each version of a model on a server stands, and how far behind what is published it is.
+"""Find how far each version on a server is behind what is published.
 
 The server tells versions and positions. What is published is known from the model base path alone, where the
 caller can read it.

@@ -1,4 +1,4 @@
-"""The command `serve-model`: parse options, serve or ask a server, render; heavy imports come late."""
+"""The command `serve-model`: parse options, serve or ask a server, print. Heavy imports come late."""
 
 from __future__ import annotations
 

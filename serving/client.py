@@ -1,4 +1,4 @@
-"""The gRPC edge to a model server, ours or a stock one: a deadline on every call, status codes become errors.
+"""The gRPC client of a model server: every call has a deadline, status codes become errors.
 
 It speaks TF Serving's protocol with messages of the private descriptor pool, so that a command that asks a
 server something starts without TensorFlow.

@@ -1,4 +1,4 @@
-"""Where a version that takes deltas stands: its own words, by the signature `incremental_status`."""
+"""Ask a version that takes deltas for its position, by the signature `incremental_status`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a signature's request means, as TF Serving defines it: messages in, messages filled, nothing else.
+"""Convert a signature's requests and answers between messages and arrays, as TF Serving defines them.
 
 The rules, error codes and messages follow tensorflow_serving/servables/tensorflow (predict_util.cc,
 classifier.cc, regressor.cc, multi_inference.cc), so that a client sees here what it would see there.

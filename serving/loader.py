@@ -1,4 +1,4 @@
-"""A SavedModel version loaded as TF Serving loads it: one graph, one session, tensors run by name."""
+"""Load a SavedModel version as TF Serving does: one graph, one session, tensors run by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The versions of one model in memory: a thread follows the base path, requests borrow what is loaded."""
+"""Keep the versions of one model in memory: a thread follows the base path, requests borrow what is
+loaded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models that a server holds by name: requests find their version, a new configuration is taken."""
+"""Keep models by name: requests find their version, and a new configuration can be applied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server's answers in the JSON of TF Serving's REST interface.
+"""Convert a server's answers to the JSON of TF Serving's REST interface.
 
 Source: https://www.tensorflow.org/tfx/serving/api_rest and tensorflow_serving/util/json_tensor.cc.
 """

@@ -1,4 +1,4 @@
-"""The values that a model server and its clients speak of: canonical status codes and version states."""
+"""Canonical status codes and version states, as model servers and clients exchange them."""
 
 from __future__ import annotations
 

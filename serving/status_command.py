@@ -1,4 +1,4 @@
-"""`serve-model status`: the versions of a model on a server, where each stands, and how far behind it is."""
+"""`serve-model status`: show a model's versions on a server, their positions, and how far behind they are."""
 
 from __future__ import annotations
 

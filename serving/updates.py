@@ -1,4 +1,4 @@
-"""Bring a running model to a position: calls of the incremental subgraph's signature.
+"""Update a running model to a position, by calls of its `incremental_update` signature.
 
 One call, but where a server batches requests: a call that is merged with another goes no further than the
 smaller of their targets. The status says so, and the call is made again.

@@ -1,4 +1,4 @@
-"""Which version is served: pure decisions, taken as TF Serving takes them.
+"""Decide which version is served, as TF Serving decides it.
 
 The names of directories give the versions that are there, a policy those that ought to be served, and
 `next_action` the one step from what is loaded to what ought to be that keeps the model available.

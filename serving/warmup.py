@@ -1,4 +1,4 @@
-"""Warm-up: the requests that a SavedModel brings along are answered before it serves.
+"""Warm-up: run the requests that a SavedModel brings along before it serves.
 
 They are `PredictionLog` messages in an uncompressed TFRecord file
 (source: tensorflow_serving/g3doc/saved_model_warmup.md). A record is a length (uint64), its masked crc32c,

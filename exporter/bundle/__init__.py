@@ -1,1 +1,1 @@
-"""A Mapping made into a SavedModel in a staging directory."""
+"""Writes the files of a SavedModel into a staging directory, from an InferenceGraph and a Mapping."""

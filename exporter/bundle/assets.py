@@ -1,4 +1,4 @@
-"""Files that a graph's tables read: into `assets/`, and named in the MetaGraphDef for the loader to feed.
+"""Copy the files that a graph's tables read into `assets/`, and name them in the MetaGraphDef.
 
 Source: `AssetFileDef` in tensorflow/core/protobuf/meta_graph.proto; TF Serving and `tf.saved_model.load` take
 the field `asset_file_def`, older loaders the collection `saved_model_assets`. Files are copied, not linked:

@@ -1,4 +1,4 @@
-"""Byte ranges from file to file inside the kernel, in bounded pieces and in parallel."""
+"""Copy byte ranges between files inside the kernel, in bounded pieces and in parallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hard links to a trainer's shards, and every reason why one may not be made."""
+"""Hard-link a trainer's shard into a bundle; if that is impossible, say why."""
 
 from __future__ import annotations
 

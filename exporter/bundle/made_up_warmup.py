@@ -1,4 +1,4 @@
-"""Warm-up requests that nobody has to write: zeros, empty strings and empty examples, a batch of one.
+"""Make warm-up requests from signatures alone: one row of zeros, empty strings or empty examples.
 
 A record that fails keeps a version from serving, so a signature gets one only if it is certain not to fail:
 

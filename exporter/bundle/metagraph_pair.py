@@ -1,4 +1,5 @@
-"""Cloud ML's pair: `export.meta`, whose collections name inputs and outputs, and the bundle `export.*`.
+"""Write Cloud ML's pair: `export.meta`, with collections that name inputs and outputs, and the bundle
+`export.*`.
 
 The collections `inputs` and `outputs` hold one JSON object each, name -> tensor: what Cloud ML's online
 prediction of TensorFlow 0.12 and trainers after it read (`tf.train.import_meta_graph`, `Saver.restore`).

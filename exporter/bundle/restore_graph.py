@@ -1,4 +1,5 @@
-"""The nodes that fill a graph's variables from its bundle: what a stock `Saver` adds, by hand on protos.
+"""Add the nodes that restore a graph's variables from its bundle, as a stock `Saver` would, without
+TensorFlow.
 
 One RestoreV2 reads every variable (parts of a partitioned one by slice), an AssignVariableOp each takes its
 values, a LookupTableImportV2 the keys and values of each table; a SaveV2 beside them makes

@@ -1,4 +1,4 @@
-"""Tensors whose bytes change on the way: casts, and rows that move between one layout of parts and another.
+"""Write tensors whose bytes change: casts, and rows that move between layouts of partitions.
 
 Values stream in blocks of bounded size. Every source byte passes by, so its checksum is verified: a flipped
 bit never gets a new checksum that calls it right.

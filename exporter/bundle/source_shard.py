@@ -1,4 +1,4 @@
-"""A trainer's shard while it is linked or read: it may vanish or change at any moment."""
+"""Open a trainer's shard to link or read it, and notice if it changes or vanishes meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mapping -> `variables/`: a new index under the served names, over shards that are linked where they can be.
+"""Write `variables/`: a new index under the served names, over shards that are hard links where possible.
 
 Each shard that holds a served tensor becomes one shard of the bundle: linked, copied or compacted. Tensors
 whose bytes change (see `rewrite`) share one more shard. Checksums come from the source's index.

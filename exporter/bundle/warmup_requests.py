@@ -1,4 +1,4 @@
-"""Requests that a server plays to a new version before it takes traffic.
+"""Warm-up requests: a server runs them on a new version before the version takes traffic.
 
 `assets.extra/tf_serving_warmup_requests` is an uncompressed TFRecord of `PredictionLog`s, at most 1,000. A
 record that fails keeps the version from serving, so every line is checked against its signature here.

@@ -1,4 +1,4 @@
-"""Bytes to Catalog: one module a checkpoint family, and `open_checkpoint` for whatever a path means."""
+"""Read checkpoints: one module for each family, and `open_checkpoint` for any path."""
 
 from exporter.checkpoint.locate import candidates, open_checkpoint
 

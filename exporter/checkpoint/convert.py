@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that is no tensor bundle, streamed into one."""
+"""Stream the tensors of an archive, or of a checkpoint in format V1, into a tensor bundle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which family of checkpoints a path is of: archives by name, tensor bundles by index, else format V1.
+"""Recognise which family of checkpoints a path belongs to: archives by name, tensor bundles by index, else
+V1.
 
 What reads the other families is imported when one is met: a delta is made in the time that imports take.
 """

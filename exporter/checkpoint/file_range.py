@@ -1,4 +1,4 @@
-"""A run of bytes in a file that may be replaced at any moment, as a value and as a file of its own."""
+"""A byte range of a file that may be replaced at any moment; reading notices if it was."""
 
 from __future__ import annotations
 

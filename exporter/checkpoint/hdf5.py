@@ -1,4 +1,4 @@
-"""An HDF5 file as a list of datasets, read with suspicion: only what lies plainly inside the file counts.
+"""Read an HDF5 file as a list of datasets. The file is not trusted: only plain data inside it is taken.
 
 The HDF5 library runs in a process of its own (`hdf5_process.py`), with limits of memory and time. A dataset
 that is one run of bytes is then streamed from the file itself; a chunked one comes from that process.

@@ -1,4 +1,4 @@
-"""The program that runs the HDF5 library, in a process of its own: `python hdf5_process.py CONFIG`.
+"""Run the HDF5 library in a process of its own: `python hdf5_process.py CONFIG`.
 
 A damaged file can keep the library busy for ever, make it allocate without measure, or crash it. Here that
 ends this process alone: its memory and the CPU time of each step are limited, and the parent ends it when

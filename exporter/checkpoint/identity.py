@@ -1,4 +1,4 @@
-"""Which checkpoint this is: told by what it holds and by its files, never by its name, step or directory.
+"""Identify a checkpoint by its contents and files, never by its name, step or directory.
 
 A trainer that was set back writes `model.ckpt-500` again, with other values; others keep one name for ever.
 """

@@ -1,4 +1,4 @@
-"""What Keras writes beside TensorFlow's checkpoints: `.keras`, `.weights.h5`, `.weights.json`, legacy `.h5`.
+"""Read Keras' own files: `.keras`, `.weights.h5`, `.weights.json`, legacy `.h5`.
 
 Keras 3 stores a layer's values under the layer's class and number, whatever its name:
 `layers/dense_1/vars/0`. The name (`hidden`) is an attribute of the group `vars`; it becomes the tensor's

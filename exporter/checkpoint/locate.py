@@ -1,4 +1,4 @@
-"""Which checkpoint a path means, and reading one that a trainer may be writing, pruning or copying right now.
+"""Find the checkpoint that a path names, and read it while a trainer may be writing or pruning.
 
 A path is a prefix (`model.ckpt-100`, also with `.index`, `.meta` or `.data-*` behind it) or a directory. In a
 directory the state file `checkpoint` goes first (a text `CheckpointState`, tensorflow/python/training/

@@ -1,4 +1,4 @@
-"""numpy's `.npz`: a zip of `.npy` members, as TensorLayer and trainers by hand write their weights.
+"""Read numpy's `.npz` archives, which TensorLayer and hand-written trainers use for weights.
 
 `save_npz_dict(...)` and `np.savez(file, **{variable.name: value})` give names; `np.savez(file, *values)`
 gives `arr_0`, `arr_1`, ..., TensorLayer's first `save_npz_dict` gave `0`, `1`, ..., and a sole member

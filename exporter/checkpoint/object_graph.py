@@ -1,4 +1,4 @@
-"""The graph of objects that TensorFlow 2 keeps in a checkpoint: which held which variable, called what.
+"""Read the object graph of a TensorFlow 2 checkpoint: which object holds which variable, under which name.
 
 An object-based checkpoint has one string tensor `_CHECKPOINTABLE_OBJECT_GRAPH`, a `TrackableObjectGraph`:
 nodes with named edges, node 0 the root, and for each saved value the program's own name and its tensor's.

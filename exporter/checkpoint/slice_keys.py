@@ -1,4 +1,4 @@
-"""Keys of a partitioned tensor's slices: a table key that sorts before every name and holds name and box.
+"""The index keys of a partitioned tensor's slices: TensorFlow's ordered code of name and box.
 
     key = number(0) string(name) number(rank) (signed(start) signed(length))*
 

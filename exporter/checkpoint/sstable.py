@@ -1,4 +1,4 @@
-"""The sorted string table that an `.index` file is: bytes -> sorted (key, value) pairs, and back.
+"""Read and write the sorted string table that an `.index` file is.
 
     table  = block* metaindex-block index-block footer
     block  = entry* restart-offset* (uint32) restart-count (uint32) | type (1 byte) | masked crc32c (uint32)

@@ -1,4 +1,4 @@
-"""TensorFlow's checkpoint format V2, the tensor bundle: `<prefix>.index` -> Catalog.
+"""Read TensorFlow's checkpoint format V2, the tensor bundle: `<prefix>.index` to a Catalog.
 
 The index is a sorted string table: key "" holds a `BundleHeaderProto`, a tensor's name its
 `BundleEntryProto`, a slice key the entry of one slice of a partitioned tensor. Values lie in

@@ -1,4 +1,4 @@
-"""Values of a tensor bundle: memory maps, small arrays, checksums.
+"""Read values of a tensor bundle: memory maps, small arrays, checksums.
 
 A numeric tensor is its elements in C order, little endian, at least one byte each (int4 and int2 are not
 packed). A string tensor is the strings' lengths (varint64 each), a masked crc32c of the lengths, the bytes:

@@ -1,4 +1,4 @@
-"""Who wrote a checkpoint, and at which training step: told by its objects or its place, for the report."""
+"""Recognise which library wrote a checkpoint, and at which training step, for the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of format V1: one file, or shards that a glob pattern names, each a sorted string table.
+"""Read checkpoints of format V1: one file, or shards that a pattern names, each a sorted string table.
 
 They are as old as TensorFlow 0.x and its own reader knows them best, so TensorFlow is imported to read one.
 It gives whole tensors: the largest one passes through memory.

@@ -1,4 +1,4 @@
-"""The members of a zip archive as ranges of its file; nothing is ever extracted.
+"""Read the members of a zip archive as byte ranges of its file, without extracting them.
 
 Keras and numpy write members uncompressed, so that a member is a range of bytes; `savez_compressed` deflates
 them. Names that leave the archive, links, doubled names, overlaps and bombs are refused.

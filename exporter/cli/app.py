@@ -1,4 +1,4 @@
-"""The command `export-model`: parse options, call the pipeline, render; heavy imports wait for their turn."""
+"""The command `export-model`: parse options, call the pipeline, print. Heavy imports come late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`export-model doctor`: one page of what is wrong with a model, or will be, each with its command.
+"""`export-model doctor`: list what is wrong with a model, or soon will be, each with the command that helps.
 
 The one place of the exporter where model servers are asked: what is published and what is served meet here.
 """

@@ -1,4 +1,4 @@
-"""`export-model` without `--incr`: run it once, or follow training, and say what it did."""
+"""`export-model` without `--incr`: export once, or follow training, and print the result."""
 
 from __future__ import annotations
 

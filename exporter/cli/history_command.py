@@ -1,4 +1,4 @@
-"""`export-model history MODEL`: what was published, in the order of positions, and where the model stands."""
+"""`export-model history MODEL`: list what was published, by position, and where the model stands."""
 
 from __future__ import annotations
 

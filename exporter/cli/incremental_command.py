@@ -1,4 +1,4 @@
-"""`export-model --incr`: run it, and say what it did."""
+"""`export-model --incr`: publish the next delta, once or while training goes on, and print the result."""
 
 from __future__ import annotations
 

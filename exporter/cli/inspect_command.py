@@ -1,4 +1,4 @@
-"""The subcommand `inspect`."""
+"""`export-model inspect`: show what a checkpoint, a graph or a published model holds."""
 
 from __future__ import annotations
 

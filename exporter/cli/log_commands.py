@@ -1,4 +1,4 @@
-"""The subcommands that look at a log or change it: merge, rollback, resume, diff, verify."""
+"""The subcommands on published models: merge, rollback, resume, diff, verify."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one sink for everything a command says: people, `--json` or `--quiet`. Nothing else prints.
+"""Print results, notes and errors, for people, as JSON or not at all. Nothing else in the program prints.
 
 stdout carries results, stderr talk. Colour is decided for each stream: NO_COLOR > FORCE_COLOR > isatty.
 """

@@ -1,4 +1,4 @@
-"""Import TensorFlow without its start-up talk, for the command lines.
+"""Silence TensorFlow's messages at import, for the command lines.
 
 TensorFlow's C++ side writes some lines straight to file descriptor 2 before any of its log settings apply.
 A finder on `sys.meta_path` turns that descriptor away while the package is imported, whoever imports it, and

@@ -1,4 +1,4 @@
-"""Results for the reader: each as one JSON document and as lines for people, both from the same values."""
+"""Print what full exports and `inspect` found: as a JSON document, and as lines for people."""
 
 from __future__ import annotations
 

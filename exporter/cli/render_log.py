@@ -1,4 +1,4 @@
-"""What the commands that work on a log print, for people and as JSON."""
+"""Print what merge, rollback, resume, diff and verify found: as a JSON document, and as lines for people."""
 
 from __future__ import annotations
 

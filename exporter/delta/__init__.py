@@ -1,1 +1,1 @@
-"""Deltas: what changed between two positions, as a small tensor bundle."""
+"""Deltas: what changed between two positions. Format, packing, comparing, merging."""

@@ -1,4 +1,4 @@
-"""What of a bundle was compared with its checksums before, while its files are as they were then.
+"""Remember which tensors' checksums were verified, as long as their files do not change.
 
     {"files": {name: [device, inode, bytes, modified, changed]}, "runs": [[name, offset, bytes, crc32c]]}
 

@@ -1,4 +1,4 @@
-"""Deltas as files: written as a tensor bundle, and read with their structure checked; see `format`."""
+"""Write deltas as tensor bundles, and read them with their structure checked; the format is in `format`."""
 
 from __future__ import annotations
 

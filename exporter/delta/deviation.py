@@ -1,4 +1,4 @@
-"""How far what is served may be from what the trainer has: rows left out of deltas, and rows rounded."""
+"""How much served values may differ from the trainer's: rows left out of deltas, and rows rounded."""
 
 from __future__ import annotations
 

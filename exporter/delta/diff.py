@@ -1,4 +1,4 @@
-"""What differs between two states, bit for bit: rows of tables, and whole variables.
+"""Compare two states bit for bit: which rows of tables and which whole variables differ.
 
 Tables stream in chunks of whole rows, several at a time; nothing but the changed rows is kept, and those
 spill into a scratch file when they are many. Where hashes of the old rows are known, old bytes are read

@@ -1,4 +1,4 @@
-"""The delta's format, version 1: what changed between two positions, as a tensor bundle of one shard.
+"""The format of deltas, version 1: what changed between two positions, as a tensor bundle of one shard.
 
 A delta is `delta.index` and `delta.data-00000-of-00001` in `<model>/deltas/<log>/<from>-<to>/`; positions
 have 20 digits, are below 10**18, and `from < to`. It is tied to a log by its *lineage* and to the served

@@ -1,4 +1,4 @@
-"""The way back: changes that restore the values of an earlier position, to be published as the next one."""
+"""Compute the changes that bring the values of an earlier position back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several changes of the same variables as one: the newest value of each row that any of them touched."""
+"""Merge changes of the same variables into one: the newest value of each row that any of them touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows in fewer bits: what a row is rounded to, and how rounded rows lie in a delta.
+"""Round rows to bfloat16 or int8, and store rows in fewer bits inside a delta.
 
     bfloat16   the values as bfloat16: by way of float32 to the nearest, ties to even
     int8       codes q from -127 to 127 and a float32 scale for the row; a value is q * scale, in float32

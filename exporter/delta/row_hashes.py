@@ -1,4 +1,4 @@
-"""Fingerprints of a state's tables, block by block: what tells unchanged rows without reading old values.
+"""Hash a state's tables block by block, so that unchanged rows are recognised without reading old values.
 
     <file>: 8 bytes magic, then a numpy .npz of `keys`, `meta` and one uint64 array a table
 

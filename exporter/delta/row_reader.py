@@ -1,5 +1,4 @@
-"""Served variables as a checkpoint stores them: read by rows, in the order and dtype in which they are
-served.
+"""Read served variables by rows from a checkpoint, in the row order and dtype in which they are served.
 
 A served variable is a box of a tensor. The tensor lies in a bundle whole or in slices; its rows may have to
 be taken out of `mod` partitions (row i is row i // n of slice i % n), laid out in others, and cast. Three

@@ -1,4 +1,4 @@
-"""A state: the values of every served variable at one moment, as a bundle with changes laid over it.
+"""The values of every served variable at one position: a bundle with changes laid over it.
 
 Both sides of a comparison are states: what is published (a base and its deltas) and what the trainer has (a
 full checkpoint and its increments). Nothing is copied until it is asked for, and then by rows.

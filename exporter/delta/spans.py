@@ -1,4 +1,4 @@
-"""The algebra of a log: which deltas fit a state, in which order they lead on, what may be merged or dropped.
+"""Plan with deltas as ranges of positions: which fit a state, which lead on, which to merge or remove.
 
 A state of a log is a *position*. A delta is a *span* of positions, `start` to `end`: it fits every state `p`
 with `start <= p < end` and leads it to `end`. A delta that rounded or left out rows (`exact_base`) fits `p =

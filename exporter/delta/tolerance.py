@@ -1,4 +1,4 @@
-"""Approximate deltas: hold back rows below `--min-change`, round others to `--delta-dtype`.
+"""Approximate deltas: hold back rows below `--min-change`, round others. NaN distances are always sent.
 
 Both are done only if asked for, and what is published says how far it is from what the trainer has.
 Distances are Euclidean norms, of rows as they are served, in float64; a row whose distance is NaN is always

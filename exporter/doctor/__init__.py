@@ -1,4 +1,4 @@
-"""What is wrong with a published model, or will be: looked at from outside, changed in nothing.
+"""Examine a published model: what is wrong with it or soon will be. Nothing is changed.
 
 `examination` asks for everything that lies on disk; `replicas` judges what model servers answered.
 """

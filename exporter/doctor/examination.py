@@ -1,4 +1,4 @@
-"""Everything that can be asked of a model on disk, in the order in which it should be mended."""
+"""Run every check of a model on disk, in the order in which problems should be repaired."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an examination finds: what is wrong, since when or why, and the command that helps."""
+"""A finding of an examination: what is wrong, why, and the command that helps."""
 
 from __future__ import annotations
 

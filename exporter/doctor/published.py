@@ -1,4 +1,4 @@
-"""Findings about what is published: damage, ways to the newest position, holds, orphans, strangers, times."""
+"""Check what is published: damage, gaps, holds, orphaned and foreign files, times."""
 
 from __future__ import annotations
 

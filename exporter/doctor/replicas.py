@@ -1,4 +1,4 @@
-"""Judge what a model server answered: is it there, has it the newest version, and how far behind is it?
+"""Judge a model server's answers: does it run, does it serve the newest version, how far behind is it?
 
 Nothing here calls a server: answers in, findings out.
 """

@@ -1,4 +1,4 @@
-"""Findings about what lies around: left-overs, who may read and write, checkpoints and links to them."""
+"""Check the surroundings: left-overs, permissions, clocks, checkpoints and links to them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What to serve: an inference graph without values, from a builder, a MetaGraph or a SavedModel."""
+"""Make the inference graph, without values, from a builder, a MetaGraph or a SavedModel."""

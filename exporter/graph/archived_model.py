@@ -1,4 +1,4 @@
-"""A Keras archive as a builder: the model that its own config describes, without any of its weights.
+"""Build the model that a Keras archive's config describes, without its weights.
 
 The config is data until something in it names code. Keras' own classes are code that the user installed; a
 Lambda's byte code, a class of another module or a model in another file are not, and are refused before Keras

@@ -1,4 +1,4 @@
-"""Assets that are read at requests, not only while a model loads.
+"""Find assets that a graph reads during requests, not only while a model loads.
 
 A loader feeds an asset's path while it runs the init op, and never again. So the init op puts the path into a
 variable, and whatever runs at a request reads it there:

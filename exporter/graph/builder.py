@@ -1,4 +1,4 @@
-"""Run a user's builder in a fresh graph and take the graph over as a MetaGraphDef.
+"""Run a user's builder in a fresh graph and take the result over as a MetaGraphDef.
 
 Only this module and `object_models` import TensorFlow in the graph stage. What a builder may return:
 

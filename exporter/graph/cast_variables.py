@@ -1,4 +1,4 @@
-"""Serve a variable in fewer bits: stored as bfloat16 or float16, computed with in the graph's own dtype.
+"""Store a variable as bfloat16 or float16 and compute with it in the graph's own dtype.
 
 A `ReadVariableOp` or `ResourceGather` of such a variable yields the stored dtype, and a `Cast` takes its
 name, so nothing that consumes it changes. Gathers cast only the gathered rows. Handles are followed through

@@ -1,4 +1,4 @@
-"""From a graph as its author left it to the graph that is served.
+"""Reduce a graph to what its signatures need, and make it servable: no queues, devices or training.
 
 Kept: what the outputs of the signatures read, and what fills the tables among that. Nothing else: no training
 operations, queues, summaries, assertions, devices, colocation, containers or collections. Control edges go

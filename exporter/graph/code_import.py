@@ -1,4 +1,4 @@
-"""Import code that a user named, as its files are now.
+"""Import a user's code as its files are now, also if Python has an older version loaded.
 
 A process that goes on (a watch) may be asked for a model again after its files were edited. Python would give
 it the modules that it has, so those of edited files are forgotten first, with all that import them.

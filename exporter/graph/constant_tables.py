@@ -1,4 +1,4 @@
-"""Tables that a function makes and fills with constants each time it is called, as feature columns once did.
+"""Handle tables that a function makes and fills with constants on each call, as old feature columns do.
 
     HashTableV2 -> LookupTableImportV2(table, Const, Const)      the control edge from here
                 -> LookupTableFindV2(table, ids)                 to here gives the order

@@ -1,4 +1,4 @@
-"""Which control edges a node needs to run in the right branch and the right iteration of TF1 control flow.
+"""Find the control edges that a node needs to run in the right branch and iteration of TF1 control flow.
 
 In a graph of Switch, Merge, Enter and Exit a node without data inputs (a constant, a random number) is bound
 to its branch or loop by a control edge alone. Every other node is bound by what it reads. So of all control

@@ -1,4 +1,4 @@
-"""Parts of a graph that are written in TensorFlow's Python, moved into a GraphDef as functions.
+"""Edit a GraphDef: add nodes, variables, and functions written in TensorFlow's Python.
 
 A part is a Python function over tensors. It is traced in a graph of its own, so neither it nor what it is
 added to is ever executed or imported as a whole; the rest of the graph keeps its nodes and names.

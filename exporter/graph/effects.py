@@ -1,4 +1,4 @@
-"""Which variables and tables a signature changes, and which its outputs are computed from.
+"""Find which variables and tables a signature changes, and which its outputs depend on.
 
 The functions that it calls are looked into, so that a `train_step` whose gradients and assignments lie three
 calls deep is told from a model that only reads what it trains.

@@ -1,4 +1,4 @@
-"""Serialized tf.Examples as the input of a signature whose graph took features that were parsed before it.
+"""Put a parser of serialized tf.Examples before a graph that takes parsed features.
 
 A feature is a tensor's name, or an object with the tensor and how an Example holds it:
 

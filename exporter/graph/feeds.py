@@ -1,4 +1,4 @@
-"""What comes into a graph from outside: placeholders fixed to constants, tensors fed instead of computed."""
+"""Replace what comes into a graph: fix placeholders to constants, feed tensors instead of computing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests of files; one that looks as it did when it was read last is not read again.
+"""Digest files; a file that has not changed since it was last read is not read again.
 
 A vocabulary may be large and a delta is made every few seconds. A file is told by device, inode, size and the
 times of its last modification and change, as Git's index does, and with the same care: what was changed just

@@ -1,4 +1,4 @@
-"""Ops that call functions: where a handle goes when a graph passes it on."""
+"""Ops that call functions, and where a handle that is passed to them arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The function library: keep what the graph still calls, and of each body what its results need."""
+"""Prune the function library: keep functions that the graph calls, and in each what its results need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digest of an inference graph: equal for graphs that compute the same from the same variables.
+"""Digest an inference graph: equal for graphs that compute the same from the same variables.
 
 Left out is what differs between two runs of one builder, or two `.meta` files of one program, and means
 nothing: the order of nodes and functions, names of functions (which count up), hints and names of shared

@@ -1,4 +1,4 @@
-"""The value that every kind of `--model` becomes: a pruned graph whose variables are symbols."""
+"""InferenceGraph: what every kind of `--model` becomes, a pruned graph whose variables have no values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Keras would look for each variable of a model in a weights file.
+"""Find where Keras stores each variable of a model in a weights file.
 
 Keras' own walk over the model is run with a store that only remembers which variable was put where; so layers
 that arrange their values in their own way are told apart as Keras does it.

@@ -1,4 +1,4 @@
-"""Under which name a checkpoint holds each variable of a graph, and which box of it a part is.
+"""Find the checkpoint name of each variable of a graph, and of a part its box in the whole.
 
 Three places tell, the nearest to the checkpoint first: the graph's own Saver (its restore nodes), the
 VariableDefs in the collections (partitions), the variable's name.

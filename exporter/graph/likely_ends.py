@@ -1,4 +1,4 @@
-"""What of a training graph looks like a model's inputs and outputs, for a person who has to name them.
+"""Guess a training graph's inputs and outputs, as suggestions for a person who has to name them.
 
 Inputs are placeholders, without those that tell a Saver its file's name. Outputs are what comes after the
 last use of a trained variable: a softmax, sigmoid, top-k or arg-max there, and the logits before it. What

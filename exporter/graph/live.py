@@ -1,4 +1,4 @@
-"""What of a graph runs at a request: branches that a constant switches off are there, but idle.
+"""Find the nodes that run during a request: branches switched off by a constant do not.
 
 A graph for training and inference has both ways behind a flag. `--feed` makes the flag a constant and leaves
 both branches in the served graph, so that its nodes alone do not tell what is computed. Here the flag is

@@ -1,4 +1,4 @@
-"""The graph stage's entry: from what `--model` names to the graph that is served.
+"""The entry of the graph stage: from what `--model` names to the graph that is served.
 
     source = load_source(GraphRequest("train/model.meta", inputs={"image": "x:0"}, outputs={"scores": "y:0"}))
     graph = clean(source)

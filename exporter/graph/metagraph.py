@@ -1,4 +1,4 @@
-"""A `.meta` file, which a Saver writes beside a checkpoint: a MetaGraphDef, binary or (`.pbtxt`) as text."""
+"""Read a `.meta` file: a MetaGraphDef, binary or (`.pbtxt`) as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables that training fills: their contents are in the checkpoint, and are restored as variables are.
+"""Tables that training fills: the checkpoint holds their contents, and they are restored like variables.
 
 A Saver stores a `MutableHashTable` or `DenseHashTable` of the collection SAVEABLE_OBJECTS as two tensors,
 `<name>-keys` and `<name>-values`, of as many entries as the table has then; a dense table as all its buckets,

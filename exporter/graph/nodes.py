@@ -1,4 +1,4 @@
-"""A GraphDef that can be asked questions: nodes by name, a tensor's dtype and shape, attributes.
+"""Query a GraphDef: nodes by name, a tensor's dtype and shape, attributes.
 
 Works on `exporter.wire.protos` alone. What an operation returns is read from the OpDefs that every
 MetaGraphDef carries (`meta_info_def.stripped_op_list`) and from the signatures of the function library.

@@ -1,4 +1,4 @@
-"""Builders that return an object in place of tensors: a Keras model, or a `tf.Module` with `signatures`.
+"""Take builders that return an object: a Keras model, or a `tf.Module` with `signatures`.
 
 They run as other builders do, in a graph, where variables are symbols and initialisers are never run: nothing
 is allocated. The object is then called on placeholders of the same graph, a Keras model in inference mode; so

@@ -1,4 +1,4 @@
-"""Variables' own names in an object-based SavedModel, where the graph's node names say little.
+"""Read variables' own names from an object-based SavedModel, whose node names say little.
 
 TensorFlow may capture one variable under several handles called `kernel_1` or `Variable_7`. Its restore
 function pairs each handle with a key of the object graph (`layers/1/kernel/.ATTRIBUTES/VARIABLE_VALUE`),

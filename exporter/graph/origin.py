@@ -1,4 +1,4 @@
-"""What a base was made from beside its checkpoint: the model that was named, its options, its tables' files.
+"""Record what a base was made from beside its checkpoint: the model, its options, its tables' files.
 
 A later delta is of the same graph only while these are what they were. What was not kept, or is not named or
 found any more, is not known, which is no difference.

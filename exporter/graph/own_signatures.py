@@ -1,4 +1,4 @@
-"""Which of a graph's own signatures can be served: one that trains or counts is left out, the others are not.
+"""Decide which of a graph's own signatures can be served: those that train or count are left out.
 
 An inference graph has no side effects. A signature whose purpose is one would answer as if it had trained,
 and do nothing. A change of what no answer depends on, such as a count of requests, is merely dropped.

@@ -1,4 +1,4 @@
-"""In which order a partitioned table's rows lie: read from how the graph looks them up.
+"""Find the row order of a partitioned table from how the graph looks it up.
 
 `embedding_lookup` over n parts first assigns ids to parts, then sends them there by DynamicPartition and
 gathers in each part. By `mod` the part is `id % n` (FloorMod); by `div` it is the larger of two divisions

@@ -1,4 +1,4 @@
-"""What a set of nodes needs: a breadth-first walk against the data flow, with the way back to the outputs."""
+"""Find everything that a set of nodes depends on, and a path back to the outputs for error messages."""
 
 from __future__ import annotations
 

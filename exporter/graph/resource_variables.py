@@ -1,4 +1,4 @@
-"""Reference variables become resource variables, and gathers read rows instead of whole tables.
+"""Convert reference variables to resource variables, and make gathers read rows instead of whole tables.
 
 Serving needs both: the incremental subgraph updates resource variables, and a ReadVariableOp under a gather
 copies the whole table at each request once a row was scattered into it (copy-on-read).

@@ -1,4 +1,4 @@
-"""A source graph in the form in which its answers can be computed again: training's side effects do not run.
+"""Prepare a source graph so that its answers can be computed without training's side effects.
 
 Control edges may lead from an output to what only training can do: check a label that nobody feeds, take from
 a queue that nobody fills, move an average. To run those would fail, block for ever or change the answers.

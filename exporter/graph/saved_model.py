@@ -1,4 +1,4 @@
-"""An existing SavedModel whose graph is reused with new weights: TF1-style or object-based."""
+"""Reuse the graph of an existing SavedModel, TF1-style or object-based, with new weights."""
 
 from __future__ import annotations
 

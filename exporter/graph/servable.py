@@ -1,4 +1,4 @@
-"""Which operations a served graph may not depend on, and what to say when one does."""
+"""Find operations that a served graph may not depend on, and explain what to do about each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors that a SignatureDef names, one by one: a sparse or composite input or output has several."""
+"""List the tensors that a SignatureDef names; a sparse or composite input or output has several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signatures: from what a person or a graph says to complete SignatureDefs.
+"""Make complete SignatureDefs from what a person or a graph says.
 
 A signatures file (`--signatures FILE`) is one JSON object. Each key is a signature's name, each value says
 which tensors it takes and gives, and, if it is not `predict`, TensorFlow Serving's method:

@@ -1,4 +1,4 @@
-"""The values at the graph stage's entry: what was asked for, and the graph as its author left it."""
+"""SourceGraph and GraphRequest: the graph as its author left it, and what is asked of it."""
 
 from __future__ import annotations
 

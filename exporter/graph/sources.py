@@ -1,4 +1,4 @@
-"""The Python files that a builder is made from: found, read and compared, never run.
+"""Find, read and compare the Python files that a builder is made from, without running them.
 
 They are the builder's own module and those that it imports, and these import, from beside it: files under
 the directory of `path/file.py`, modules of the package that `pkg.mod` is in. What is installed elsewhere,

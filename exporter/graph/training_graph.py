@@ -1,4 +1,4 @@
-"""Training graphs in SavedModels: which of their signatures can be served, and a whole one to be kept.
+"""Training graphs in SavedModels: which of their signatures can be served, and how to keep one whole.
 
 Builders write the graph of training under tags of their user's choice, with optimizer, loss and train op, and
 signatures for training among those for inference (tensorflow/python/saved_model/builder_impl.py).

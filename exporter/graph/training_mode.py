@@ -1,4 +1,4 @@
-"""Signs that a graph computes as in training: batch statistics, dropout, other random numbers."""
+"""Detect that a graph computes as in training: batch statistics, dropout, other random numbers."""
 
 from __future__ import annotations
 

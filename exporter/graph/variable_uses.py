@@ -1,4 +1,4 @@
-"""How a graph reads its variables, and reads of whole tables made into reads of rows.
+"""Find how a graph reads its variables, and turn reads of whole tables into reads of rows.
 
 The first scatter into a variable puts it in copy-on-read mode: from then on each `ReadVariableOp` copies the
 whole table. A cleaned graph gathers by handle where it can (`graph.clean`); here follow the gathers that have

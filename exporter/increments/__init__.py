@@ -1,1 +1,1 @@
-"""What trainers write between full checkpoints, and what to publish next because of it."""
+"""Read what trainers write between full checkpoints, and plan what to publish next."""

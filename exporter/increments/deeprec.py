@@ -1,4 +1,4 @@
-"""DeepRec's incremental checkpoints, for ordinary variables.
+"""Read DeepRec's incremental checkpoints, for ordinary variables.
 
     <ckpt-dir>/.incremental_checkpoint/incremental_model.ckpt-<step>.{index,data-*}
 

@@ -1,4 +1,4 @@
-"""How increments and full checkpoints hang together: runs, sessions, parents, markers, forks.
+"""Order increments and full checkpoints: runs, sessions, parents, checkpoint markers, forks.
 
     <ckpt-dir>/increments/<from>-<to>/manifest.json    an increment: its run, session, parent and generation
     <ckpt-dir>/increments/<checkpoint>.json            a marker: where a full checkpoint stands

@@ -1,4 +1,4 @@
-"""Increments: what a trainer writes between its full checkpoints. A delta in the trainer's own terms.
+"""Increments: what a trainer writes between its full checkpoints, as deltas of the trainer's own variables.
 
     <ckpt-dir>/increments/<from>-<to>/delta.index, delta.data-00000-of-00001, manifest.json
 

@@ -1,4 +1,5 @@
-"""Plan a delta: which increments lead from what is published to what the trainer has now, or that none do.
+"""Decide how to get from what was published last to what the trainer has now: by increments, or by
+comparison.
 
 Changes between an increment and the next full checkpoint are only known from the following increment.
 """

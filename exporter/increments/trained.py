@@ -1,4 +1,4 @@
-"""The trainer's state that was published: which full checkpoint, which increment on top, how closely."""
+"""The trainer's state that was published: the full checkpoint, the last increment, and any deviation."""
 
 from __future__ import annotations
 

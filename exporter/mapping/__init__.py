@@ -1,1 +1,1 @@
-"""InferenceGraph x Catalog -> Mapping: names, objects, rules, row orders; what is missing, what is left."""
+"""Map an InferenceGraph's variables to a Catalog's tensors: by names, objects, rules and row orders."""

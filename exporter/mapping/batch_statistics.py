@@ -1,4 +1,4 @@
-"""Batch normalisation that is served as in training: the checkpoint's moving statistics tell.
+"""Refuse batch normalisation in training mode, which moving statistics in the checkpoint reveal.
 
 A model in inference mode normalises by statistics that the trainer averaged over its batches. If those are in
 the checkpoint and gamma or beta beside them are served while they are not, the graph normalises each request

@@ -1,4 +1,4 @@
-"""InferenceGraph x Catalog -> Mapping: which tensor each variable is restored from, and what is left over."""
+"""Build the Mapping: which tensor each variable is restored from, and which tensors are left over."""
 
 from __future__ import annotations
 

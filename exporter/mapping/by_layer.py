@@ -1,4 +1,4 @@
-"""Variables for values without names of their own: Keras' layers by class and number, numpy's lists.
+"""Match values that have no names of their own: Keras' layers by class and number, numpy's lists.
 
 A match is taken only where nothing else would fit: by the layer's name and then by the only values in it that
 fit, by the order that Keras' own layers keep, by the whole list's shapes. What fits in two ways is refused.

@@ -1,4 +1,4 @@
-"""The tensors that inference does not need, by kind: for reports alone, nothing is decided by it."""
+"""Sort the tensors that inference does not need by kind, for reports."""
 
 from __future__ import annotations
 

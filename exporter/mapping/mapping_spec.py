@@ -1,4 +1,4 @@
-"""How served variables come from a trainer's checkpoint, without the graph: what a base keeps for its deltas.
+"""Keep how served variables come from a trainer's checkpoint, so that deltas need no graph.
 
 A mapping spec holds what the mapping was made from (the graph's variables, how their parts are looked up, the
 rules) so that the same mapping can be made of the next checkpoint, also if that partitions its tensors in

@@ -1,4 +1,4 @@
-"""What variables' names say about a match that was found in another way.
+"""Check a match that was found in another way against the variables' names.
 
 An object-based checkpoint is matched by its objects' edges: `layers/2` is restored into `layers/2`. A program
 that makes its layers in another order than the trainer did has the same edges, and every shape may fit. The

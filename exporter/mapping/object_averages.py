@@ -1,4 +1,4 @@
-"""Moving averages in an object-based checkpoint: which tensor holds the average of which.
+"""Find moving averages in an object-based checkpoint: which tensor averages which.
 
 A Keras optimizer with `use_ema=True` has a list `_model_variables_moving_average`: in Keras 3 in the order of
 its `_trainable_variables`, in Keras 2 each called `<optimizer>/average/<variable>`, or `average/<variable>`

@@ -1,4 +1,4 @@
-"""Which tensor of an object-based checkpoint a served variable is restored from.
+"""Match served variables to the tensors of an object-based checkpoint, object by object.
 
 Tensors' names spell one of many paths through the trainer's objects and cannot be compared. So both graphs of
 objects are walked side by side, from a pair of objects that correspond, along edges of equal names: so does

@@ -1,4 +1,4 @@
-"""What of a checkpoint fits a model that is another than the trained one: for warm starts, not for serving.
+"""Match what fits of another model's checkpoint, for warm starts; not for serving.
 
 Where everything fits, `build_mapping` says how. Else each variable is looked up by its name, one by one; for
 archives of Keras that is its layer's name and its number in the layer. Names that a framework gives by class

@@ -1,4 +1,4 @@
-"""A table of names, written by hand or by `inspect --unmatched`: which tensor each variable is restored from.
+"""Read the table of names for `--rename-file`, written by hand or begun by `inspect --unmatched`.
 
     # variable            tensor
     ranker/hidden/kernel  model/dense_1/w

@@ -1,4 +1,4 @@
-"""The rules about names and layouts that a request gives, parsed."""
+"""Parse the rules about names and layouts that a request gives."""
 
 from __future__ import annotations
 

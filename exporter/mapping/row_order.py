@@ -1,4 +1,4 @@
-"""The order of rows in partitioned tables, so that a re-partitioned lookup still finds its own row.
+"""Keep the row order of partitioned tables, so that a lookup in other partitions finds the same row.
 
 TF1's `embedding_lookup` on a partitioned variable defaults to `mod`: row i is row i // n of part i % n, while
 the parts lie on disk as contiguous boxes. Served with another number of parts, or whole, the table would give

@@ -1,4 +1,4 @@
-"""Where the contents of a graph's tables come from: two tensors each, stored as they are."""
+"""Find the two tensors, keys and values, that each lookup table is restored from."""
 
 from __future__ import annotations
 

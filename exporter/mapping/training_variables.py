@@ -1,4 +1,4 @@
-"""What a training graph restores, beside what is served: one bundle, each under the names that it reads."""
+"""Add what a kept training graph restores, beside what is served, to one bundle."""
 
 from __future__ import annotations
 

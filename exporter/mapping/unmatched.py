@@ -1,4 +1,4 @@
-"""Variables and tensors that no rule brings together, side by side: what a table of names is made from."""
+"""List variables and tensors that no rule matches, side by side, to begin a table of names."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The order of the stages: full exports, increments, and the tools of a log. Nothing else knows the order."""
+"""Run the stages in order: full exports, deltas, and work on published logs. Nothing else knows the order."""

@@ -1,4 +1,4 @@
-"""`diff A B`: what changed between two states, whatever holds them, by variables and rows.
+"""`diff A B`: compare two states, checkpoints or published positions, by variables and rows.
 
 A side is a checkpoint (directory or prefix), a published version, or a model with a position: `MODEL` for the
 newest, `MODEL@POSITION` for another.

@@ -1,4 +1,4 @@
-"""`exporter.export`: publish a version, or, under the name that DeepRec gives it, the incremental model."""
+"""`exporter.export`: publish a version or, with `save_incr_model`, a delta."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of the stages: `plan()` reads and decides, `execute()` writes. Nothing else knows the order."""
+"""Full exports: `plan()` reads and decides, `execute()` writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--incr`: publish what changed since the newest position, as a delta; the first time, the base.
+"""Incremental exports: publish what changed since the newest position as a delta; the first time, a base.
 
 `plan_incremental` reads what is published and what the trainer has, and decides; `execute_incremental`
 writes.

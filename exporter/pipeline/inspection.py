@@ -1,4 +1,4 @@
-"""What lies at a path: a checkpoint, a graph, a published version, or a model with its versions."""
+"""Read what lies at a path: a checkpoint, a graph, a published version, or a model with its versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two checkpoints of one model that store a table in different partitions: the same rows, side by side.
+"""Align two checkpoints that store a table in different partitions, so that equal rows are compared.
 
 A table lies whole, in slices of one tensor, or in tensors of its own that are called `<table>/part_<n>`.
 Under `mod`, row i is row i // n of slice i % n: if the trainer's graph beside a checkpoint says so, rows are

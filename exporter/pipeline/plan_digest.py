@@ -1,4 +1,4 @@
-"""The digest of a plan: what a version is made by, beside the values of its checkpoint.
+"""Digest a plan: everything but the checkpoint's values that decides what a version is.
 
 Two exports of one checkpoint by plans of one digest publish the same version. Whoever changes an option, a
 graph, a vocabulary or a file of warm-up requests gets another digest.

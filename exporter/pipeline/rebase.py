@@ -1,4 +1,4 @@
-"""A new base in a log that goes on: base and deltas become one SavedModel, at the position where they lead.
+"""Merge a base and its deltas into a new base of the same log.
 
 The graph stays; only the position that its variables begin with is another. Servers load the new base
 beside the old one; deltas that lead on from its position fit both.

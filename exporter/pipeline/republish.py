@@ -1,4 +1,4 @@
-"""Rollback and resume where versions take no deltas: an older version is published again, as the newest.
+"""Roll back and resume models without deltas: publish an older version again as the newest.
 
 Its files are linked, not copied, after they were compared with their manifest and checksums. Servers load the
 newest version by themselves; what a rollback must keep off is the trainer's next export. So the model is held

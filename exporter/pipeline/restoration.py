@@ -1,4 +1,4 @@
-"""What a rollback or a resumption would publish, decided from what is published; nothing is written."""
+"""Decide what a rollback or a resumption would publish; nothing is written."""
 
 from __future__ import annotations
 

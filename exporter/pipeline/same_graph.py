@@ -1,4 +1,4 @@
-"""Is the next delta still of the graph, and of the tables' files, that its base was made from?
+"""Check that graph and table files are still those that the base was made from.
 
 <model>/deltas/<log>/.state/sources.json     where these files are, and digests that need not be taken again
 

@@ -1,4 +1,4 @@
-"""What is published already under the model base path, and what may be published over it."""
+"""Check what is published under the model base path, and what may be published over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What lies beside a checkpoint: its trainer's graph, to serve, to keep, or to ask how it looks tables up."""
+"""Find the trainer's graph beside a checkpoint: to serve it, to keep it, or to read how it looks tables
+up.
+"""
 
 from __future__ import annotations
 

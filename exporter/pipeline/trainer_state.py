@@ -1,4 +1,4 @@
-"""What a trainer has now, in served terms: its newest full checkpoint, and its increments since."""
+"""Read what a trainer has now, in served terms: its newest full checkpoint, and its increments since."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A base that takes deltas: a graph with the incremental subgraph, a lineage, the beginning of a log."""
+"""Make a base that takes deltas: a graph with the incremental subgraph, a lineage, a new log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full exports of one checkpoint after another while training goes on, each of them once.
+"""Follow training: export each new checkpoint once.
 
 What was exported is known from what is published: a version's manifest has the digests of its checkpoint and
 of the plan that it was made by. So a watch that was killed, and a second one beside it, go on where the first

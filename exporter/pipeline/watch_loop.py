@@ -1,4 +1,4 @@
-"""Doing something again and again while training goes on: when to look, what to outlive, when to stop.
+"""Repeat an export while training goes on: when to look, which errors to outlive, when to stop.
 
 An error that another checkpoint or time may mend is reported once, and the watch goes on, ever more slowly
 while nothing changes. An error that only a person can mend (the graph, its mapping, options, permissions, a

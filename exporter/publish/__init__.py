@@ -1,1 +1,1 @@
-"""Staging -> immutable version or delta: manifest, locks, retention, and reading what is published."""
+"""Publish versions and deltas: staging, commit, manifests, locks, retention; and read what is published."""

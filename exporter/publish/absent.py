@@ -1,4 +1,4 @@
-"""What to say where nothing is published: most often a name was mistyped, or a level too high or too low."""
+"""Explain that nothing is published at a path: a mistyped name, or a level too high or too low."""
 
 from __future__ import annotations
 

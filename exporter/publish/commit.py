@@ -1,5 +1,4 @@
-"""A filled staging directory becomes a version or a delta: durable, immutable, and visible whole or not at
-all.
+"""Publish a staged directory as a version or a delta: durable, immutable, visible whole or not at all.
 
 seal      modes, sizes, checksums; wait until our bytes are on disk     no lock: this may take long (`seal`)
 number    survey what is published, choose version and position        under <model>/.lock

@@ -1,4 +1,4 @@
-"""What is published of a log: its bases, its deltas, its hold, and the values at each of its positions.
+"""Read a published log: its bases, its deltas, its hold, and the values at each position.
 
 <model>/<position>/                       a base; its manifest names log, schema and mapping
 <model>/deltas/<log>/<from>-<to>/         deltas; names that are no delta's, files and links are ignored

@@ -1,4 +1,4 @@
-"""Changes become a published delta: written in staging, described by a manifest, renamed into the log."""
+"""Publish changes as a delta: write it in staging, describe it in a manifest, rename it into the log."""
 
 from __future__ import annotations
 

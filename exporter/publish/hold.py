@@ -1,4 +1,4 @@
-"""The hold: a position that readers do not pass by themselves, and that binds everybody who publishes.
+"""The hold: a position that servers do not pass by themselves, and that binds everybody who publishes.
 
     <model>/deltas/<log>/hold      of a log: `up_to = -1` does not go beyond it
     <model>/hold                   of versions that take no deltas: it binds publishers alone

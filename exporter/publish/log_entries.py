@@ -1,4 +1,4 @@
-"""What a manifest says of a log: where a base or a delta stands in it, and what the trainer was at then."""
+"""What a manifest says about its log: where a base or delta stands in it, and which trainer state it is."""
 
 from __future__ import annotations
 

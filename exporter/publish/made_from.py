@@ -1,4 +1,4 @@
-"""Which version was made from a checkpoint, and whether the same export would publish it a second time."""
+"""Find the version that was made from a checkpoint, so that the same export is not published twice."""
 
 from __future__ import annotations
 

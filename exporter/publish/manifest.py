@@ -1,4 +1,5 @@
-"""`manifest.json`: what a published version holds and where it stands; written last, read with suspicion.
+"""`manifest.json`: what a published directory holds and where it stands. Written last, and read without
+trust.
 
     {"format_version": 1, "kind": "base", "position": 4200, "step": 4200, "lineage": null,
      "schema_digest": "<sha256>",

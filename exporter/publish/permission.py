@@ -1,4 +1,4 @@
-"""What may be published over what is there: a hold binds, and a log is not ended by accident.
+"""Decide what may be published: a hold binds, and a log does not end by accident.
 
 Whoever publishes a version asks twice: before the work, to refuse at once, and under the model's lock, where
 nothing can come in between. Deltas need no permission: servers do not follow them past a hold.

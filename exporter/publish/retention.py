@@ -1,6 +1,4 @@
-"""Which versions and deltas go when newer ones are published, and how they go without a reader seeing half
-of one.
-"""
+"""Remove old versions and deltas, so that no reader sees half of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A filled staging directory becomes readable and durable, and its files get sizes and checksums."""
+"""Make a staged directory readable and durable, and compute its files' sizes and checksums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work in progress under a model base path: hidden from readers, gone after a failure, found after a kill.
+"""Staging directories under a model base path: hidden from readers, removed after a failure or a kill.
 
     <model>/.staging-<id>/lock      locked (flock) while its process lives
     <model>/.staging-<id>/bundle/   what other stages fill and what publishing renames to <model>/<version>

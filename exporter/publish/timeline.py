@@ -1,4 +1,4 @@
-"""What was published for a model, one after the other: versions and deltas of every log that is still there.
+"""List what was published for a model, in order: versions and deltas of every log that is still there.
 
 Read from the manifests alone. What retention removed is gone, except that a merger tells how many
 publications it holds.

@@ -1,4 +1,4 @@
-"""What lies under a model base path: versions, the last position, and leases for those who read a version."""
+"""Read a model base path: its versions, the last position, and leases for readers of a version."""
 
 from __future__ import annotations
 

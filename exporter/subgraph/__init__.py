@@ -1,1 +1,1 @@
-"""The incremental subgraph: what makes a SavedModel take deltas while it serves."""
+"""The incremental subgraph: signatures by which a SavedModel applies deltas while it serves."""

@@ -1,4 +1,4 @@
-"""`incremental_digest`: checksums of what a server holds, for an exporter to compare with its own copy.
+"""`incremental_digest`: checksums of what a server holds, to compare with what was published.
 
 The variables of the schema, in its order, are cut along their first dimension into *chunks* of `CHUNK_ROWS`
 rows (a scalar is one row), numbered from 0 through all variables. A chunk's digest is the sum modulo 2**64 of

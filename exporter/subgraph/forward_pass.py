@@ -1,4 +1,4 @@
-"""The part of a graph that computes a signature, cut out so that it can run again inside a function."""
+"""Cut out the part of a graph that computes a signature, so that it can run again inside a function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a log's directory lists, inside the graph: all that an update with nothing to do looks at."""
+"""List a log's directory inside the graph; an update with nothing to do reads nothing else."""
 
 from __future__ import annotations
 

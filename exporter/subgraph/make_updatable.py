@@ -1,4 +1,4 @@
-"""A graph that takes deltas: signatures that update it, and snapshot isolation for those that it had.
+"""Make a graph take deltas: add the signatures that update it, and isolate the signatures that it had.
 
 `make_updatable` is a transformation of an InferenceGraph, done before the SavedModel is written. Nodes and
 names that were there stay, signatures keep their names and inputs. Tables are read by rows afterwards

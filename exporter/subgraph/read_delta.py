@@ -1,4 +1,4 @@
-"""Reading and checking a delta inside the graph: nothing here changes a variable.
+"""Read and check a delta inside the graph, before any variable is changed.
 
 Files are read through `Dataset.from_tensors(...).map(...).ignore_errors()`, the one way in which a graph of
 stock ops survives an error: a damaged, missing or hostile file yields a fallback that no delta holds.

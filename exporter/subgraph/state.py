@@ -1,4 +1,4 @@
-"""The variables that hold where a served model stands, for the parts of the graph that read and move them.
+"""The variables that hold a served model's position and sequence.
 
     sequence  int64 []    even: the model stands still; odd: an update is writing
     position  int64 [3]   position, step, and where an unfinished update was going to, else -1

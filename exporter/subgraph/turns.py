@@ -1,4 +1,4 @@
-"""One call at a time through a part of the graph, whatever becomes of the calls that wait.
+"""Run a part of the graph for one call at a time, even if waiting or running calls are cancelled.
 
 The part is run by a `BatchFunction`: a queue with one thread, for batches of one call each. A call has its
 turn when the thread has returned from the one before, and the thread returns when all that the call started

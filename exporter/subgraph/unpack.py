@@ -1,4 +1,4 @@
-"""Reading a delta's rows inside the graph, exact or packed: after this they are all alike.
+"""Read a delta's rows inside the graph, and unpack those that are stored in fewer bits.
 
 A delta's flags say which of three forms it has (`exporter.delta.format`); the graph holds a branch for each,
 so that a base takes any delta of its log, and an exact one costs what it would cost without the others.

@@ -1,4 +1,5 @@
-"""`incremental_update` as the graph runs it: list, choose, read, check, write, until the target is reached.
+"""`incremental_update` inside the graph: list deltas, choose, read, check and apply until the target is
+reached.
 
 A status is `<word>: <why>`; the words:
 

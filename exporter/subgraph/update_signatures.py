@@ -1,4 +1,4 @@
-"""The signatures of a graph that takes deltas: update, status, digest, stamps on predictions; its start."""
+"""Add the signatures of a graph that takes deltas: update, status, digest, and stamps on predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing a checked delta into the served variables, inside the graph.
+"""Write a checked delta into the served variables, inside the graph.
 
 *Snapshot*: the sequence goes odd, all writes run without any loop between, position and step follow, the
 sequence goes even. A cancelled call stops at a loop's condition and nowhere else, so a straight line is never

@@ -1,4 +1,4 @@
-"""What a trainer imports: increments, exports beside it, chief-only saving, warm starts.
+"""For trainers: write increments, export while training, save on the chief alone, warm starts.
 
     from exporter.training import ExportHook, IncrementHook, checkpoint_dir, is_chief, load_checkpoint
 

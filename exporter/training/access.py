@@ -1,4 +1,4 @@
-"""Reading and writing rows of variables through a session, in bounded pieces."""
+"""Read and write rows of variables through a session, in bounded pieces."""
 
 from __future__ import annotations
 

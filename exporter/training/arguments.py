@@ -1,4 +1,4 @@
-"""An `ExportRequest` as the arguments of `export-model`, for an export in a process of its own."""
+"""Turn an `ExportRequest` into arguments of `export-model`, for an export in another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The class that a callback must have for whichever Keras trains."""
+"""The base class that a callback needs for the Keras that trains."""
 
 from __future__ import annotations
 

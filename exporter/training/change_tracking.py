@@ -1,4 +1,4 @@
-"""What a training has to record: each checkpointed variable, its parts, and how its changes are found."""
+"""Plan what to record of a training: each checkpointed variable, its parts, and how its changes are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One node saves for all: who that is, and where the others write what they must save, too.
+"""Decide which node of a cluster saves, and where the others write what they must save, too.
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with checkpoint_dir("checkpoints", strategy) as directory:

@@ -1,4 +1,4 @@
-"""What changed since the last durable increment, and how it is written into the next."""
+"""Collect what changed since the last durable increment, and write it into the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ExportHook`, `ExportCallback`: export what a training saves, while it goes on and when it ends.
+"""`ExportHook`, `ExportCallback`: export checkpoints while training goes on, and when it ends.
 
     request = ExportRequest(Path("train"), Path("models/ranker"), model="my_model.py:serving")
     hooks = [ExportHook(request, every_checkpoints=10)]                          # MonitoredTrainingSession

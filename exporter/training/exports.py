@@ -1,4 +1,4 @@
-"""Exports beside a training: `export-model` in a process of its own, one at a time, the newest one next."""
+"""Run `export-model` in another process beside a training: one at a time, the newest checkpoint next."""
 
 from __future__ import annotations
 

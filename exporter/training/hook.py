@@ -1,4 +1,4 @@
-"""`IncrementHook`: increments beside the full checkpoints of a monitored session.
+"""`IncrementHook`: write increments between the full checkpoints of a monitored session.
 
     hook = IncrementHook(ckpt_dir, save_increment_secs=10, is_chief=is_chief)
     with tf.compat.v1.train.MonitoredTrainingSession(..., checkpoint_dir=ckpt_dir, hooks=[hook]) as session:

@@ -1,4 +1,4 @@
-"""`IncrementCallback`: full checkpoints and increments of `model.fit`, in one process.
+"""`IncrementCallback`: write full checkpoints and increments of `model.fit`, in one process.
 
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
     manager = tf.train.CheckpointManager(checkpoint, ckpt_dir, max_to_keep=3)

@@ -1,4 +1,4 @@
-"""New checkpoints of a training, noticed where they appear: whoever saves need not be asked."""
+"""Notice new checkpoints in a directory, whoever saves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chief's part: when an increment is due, what it continues, and what follows from a failure.
+"""The chief's part of increments: when one is due, what it continues, what a failure means.
 
 *Steps.* An increment's `to` is the global step as read before anything is collected. A worker adds to the
 step after its writes are done and recorded, so every write of a step up to `to` is in. An increment never

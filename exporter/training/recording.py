@@ -1,4 +1,4 @@
-"""Recording touched rows where the variables live, so that no update is ever lost.
+"""Record touched rows where the variables live, so that no update is lost.
 
 Beside each table (and the slots that the same operations write) lies a variable `touched`, uint8 [rows], on
 the same parameter server. Every worker's graph is extended: after an operation W that writes rows, an

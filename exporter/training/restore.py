@@ -1,4 +1,4 @@
-"""Restoring a training from a full checkpoint and the increments after it."""
+"""Restore a training from a full checkpoint and the increments after it."""
 
 from __future__ import annotations
 

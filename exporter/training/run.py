@@ -1,4 +1,4 @@
-"""Where a training stands in the history of its increments: pure decisions about runs, sessions and parents.
+"""Decide where a training stands among its increments: runs, sessions and parents.
 
 Whatever a session continues, it has an id and a generation of its own: what another session wrote after the
 state that it restored is not in its variables, and not in its increments.

@@ -1,4 +1,4 @@
-"""`MonitoredTrainingSession` with increments: the stock one, and the arguments that DeepRec's users know."""
+"""`MonitoredTrainingSession` with increments: the stock one, plus the arguments that DeepRec has."""
 
 from __future__ import annotations
 

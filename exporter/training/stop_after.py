@@ -1,4 +1,4 @@
-"""`StopAfterHook`, `StopAfterCallback`: end a training in good order after a wall-clock time.
+"""`StopAfterHook`, `StopAfterCallback`: end a training properly after a wall-clock time.
 
 The session's saver, and callbacks that save when training ends, do so as after any other last step. That is
 what a job with a time limit needs, which would be killed a little later.

@@ -1,4 +1,4 @@
-"""The increments directory of a trainer: publish, note, prune. Whole or not at all, and durable."""
+"""Write a trainer's increments directory: publish, note, prune. Every write is whole and durable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`load_checkpoint`: begin with what fits of another training's checkpoint, and be told what does not.
+"""`load_checkpoint`: start from what fits of another training's checkpoint, and report what does not fit.
 
     report = load_checkpoint(model, "old/model.keras")            # Keras 3, tf-keras, a tf.Module
     print(report)

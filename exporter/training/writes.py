@@ -1,4 +1,4 @@
-"""Which operations of a graph write to a variable, and whether they name the rows they write.
+"""Find the operations of a graph that write to a variable, and whether they name the rows they write.
 
 A variable is followed from its handle (or, for a reference variable, its reference) to every consumer:
 

@@ -1,1 +1,1 @@
-"""Is a bundle what it should be: its files, its bytes, its answers; and a whole log."""
+"""Verify a bundle's files, bytes and answers; and everything that is published for a model."""

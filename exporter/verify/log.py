@@ -1,4 +1,4 @@
-"""Is everything that is published for a model whole, and does each base reach the newest position?"""
+"""Verify everything published for a model: it is whole, and each base reaches the newest position."""
 
 from __future__ import annotations
 

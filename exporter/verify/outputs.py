@@ -1,4 +1,4 @@
-"""Baseline against candidate: the staged bundle's answers beside those of the source graph, on equal inputs.
+"""Compare the staged bundle's answers with the source graph's, on the same inputs.
 
 The baseline is the graph as its author left it, nothing pruned, its variables restored by TensorFlow's own
 RestoreV2 (what a stock Saver runs); the candidate is the staged SavedModel in TensorFlow's own loader.

@@ -1,4 +1,4 @@
-"""Is a bundle what it should be? `files`: index, sizes, manifest. `bytes`: every kept tensor's checksum."""
+"""Verify a bundle: `files` checks index, sizes and manifest, `bytes` every kept tensor's checksum."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Bytes and messages of TensorFlow and TensorFlow Serving, without importing either."""
+"""Bytes and messages of TensorFlow and TF Serving, without importing either."""

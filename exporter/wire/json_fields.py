@@ -1,4 +1,4 @@
-"""JSON from strangers: every field taken by type and range, each failure named; nothing here does I/O."""
+"""Read JSON that is not trusted: every field is checked by type and range, each failure is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests in the JSON of TF Serving's REST interface -> numpy arrays, typed and shaped by a signature.
+"""Convert requests in the JSON of TF Serving's REST interface to numpy arrays, by a signature's types.
 
 Row format is `{"instances": [...]}`, columnar `{"inputs": ...}`; `{"b64": "..."}` is a binary string; and
 classify and regress take `{"context": {...}, "examples": [{...}]}`.

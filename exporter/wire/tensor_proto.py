@@ -1,4 +1,4 @@
-"""`TensorProto` to numpy and back, for messages of either descriptor pool, without TensorFlow.
+"""Convert `TensorProto` to numpy and back, without TensorFlow.
 
 A tensor travels as `tensor_content` (the elements' bytes, little endian, row-major) or as a repeated field of
 its type, of which a missing tail repeats the last value and no value at all means zeros
