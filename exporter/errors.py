@@ -109,7 +109,7 @@ class UsageError(ExportError):
 class RoleUnknown(UsageError):
     """The environment speaks of a training cluster, and not clearly of this node's place in it."""
 
-    default_hint = "mend the environment variable, or export whatever this node is: --any-role"
+    default_hint = "correct the environment variable, or export on any node: --any-role"
 
 
 class CheckpointError(ExportError):
@@ -297,7 +297,7 @@ class PositionUnknown(PositionError):
 
 
 class ChainEnds(PositionError):
-    """A version that takes no deltas would follow one that does: servers that load it take no more."""
+    """A version that takes no deltas would follow one that does: servers that load it stop updating."""
 
 
 class ModelHeld(PositionError):

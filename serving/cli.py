@@ -282,7 +282,7 @@ def update(
             )
         if done.is_stuck:
             raise ServerError(
-                f"{model} stays at position {done.position}: it does not take what is published beyond",
+                f"{model} stays at position {done.position}: it does not apply the deltas after that",
                 cause=done.status,
                 hint="see what is wrong with it: export-model verify MODEL",
             )
@@ -382,7 +382,7 @@ def _answer(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> dict[str, A
         return rest_response.rows(outputs) if by_row else rest_response.columns(outputs)
     except ValueError as error:
         raise ServerError(
-            "the answer has no form in REST's JSON",
+            "the answer cannot be written in REST's JSON",
             cause=str(error),
             hint="use a gRPC client for this signature",
         ) from error

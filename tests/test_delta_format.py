@@ -234,7 +234,7 @@ BAD_DELTAS: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
         CorruptFile,
         "cannot lead from 5 to 3",
     ),
-    "row count": (lambda p: rewritten(p, delta__position=fields(rows=3)), CorruptFile, "tells of 3 rows"),
+    "row count": (lambda p: rewritten(p, delta__position=fields(rows=3)), CorruptFile, "declares 3 rows"),
     "no lineage": (lambda p: rewritten(p, delta__lineage=None), UnsupportedFormat, "delta/lineage"),
     "other schema": (
         lambda p: rewritten(p, delta__schema=np.array(b"0" * 64, object)),

@@ -141,7 +141,7 @@ def test_only_neighbours_merge_and_a_merger_fits_every_state_inside() -> None:
     for inexact in ((True, False), (False, True), (True, True)):
         parts = [Span(1, 4, exact_base=inexact[0]), Span(4, 6, exact_base=inexact[1])]
         assert merged(parts) == Span(1, 6, parts=2)
-    with pytest.raises(DeltaGap, match="1-4 and 5-6 are no neighbours"):
+    with pytest.raises(DeltaGap, match="1-4 and 5-6 do not follow each other"):
         merged([Span(1, 4), Span(5, 6)])
     with pytest.raises(ValueError, match="nothing to merge"):
         merged([])

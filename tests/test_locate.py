@@ -365,7 +365,7 @@ def test_damaged_files_of_format_v1_are_refused_however_they_are_named(tmp_path:
     write(tmp_path / "model.ckpt-1")
     state(tmp_path, file.replace("00000-of", "?????-of"))
     for path in (tmp_path, tmp_path / "model.ckpt-7", tmp_path / "model.ckpt-7.meta"):
-        with pytest.raises(CorruptFile, match=r"model\.ckpt-7.* is no checkpoint"):
+        with pytest.raises(CorruptFile, match=r"model\.ckpt-7.* is not a checkpoint"):
             open_checkpoint(path)
 
 

@@ -183,9 +183,9 @@ def test_records_and_half_known_types(tmp_path: Path) -> None:
 
 
 def test_members_that_are_no_arrays(tmp_path: Path) -> None:
-    with pytest.raises(CorruptFile, match="no npz"):
+    with pytest.raises(CorruptFile, match="not an npz"):
         read_npz(zip_of(tmp_path / "a.npz", [("readme.txt", b"hello")]))
-    with pytest.raises(CorruptFile, match="no npy"):
+    with pytest.raises(CorruptFile, match="not an npy"):
         read_npz(zip_of(tmp_path / "b.npz", [("w.npy", b"hello, world")]))
     with pytest.raises(CorruptFile, match="no arrays"):
         read_npz(zip_of(tmp_path / "c.npz", []))

@@ -42,7 +42,7 @@ def test_paths_end_where_there_is_no_edge() -> None:
 
 @pytest.mark.parametrize(
     ("data", "reason"),
-    [(b"\xff\xff", "no graph of objects"), (b"", "holds no object")],
+    [(b"\xff\xff", "not an object graph"), (b"", "holds no object")],
 )
 def test_what_is_no_graph_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(CorruptFile, match=reason):

@@ -68,7 +68,7 @@ def keep_pair_alone(directory: Path) -> None:
 def _add_collections(meta_graph: Proto) -> None:
     if DEFAULT_SIGNATURE not in meta_graph.signature_def:
         raise NotServable(
-            f"export.meta tells one signature, {DEFAULT_SIGNATURE!r}, and the graph has none of that name",
+            f"export.meta describes the signature {DEFAULT_SIGNATURE!r} alone, which the graph does not have",
             cause=f"it has {', '.join(sorted(meta_graph.signature_def))}",
         )
     signature = meta_graph.signature_def[DEFAULT_SIGNATURE]

@@ -127,12 +127,12 @@ def read_hdf5(source: FileRange, attributes: Mapping[str, bool] | None = None) -
     Keras splits a list of names that is too long for one attribute into `weight_names0`, `weight_names1`, ...
 
     Raises:
-        CorruptFile, TruncatedFile: it is no HDF5 file, or a damaged one.
+        CorruptFile, TruncatedFile: it is not an HDF5 file, or a damaged one.
         UnsafeArchive: it holds links, external or virtual data, loops, or a bomb.
         UnsupportedFormat: a data type or a filter that is not read.
     """
     if source.size < len(MAGIC) or source.part(0, len(MAGIC)).read() != MAGIC:
-        raise CorruptFile(f"{source.path} is no HDF5 file", cause="it does not begin as one does")
+        raise CorruptFile(f"{source.path} is not an HDF5 file", cause="it does not begin as one does")
     limits = {
         "objects": _MAX_OBJECTS,
         "depth": _MAX_DEPTH,

@@ -140,9 +140,9 @@ def _json(path: Path, member: Member) -> Any:
     try:
         found = json.loads(member.read(_MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
-        raise CorruptFile(f"{path}: {member.name} is no JSON", cause=str(error)) from None
+        raise CorruptFile(f"{path}: {member.name} is not JSON", cause=str(error)) from None
     if not isinstance(found, dict):
-        raise CorruptFile(f"{path}: {member.name} is no JSON object")
+        raise CorruptFile(f"{path}: {member.name} is not a JSON object")
     return found
 
 
@@ -185,7 +185,7 @@ def _sharded(path: Path) -> Catalog:
         named = {group: [files] if isinstance(files, str) else list(files) for group, files in groups.items()}
         files = dict.fromkeys(name for names in named.values() for name in names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptFile(f"{path} is no list of Keras shards", cause=str(error)) from None
+        raise CorruptFile(f"{path} is not a list of Keras shards", cause=str(error)) from None
     shards = [_beside(path, name) for name in files]
     contents = [read_hdf5(FileRange.whole(shard), _LAYER_ATTRIBUTES) for shard in shards]
     tensors = (ref for ref in _layers(*contents) if f"/{ref.name.rpartition('/')[0]}" in named)

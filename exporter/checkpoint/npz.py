@@ -97,7 +97,7 @@ def read_npz(path: Path) -> Catalog:
     for member in members.values():
         name = member.name.removesuffix(".npy").partition(":")[0]
         if not member.name.endswith(".npy") or not name:
-            raise CorruptFile(f"{path} is no npz archive: it holds {member.name!r}")
+            raise CorruptFile(f"{path} is not an npz archive: it holds {member.name!r}")
         header = _read_header(path, member)
         if header is None:
             skipped.append(name)
@@ -151,7 +151,7 @@ def _read_header(path: Path, member: Member) -> _Header | None:
     data = _begin(path, member)
     where = f"{path}: {member.name!r}"
     if data[:6] != _MAGIC or len(data) < 10:
-        raise CorruptFile(f"{where} is no npy array", cause="it does not begin as one does")
+        raise CorruptFile(f"{where} is not an npy array", cause="it does not begin as one does")
     wide = data[6] >= 2
     length = struct.unpack_from("<I" if wide else "<H", data, 8)[0]
     start = 12 if wide else 10
@@ -174,7 +174,7 @@ def _read_header(path: Path, member: Member) -> _Header | None:
     expected = header.size + math.prod(shape) * stored.itemsize
     if member.size != expected:
         error_type = TruncatedFile if member.size < expected else CorruptFile
-        raise error_type(f"{where} has {member.size} bytes, its header tells of {expected}")
+        raise error_type(f"{where} has {member.size} bytes, its header lists {expected}")
     if header.is_fortran and expected > _MAX_TRANSPOSED_BYTES:
         raise UnsupportedFormat(
             f"{where} has its columns in sequence and is too large to be turned in memory",
@@ -206,7 +206,7 @@ def _stored_type(descr: object, where: str) -> np.dtype[Any]:
     elif "O" not in repr(descr):
         raise UnsupportedFormat(f"{where} is an array of records: {descr!r:.99}")
     raise UnsafeArchive(
-        f"{where} is a pickle: to read it is to run whatever its author put there",
+        f"{where} is a pickle: reading it would run code that its author put there",
         cause="save_npz pickles a list of arrays that differ in shape",
         hint="if you trust it: np.savez(NEW, *np.load(OLD, allow_pickle=True)['params']), then export NEW",
     )

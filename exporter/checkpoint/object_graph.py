@@ -129,7 +129,7 @@ def parse_object_graph(data: bytes, where: str) -> ObjectGraph:
     try:
         message = protos.TrackableObjectGraph.FromString(data)
     except DecodeError as error:
-        raise CorruptFile(f"{where} is no graph of objects", cause=str(error)) from None
+        raise CorruptFile(f"{where} is not an object graph", cause=str(error)) from None
     count = len(message.nodes)
     if not count:
         raise CorruptFile(f"{where} holds no object")

@@ -136,9 +136,7 @@ def _unpacked(contents: bytes, type_: int, path: Path, what: str) -> bytes:
         return contents
     if type_ != _SNAPPY:
         how = _COMPRESSION.get(type_, f"type {type_}")
-        raise UnsupportedFormat(
-            f"{path} is compressed ({how}); read are tables without compression and snappy"
-        )
+        raise UnsupportedFormat(f"{path} is compressed ({how}); only uncompressed and snappy tables are read")
     import cramjam
 
     try:

@@ -160,7 +160,7 @@ def _check_header(table: list[Entry], path: Path) -> int:
             f"{path} needs a reader of version {header.version.min_consumer}, this one is {_VERSION}"
         )
     if not 1 <= header.num_shards <= _MAX_SHARDS:
-        raise CorruptFile(f"{path} is damaged: its header tells of {header.num_shards} shards")
+        raise CorruptFile(f"{path} is damaged: its header lists {header.num_shards} shards")
     return int(header.num_shards)
 
 

@@ -55,7 +55,7 @@ def read_v1(pattern: Path, files: list[Path]) -> Catalog:
         raise MissingShard(f"there are {len(ranges)} of {expected} shards of {pattern}")
     for file in ranges:
         if file.size < len(_TABLE_MAGIC) or file.part(file.size - 8, 8).read() != _TABLE_MAGIC:
-            raise CorruptFile(f"{file.path} is no checkpoint", cause="its end is not that of format V1")
+            raise CorruptFile(f"{file.path} is not a checkpoint", cause="its end is not that of format V1")
     tensors = {}
     for name, (dtype, shape) in sorted(_listed(str(pattern)).items()):
         content = V1Values(ranges, str(pattern), name, dtype)

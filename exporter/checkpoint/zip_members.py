@@ -98,7 +98,7 @@ def read_members(path: Path) -> dict[str, Member]:
 
     Raises:
         CheckpointNotFound: it is not there.
-        CorruptFile, TruncatedFile: it is no zip archive, or a damaged one.
+        CorruptFile, TruncatedFile: it is not a zip archive, or a damaged one.
         UnsafeArchive: a member's name or kind leads outside, two members share a name or bytes, or one
             unpacks to more than DEFLATE can have packed.
         UnsupportedFormat: a member is encrypted or packed otherwise.
@@ -128,7 +128,7 @@ def _unreadable(whole: FileRange, error: Exception) -> CorruptFile | TruncatedFi
         begins = RangeReader(descriptor, whole).read(4)
     if begins == _LOCAL_MAGIC:
         return TruncatedFile(f"{whole.path} is a zip archive without its end", cause=str(error))
-    return CorruptFile(f"{whole.path} is no zip archive", cause=str(error))
+    return CorruptFile(f"{whole.path} is not a zip archive", cause=str(error))
 
 
 def _check_name(path: Path, info: zipfile.ZipInfo) -> None:

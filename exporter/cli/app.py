@@ -305,7 +305,7 @@ def export(
         if again and (watch or (incr and not updatable)):
             raise UsageError("--again publishes one version: it does not go with --watch and --incr")
         if not math.isfinite(min_change):
-            raise UsageError(f"--min-change {min_change} is no distance", hint="as in --min-change 0.001")
+            raise UsageError(f"--min-change {min_change} is not a distance", hint="as in --min-change 0.001")
         stop = _stop_when(stop_after, stop_count, stop_step, stop_idle)
         if not watch and stop != StopWhen():
             raise UsageError("--stop-after, --stop-count, --stop-step and --stop-idle go with --watch")

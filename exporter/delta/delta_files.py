@@ -87,7 +87,7 @@ def read_delta(prefix: Path, schema: Schema) -> Delta:
         raise CorruptFile(f"{prefix} is damaged: {exc}") from exc
     delta = Delta(header, catalog, found)
     if delta.rows != rows:
-        raise CorruptFile(f"{prefix} is damaged: it tells of {rows} rows and holds {delta.rows}")
+        raise CorruptFile(f"{prefix} is damaged: it declares {rows} rows and holds {delta.rows}")
     return delta
 
 

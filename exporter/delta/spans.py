@@ -133,7 +133,7 @@ def plan_chain(spans: Iterable[SpanT], start: int, target: int | None = None) ->
         StaleDelta: `target` lies behind `start`.
     """
     if target is not None and target < start:
-        raise StaleDelta(f"the state is at {start}, {target} lies behind")
+        raise StaleDelta(f"the state is at {start}, beyond {target}")
     known = [span for span in spans if span.end > start and (target is None or span.end <= target)]
     goal = max([start, *(span.end for span in known)]) if target is None else target
     chain: list[SpanT] = []
@@ -160,7 +160,7 @@ def merged(spans: Sequence[SpanLike]) -> Span:
         raise ValueError("nothing to merge")
     for before, after in pairwise(spans):
         if not after.accepts(before.end):
-            raise DeltaGap(f"deltas {_text(before)} and {_text(after)} are no neighbours")
+            raise DeltaGap(f"deltas {_text(before)} and {_text(after)} do not follow each other")
     return Span(spans[0].start, spans[-1].end, parts=sum(span.parts for span in spans))
 
 

@@ -147,7 +147,7 @@ def _parsed(path: Path, described: ModelConfig) -> Any:
     try:
         return json.loads(described.text)
     except (ValueError, RecursionError) as error:
-        raise BuilderError(f"the config of {path} is no JSON", cause=str(error)) from None
+        raise BuilderError(f"the config of {path} is not JSON", cause=str(error)) from None
 
 
 def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:

@@ -248,7 +248,7 @@ def _signature(entry: Any, graph: Any, where: str) -> Proto:
                     raise BuilderError(
                         f"builder {where}: {alias!r} is served as its components, and {name!r} is taken",
                         cause=f"it is {_described(tensor)}",
-                        hint=f"call {name!r} otherwise",
+                        hint=f"rename the output {name!r}",
                     )
                 infos[name].CopyFrom(_tensor_info(part, graph, f"{where}, {name!r}"))
     return signature
@@ -276,11 +276,13 @@ def _tensor_info(tensor: Any, graph: Any, where: str) -> Proto:
         with graph.as_default():
             symbolic = tf.convert_to_tensor(tensor)
     except (TypeError, ValueError) as error:
-        raise BuilderError(f"builder {where}: {_described(tensor)} is no tensor", cause=str(error)) from error
+        raise BuilderError(
+            f"builder {where}: {_described(tensor)} is not a tensor", cause=str(error)
+        ) from error
     is_here = getattr(symbolic, "graph", None) is graph
     if not (is_here and isinstance(tensor, tf.Tensor | tf.Variable)):
         raise BuilderError(
-            f"builder {where}: {_described(tensor)} is no tensor of the graph that the builder was called in",
+            f"builder {where}: {_described(tensor)} is not a tensor of the builder's own graph",
             hint="build inside the function, and open no tf.Graph() of its own",
         )
     with graph.as_default():

@@ -63,14 +63,14 @@ def read_features(where: str, entry: Any) -> tuple[Feature, ...]:
         UsageError: it is of another form.
     """
     if not isinstance(entry, dict) or not entry:
-        raise UsageError(f"{where}: 'examples' is no object of features", cause=_WANTED)
+        raise UsageError(f"{where}: 'examples' is not an object of features", cause=_WANTED)
     return tuple(_read_feature(where, name, entry[name]) for name in sorted(entry))
 
 
 def _read_feature(where: str, name: str, entry: Any) -> Feature:
     entry = {"tensor": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, dict) or set(entry) - _FIELDS or ("tensor" in entry) == ("sparse" in entry):
-        raise UsageError(f"{where}: feature {name!r} is none", cause=_WANTED)
+        raise UsageError(f"{where}: feature {name!r} is not a feature", cause=_WANTED)
     if "sparse" in entry:
         tensors = _triple(entry["sparse"])
         if set(entry) - {"sparse", "dtype"}:
@@ -79,7 +79,7 @@ def _read_feature(where: str, name: str, entry: Any) -> Feature:
         tensors = [entry["tensor"]]
     shape = entry.get("shape")
     if not tensors or not all(isinstance(tensor, str) for tensor in tensors) or not _is_shape(shape):
-        raise UsageError(f"{where}: feature {name!r} is none", cause=_WANTED)
+        raise UsageError(f"{where}: feature {name!r} is not a feature", cause=_WANTED)
     return Feature(
         name, tuple(tensors), _stored_dtype(where, name, entry), _tuple(shape), entry.get("default")
     )
@@ -195,7 +195,7 @@ class _Resolved:
             return np.broadcast_to(exact.astype(kind), () if varies else self.shape)
         except (ValueError, AttributeError, OverflowError) as error:
             raise UsageError(
-                f"feature {self.feature.name!r}: {given!r} is no default for it",
+                f"feature {self.feature.name!r}: {given!r} cannot be its default",
                 cause=f"it is {self.dtype.label} of shape {list(self.shape)}: {error}",
             ) from error
 
@@ -213,7 +213,7 @@ def _check_sparse(index: GraphIndex, feature: Feature, tensors: tuple[Endpoint, 
     found = [index.dtype(tensor) for tensor in tensors]
     if found[0] is not DType.INT64 or found[2] is not DType.INT64:
         raise UsageError(
-            f"feature {feature.name!r}: {', '.join(map(str, tensors))} are no sparse tensor",
+            f"feature {feature.name!r}: {', '.join(map(str, tensors))} are not a sparse tensor",
             cause=f"their types are {', '.join(dtype.label for dtype in found)}; indices and shape are int64",
             hint='{"sparse": [INDICES, VALUES, DENSE_SHAPE]}',
         )

@@ -85,7 +85,7 @@ def _refuse_foreign_variables(model: Any, label: str) -> None:
         variable = _value_of(item)
         if variable is not None and getattr(variable.handle, "graph", None) is not graph:
             raise BuilderError(
-                f"what {label} returned was made before: its variable {variable.name!r} has a value",
+                f"what {label} returned was built before: its variable {variable.name!r} has a value",
                 cause="an export builds the model anew, out of symbols, and takes values from the checkpoint",
                 hint="make the model inside of the builder",
             )
@@ -208,7 +208,7 @@ def _keras_inputs(model: Any, label: str) -> tuple[Tensors, Any]:
         structure = _built_shapes(model)
     if structure is None:
         raise BuilderError(
-            f"nothing tells the inputs of the model that {label} returned",
+            f"the inputs are unknown of the model that {label} returned",
             hint="call it once on keras.Input(...) in the builder, or return a tf.Module that holds it, with "
             "signatures",
         )
@@ -308,7 +308,9 @@ def _call(function: Any, where: str) -> tuple[Tensors, Tensors]:
     import tensorflow as tf
 
     if not hasattr(function, "get_concrete_function"):
-        raise BuilderError(f"builder {where} is no tf.function", cause=f"it is a {type(function).__name__}")
+        raise BuilderError(
+            f"builder {where} is not a tf.function", cause=f"it is a {type(function).__name__}"
+        )
     with _failures(f"tracing {where}"):
         traced = function.get_concrete_function()
         arguments = traced.structured_input_signature

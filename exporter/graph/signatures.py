@@ -237,7 +237,7 @@ def check_method(name: str, signature: Proto) -> None:
         )
     if base_dtype(signature.inputs["inputs"].dtype) is not DType.STRING:
         raise UsageError(
-            f"signature {name!r} has method {method}, but its input is no string",
+            f"signature {name!r} has method {method}, but its input is not a string",
             cause="TensorFlow Serving feeds it serialised tf.Examples",
             hint='say how to parse them: "examples" in --signatures FILE; a builder has tf.io.parse_example',
         )

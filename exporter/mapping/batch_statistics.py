@@ -53,7 +53,7 @@ def check_batch_statistics(
     norms = ", ".join(graph.training.batch_norms[:_SHOWN])
     feeds = " ".join(f"--feed {name}={value}" for name, value in switches.items())
     raise TrainingModeServed(
-        f"{first.statistic!r} is in the checkpoint and is not served, while {first.beside!r} is{more}",
+        f"the graph serves {first.beside!r} without the moving statistic {first.statistic!r}{more}",
         cause=f"the graph normalises each request by its own batch, as in training{norms and f': {norms}'}",
         hint=f"serve the graph in inference mode: {feeds}" if feeds else "",
     )

@@ -99,7 +99,7 @@ class MappingSpec:
         differing = [name for name in was if was[name] != now[name]]
         if differing:
             raise SchemaChanged(
-                "the base was exported by other rules",
+                "the base was exported with other rules",
                 cause="; ".join(f"{name} was {was[name]!r}, is {now[name]!r}" for name in differing),
             )
 

@@ -400,7 +400,7 @@ def _missing(
         lines.append(f"... and {len(missing) - _SHOWN} more")
     where = "the checkpoint" if at is None else f"the checkpoint's object {at!r}, which fits best,"
     return MissingTensors(
-        f"{len(missing)} of {len(wanted)} variables are nowhere in {where}",
+        f"{len(missing)} of {len(wanted)} variables were not found in {where}",
         cause="\n  ".join(["", *lines]),
         hint="build the model as the trainer did, or name the tensors: --rename 'pattern=path of its object'",
     )

@@ -54,7 +54,7 @@ def row_order(
             return RowOrder()
         raise PartitionStrategyUnknown(
             f"table {key!r}: {stored_parts} partitions in the checkpoint, {served_parts} in the graph, "
-            "and nothing tells whether training looked it up by mod or by div",
+            "and it is not known whether training looked it up by mod or by div",
             cause="under mod, row i lies in partition i % n; under div, partitions are ranges of rows",
             hint=f"put the trainer's .meta beside the checkpoint, or say --partition-strategy {key}=mod|div",
         )

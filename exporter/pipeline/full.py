@@ -195,7 +195,7 @@ def _read(
 ) -> _Read:
     if request.updates and not catalog.is_bundle:
         raise UsageError(
-            f"{catalog.prefix} is no tensor bundle: what changes in it cannot be followed",
+            f"{catalog.prefix} is not a tensor bundle: what changes in it cannot be followed",
             hint="leave --incr or --updatable out, or let the trainer save a tf.train.Checkpoint",
         )
     asked = graph_request(request, model_beside(catalog) if request.model is None else request.model)
@@ -317,7 +317,7 @@ def _write_variables(
     data, catalog = planned.request.data, planned.catalog
     if not catalog.is_bundle:
         if data is DataMode.LINK:
-            raise LinkRefused(f"{catalog.prefix} is no tensor bundle: its bytes are written anew")
+            raise LinkRefused(f"{catalog.prefix} is not a tensor bundle: its bytes are written anew")
         planned, data = _in_bundle(planned, staging.path.with_name("source"), progress), DataMode.AUTO
     with progress("variables", planned.mapping.bytes_) as bar:
         variables = write_variables(planned.mapping, staging.path, data=data, progress=bar)

@@ -161,7 +161,9 @@ def undisturbed(
                 raise
             if clock() >= deadline:
                 what = f"others published and tidied under {model} for {RACE_SECONDS:g} s"
-                raise PositionMoved(f"{what}, without a pause to read it", cause=error.message) from error
+                raise PositionMoved(
+                    f"{what}: it could not be read in between", cause=error.message
+                ) from error
 
 
 def merge_run(log: DeltaLog, run: Sequence[LogDelta]) -> Merged | None:

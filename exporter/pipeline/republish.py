@@ -127,7 +127,7 @@ def plan_resume(model: Path, *, lift_only: bool) -> RollbackPlan:
 def _plan_rollback(model: Path, versions: list[VersionDir], to: int) -> tuple[RollbackPlan, Manifest]:
     newest = versions[0]
     if to == newest.version:
-        raise UsageError(f"version {to} is the newest: there is nothing to take back")
+        raise UsageError(f"version {to} is the newest: there is nothing to roll back")
     manifest = _whole(versions, to)
     number = _next_version(model, versions, manifest)
     at = _at(newest.path)

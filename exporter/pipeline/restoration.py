@@ -37,7 +37,7 @@ def rollback_of(log: DeltaLog, to: int) -> Restoration:
     """
     log.trained_at(to)
     if to == log.at.position:
-        raise UsageError(f"position {to} is the newest: there is nothing to take back")
+        raise UsageError(f"position {to} is the newest: there is nothing to roll back")
     before = _before_rollbacks(log) if log.held.is_set else None  # those that were lifted are accepted
     return Restoration(to, DeltaOrigin.ROLLBACK, _jumps_from(log, to), before, holds=True)
 

@@ -194,5 +194,5 @@ def parse_duration(option: str, text: str) -> float:
     """
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise UsageError(f"{option} {text!r} is no duration", hint="as in 90 (seconds), 15m, 2h, 1d")
+        raise UsageError(f"{option} {text!r} is not a duration", hint="as in 90 (seconds), 15m, 2h, 1d")
     return float(match[1]) * _UNIT_SECONDS[match[2]]

@@ -334,7 +334,9 @@ def _commit(
 def _require_last(model: Path, expected: int | None) -> None:
     found = last_position(model, version_dirs(model))
     if found != expected:
-        raise PositionMoved(f"the greatest position under {model} is {found} now, it was {expected}")
+        raise PositionMoved(
+            f"another command published under {model}: position {found} is the newest now, it was {expected}"
+        )
 
 
 def _complete(

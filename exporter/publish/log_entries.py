@@ -56,7 +56,7 @@ class BaseEntry:
         differing = [name for name in was if was[name] != now[name]]
         if differing:
             raise SchemaChanged(
-                "the base takes deltas in another way",
+                "the base was exported with other update options",
                 cause="; ".join(f"{name} was {was[name]}, is {now[name]}" for name in differing),
             )
 

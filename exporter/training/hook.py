@@ -207,8 +207,7 @@ def schedule(*secs: float | None, steps: int | None) -> tuple[float | None, int 
     given = [value for value in (*secs, steps) if value is not None]
     if len(given) != 1 or not given[0] > 0:
         raise UsageError(
-            "one positive number says how often increments are written, in seconds or in steps; "
-            f"found {given or 'none'}",
+            f"give one positive interval for increments, in seconds or in steps; found {given or 'none'}",
             hint="save_increment_secs=60, or save_increment_steps=1000",
         )
     return (None, steps) if steps is not None else (given[0], None)

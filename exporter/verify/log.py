@@ -131,5 +131,5 @@ def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
     said, holds = delta.entry, found.header
     if (said.rows, said.exact_base) != (found.rows, holds.exact_base):
         raise VerificationError(
-            f"{delta.path}: its manifest and its header tell of different deltas", hint=BROKEN_LOG_HINT
+            f"{delta.path}: its manifest and its header describe different deltas", hint=BROKEN_LOG_HINT
         )

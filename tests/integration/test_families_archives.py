@@ -196,7 +196,7 @@ def test_a_pinned_table_of_names_settles_it(trained: Path, tmp_path: Path, serve
 
 
 def test_links_are_refused_where_bytes_must_move(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(LinkRefused, match="no tensor bundle"):
+    with pytest.raises(LinkRefused, match="not a tensor bundle"):
         export(ask(trained / "keras3/model.keras", tmp_path, data=DataMode.LINK))
     assert not [*tmp_path.glob("[!.]*")]
 
