@@ -6,10 +6,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.commands import export_model
-from tests.once import once_a_run
+from tests.support.commands import export_model
 from tests.support.forks import run_warm
 from tests.support.longest_first import longest_first
+from tests.support.once import once_a_run
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzzing import KINDS, attempt, make_all
+from tests.support.fuzzing import KINDS, attempt, make_all
 
 ATTEMPTS = int(os.environ.get("FUZZ_ATTEMPTS", "300"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))

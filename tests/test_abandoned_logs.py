@@ -11,7 +11,7 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.manifest import FILE_NAME
 from exporter.publish.versions import lease
-from tests.logs import Serving, Trainer, publish_base, request
+from tests.support.logs import Serving, Trainer, publish_base, request
 
 LATER = 1e12
 

@@ -12,8 +12,8 @@ import pytest
 
 from exporter.delta.spans import FANOUT
 from exporter.publish.delta_log import list_deltas, log_path
-from tests.commands import export_model
-from tests.logs import Serving, Trainer, damage_tensor, publish_base
+from tests.support.commands import export_model
+from tests.support.logs import Serving, Trainer, damage_tensor, publish_base
 from tests.test_incremental_commands import SHARD, flip, truncate
 
 

@@ -21,7 +21,7 @@ from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import StopWhen, Watching
 from exporter.publish.made_from import PublishedAlready
 from exporter.publish.versions import version_dirs
-from tests.commands import export_model
+from tests.support.commands import export_model
 from tests.test_holds import MODEL, request_of, save
 
 EXPORT = ("--ckpt-dir", "train", "--model", "model.py:build", "--out", "models/ranker")

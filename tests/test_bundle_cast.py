@@ -19,7 +19,14 @@ from exporter.mapping.build import CastRule, MappingRules, build_mapping
 from exporter.pipeline.updatable import as_served
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
-from tests.trained import answers_eagerly, answers_in_session, assert_same, export, inference_graph, train
+from tests.support.trained import (
+    answers_eagerly,
+    answers_in_session,
+    assert_same,
+    export,
+    inference_graph,
+    train,
+)
 
 tf1 = tf.compat.v1
 

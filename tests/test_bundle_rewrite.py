@@ -23,7 +23,7 @@ from exporter.mapping.build import CastRule, MappingRules, TensorSource, Variabl
 from exporter.mapping.row_order import mod_lengths
 from exporter.options import DataMode
 from exporter.wire.dtypes import DType
-from tests.trained import (
+from tests.support.trained import (
     answers_eagerly,
     answers_in_session,
     assert_same,
@@ -34,7 +34,7 @@ from tests.trained import (
     train,
     uneven_ids,
 )
-from tests.values import boxes, parts
+from tests.support.values import boxes, parts
 
 MOD, DIV = PartitionStrategy.MOD, PartitionStrategy.DIV
 

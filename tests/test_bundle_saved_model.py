@@ -16,7 +16,7 @@ from exporter.errors import NotServable, TargetNotWritable
 from exporter.graph.inference_graph import InferenceGraph, PartitionStrategy
 from exporter.mapping.build import MappingRules, VariableMapping, build_mapping
 from exporter.wire import protos
-from tests.trained import (
+from tests.support.trained import (
     answers_eagerly,
     answers_in_session,
     assert_same,
@@ -215,7 +215,7 @@ class TestAssets:
 
 
 def empty_mapping() -> VariableMapping:
-    from tests.values import catalog
+    from tests.support.values import catalog
 
     return VariableMapping(catalog(), (), ())
 
@@ -244,7 +244,7 @@ def test_a_graph_above_protobufs_limit_names_its_largest_nodes(
 def test_ten_thousand_variables_stay_one_restore(tmp_path: Path) -> None:
     from exporter.graph.inference_graph import GraphVariable
     from exporter.wire.dtypes import DType
-    from tests.values import catalog, tensor
+    from tests.support.values import catalog, tensor
 
     meta, variables, tensors = protos.MetaGraphDef(), [], []
     for number in range(10_000):

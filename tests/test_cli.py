@@ -12,7 +12,7 @@ import pytest
 
 from exporter import errors
 from exporter.errors import ExportError
-from tests.commands import export_model
+from tests.support.commands import export_model
 
 
 def tree(path: Path) -> list[str]:
@@ -185,7 +185,7 @@ def test_commands_without_a_builder_never_import_tensorflow(
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
-from tests.commands import export_model
+from tests.support.commands import export_model
 for arguments in {json.loads(json.dumps(runs, default=str))!r}:
     assert export_model(*arguments).code == 0, arguments
     assert "tensorflow" not in sys.modules, arguments

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from exporter.errors import BuilderError
 from exporter.graph.load import GraphRequest, load_graph
-from tests.commands import export_model
+from tests.support.commands import export_model
 
 tf1 = tf.compat.v1
 

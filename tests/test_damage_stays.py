@@ -20,7 +20,7 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.comparison import compare, parse_side
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import BROKEN_LOG_HINT, list_deltas, read_log
-from tests.logs import (
+from tests.support.logs import (
     Serving,
     Trainer,
     assert_same_bits,

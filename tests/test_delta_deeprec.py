@@ -17,7 +17,16 @@ from exporter.increments.deeprec import DIRECTORY, read_increment
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import read_log
 from exporter.publish.log_entries import DeltaOrigin
-from tests.logs import Serving, Trainer, assert_same_bits, boxes, publish_base, request, served_now, values_at
+from tests.support.logs import (
+    Serving,
+    Trainer,
+    assert_same_bits,
+    boxes,
+    publish_base,
+    request,
+    served_now,
+    values_at,
+)
 
 
 def save_increment(trainer: Trainer, *, keys: type = np.int64) -> Path:

@@ -25,8 +25,8 @@ from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
 from exporter.wire.json_fields import FieldError, parse_object
-from tests.commands import export_model
-from tests.logs import (
+from tests.support.commands import export_model
+from tests.support.logs import (
     Serving,
     Trainer,
     Values,

@@ -11,8 +11,8 @@ import pytest
 
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter
-from tests.commands import export_model
-from tests.logs import boxes
+from tests.support.commands import export_model
+from tests.support.logs import boxes
 
 TABLE = np.arange(22, dtype=np.float32).reshape(11, 2)
 LAYOUTS = ["whole", "2 slices", "3 slices", "columns", "2 parts", "3 parts"]

@@ -21,8 +21,8 @@ from exporter.doctor.examination import examine
 from exporter.doctor.finding import Check, Finding, Level, diagnosis
 from exporter.publish.delta_log import list_deltas, log_path
 from exporter.publish.staging import STAGING_PREFIX, Staging
-from tests.commands import Ran, export_model
-from tests.logs import Serving, Trainer, publish_base
+from tests.support.commands import Ran, export_model
+from tests.support.logs import Serving, Trainer, publish_base
 
 ROOT = Path(__file__).parent.parent
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")

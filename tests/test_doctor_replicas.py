@@ -15,8 +15,8 @@ from exporter.doctor.replicas import Answer, Replica, judge
 from exporter.verify.log import VerifiedModel, verify_model
 from serving.cli import app as serve_model
 from serving.server import ModelServer
-from tests.commands import Ran, export_model, run_app
-from tests.logs import Serving, Trainer, publish_base
+from tests.support.commands import Ran, export_model, run_app
+from tests.support.logs import Serving, Trainer, publish_base
 from tests.test_holds import MODEL, save
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from exporter.publish.delta_log import read_log
-from tests.commands import export_model
-from tests.logs import Serving, Trainer, publish_base, set_hold
+from tests.support.commands import export_model
+from tests.support.logs import Serving, Trainer, publish_base, set_hold
 from tests.test_holds import MODEL, save
 
 

@@ -12,9 +12,9 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
-from tests.logs import Serving, Trainer, publish_base, request
-from tests.publishing import publish
 from tests.support.durability import Disk, watched_disk
+from tests.support.logs import Serving, Trainer, publish_base, request
+from tests.support.publishing import publish
 
 STEPS: list[Callable[[Trainer, Path], object]] = [
     lambda trainer, model: publish_base(trainer, Serving(), model),

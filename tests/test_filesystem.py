@@ -15,8 +15,8 @@ from exporter.graph.metagraph import read_metagraph
 from exporter.publish.versions import read_manifest
 from serving.loader import load
 from serving.status import StatusError
-from tests.bundles import write
-from tests.commands import export_model
+from tests.support.bundles import write
+from tests.support.commands import export_model
 
 
 def test_a_regular_file_is_read(tmp_path: Path) -> None:

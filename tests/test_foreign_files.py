@@ -17,12 +17,12 @@ from exporter import ExportRequest, Updates, export
 from exporter.errors import CheckpointError, CheckpointNotFound, MissingTensors, NotServable
 from exporter.options import Verify
 from exporter.pipeline.inspection import BundleView, CheckpointView, inspect
-from tests import foreign_models
-from tests.bundles import compress_index
-from tests.commands import export_model
-from tests.foreign_models import WORDS, Maker
-from tests.graph_runs import train
-from tests.trained import answers_eagerly, answers_in_session, assert_same, catalog_values
+from tests.support import foreign_models
+from tests.support.bundles import compress_index
+from tests.support.commands import export_model
+from tests.support.foreign_models import WORDS, Maker
+from tests.support.graph_runs import train
+from tests.support.trained import answers_eagerly, answers_in_session, assert_same, catalog_values
 
 v1 = tf.compat.v1
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzzing import KINDS, attempt, make_all
+from tests.support.fuzzing import KINDS, attempt, make_all
 
 _EACH = 5
 

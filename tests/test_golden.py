@@ -34,10 +34,10 @@ from exporter.publish.timeline import read_timeline as read_publications
 from exporter.publish.versions import read_manifest
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
-from tests.commands import export_model
 from tests.golden.trainer import given_id
-from tests.increments import values_of
-from tests.logs import assert_same_bits, values_at
+from tests.support.commands import export_model
+from tests.support.increments import values_of
+from tests.support.logs import assert_same_bits, values_at
 
 GOLDEN = Path(__file__).parent / "golden"
 RELEASES = sorted(path.parent for path in GOLDEN.glob("*/expected.json"))
@@ -230,7 +230,7 @@ def test_publishing_goes_on_where_the_release_left_off(release: Path, tmp_path: 
 
 
 def test_tensorflow_serves_every_position(release: Path) -> None:
-    from tests.updatable import loaded
+    from tests.support.updatable import loaded
 
     users, items, words = np.arange(8), np.arange(7), ["red", "green", "blue", "grey"]
     with loaded(release / "models/ranker/10") as server:
@@ -248,7 +248,7 @@ def test_tensorflow_serves_every_position(release: Path) -> None:
 
 
 def test_tensorflow_serves_bases_of_another_kind(release: Path) -> None:
-    from tests.updatable import loaded
+    from tests.support.updatable import loaded
 
     values, items = expected_values(release, "deeprec"), np.arange(7)
     for position in (10, 20):

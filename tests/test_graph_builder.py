@@ -13,7 +13,7 @@ import pytest
 from exporter.errors import BuilderError, NotServable, UsageError
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.graph.load import GraphRequest, load_graph
-from tests.graph_runs import ops, serve, v1_graph
+from tests.support.graph_runs import ops, serve, v1_graph
 
 
 def linear() -> Any:

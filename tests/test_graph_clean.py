@@ -11,7 +11,7 @@ import pytest
 from exporter.errors import NotServable, UsageError
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.graph.load import GraphRequest, load_graph
-from tests.graph_runs import Trained, names, ops, serve, train
+from tests.support.graph_runs import Trained, names, ops, serve, train
 
 TRAINING_ONLY = {
     "Assign",

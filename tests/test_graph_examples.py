@@ -12,7 +12,7 @@ import pytest
 from exporter.errors import ExportError, UnknownTensor, UsageError
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph
-from tests.graph_runs import Trained, ops, serve, train
+from tests.support.graph_runs import Trained, ops, serve, train
 
 
 def features(v1: Any) -> None:

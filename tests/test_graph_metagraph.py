@@ -20,7 +20,7 @@ from exporter.graph.keys import parse_slice_spec
 from exporter.graph.load import GraphRequest, clean, load_graph, load_source
 from exporter.graph.metagraph import read_metagraph
 from exporter.wire import protos
-from tests.graph_runs import Trained, serve, train
+from tests.support.graph_runs import Trained, serve, train
 
 
 def scorer(v1: Any) -> None:

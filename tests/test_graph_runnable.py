@@ -9,7 +9,7 @@ import numpy as np
 
 from exporter.graph.load import GraphRequest, SourceGraph, load_source
 from exporter.graph.runnable import runnable_graph
-from tests.graph_runs import train
+from tests.support.graph_runs import train
 
 
 def run(source: SourceGraph, feeds: dict[str, Any], tensor: str, *, twice: bool = False) -> Any:

@@ -14,7 +14,7 @@ import pytest
 from exporter.errors import CorruptFile, GraphError, MissingAsset, NotServable, UnsupportedFormat, UsageError
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.wire import protos
-from tests.graph_runs import ops, serve, v1_graph
+from tests.support.graph_runs import ops, serve, v1_graph
 
 WORDS = ["apple", "pear", "plum"]
 

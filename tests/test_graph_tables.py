@@ -10,7 +10,7 @@ import pytest
 
 from exporter.errors import MissingAsset, NotServable
 from exporter.graph.load import GraphRequest, load_graph, load_source
-from tests.graph_runs import names, ops, serve, train
+from tests.support.graph_runs import names, ops, serve, train
 
 
 def vocabulary(path: Path, words: list[str]) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 from exporter.cli.help_groups import GROUPS, REST
 from serving import cli as serving_cli
-from tests.commands import export_model, run_app
+from tests.support.commands import export_model, run_app
 
 BIN = Path(sys.executable).parent
 

@@ -15,7 +15,7 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
-from tests.commands import export_model
+from tests.support.commands import export_model
 from tests.test_holds import MODEL, request_of, save
 
 

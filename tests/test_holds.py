@@ -22,8 +22,8 @@ from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import StopWhen, Watching
 from exporter.publish.delta_log import read_log
 from exporter.publish.versions import version_dirs
-from tests.commands import export_model
-from tests.logs import set_hold
+from tests.support.commands import export_model
+from tests.support.logs import set_hold
 
 MODEL = """
 import tensorflow as tf

@@ -30,7 +30,7 @@ from exporter.errors import (
     UsageError,
 )
 from exporter.graph.archived_model import archive_builder
-from tests.archives import keras_archive, npy, patched, values, weights_file, zip_of
+from tests.support.archives import keras_archive, npy, patched, values, weights_file, zip_of
 
 ARRAY = npy(np.arange(4, dtype=np.float32))
 

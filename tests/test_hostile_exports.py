@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from exporter.errors import Exit
-from tests.archives import keras_archive, npy, patched, weights_file, zip_of
-from tests.commands import export_model
+from tests.support.archives import keras_archive, npy, patched, weights_file, zip_of
+from tests.support.commands import export_model
 
 ARRAY = npy(np.arange(4, dtype=np.float32))
 SECRET = b"not for you"

@@ -23,7 +23,7 @@ from exporter.errors import (
     UnsupportedFormat,
 )
 from exporter.wire.dtypes import DType
-from tests.bundles import block, entry, header, table, write, write_index
+from tests.support.bundles import block, entry, header, table, write, write_index
 
 PATH = Path("model.ckpt-7.index")
 

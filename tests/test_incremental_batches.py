@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.updatable import Loaded, loaded, updatable_model
+from tests.support.updatable import Loaded, loaded, updatable_model
 
 tf1 = tf.compat.v1
 

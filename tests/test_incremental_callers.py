@@ -17,7 +17,7 @@ import tensorflow as tf
 from exporter.delta.format import Change, ChangeKind, Rows
 from exporter.subgraph.make_updatable import IsolationMode
 from tests.support.budget import times
-from tests.updatable import Loaded, Model, assert_holds, loaded, updatable_model
+from tests.support.updatable import Loaded, Model, assert_holds, loaded, updatable_model
 
 tf1 = tf.compat.v1
 

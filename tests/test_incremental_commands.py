@@ -16,8 +16,16 @@ from exporter.delta.delta_files import write_delta
 from exporter.delta.format import DeltaHeader
 from exporter.publish.delta_log import list_deltas, log_path, read_log
 from exporter.publish.staging import remove_leftovers
-from tests.commands import Ran, export_model
-from tests.logs import Serving, Trainer, assert_same_bits, publish_base, served_now, set_hold, values_at
+from tests.support.commands import Ran, export_model
+from tests.support.logs import (
+    Serving,
+    Trainer,
+    assert_same_bits,
+    publish_base,
+    served_now,
+    set_hold,
+    values_at,
+)
 
 SERVING = Serving(parts=2, cast=True)
 

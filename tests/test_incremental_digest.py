@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.subgraph.digest import CHUNK_ROWS, Chunk, chunk_digest, chunks
 from exporter.wire.dtypes import DType
-from tests.updatable import Model, loaded, updatable_model
+from tests.support.updatable import Model, loaded, updatable_model
 
 tf1 = tf.compat.v1
 

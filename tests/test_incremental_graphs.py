@@ -20,9 +20,9 @@ from exporter.errors import NotServable
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.subgraph.make_updatable import IsolationMode, make_updatable, schema_of
-from tests.graph_runs import v1_graph
-from tests.trained import export, inference_graph, train
-from tests.updatable import (
+from tests.support.graph_runs import v1_graph
+from tests.support.trained import export, inference_graph, train
+from tests.support.updatable import (
     OPTIONS,
     Loaded,
     Model,
@@ -383,7 +383,7 @@ def test_v1_behaviour_of_the_process_does_not_matter(tmp_path: Path) -> None:
     code = (
         "import tensorflow.compat.v1 as tf1; tf1.disable_v2_behavior()\n"
         "from pathlib import Path\n"
-        "from tests.updatable import updatable_model, loaded, assert_holds\n"
+        "from tests.support.updatable import updatable_model, loaded, assert_holds\n"
         f"model = updatable_model(Path({str(tmp_path)!r}))\n"
         "with loaded(model) as server:\n"
         "    model.evolve(100, 110)\n"

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from exporter.delta.format import Change, ChangeKind, Rows
 from exporter.subgraph.make_updatable import IsolationMode
-from tests.updatable import Loaded, Model, loaded, updatable_model
+from tests.support.updatable import Loaded, Model, loaded, updatable_model
 
 tf1 = tf.compat.v1
 

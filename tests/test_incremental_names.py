@@ -11,9 +11,9 @@ from exporter.options import ExportRequest, Updates
 from exporter.pipeline.full import plan
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
-from tests.commands import export_model
-from tests.graph_runs import v1_graph
-from tests.trained import answers_in_session
+from tests.support.commands import export_model
+from tests.support.graph_runs import v1_graph
+from tests.support.trained import answers_in_session
 
 UPDATES = Updates()
 LARGE = 16 << 20

@@ -18,7 +18,7 @@ from exporter.increments.history import identify, read_history
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import read_log
-from tests.logs import (
+from tests.support.logs import (
     Serving,
     Trainer,
     assert_same_bits,

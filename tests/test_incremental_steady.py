@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from exporter.delta.format import Rows
-from tests.updatable import loaded, updatable_model
+from tests.support.updatable import loaded, updatable_model
 
 tf1 = tf.compat.v1
 

@@ -25,9 +25,9 @@ from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.log_entries import DeltaOrigin
 from exporter.verify.log import verify_model
 from exporter.wire.dtypes import DType
-from tests.commands import export_model
-from tests.lookup_tables import KINDS, TableTrainer
-from tests.updatable import Loaded, loaded
+from tests.support.commands import export_model
+from tests.support.lookup_tables import KINDS, TableTrainer
+from tests.support.updatable import Loaded, loaded
 
 ENDS: dict[str, Mapping[str, str]] = {
     "inputs": {"x": "x", "ids": "ids"},

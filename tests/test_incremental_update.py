@@ -20,7 +20,15 @@ from exporter.delta.packing import round_rows
 from exporter.options import DeltaDtype
 from exporter.subgraph.make_updatable import CATCH_UP_REQUEST
 from exporter.wire.protos import message_class
-from tests.updatable import Loaded, Model, applied, assert_holds, loaded, random_changes, updatable_model
+from tests.support.updatable import (
+    Loaded,
+    Model,
+    applied,
+    assert_holds,
+    loaded,
+    random_changes,
+    updatable_model,
+)
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from exporter.publish.versions import lease
-from tests.commands import export_model
-from tests.logs import Serving, Trainer, publish_base
+from tests.support.commands import export_model
+from tests.support.logs import Serving, Trainer, publish_base
 from tests.test_holds import MODEL, save
 
 RECENT = "it was superseded less than 300 s ago"

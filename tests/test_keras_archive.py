@@ -27,7 +27,7 @@ from exporter.errors import (
     MissingShard,
     UnsupportedFormat,
 )
-from tests.archives import LAYERS, keras_archive, legacy_file, patched, values, weights_file
+from tests.support.archives import LAYERS, keras_archive, legacy_file, patched, values, weights_file
 
 EXPECTED = {
     f"{path}/vars/{number}": value

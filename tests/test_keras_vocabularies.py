@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.commands import export_model
+from tests.support.commands import export_model
 
 WORDS = np.array([["a"], ["ü c"], ["never seen"]])
 NUMBERS = np.array([[7], [-3], [55]])

@@ -22,7 +22,7 @@ from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
 from exporter.publish.retention import ROLLBACK_POSITIONS
-from tests.logs import Serving, Trainer, Values, assert_same_bits, publish_base, request, values_at
+from tests.support.logs import Serving, Trainer, Values, assert_same_bits, publish_base, request, values_at
 from tests.test_min_change import drift
 
 LATER = 1e12

@@ -11,8 +11,8 @@ import pytest
 from exporter.errors import UsageError
 from exporter.graph.load import GraphRequest, load_source
 from exporter.pipeline.inspection import GraphView, inspect
-from tests.commands import export_model
-from tests.graph_runs import v1_graph
+from tests.support.commands import export_model
+from tests.support.graph_runs import v1_graph
 
 
 def dense(v1: Any, x: Any, units: int, name: str, **options: Any) -> Any:

@@ -20,8 +20,8 @@ from exporter.increments.increment import CheckpointId
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import read_log
-from tests.logs import Serving, publish_base, request, values_at
-from tests.numpy_trainer import TABLES, NumpyTrainer, Values, as_any
+from tests.support.logs import Serving, publish_base, request, values_at
+from tests.support.numpy_trainer import TABLES, NumpyTrainer, Values, as_any
 
 BOUND = 2.0
 HAPPENINGS = [

@@ -18,7 +18,7 @@ from exporter.errors import (
     TruncatedFile,
     UnsupportedFormat,
 )
-from tests.bundles import write
+from tests.support.bundles import write
 
 
 def state(directory: Path, name: str, *others: str) -> None:
@@ -378,7 +378,7 @@ def test_a_directory_of_format_v1_without_a_state_file(tmp_path: Path, file: str
 
 
 def test_a_version_that_is_not_read_is_said_at_once(tmp_path: Path) -> None:
-    from tests.bundles import entry, header, write_index
+    from tests.support.bundles import entry, header, write_index
 
     write(tmp_path / "model.ckpt-1")
     write_index(tmp_path / "model.ckpt-2", [header(endianness=1), entry("w")])

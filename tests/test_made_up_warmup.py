@@ -16,8 +16,8 @@ from exporter.bundle.warmup_requests import MAX_RECORDS, WARMUP_FILE
 from exporter.errors import UsageError
 from exporter.options import Updates
 from exporter.wire import protos
-from tests.trained import inference_graph, train
-from tests.updatable import loaded, two_tables_and_dense, updatable_model
+from tests.support.trained import inference_graph, train
+from tests.support.updatable import loaded, two_tables_and_dense, updatable_model
 
 tf1 = tf.compat.v1
 

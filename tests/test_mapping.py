@@ -24,7 +24,7 @@ from exporter.mapping.build import (
 )
 from exporter.mapping.extras import ExtraKind
 from exporter.wire.dtypes import DType
-from tests.values import catalog, graph, parts, tensor, variable
+from tests.support.values import catalog, graph, parts, tensor, variable
 
 MOD, DIV, NONE = PartitionStrategy.MOD, PartitionStrategy.DIV, PartitionStrategy.NONE
 

@@ -14,8 +14,8 @@ from exporter.graph.inference_graph import Asset, InferenceGraph
 from exporter.options import DataMode, ExportFormat, ExportRequest, Updates, Verify
 from exporter.pipeline.full import export, plan
 from exporter.verify.version_files import verify_published
-from tests.commands import export_model
-from tests.trained import Trained, embedding, train
+from tests.support.commands import export_model
+from tests.support.trained import Trained, embedding, train
 
 v1 = tf.compat.v1
 IDS = np.arange(7, dtype=np.int64)

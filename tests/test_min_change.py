@@ -20,8 +20,8 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import LogDelta, read_log
 from exporter.wire.json_fields import FieldError, parse_object
-from tests.commands import export_model
-from tests.logs import (
+from tests.support.commands import export_model
+from tests.support.logs import (
     TABLES,
     Serving,
     Trainer,

@@ -13,10 +13,10 @@ from exporter.errors import MissingTensors, ShapeMismatch
 from exporter.options import DataMode, ExportFormat, ExportRequest, Updates, Verify
 from exporter.pipeline.full import export, plan
 from exporter.pipeline.incremental import export_incremental
-from tests.graph_runs import Trained, train
-from tests.lookup_tables import ENDS, ENTRIES, KINDS, dense, entries
-from tests.trained import answers_eagerly, answers_in_session
-from tests.updatable import loaded
+from tests.support.graph_runs import Trained, train
+from tests.support.lookup_tables import ENDS, ENTRIES, KINDS, dense, entries
+from tests.support.trained import answers_eagerly, answers_in_session
+from tests.support.updatable import loaded
 
 
 def looked_up(kind: str, *, name: str = "seen", scope: str = "", insert: bool = True) -> Callable[[Any], Any]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from exporter.files import nearest
-from tests.commands import export_model
-from tests.logs import Serving, Trainer, publish_base
+from tests.support.commands import export_model
+from tests.support.logs import Serving, Trainer, publish_base
 
 
 @pytest.fixture(scope="module")

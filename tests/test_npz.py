@@ -23,7 +23,7 @@ from exporter.errors import (
     UnsafeArchive,
     UnsupportedFormat,
 )
-from tests.archives import npy, npy_header, patched, values, zip_of
+from tests.support.archives import npy, npy_header, patched, values, zip_of
 
 LAYER = {"dense/W:0": np.arange(6, dtype=np.float32).reshape(2, 3), "dense/b:0": np.ones(3, np.float32)}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from exporter.catalog import Catalog
 from exporter.checkpoint.object_graph import ROOT, ObjectGraph, parse_object_graph, read_object_graph
 from exporter.errors import CorruptFile
-from tests.object_graphs import Var, graph_of, message_of
+from tests.support.object_graphs import Var, graph_of, message_of
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8)
 TREES = st.recursive(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from exporter.errors import AmbiguousRename, MappingError, MissingTensors, ObjectMismatch, UsageError
 from exporter.mapping.object_matching import TrainedObjects, match_objects
 from exporter.wire.dtypes import DType
-from tests.object_graphs import SHAPE, Slotted, Tree, Var, graph_of, tensors_of, wanted_of
+from tests.support.object_graphs import SHAPE, Slotted, Tree, Var, graph_of, tensors_of, wanted_of
 
 
 def match(

@@ -23,10 +23,10 @@ from exporter.errors import MappingError, NoCertainMatch
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.mapping.build import MappingRules, build_mapping
 from exporter.wire.dtypes import DType
-from tests.archives import keras_archive, legacy_file, weights_file
-from tests.bundles import write
-from tests.object_graphs import Var, graph_of, message_of
-from tests.values import graph, variable
+from tests.support.archives import keras_archive, legacy_file, weights_file
+from tests.support.bundles import write
+from tests.support.object_graphs import Var, graph_of, message_of
+from tests.support.values import graph, variable
 
 NAMES = ["first", "second", "third", "fourth", "fifth"]
 SHAPES = {"kernel": (4, 4), "bias": (4,)}

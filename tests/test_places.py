@@ -17,7 +17,7 @@ from exporter.training.chief import checkpoint_dir
 from exporter.training.hook import IncrementHook
 from serving import cli as serving_cli
 from serving.server import ModelServer
-from tests.commands import export_model, run_app
+from tests.support.commands import export_model, run_app
 
 
 @pytest.mark.parametrize("app", [cli.app, serving_cli.app], ids=["export-model", "serve-model"])

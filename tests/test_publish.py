@@ -30,7 +30,17 @@ from exporter.publish.commit import Staging, VersionRule, next_position, publish
 from exporter.publish.staging import remove_leftovers
 from exporter.publish.versions import last_position, lease, read_manifest, served_version, version_dirs
 from exporter.wire.crc32c import masked_crc
-from tests.publishing import FILES, SHARD, draft, fill, hidden, names, publish, versions, whole_versions
+from tests.support.publishing import (
+    FILES,
+    SHARD,
+    draft,
+    fill,
+    hidden,
+    names,
+    publish,
+    versions,
+    whole_versions,
+)
 
 GREATEST = 2**63 - 1
 NUMBERS = st.integers(0, GREATEST - 1)

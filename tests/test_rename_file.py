@@ -13,8 +13,8 @@ from exporter.errors import UsageError
 from exporter.mapping.build import MappingRules, build_mapping
 from exporter.mapping.rename_file import parse_renames, read_renames
 from exporter.mapping.unmatched import find_unmatched
-from tests.commands import export_model
-from tests.values import catalog, graph, tensor, variable
+from tests.support.commands import export_model
+from tests.support.values import catalog, graph, tensor, variable
 
 TABLE = """\
 # variable   tensor

@@ -15,9 +15,9 @@ from exporter.pipeline.full import export
 from exporter.publish.hold import Hold
 from exporter.publish.versions import read_manifest, version_dirs
 from exporter.verify.log import verify_model
-from tests.commands import export_model
-from tests.kills import count_steps, killed_at
-from tests.publishing import hidden
+from tests.support.commands import export_model
+from tests.support.kills import count_steps, killed_at
+from tests.support.publishing import hidden
 from tests.test_holds import MODEL, request_of, save
 
 SHARD = "variables/variables.data-00000-of-00001"

@@ -19,7 +19,7 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.log_entries import DeltaOrigin
-from tests.logs import Serving, Trainer, assert_same_bits, publish_base, request, set_hold, values_at
+from tests.support.logs import Serving, Trainer, assert_same_bits, publish_base, request, set_hold, values_at
 
 Values = dict[str, np.ndarray]
 SERVING = Serving(parts=2)

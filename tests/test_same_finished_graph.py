@@ -10,7 +10,7 @@ import pytest
 
 from exporter.graph.saved_model import read_saved_model
 from exporter.wire.protos import Proto
-from tests.commands import Ran, export_model
+from tests.support.commands import Ran, export_model
 from tests.test_same_graph import Job, begun, refused
 
 __all__ = ["begun"]

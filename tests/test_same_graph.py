@@ -18,7 +18,7 @@ from exporter.delta.delta_files import write_delta
 from exporter.graph.file_digests import FileDigests, file_digest
 from exporter.graph.saved_model import read_saved_model
 from exporter.publish import delta_publication
-from tests.commands import Ran, export_model
+from tests.support.commands import Ran, export_model
 
 BUILDER = '''
 import os

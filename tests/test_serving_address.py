@@ -11,7 +11,7 @@ import pytest
 from serving.address import GRPC_PORT, with_port
 from serving.cli import app
 from serving.client import ModelClient
-from tests.commands import run_app
+from tests.support.commands import run_app
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from serving.cli import app
 from serving.server import ModelServer
-from tests.serving_models import write_saved_model
 from tests.support.printed_documents import checked
+from tests.support.serving_models import write_saved_model
 
 ROOT = Path(__file__).parent.parent
 

@@ -18,7 +18,7 @@ from exporter.wire.protos import message_class
 from serving.client import ModelClient
 from serving.server import ModelServer
 from serving.status import Code, VersionState, VersionStatus
-from tests.serving_models import write_saved_model
+from tests.support.serving_models import write_saved_model
 
 ROOT = Path(__file__).parent.parent
 X = np.float32([[1, 2], [3, 4]])

@@ -19,7 +19,7 @@ from exporter.wire.tensor_proto import fill
 from serving.manager import VersionManager
 from serving.status import Code, StatusError, VersionState, VersionStatus
 from serving.version_policy import Every, Latest, Specific
-from tests.serving_models import write_saved_model, write_warmup
+from tests.support.serving_models import write_saved_model, write_warmup
 
 DEADLINE_SECONDS = 60.0
 POLL_SECONDS = 0.02

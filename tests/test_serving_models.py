@@ -15,7 +15,7 @@ from serving.manager import VersionManager
 from serving.models import ServedModels
 from serving.status import Code, StatusError, VersionState
 from serving.version_policy import Latest, Policy
-from tests.serving_models import write_saved_model
+from tests.support.serving_models import write_saved_model
 
 WAIT_SECONDS = 60.0
 

@@ -14,7 +14,7 @@ import pytest
 
 from exporter.errors import Exit, ModelPathNotFound, ServerError, UsageError
 from serving.server import ModelServer
-from tests.serving_models import CLASSIFY, REGRESS, write_saved_model
+from tests.support.serving_models import CLASSIFY, REGRESS, write_saved_model
 
 WAIT_SECONDS = 60
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from exporter.checkpoint.sstable import read_table, varint, write_table
 from exporter.errors import CheckpointError, CorruptFile, TruncatedFile, UnsupportedFormat
-from tests.bundles import MAGIC, block, compressed_table, handle, seal, table
+from tests.support.bundles import MAGIC, block, compressed_table, handle, seal, table
 
 PATH = Path("model.ckpt-7.index")
 PAIRS = st.dictionaries(st.binary(min_size=1, max_size=40), st.binary(max_size=300), max_size=60)

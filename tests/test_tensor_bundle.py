@@ -26,7 +26,7 @@ from exporter.checkpoint.tensor_bundle import (
 )
 from exporter.errors import CheckpointChanged, CorruptFile, UnsupportedFormat
 from exporter.wire.dtypes import DType
-from tests.bundles import entry, header, restore, save, save_parts, write, write_index
+from tests.support.bundles import entry, header, restore, save, save_parts, write, write_index
 
 Array = np.ndarray[Any, Any]
 

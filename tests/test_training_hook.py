@@ -15,8 +15,8 @@ from exporter.increments.increment import apply_increments
 from exporter.training import IncrementHook, MonitoredTrainingSession, restore_increments
 from exporter.training import store as store_module
 from exporter.training.store import Store
-from tests.increments import differing, full, starts, values_of
-from tests.training_graphs import LAZY, OPTIMIZERS, Training, two_towers, v1
+from tests.support.increments import differing, full, starts, values_of
+from tests.support.training_graphs import LAZY, OPTIMIZERS, Training, two_towers, v1
 
 
 def assert_exact(training: Training, final: Path) -> None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from exporter.errors import UsageError
 from exporter.increments.history import read_history
 from exporter.training import IncrementCallback
-from tests.increments import differing, starts
+from tests.support.increments import differing, starts
 
 
 def model(kind: Any = keras) -> Any:

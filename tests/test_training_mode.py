@@ -17,8 +17,8 @@ from exporter.errors import TrainingModeServed
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.options import ExportRequest
 from exporter.pipeline.full import export, plan
-from tests.graph_runs import train
-from tests.trained import answers_in_session
+from tests.support.graph_runs import train
+from tests.support.trained import answers_in_session
 
 ENDS = {"inputs": {"x": "x"}, "outputs": {"y": "y"}}
 X = np.array([[1.0, 2.0], [3.0, 5.0], [9.0, 4.0]], np.float32)

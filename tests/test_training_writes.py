@@ -9,7 +9,7 @@ import tensorflow as tf
 from exporter.errors import UsageError
 from exporter.training.change_tracking import TrackingMode, plan_tracking, tracking_digest
 from exporter.training.writes import is_resource, variable_use
-from tests.training_graphs import LAZY, OPTIMIZERS, v1
+from tests.support.training_graphs import LAZY, OPTIMIZERS, v1
 
 KINDS = pytest.mark.parametrize("use_resource", [True, False], ids=["resource", "reference"])
 

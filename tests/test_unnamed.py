@@ -15,7 +15,7 @@ from exporter.graph.inference_graph import InferenceGraph
 from exporter.mapping.build import MappingRules, build_mapping
 from exporter.mapping.by_layer import match_unnamed
 from exporter.wire.dtypes import DType
-from tests.values import graph, tensor, variable
+from tests.support.values import graph, tensor, variable
 
 NAMES = ["first", "second", "third", "fourth", "fifth"]
 

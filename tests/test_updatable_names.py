@@ -12,9 +12,9 @@ import tensorflow as tf
 from exporter.errors import NotServable
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.subgraph.make_updatable import IsolationMode, schema_of
-from tests.commands import export_model
-from tests.trained import inference_graph, train
-from tests.updatable import Model, assert_holds, loaded, two_tables_and_dense, updatable_base
+from tests.support.commands import export_model
+from tests.support.trained import inference_graph, train
+from tests.support.updatable import Model, assert_holds, loaded, two_tables_and_dense, updatable_base
 
 NAMES = ("default_input_alternative:None", "default_input_alternative_None", "día 1/x?", "_hidden")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tests.commands import export_model
+from tests.support.commands import export_model
 
 tf1 = tf.compat.v1
 

@@ -22,7 +22,7 @@ from exporter.progress import NoProgress
 from exporter.publish.commit import model_lock
 from exporter.publish.made_from import newest_made_from
 from exporter.publish.versions import read_manifest, version_dirs
-from tests.bundles import write
+from tests.support.bundles import write
 
 ONE_LOOK = Watching(0.01, StopWhen(after_seconds=0))
 

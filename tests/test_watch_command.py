@@ -10,8 +10,8 @@ import pytest
 
 from exporter.publish.delta_log import list_deltas, log_path
 from exporter.roles import VARIABLES
-from tests.commands import Ran, export_model
-from tests.logs import Serving, Trainer, publish_base
+from tests.support.commands import Ran, export_model
+from tests.support.logs import Serving, Trainer, publish_base
 from tests.support.printed_documents import checked
 
 WORKER = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'

@@ -62,9 +62,9 @@ if __name__ == "__main__":  # before modules of ours are imported, which take ho
 import numpy as np  # noqa: E402
 
 from exporter.publish.delta_log import read_log  # noqa: E402
-from tests.commands import export_model  # noqa: E402
 from tests.golden.trainer import Trainer, given_id  # noqa: E402
-from tests.logs import values_at  # noqa: E402
+from tests.support.commands import export_model  # noqa: E402
+from tests.support.logs import values_at  # noqa: E402
 
 
 def run(*arguments: object) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def test_comments_about_blocks_are_understood() -> None:
 
 def test_options_that_the_guide_names_exist() -> None:
     from serving.cli import app as serve_app
-    from tests.commands import export_model, run_app
+    from tests.support.commands import export_model, run_app
 
     exporting = ("inspect", "merge", "rollback", "resume", "diff", "verify", "doctor", "history")
     helps = export_model("--help").out

@@ -17,7 +17,7 @@ import tensorflow as tf
 import tf_keras
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.family_trainers import FEATURES, LABELS, keep, precise2
+from tests.support.family_trainers import FEATURES, LABELS, keep, precise2
 
 
 def record_saves(file: Path) -> None:

@@ -32,11 +32,11 @@ from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
 from exporter.publish.log_entries import DeltaOrigin
 from exporter.publish.versions import version_dirs
 from exporter.verify.log import verify_model
-from tests.commands import Ran, export_model
-from tests.kills import killed_at
-from tests.logs import assert_same_bits, values_at
-from tests.numpy_trainer import NumpyTrainer
-from tests.updatable import Loaded, loaded
+from tests.support.commands import Ran, export_model
+from tests.support.kills import killed_at
+from tests.support.logs import assert_same_bits, values_at
+from tests.support.numpy_trainer import NumpyTrainer
+from tests.support.updatable import Loaded, loaded
 
 tf1 = tf.compat.v1
 
@@ -50,7 +50,7 @@ LATER = 1e12
 
 
 def write_graph(path: Path) -> None:
-    """The `.meta` of a graph that serves the variables of `tests.numpy_trainer`."""
+    """The `.meta` of a graph that serves the variables of `tests.support.numpy_trainer`."""
     with tf.Graph().as_default():
         user = tf1.placeholder(tf.int64, [None], name="user")
         item = tf1.placeholder(tf.int64, [None], name="item")
@@ -491,7 +491,7 @@ def run_quietly(_: Path, *arguments: str) -> None:
 
 def run_together(commands: list[list[str]]) -> list[int]:
     """Exit codes of commands that run at the same time, each in a process."""
-    from tests.kills import ended, run
+    from tests.support.kills import ended, run
 
     processes = [run(_exit_with, arguments) for arguments in commands]
     codes = [ended(process) for process in processes]

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.clusters import DigitsTraining, train_digits
-from tests.family_server import FamilyServer, family_server
+from tests.support.clusters import DigitsTraining, train_digits
+from tests.support.family_server import FamilyServer, family_server
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,9 @@ import tf_keras
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from exporter import ExportRequest
 from exporter.training import ExportCallback, StopAfterCallback, checkpoint_dir, is_chief
-from tests.object_trainers import IDS, LABELS, tower2
+from tests.support.object_trainers import IDS, LABELS, tower2
 
-BUILDER = f"{Path(__file__).parents[1] / 'object_trainers.py'}:tower2"
+BUILDER = f"{Path(__file__).parents[1] / 'support/object_trainers.py'}:tower2"
 
 
 def main(directory: Path) -> None:

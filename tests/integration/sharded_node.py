@@ -16,7 +16,7 @@ import tensorflow as tf
 import tf_keras
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.object_trainers import IDS, LABELS, expect, tower2
+from tests.support.object_trainers import IDS, LABELS, expect, tower2
 
 
 def train(cluster: Any, directory: Path) -> None:

@@ -26,11 +26,11 @@ import pytest
 
 from exporter import ExportRequest, export_incremental
 from exporter.increments.history import read_history
-from tests.increments import differing, starts, values_of
 from tests.integration import increment_nodes
 from tests.integration.increment_cluster import Cluster, Job, log
 from tests.integration.test_increments_cluster import newest
-from tests.updatable import Loaded, loaded
+from tests.support.increments import differing, starts, values_of
+from tests.support.updatable import Loaded, loaded
 
 INCREMENTS = int(os.environ.get("SOAK_INCREMENTS", "500"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))

@@ -23,9 +23,9 @@ from exporter.errors import CallFailed
 from exporter.publish.delta_log import read_log
 from serving.client import ModelClient
 from serving.incremental_status import read_incremental_status
-from tests.commands import export_model
 from tests.integration.chaos_world import write_graph
-from tests.numpy_trainer import NumpyTrainer
+from tests.support.commands import export_model
+from tests.support.numpy_trainer import NumpyTrainer
 
 ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 120.0

@@ -17,8 +17,8 @@ import pytest
 from exporter.checkpoint.bundle_writer import BundleWriter
 from exporter.checkpoint.tensor_bundle import read_array, read_catalog
 from exporter.errors import Exit
-from tests import bundles
-from tests.commands import export_model
+from tests.support import bundles
+from tests.support.commands import export_model
 
 ROOT = Path(__file__).parent.parent.parent
 USER = "ranker/user_embedding"

@@ -10,7 +10,7 @@ import pytest
 
 from examples.cluster import free_ports
 from examples.cluster import run_cluster as launch
-from tests.clusters import ClusterError, run_cluster
+from tests.support.clusters import ClusterError, run_cluster
 
 _PRELUDE = """
 import json, os, pathlib, socket, sys, time

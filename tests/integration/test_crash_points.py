@@ -18,9 +18,9 @@ import pytest
 from exporter.errors import DiskFull, TargetNotWritable
 from exporter.publish.commit import Staging, publish_version
 from exporter.publish.versions import lease
-from tests.kills import count_steps, ended, killed_at, run
-from tests.publishing import draft, fill, hidden, names, publish, versions, whole_versions
 from tests.support.forks import FORKS
+from tests.support.kills import count_steps, ended, killed_at, run
+from tests.support.publishing import draft, fill, hidden, names, publish, versions, whole_versions
 
 # --- SIGKILL -----------------------------------------------------------------------------------------------
 

@@ -23,9 +23,9 @@ from exporter.pipeline.incremental import export_incremental
 from exporter.publish.commit import Staging
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.verify.log import verify_model
-from tests.kills import count_steps, killed_at
-from tests.logs import Serving, Trainer, assert_same_bits, publish_base, values_at
-from tests.publishing import hidden
+from tests.support.kills import count_steps, killed_at
+from tests.support.logs import Serving, Trainer, assert_same_bits, publish_base, values_at
+from tests.support.publishing import hidden
 
 Values = dict[str, np.ndarray]
 SERVING = Serving(parts=2)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from exporter.catalog import TensorRef
 from exporter.checkpoint.tensor_bundle import read_catalog
-from tests.clusters import DigitsTraining
+from tests.support.clusters import DigitsTraining
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.clusters import DIGITS
+from tests.support.clusters import DIGITS
 
 ROOT = DIGITS.parents[1]
 RANKER = DIGITS.with_name("ranker")

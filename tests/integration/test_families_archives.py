@@ -20,13 +20,13 @@ from exporter.errors import (
 )
 from exporter.options import DataMode, ExportRequest, Verify
 from exporter.pipeline.full import Exported, export, plan
-from tests.commands import export_model
-from tests.family_server import FamilyServer
-from tests.once import once_a_run
+from tests.support.commands import export_model
+from tests.support.family_server import FamilyServer
 from tests.support.forks import run_warm
+from tests.support.once import once_a_run
 
 ROOT = Path(__file__).parent.parent.parent
-TRAINERS = ROOT / "tests/archive_trainers.py"
+TRAINERS = ROOT / "tests/support/archive_trainers.py"
 NUMBERS = {"atol": 1e-5, "rtol": 0}
 
 
@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What all jobs left; never change it."""
 
     def train(directory: Path) -> None:
-        run_warm("tests.archive_trainers", directory)
+        run_warm("tests.support.archive_trainers", directory)
 
     return once_a_run(tmp_path_factory, "archive-trainers", train)
 
@@ -214,8 +214,8 @@ def test_custom_objects(trained: Path, tmp_path: Path, server: FamilyServer) -> 
     source = trained / "keras3/custom.keras"
     with pytest.raises(CodeRefused, match="Scale"):
         plan(ask(source, tmp_path))
-    assert "tests.archive_layers" not in sys.modules
-    done = export(ask(source, tmp_path, custom_objects=("tests.archive_layers",)))
+    assert "tests.support.archive_layers" not in sys.modules
+    done = export(ask(source, tmp_path, custom_objects=("tests.support.archive_layers",)))
     check(server, done, trained / "keras3/custom.npz")
 
 

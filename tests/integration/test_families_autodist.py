@@ -18,11 +18,11 @@ from exporter.pipeline.inspection import BundleView, inspect
 from exporter.wire import protos
 from serving.client import ModelClient
 from serving.server import ModelServer
-from tests import autodist_trainer
-from tests.autodist_trainer import BATCH, LABELS, TAG, TEXTS
-from tests.commands import export_model
-from tests.family_server import FamilyServer
-from tests.once import once_a_run
+from tests.support import autodist_trainer
+from tests.support.autodist_trainer import BATCH, LABELS, TAG, TEXTS
+from tests.support.commands import export_model
+from tests.support.family_server import FamilyServer
+from tests.support.once import once_a_run
 
 NUMBERS = {"atol": 1e-5, "rtol": 0}
 WAIT_SECONDS = 120.0

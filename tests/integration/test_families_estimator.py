@@ -18,11 +18,11 @@ from exporter.pipeline.full import Exported, export, plan
 from exporter.wire.protos import message_class
 from serving.client import ModelClient
 from serving.server import ModelServer
-from tests import estimators
-from tests.commands import export_model
-from tests.estimators import EXAMPLES, answer
-from tests.once import once_a_run
+from tests.support import estimators
+from tests.support.commands import export_model
+from tests.support.estimators import EXAMPLES, answer
 from tests.support.guide_pages import Page
+from tests.support.once import once_a_run
 
 NUMBERS = {"atol": 1e-5, "rtol": 0}
 WAIT_SECONDS = 120.0

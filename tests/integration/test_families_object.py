@@ -12,13 +12,13 @@ from exporter.checkpoint import open_checkpoint
 from exporter.errors import AmbiguousRename, MappingError
 from exporter.options import DataMode, ExportRequest, Verify
 from exporter.pipeline.full import Exported, export, plan
-from tests.clusters import run_cluster
-from tests.family_server import FamilyServer
-from tests.object_trainers import JOBS
-from tests.once import once_a_run
+from tests.support.clusters import run_cluster
+from tests.support.family_server import FamilyServer
 from tests.support.forks import run_warm
+from tests.support.object_trainers import JOBS
+from tests.support.once import once_a_run
 
-TRAINERS = Path(__file__).parent.parent / "object_trainers.py"
+TRAINERS = Path(__file__).parents[1] / "support/object_trainers.py"
 NUMBERS = {"atol": 1e-5, "rtol": 0}
 
 
@@ -28,7 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def train(directory: Path) -> None:
         for job in JOBS:
-            run_warm("tests.object_trainers", job, directory)
+            run_warm("tests.support.object_trainers", job, directory)
 
     return once_a_run(tmp_path_factory, "object-trainers", train)
 

@@ -14,11 +14,11 @@ from exporter.checkpoint import open_checkpoint
 from exporter.errors import MissingTensors, NoCertainMatch, ShapeMismatch
 from exporter.options import ExportFormat, ExportRequest, Verify
 from exporter.pipeline.full import Exported, export, plan
-from tests.clusters import run_cluster
-from tests.family_server import Arrays, FamilyServer
-from tests.family_trainers import POLICIES
-from tests.once import once_a_run
+from tests.support.clusters import run_cluster
+from tests.support.family_server import Arrays, FamilyServer
+from tests.support.family_trainers import POLICIES
 from tests.support.forks import run_warm
+from tests.support.once import once_a_run
 
 ROOT = Path(__file__).parent.parent.parent
 NUMBERS = {"atol": 1e-5, "rtol": 0}
@@ -26,10 +26,10 @@ NUMBERS = {"atol": 1e-5, "rtol": 0}
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What all jobs of `tests.family_trainers` left; never change it."""
+    """What all jobs of `tests.support.family_trainers` left; never change it."""
 
     def train(directory: Path) -> None:
-        run_warm("tests.family_trainers", directory)
+        run_warm("tests.support.family_trainers", directory)
 
     return once_a_run(tmp_path_factory, "family-trainers", train)
 

@@ -16,7 +16,7 @@ from exporter.checkpoint import open_checkpoint
 from exporter.graph.metagraph import read_metagraph
 from exporter.options import DataMode, ExportRequest, Verify
 from exporter.pipeline.full import Exported, export
-from tests.clusters import DigitsTraining
+from tests.support.clusters import DigitsTraining
 
 AVERAGES = [None, "ema"]
 

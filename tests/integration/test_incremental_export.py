@@ -17,10 +17,10 @@ from exporter.publish.delta_publication import Publication, publish_changes
 from exporter.publish.log_entries import DeltaOrigin
 from exporter.publish.versions import read_manifest
 from exporter.subgraph.digest import chunk_digest, chunks
-from tests.commands import export_model
 from tests.conftest import ROOT
+from tests.support.commands import export_model
 from tests.support.forks import run_warm
-from tests.updatable import Loaded, loaded
+from tests.support.updatable import Loaded, loaded
 
 MODEL = f"{ROOT / 'examples/ranker/model.py'}:serving"
 FEEDS = {"user": np.arange(0, 5000, 7), "item": np.arange(0, 5000, 7) % 2000}

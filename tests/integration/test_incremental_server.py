@@ -22,8 +22,8 @@ from serving.cli import app
 from serving.client import ModelClient
 from serving.server import ModelServer
 from serving.updates import update
+from tests.support.updatable import Model, updatable_model
 from tests.test_incremental_isolation import constant_everywhere, filled
-from tests.updatable import Model, updatable_model
 
 
 @pytest.fixture(scope="module")

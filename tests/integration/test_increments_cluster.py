@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from exporter.increments.history import History, read_history
-from tests.increments import differing, full, starts
 from tests.integration.increment_cluster import Cluster, Job, log
+from tests.support.increments import differing, full, starts
 
 
 def newest(directory: Path) -> Path:

@@ -11,11 +11,11 @@ import pytest
 
 from exporter.options import DataMode, ExportRequest, Verify
 from exporter.pipeline.full import export
-from tests.clusters import run_cluster
-from tests.once import once_a_run
+from tests.support.clusters import run_cluster
+from tests.support.once import once_a_run
 
 SCRIPT = Path(__file__).with_name("mirrored_node.py")
-BUILDER = f"{SCRIPT.parents[1] / 'object_trainers.py'}:tower2"
+BUILDER = f"{SCRIPT.parents[1] / 'support/object_trainers.py'}:tower2"
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from exporter.errors import CheckpointChanged, VerificationError
 from exporter.options import ExportRequest, Verify
 from exporter.pipeline.full import execute, export, plan
 from exporter.verify.outputs import Request, compare_outputs
-from tests.commands import export_model
+from tests.support.commands import export_model
 
 
 @pytest.fixture

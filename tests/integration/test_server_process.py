@@ -19,7 +19,7 @@ import pytest
 
 from serving.client import ModelClient
 from serving.status import VersionState
-from tests.serving_models import write_saved_model
+from tests.support.serving_models import write_saved_model
 
 ROOT = Path(__file__).parent.parent.parent
 DEADLINE_SECONDS = 60.0

@@ -1,0 +1,1 @@
+"""What tests share: trainers, models, published logs, servers, and ways to look at them."""

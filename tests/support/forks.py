@@ -22,8 +22,8 @@ FORKS.set_forkserver_preload(
         "exporter.pipeline.full",
         "exporter.pipeline.incremental",
         "exporter.verify.log",
-        "tests.logs",
-        "tests.publishing",
+        "tests.support.logs",
+        "tests.support.publishing",
         "tests.integration.increment_nodes",
     ]
 )

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import autodist_trainer, estimators
-from tests.once import once_a_run
+from tests.support import autodist_trainer, estimators
 from tests.support.guide_pages import ROOT
+from tests.support.once import once_a_run
 
 TRAIN = "python examples/ranker/train.py --out "
 EXPORT = "export-model --model examples/ranker/model.py:serving --ckpt-dir "

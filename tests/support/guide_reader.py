@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from serving.cli import app as serve_app
-from tests.commands import Ran, export_model, run_app
+from tests.support.commands import Ran, export_model, run_app
 from tests.support.guide_artefacts import TRAIN, environment, lay_out, train
 from tests.support.guide_pages import ROOT, Block, Command, Page
 

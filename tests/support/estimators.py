@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-FIXTURES = Path(__file__).parent / "fixtures/estimator"
+FIXTURES = Path(__file__).parents[1] / "fixtures/estimator"
 ANSWERS: dict[str, Any] = json.loads((FIXTURES / "answers.json").read_text())
 EXAMPLES = [base64.b64decode(text) for text in ANSWERS["examples"]]
 """Serialized; the Estimators' answers to them are in `ANSWERS` by model, signature and output."""

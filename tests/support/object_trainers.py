@@ -1,6 +1,6 @@
 """Training jobs of TensorFlow 2 and both Kerases, each what its users run; a process of its own runs them.
 
-    python -m tests.object_trainers keras3 DIRECTORY
+    python -m tests.support.object_trainers keras3 DIRECTORY
 
 Every job leaves a checkpoint in a directory of its own, and `expected.npz` beside it: inputs, and what the
 framework's own model answers at the end. The functions that make models serve as `--model` too.

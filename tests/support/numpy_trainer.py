@@ -304,5 +304,5 @@ class NumpyTrainer:
 
 
 def as_any(trainer: NumpyTrainer) -> Any:
-    """As what `tests.logs` takes, of which it asks `directory` and `step` alone."""
+    """As what `tests.support.logs` takes, of which it asks `directory` and `step` alone."""
     return trainer

@@ -1,6 +1,6 @@
 """Training jobs that leave archives: both Kerases, TensorLayer's writers after its sources, V1 savers.
 
-    python -m tests.archive_trainers DIRECTORY
+    python -m tests.support.archive_trainers DIRECTORY
 
 Every job has a directory of its own. Beside its archives it leaves `expected.npz`: inputs, and what the
 framework's own model answers. The functions that make models serve as `--model` too.
@@ -94,7 +94,7 @@ def keras3(directory: Path) -> None:
     inputs = keras.Input([4], name="features")
     doubled = keras.layers.Dense(2)(keras.layers.Lambda(lambda x: x * 2)(inputs))
     keras.Model(inputs, doubled).save(directory / "lambda.keras")
-    from tests.archive_layers import Scale
+    from tests.support.archive_layers import Scale
 
     scaled = keras.Model(inputs, keras.layers.Dense(2, name="out")(Scale(name="scale")(inputs)))
     scaled.compile("sgd", "mse")

@@ -16,7 +16,7 @@ import numpy as np
 from serving.client import ModelClient
 
 DEADLINE_SECONDS = 120.0
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

@@ -16,7 +16,7 @@ from exporter.increments.history import CheckpointMarker, identify
 from exporter.increments.increment import Changed, CheckpointId, Increment
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
-from tests.graph_runs import v1_graph
+from tests.support.graph_runs import v1_graph
 
 ENDS = {"inputs": {"x": "x"}, "outputs": {"y": "y"}}
 

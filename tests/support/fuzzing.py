@@ -35,10 +35,10 @@ from exporter.errors import Exit, ExportError
 from exporter.files import read_regular
 from exporter.wire import protos
 from exporter.wire.tensor_proto import to_array
-from tests.archives import keras_archive, legacy_file, npy, weights_file, zip_of
-from tests.bundles import compressed, compressed_table, write
-from tests.commands import export_model
-from tests.logs import Serving, Trainer, publish_base
+from tests.support.archives import keras_archive, legacy_file, npy, weights_file, zip_of
+from tests.support.bundles import compressed, compressed_table, write
+from tests.support.commands import export_model
+from tests.support.logs import Serving, Trainer, publish_base
 from tests.test_delta_deeprec import save_increment
 
 SECONDS = 30.0

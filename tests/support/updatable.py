@@ -22,7 +22,7 @@ from exporter.subgraph.make_updatable import (
     make_updatable,
     schema_of,
 )
-from tests.trained import export, inference_graph, train
+from tests.support.trained import export, inference_graph, train
 
 tf1 = tf.compat.v1
 

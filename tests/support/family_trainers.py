@@ -1,8 +1,8 @@
 """Trainers' habits beyond the plain ones: reduced precision, averages, late variables, sessions with scopes.
 
-    python -m tests.family_trainers DIRECTORY
+    python -m tests.support.family_trainers DIRECTORY
 
-As in `tests.object_trainers` every job leaves directories with `expected.npz` beside what it saved, and the
+As in `object_trainers` every job leaves directories with `expected.npz` beside what it saved, and the
 functions that make models serve as `--model` too.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.object_trainers import IDS, LABELS, chain2, scorer
+from tests.support.object_trainers import IDS, LABELS, chain2, scorer
 
 FEATURES = np.random.default_rng(9).normal(size=(64, 6)).astype(np.float32)
 POLICIES = ("mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
