@@ -4,11 +4,12 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test lint unit thorough soak fuzz chaos bench clean
+.PHONY: help demo test lint unit thorough docs soak fuzz chaos bench clean
 help:
 	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
 	@echo "make test    lint, types and all tests"
 	@echo "make thorough  all tests, and ten times as much of what they leave to chance"
+	@echo "make docs    the documentation as a site, in build/site; fails on a broken link"
 	@echo "make soak    hundreds of increments of a cluster whose processes die at random; some minutes"
 	@echo "make fuzz    thousands of damaged files of every kind; some minutes"
 	@echo "make chaos   all that trainers, exporters, operators and accidents do, in random order; half an hour"
@@ -36,6 +37,10 @@ unit: $(STAMP)
 
 thorough: $(STAMP)
 	THOROUGH=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -s tests/integration/soak_increments.py

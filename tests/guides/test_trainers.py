@@ -7,11 +7,13 @@ import pytest
 from tests.support.guide_pages import Block, followed
 
 FOLLOWED = [
-    "docs/from/index.md",
-    "docs/from/estimator.md",
-    "docs/from/keras.md",
     "docs/from/autodist.md",
     "docs/from/cloud-ml.md",
+    "docs/from/deeprec.md",
+    "docs/from/estimator.md",
+    "docs/from/index.md",
+    "docs/from/keras.md",
+    "docs/from/tensorlayer.md",
 ]
 
 

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from tests.support import autodist_trainer, estimators
 from tests.support.guide_pages import ROOT
 from tests.support.once import once_a_run
@@ -83,6 +85,26 @@ def _saved_model(_: pytest.TempPathFactory, directory: Path) -> None:
     autodist_trainer.train(directory)
 
 
+def _deeprec(factory: pytest.TempPathFactory, directory: Path) -> None:
+    """A full checkpoint, and in DeepRec's format the increment that leads to the next one."""
+    train(directory, "deeprec", factory)
+    train(directory, "next", factory)
+    train(directory, "next", factory)
+    before = read_catalog(directory / "deeprec/model.ckpt-200")
+    after = read_catalog(directory / "next/model.ckpt-400")
+    increments = directory / "deeprec/.incremental_checkpoint"
+    increments.mkdir()
+    with BundleWriter(increments / "incremental_model.ckpt-400") as writer:
+        for name, tensor in after.tensors.items():
+            value = read_array(after, tensor)
+            if not name.endswith("_embedding"):
+                writer.add(name, value)
+                continue
+            (touched,) = np.nonzero((value != read_array(before, before.tensors[name])).any(axis=1))
+            writer.add(f"{name}-sparse_incr_keys", touched)
+            writer.add(f"{name}-sparse_incr_values", value[touched])
+
+
 def _type(command: str, directory: Path) -> str:
     examples = directory / "examples"
     examples.symlink_to(ROOT / "examples")
@@ -109,6 +131,7 @@ MAKERS: dict[str, Callable[[pytest.TempPathFactory, Path], None]] = {
     "models/fresh": _fresh,
     "train-tower": _tower,
     "warmup.jsonl": _warmup,
+    "deeprec": _deeprec,
     "model_dir": _model_dir,
     "saved_model": _saved_model,
 }

@@ -21,6 +21,7 @@ OUTPUT = {"text", "mermaid"}
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!-- (not run|tested by|file): (.+?) -->\n\Z")
+_SHOWN = re.compile(r"\s*^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _STARTS_WITH = re.compile(r"<!-- starts with: (.+?) -->")
 
 
@@ -43,6 +44,8 @@ class Block:
     marker: str = ""
     """`not run`, `tested by`, `file`, or none."""
     argument: str = ""
+    shown: str = ""
+    """A block of output that stands right below."""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -83,7 +86,9 @@ class Page:
         before = self.text[: match.start()]
         comment = _COMMENT.search(before)
         marker, argument = comment.groups() if comment else ("", "")
-        return Block(self.name, before.count("\n") + 1, match[1], match[2], marker, argument)
+        below = _SHOWN.match(self.text, match.end())
+        line = before.count("\n") + 1
+        return Block(self.name, line, match[1], match[2], marker, argument, below[1] if below else "")
 
     @property
     def starts_with(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import shlex
 import signal
@@ -78,12 +79,12 @@ class Reader:
             return
         if text.startswith(TRAIN):
             out = text.removeprefix(TRAIN)
-            _expect_shown(block, command, train(self._directory, out, self._factory))
+            _expect_shown(block, command.shown, train(self._directory, out, self._factory))
             return
         ran = self._here(text) if _IS_OURS.fullmatch(text) else self._in_a_shell(text)
         if ran.code != 0:
             raise AssertionError(f"{block}: exit code {ran.code}\n$ {text}\n{ran.out}\n{ran.err}")
-        _expect_shown(block, command, ran.out + ran.err)
+        _expect_shown(block, command.shown, ran.out + ran.err)
 
     def _here(self, text: str) -> Ran:
         """Run our own programs in this process, where TensorFlow is imported already."""
@@ -109,8 +110,10 @@ class Reader:
             _expect_excerpt(block, (ROOT / named[1]).read_text())
             return
         code = compile("\n" * block.line + block.text, block.page, "exec")
-        with contextlib.chdir(self._directory):
+        printed = io.StringIO()
+        with contextlib.chdir(self._directory), contextlib.redirect_stdout(printed):
             exec(code, {"__name__": "__main__"})
+        _expect_shown(block, block.shown, printed.getvalue())
 
     def _serve(self, block: Block, words: list[str]) -> None:
         """Start `serve-model run MODEL --port PORT`, and wait until the model answers."""
@@ -132,10 +135,10 @@ class Reader:
         return self._ports[named]
 
 
-def _expect_shown(block: Block, command: Command, printed: str) -> None:
+def _expect_shown(block: Block, shown: str, printed: str) -> None:
     """Every line that the guide shows is printed, in this order; a line `...` stands for any."""
     lines = iter(_settled(printed))
-    for line in _settled(command.shown):
+    for line in _settled(shown):
         if line != "..." and line not in lines:
             raise AssertionError(
                 f"{block}: the guide shows {line!r}, which was not printed in this place\n{printed}"
