@@ -113,7 +113,7 @@ Examples:
 
 @app.callback(help=_HELP)
 def serve_model(own_version: VersionFlag = False) -> None:
-    """The commands share no options."""
+    """The root command; it has no options of its own but `-V`."""
 
 
 @app.command("run", help=_RUN_HELP, short_help="Serve a model base path over gRPC.")
@@ -192,7 +192,7 @@ def status(
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Ask for the versions, their states and positions."""
+    """Print the versions, their states and positions."""
     with command(json_, quiet, debug) as sink:
         from serving import status_command
         from serving.client import ModelClient
@@ -301,7 +301,7 @@ class _News:
         self._began = False
 
     def begin(self) -> None:
-        """Talk of good news too from now on: the command has said which version came first."""
+        """Report good news, too, from now on."""
         self._began = True
 
     def __call__(self, status: VersionStatus) -> None:

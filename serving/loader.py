@@ -78,7 +78,7 @@ class LoadedModel:
 
 
 def has_saved_model(directory: Path) -> bool:
-    """Does the directory hold a SavedModel yet? Whoever copies one may not have come to it."""
+    """True if the directory holds a SavedModel; one that is being copied may not have it yet."""
     return any((directory / name).is_file() for name in SAVED_MODEL_FILES)
 
 

@@ -15,9 +15,7 @@ def stop_on_sigterm() -> None:
 
 
 def sleep_until_a_signal() -> None:
-    """Let a signal's handler raise, also if it came just before or to another thread (`signal.pause` would
-    sleep on then).
-    """
+    """Sleep until a signal's handler raises, even if the signal came just before or to another thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)

@@ -17,7 +17,7 @@ from serving.status import VersionState, VersionStatus, error_text
 
 
 def run(client: ModelClient, published: Path | None, sink: Output) -> None:
-    """Ask, compare and say it.
+    """Ask the server, compare with what is published, and print.
 
     Raises:
         ServerError: the server does not answer, or no version is available.

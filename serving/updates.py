@@ -48,16 +48,16 @@ class Updated:
 
     @property
     def is_stuck(self) -> bool:
-        """True if deltas that are published were not taken, and never will be."""
+        """True if published deltas were not applied, and calling again will not help."""
         return self.word not in _AS_FAR_AS_ASKED or _NO_HOLD in self.status
 
     @property
     def word(self) -> str:
-        """What the status begins with."""
+        """The first word of the status."""
         return self.status.partition(":")[0]
 
     def was_merged(self, up_to: int) -> bool:
-        """True if it stopped where another call was to stop: what was asked for may still be reached."""
+        """True if it stopped at another call's target, so that calling again may get further."""
         if up_to == NEWEST:
             return self.word == "merged" or self.word in _WITH_A_TARGET
         return self.word == "merged" or (self.word in ("reached", "passed") and self.position < up_to)
@@ -110,7 +110,7 @@ def _update(client: ModelClient, up_to: int, version: int | None) -> Updated:
 
 
 def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
-    """`update` of a version that is known to take deltas, and of no other."""
+    """Update one version that is known to take deltas."""
     rows = deltas = 0
     for calls in range(1, _MOST_CALLS + 1):
         try:

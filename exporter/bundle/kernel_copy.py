@@ -149,7 +149,7 @@ def _copy_through_memory(reader: int, writer: int, piece: ByteRange) -> int:
 
 
 def drain(tasks: Iterable[Future[Any]]) -> None:
-    """Wait until no task runs; those that have not started never do."""
+    """Cancel the tasks that have not started, and wait for those that run."""
     running = [task for task in tasks if not task.cancel()]
     for task in running:
         task.exception()

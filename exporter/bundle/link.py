@@ -25,7 +25,7 @@ class NewFile:
 
     @classmethod
     def in_directory(cls, directory: Path) -> NewFile:
-        """Make a file and look, because the umask cannot be read without changing it for other threads.
+        """Create a file to see its mode: the umask cannot be read without changing it for other threads.
 
         Raises:
             OSError: the directory cannot be written.

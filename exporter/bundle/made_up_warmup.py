@@ -75,7 +75,7 @@ class _Uncertain(Exception):
 
 
 def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
-    """A request for each signature that is certain to answer it; each such signature is run once for that."""
+    """One request for each signature that answers it, which is tried out by running it once."""
     graph_def = message_class("GraphDef")()
     graph_def.CopyFrom(graph.meta_graph.graph_def)
     signatures = graph.meta_graph.signature_def

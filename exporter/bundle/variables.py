@@ -65,7 +65,7 @@ class VariablesReport:
 
     @property
     def bytes_linked(self) -> int:
-        """Bytes that did not move."""
+        """Bytes that were hard-linked."""
         return self.bytes_of(ShardOrigin.LINKED)
 
     @property

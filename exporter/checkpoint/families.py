@@ -81,7 +81,7 @@ def describes_model(path: Path) -> bool:
 
 
 def archives(names: Collection[str]) -> list[str]:
-    """The archives among a directory's files that may be meant; several only if a backup or a series.
+    """The archives that a directory's path may mean: one, or several of a series.
 
     Of a sharded one only its list counts; of a directory of backups only the latest.
     """

@@ -47,7 +47,7 @@ class CheckedFiles:
         return frozenset(run for variable in variables for run in variable.runs if _key(run) in checked)
 
     def save(self, checked: Collection[StoredRun]) -> None:
-        """Note what was compared; a failure is no harm."""
+        """Save what was verified; failing to do so does no harm."""
         runs = [_key(run) for run in checked if run.path.name in self.identities]
         content = json.dumps({"files": self.identities, "runs": sorted(runs)})
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")

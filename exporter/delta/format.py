@@ -102,7 +102,7 @@ class TableSide(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TableContents:
-    """What a variable is of a lookup table; `table` is the node that makes it.
+    """Which part of a lookup table a variable holds; `table` is the node that makes the table.
 
     With `has_all_buckets` it has an entry for each bucket, which are a power of two.
     """
@@ -127,7 +127,7 @@ class TableContents:
 
 
 class Flag(IntFlag):
-    """What `delta/position` may say beyond positions."""
+    """The flags in `delta/position`."""
 
     EXACT_BASE = 1
     BFLOAT16 = 2
@@ -195,7 +195,7 @@ class ServedVariable:
         )
 
     def packed(self, packing: DeltaDtype | None) -> tuple[PackedTensor, ...]:
-        """What a delta of packed rows has beside `keys`: places, codes, for int8 scales; or nothing."""
+        """The further tensors of packed rows: places, codes, for int8 scales; none if rows are not packed."""
         if (
             packing is None
             or self.kind is ChangeKind.DENSE
@@ -250,7 +250,7 @@ class Schema:
 
     @cached_property
     def digest(self) -> str:
-        """64 hex digits that two schemas share only if they are equal."""
+        """The SHA-256 of the schema, in hex."""
         return hashlib.sha256(json.dumps(self.to_json(), separators=(",", ":")).encode()).hexdigest()
 
     @property

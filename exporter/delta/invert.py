@@ -18,7 +18,8 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 def restoring(since: Sequence[Changes], then: Snapshot, schema: Schema, scratch: Path) -> dict[str, Change]:
-    """The values that everything touched by `since` had in the state `then`, every checksum compared.
+    """The changes that give everything in `since` the values of the state `then` again; checksums are
+    verified.
 
     Raises:
         CheckpointError: a value cannot be read any more, or is damaged.

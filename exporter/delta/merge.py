@@ -18,7 +18,7 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> dict[str, Change]:
-    """What `layers`, oldest first, change together; memory is bounded, large results lie in `scratch`.
+    """Merge `layers`, oldest first; memory is bounded, large results lie in `scratch`.
 
     Of a variable that is served whole the newest whole value counts.
 
@@ -55,7 +55,7 @@ def needs_folding(layers: Sequence[Changes], schema: Schema) -> bool:
 
 
 def fold_whole(layers: Sequence[Changes], schema: Schema, old: Snapshot) -> tuple[Changes, ...]:
-    """The layers with rows of variables that are served whole made whole, by what they were in `old`."""
+    """Apply rows of variables that are served whole to their values in `old`."""
     folded = [dict(layer) for layer in layers]
     for variable in schema.variables:
         if variable.kind is ChangeKind.TABLE:

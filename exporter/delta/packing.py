@@ -137,7 +137,7 @@ class Packing:
 
     @classmethod
     def of(cls, rows: RowValues, dtype: DeltaDtype) -> Packing:
-        """What of `rows` packs, by looking at each of them."""
+        """Decide for each of `rows` whether it packs without loss."""
         found = [pack_rows(rows[start : start + _ROWS_AT_ONCE], dtype) for start in _starts(len(rows))]
         fits = np.concatenate([np.empty(0, bool), *(piece.fits for piece in found)])
         scales = [piece.scales[piece.fits] for piece in found if piece.scales is not None]

@@ -49,7 +49,7 @@ class BlockHasher:
 
     @classmethod
     def fresh(cls) -> BlockHasher:
-        """A hasher whose keys nobody could have foreseen."""
+        """A hasher with random keys."""
         return cls((secrets.randbits(63), secrets.randbits(63)))
 
     def hash_rows(self, rows: Array) -> Array:
@@ -107,7 +107,7 @@ class HashIndex:
 
 
 def without_rows(hashes: Array, rows: Array, row_bytes: int) -> Array:
-    """A table's hashes, such that the blocks of these rows equal none: they are read and compared again."""
+    """A table's hashes with the blocks of these rows invalidated, so that they are compared again."""
     forgotten = hashes.copy()
     blocks = np.unique(rows // block_rows(row_bytes))
     forgotten[blocks] = ~forgotten[blocks]

@@ -267,7 +267,7 @@ def _contents(catalog: Catalog, tensor: TensorRef) -> RowReader:
 def translate(
     source: TensorSource, change: Change, schema: Mapping[str, ServedVariable]
 ) -> dict[str, Change]:
-    """What a trainer's change of the tensor of `source` is to the variables served from it.
+    """Convert a trainer's change of a tensor into changes of the variables that are served from it.
 
     The ids of rows count through the tensor as it is stored. Rows stay rows, also of variables that are
     served whole: see `exporter.delta.merge.fold_whole`.

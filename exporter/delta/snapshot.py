@@ -49,15 +49,15 @@ class Snapshot:
 
     @property
     def checked(self) -> frozenset[StoredRun]:
-        """What was compared with its checksum so far."""
+        """The runs whose checksums were verified so far."""
         return frozenset(self._checked)
 
     def trust(self, runs: Iterable[StoredRun]) -> None:
-        """Do not compare these: what is read of them is known to be right otherwise."""
+        """Skip the checksums of these variables: they are known to be right."""
         self._trusted.update(runs)
 
     def note_checked(self, name: str) -> None:
-        """Whoever streams all that is stored of a variable compares its checksum on the way."""
+        """Note that a variable's checksums were verified while its values were streamed."""
         self._checked.update(self.stored[name].runs)
 
     def rows(self, name: str, start: int, stop: int) -> Array:

@@ -42,7 +42,7 @@ class Position:
 
 
 class SpanLike(Protocol):
-    """What planning asks of a delta; see `Span`."""
+    """What planning needs to know of a delta; see `Span`."""
 
     @property
     def start(self) -> int:
@@ -98,7 +98,7 @@ SpanT = TypeVar("SpanT", bound=SpanLike)
 
 
 def check_fits(header: DeltaHeader, *, lineage: str, schema_digest: str, position: int) -> None:
-    """See whether a state at `position` of a log may take a delta; the first reason why not is raised.
+    """Check that a state at `position` of a log may take a delta.
 
     Raises:
         ForeignLineage: the delta is of another log.

@@ -22,7 +22,7 @@ FUTURE_SECONDS = 60.0
 
 
 def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
-    """What `verify` finds, each with the command that mends it."""
+    """What `verify` finds, each with the command that repairs it."""
     for problem in found.damage:
         if problem.path.name == Hold(model).path.name:
             yield _broken_hold(model, problem)
@@ -82,7 +82,7 @@ def strangers(model: Path) -> Iterator[Finding]:
 
 
 def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
-    """What was published later than now: what it superseded stays until then."""
+    """Find versions with a time in the future: what they replaced stays until then."""
     paths = [child.path for child in version_dirs(model) if child.has_manifest]
     paths += [delta.path for delta in found.log.deltas] if found.log else []
     later: list[tuple[float, Path]] = []

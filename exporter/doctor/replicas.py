@@ -45,7 +45,9 @@ class Replica:
 def judge(
     model: Path, found: VerifiedModel, replica: Replica, *, now: float, patience: float
 ) -> Iterator[Finding]:
-    """What is wrong with a replica of `model`; within `patience` seconds of a publication nothing is late."""
+    """Find what is wrong with a replica of `model`; it is not late within `patience` seconds of a
+    publication.
+    """
     where = f"{replica.name} on {replica.address}"
     if (failure := replica.failure) is not None:
         is_gone = failure.code == "UNAVAILABLE"

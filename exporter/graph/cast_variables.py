@@ -61,7 +61,7 @@ class _GraphBody:
         return f"{node}:{index}"
 
     def rename_output(self, node: str, old: str, new: str) -> None:
-        """Nothing to do: references do not name output arguments."""
+        """Do nothing: references do not name output arguments."""
 
 
 @dataclass

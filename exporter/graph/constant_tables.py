@@ -33,7 +33,7 @@ def constant_fills(nodes: Mapping[str, Proto]) -> dict[str, str]:
 
 
 def fill_before_use(nodes: Mapping[str, Proto], fills: Mapping[str, str]) -> None:
-    """Let whatever takes a table wait for what fills it, in place.
+    """Make every user of a table wait for the node that fills it, in place.
 
     The edge may have led over nodes that are not kept.
     """

@@ -36,7 +36,7 @@ _NONE = Effects(frozenset(), frozenset())
 
 
 class EffectsOf:
-    """What signatures of a graph do; each function is looked into once."""
+    """Computes the effects of signatures; each function is analysed once."""
 
     def __init__(self, index: GraphIndex) -> None:
         self._index = index

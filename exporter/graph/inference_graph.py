@@ -82,7 +82,7 @@ class Asset:
 
 @dataclass(frozen=True)
 class TrainingMode:
-    """What of a served graph computes as training does.
+    """The parts of a served graph that compute as in training.
 
     `batch_norms` normalise by the request's own batch, `dropouts` drop a random part of what they get
     (with the part that is dropped, if that is a constant), `random` draw other random numbers: all by the

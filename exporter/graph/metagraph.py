@@ -52,7 +52,7 @@ def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def is_autodist(meta_graph: Proto) -> bool:
-    """True for a graph that AutoDist has transformed: such a one fits no checkpoint of its own."""
+    """True for a graph that AutoDist has transformed; such a graph fits no checkpoint."""
     return any(node.name.startswith(AUTODIST_SCOPE) for node in meta_graph.graph_def.node)
 
 

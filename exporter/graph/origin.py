@@ -81,7 +81,7 @@ class GraphOrigin:
         return replace(self, graph=graph_digest(graph), assets=digests)
 
     def differences(self, request: GraphRequest) -> Iterator[str]:
-        """How a later request's model and options differ; both may be left out.
+        """List how a later request's model and options differ; both may be left out.
 
         Raises:
             BuilderError: it names a function or a file that is not there.
@@ -180,7 +180,7 @@ def _signatures(path: Path) -> Any:
 
 
 def check_named(model: Any) -> None:
-    """Find out, without running anything, that a model is not where it is said to be.
+    """Check that a named model exists, without running anything.
 
     Raises:
         BuilderError: there is no such file, module or function.

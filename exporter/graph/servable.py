@@ -98,7 +98,7 @@ def _way_out(node: Proto) -> str:
 
 
 def check_body(nodes: Iterable[Proto], function: str) -> None:
-    """The same for a function's body, where datasets and iterators may come and go within one call.
+    """As `check_servable`, for a function's body; datasets and iterators are allowed within one call.
 
     Raises:
         NotServable: names the operation and the function.

@@ -29,7 +29,7 @@ def tensors_of(infos: Mapping[str, Proto]) -> list[SignatureTensor]:
 
 
 def rename(infos: Mapping[str, Proto], names: Mapping[str, str]) -> None:
-    """Let the TensorInfos name other tensors, by canonical names."""
+    """Make the TensorInfos name other tensors; names are canonical."""
     for info in infos.values():
         encoding = info.WhichOneof("encoding")
         if encoding == "name":

@@ -113,7 +113,7 @@ def _shared_examples(examples: Any, document: Mapping[str, Any]) -> Any:
 
 
 def parse_examples(meta_graph: Proto, index: GraphIndex, specs: list[SignatureSpec]) -> list[SignatureSpec]:
-    """The specs with tensors alone: where they speak of Examples, a parsing node is put into `meta_graph`.
+    """Replace Examples in the specs by tensors: parsing nodes are added to `meta_graph`.
 
     There is one for all: tensors that it feeds are read from it in every signature.
 

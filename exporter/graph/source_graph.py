@@ -55,13 +55,13 @@ class TableKey:
 
     @classmethod
     def of(cls, name: str) -> TableKey:
-        """What a stock Saver calls them."""
+        """The names that a stock Saver uses."""
         return cls(f"{name}-keys", f"{name}-values")
 
 
 @dataclass(frozen=True)
 class SourceGraph:
-    """A graph before anything is removed from it; to restore and run it is to run what was trained.
+    """A graph before anything is removed from it; it can be restored and run as it was trained.
 
     `meta_graph` is a `protos.MetaGraphDef` whose `signature_def` is complete and names the graph's own
     tensors (also ones that are no placeholders: a session can feed any). `feeds` holds values by placeholder

@@ -60,7 +60,7 @@ class BuilderFile:
 
 @contextlib.contextmanager
 def importable() -> Iterator[None]:
-    """The working directory comes first on the path, as with `python -m`, while user code is looked for."""
+    """Put the working directory first on the path, as `python -m` does, while user code is imported."""
     before = [*sys.path]
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -70,7 +70,7 @@ def importable() -> Iterator[None]:
 
 
 def find_builder(where: str) -> BuilderFile | None:
-    """The file behind `pkg.mod` or `path/file.py`; None if only running something could tell.
+    """The file behind `pkg.mod` or `path/file.py`; None if that cannot be found without running code.
 
     Packages are asked of Python's finders one level after the other, so that none of them is run; a submodule
     that its package makes when it is run is not found.
@@ -159,7 +159,7 @@ def read_sources(main: BuilderFile) -> tuple[SourceFile, ...]:
 
 
 def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
-    """The files whose code is another than it was, or that are gone, seen from the builder's file of now."""
+    """The files whose code changed, or that are gone, relative to the builder's present file."""
     own, *others = known
     root = main.resolve().parents[len(PurePosixPath(own.path).parts) - 1]
     places = [(own, main), *((file, root / file.path) for file in others)]

@@ -199,7 +199,7 @@ def init_node(name: str, filling: Iterable[str]) -> Proto:
 
 
 def read_assets_directly(nodes: dict[str, Proto], assets: Mapping[str, Path]) -> None:
-    """Undo, in place, the detour of an asset's path through a variable in an object-based SavedModel.
+    """Read assets' paths directly instead of through variables, as object-based SavedModels do; in place.
 
     There, a placeholder for the path is assigned to a variable, which the initialiser reads: the placeholder
     becomes a constant, and the read an Identity on it.
@@ -285,7 +285,7 @@ def _named_file(source: SourceGraph, name: str, node: Proto) -> Path:
 
 
 def files_to_feed(source: SourceGraph) -> dict[str, Path]:
-    """What the init op is to be fed where a source graph is run: by node, files that are not where it says.
+    """Feeds for the init op of a source graph that is run: files that are not where the graph says, by node.
 
     These are a SavedModel's assets, and text files whose relative path means the graph's own directory.
     """
@@ -312,7 +312,7 @@ def _free_file_name(path: Path, taken: dict[str, Path]) -> str:
 
 
 def use_file_names(nodes: Mapping[str, Proto], assets: Iterable[Asset]) -> None:
-    """Leave no path of the training machine in the graph, in place."""
+    """Remove the training machine's paths from the graph, in place."""
     for asset in assets:
         if attr_dtype(nodes[asset.node], "dtype") is DType.STRING:
             nodes[asset.node].CopyFrom(path_constant(asset.node, asset.file_name))

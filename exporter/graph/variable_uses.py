@@ -82,7 +82,7 @@ def bodies(graph_def: Proto) -> Iterator[Body]:
 
 
 def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
-    """Let gathers from a variable's value, and its shape, go by the handle; `fetched` names nodes to keep.
+    """Make gathers, and reads of the shape, use the variable's handle; nodes in `fetched` are kept.
 
     Results are the same bit for bit: a cast between is done on the gathered rows instead of the table.
     """

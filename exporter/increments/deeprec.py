@@ -58,7 +58,7 @@ class DeepRecIncrement:
 
     @property
     def path(self) -> Path:
-        """What it is called by."""
+        """Its path, for messages."""
         return self.catalog.prefix
 
     @property

@@ -84,7 +84,7 @@ class CheckpointMarker:
         return self.session is not None and self.session == increment.session and self._is_before(increment)
 
     def may_lead_to(self, increment: Increment) -> bool:
-        """True if that is not known: neither names its session, and the increment is one of a later step.
+        """True if the increment may be the next one, but neither file names its session.
 
         An increment never carries the step of a full checkpoint that its session wrote before it.
         """
@@ -144,7 +144,7 @@ class History:
         return self._by_id.get(increment)
 
     def markers_of(self, checkpoint: CheckpointId) -> tuple[CheckpointMarker, ...]:
-        """Where a full checkpoint of this very content stands, as far as that is known."""
+        """The markers of a full checkpoint with the same content."""
         return tuple(found for found in self.markers if found.checkpoint == checkpoint)
 
     def after(self, checkpoint: CheckpointId) -> tuple[StoredIncrement, ...]:
@@ -161,7 +161,7 @@ class History:
         return tuple(chain.values())
 
     def chain(self, start: StateId, tip: str) -> tuple[StoredIncrement, ...] | None:
-        """The increments that hold all that changed from `start` to the increment `tip`; None if that is not
+        """The increments that lead from `start` to the increment `tip` without a gap; None if that is not
         certain.
         """
         if tip in self.same(start):
@@ -237,7 +237,7 @@ def identify(prefix: Path, step: int) -> CheckpointId:
 
 
 def read_history(ckpt_dir: Path) -> History:
-    """What is in `<ckpt_dir>/increments`; what vanishes meanwhile (pruned) is left out.
+    """Read `<ckpt_dir>/increments`; files that are pruned meanwhile are left out.
 
     Raises:
         CorruptFile, UnsupportedFormat: a manifest or marker is damaged, or of another version.

@@ -21,11 +21,11 @@ ROUNDED = "rows of what was published last were rounded in another way than is a
 
 
 class AnyIncrement(Protocol):
-    """What a trainer, of whatever family, left between full checkpoints."""
+    """An increment of any family."""
 
     @property
     def path(self) -> Path:
-        """What it is called by."""
+        """Its path, for messages."""
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
         """The trainer's variables with their new values; rows are numbered as the trainer stores them."""
@@ -59,7 +59,7 @@ def plan_changes(
     *,
     awaits_increment: bool = False,
 ) -> ChangePlan:
-    """What to publish after `published` to reach the full checkpoint `full` and the increments on it.
+    """Plan what to publish after `published` to reach the full checkpoint `full` and its increments.
 
     - The target is the last increment after `full`, or the increment that `full` equals, or `full` itself.
     - If the target is published, rows being off by less than `within`, there is nothing to do.

@@ -29,7 +29,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """A moving statistic that is not served, and what of its layer is."""
+    """A moving statistic that is not served, and a variable of its layer that is."""
 
     statistic: str
     beside: str

@@ -329,7 +329,7 @@ def cast_for(key: str, tensor: TensorRef, casts: Iterable[CastRule]) -> DType | 
 
 
 def check_casts(mapping: VariableMapping, casts: Iterable[CastRule]) -> None:
-    """Refuse a rule that no served variable answers to: it would be no cast, in silence.
+    """Refuse a cast rule that matches no served variable.
 
     Raises:
         UsageError: no float32 or float64 variable's whole name matches.

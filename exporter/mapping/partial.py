@@ -50,7 +50,7 @@ class PartialMapping:
 def fit_partly(
     graph: InferenceGraph, catalog: Catalog, rules: MappingRules, counted: Collection[str] = ()
 ) -> PartialMapping:
-    """Whatever of the graph's variables the checkpoint certainly has.
+    """Match the variables that the checkpoint certainly has.
 
     `counted` are names that a framework numbers by itself.
 

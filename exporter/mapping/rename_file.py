@@ -47,7 +47,7 @@ class RenameTable:
         )
 
     def check(self, graph: InferenceGraph, catalog: Catalog) -> None:
-        """Refuse names that are not there: a typing error would leave a variable to other rules in silence.
+        """Refuse names that do not exist: a typing error would silently leave a variable to other rules.
 
         Raises:
             UsageError: names the line.

@@ -36,7 +36,7 @@ def find_tables(
 
 
 def stored_names(table: GraphTable, renamed: Callable[[str], str | None]) -> tuple[str, str]:
-    """What a checkpoint calls the keys and the values of a table."""
+    """The names of a table's keys and values in a checkpoint."""
     return renamed(table.keys) or table.keys, renamed(table.values) or table.values
 
 

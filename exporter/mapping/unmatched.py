@@ -48,7 +48,7 @@ class Unmatched:
 
 
 def find_unmatched(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:
-    """Compare a graph with a checkpoint as far as rules and names go; nothing is an error here."""
+    """Compare a graph with a checkpoint by rules and names; mismatches are not errors here."""
     try:
         mapping = build_mapping(graph, catalog, rules)
     except MappingError as error:

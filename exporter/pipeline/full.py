@@ -85,7 +85,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """What tells this plan from others for the same checkpoint."""
+        """A digest that differs between plans for the same checkpoint."""
         return plan_digest(self.request, self.graph, self.mapping, self.warmup, self.training)
 
     @property
@@ -107,7 +107,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class Unmatchable:
-    """A checkpoint and a graph, and what of them fits together by no rule."""
+    """A checkpoint and a graph, and the variables and tensors that no rule matches."""
 
     catalog: Catalog
     graph: InferenceGraph
@@ -214,7 +214,7 @@ def _read(
 
 
 def compare_names(request: ExportRequest) -> Unmatchable:
-    """What an export of this request would leave unmatched on both sides; nothing about that is an error.
+    """List what an export of this request would leave unmatched on both sides.
 
     Raises:
         UsageError, CheckpointError, GraphError: see errors.py.

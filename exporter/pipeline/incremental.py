@@ -114,7 +114,7 @@ class ExportedDelta:
 
     @property
     def left_out(self) -> LeftOut | None:
-        """The rows that are not what the trainer has, and how far they are from it; None if all are."""
+        """Rows that were held back, and how far they are from the trainer's; None if there are none."""
         if self.published is None:
             return self.plan.log.trained.left_out
         entry = self.published.manifest.incremental
@@ -229,7 +229,7 @@ def export_incremental(
     full_on_mismatch: bool = False,
     is_watching: bool = False,
 ) -> Incremental:
-    """Publish the next delta; a base if nothing is published yet, or if the log does not go on and may break.
+    """Publish the next delta, or a base if nothing is published yet or a new log may begin.
 
     Raises:
         ExportError: any of errors.py.

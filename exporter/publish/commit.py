@@ -168,7 +168,7 @@ TAKING_THE_LOCK = UnderLock()
 
 
 def reserve_position(model: Path, step: int | None) -> ReservedPosition:
-    """The place that what is published next would have now; its number is free as a version, too.
+    """Reserve the next position; its number is also free as a version.
 
     Raises:
         ManifestError: the newest version's manifest is damaged.
@@ -181,7 +181,7 @@ def reserve_position(model: Path, step: int | None) -> ReservedPosition:
 
 
 def next_delta_position(step: int | None, last: int | None) -> int:
-    """As `next_position`, for what takes deltas or is one.
+    """The next position of a delta, or of a base that takes deltas.
 
     Raises:
         VersionExists: see `next_position`.
@@ -365,7 +365,7 @@ def _install(staging: Staging, target: Path) -> tuple[ExportError, ...]:
 
 @contextmanager
 def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_NAME) -> Iterator[None]:
-    """Exclusive among exporters of one model, on any machine that shares the file system.
+    """Lock a model against other exporters, on any machine that shares the file system.
 
     Raises:
         TargetBusy: another exporter held it for `seconds`.

@@ -94,7 +94,7 @@ class LogDelta:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Its manifest, which says what its name says.
+        """Its manifest, checked against its name.
 
         Raises:
             ManifestError: it cannot be read, or tells of other positions.
@@ -265,7 +265,7 @@ class DeltaLog:
 
     @property
     def held(self) -> Hold:
-        """The file that holds the log."""
+        """The log's hold."""
         return Hold(self.path)
 
     def hold(self) -> int | None:

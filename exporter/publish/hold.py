@@ -69,7 +69,7 @@ class Hold:
             return b"" if self.is_set else None
 
     def put(self, position: int, staging: Staging) -> None:
-        """Set the hold; readers see the one before or this one.
+        """Set the hold atomically.
 
         Raises:
             TargetNotWritable, DiskFull, PublishError: it stays as it was.
@@ -127,7 +127,7 @@ class Hold:
             self._replace(prepared)
 
     def prepare(self, position: int, staging: Staging) -> Path:
-        """A file to become the hold later."""
+        """Write a file that can become the hold later."""
         return _written(staging, f"{position}\n".encode("ascii"))
 
     def sweep(self) -> None:

@@ -160,7 +160,7 @@ class Manifest(ManifestDraft):
 
     @property
     def state_id(self) -> str:
-        """What tells the values at its position from others that may have stood there before.
+        """An id of the values at its position, which differs if other values stood there before.
 
         A merger of deltas, and of a base and deltas, has the id of the delta whose values it leads to.
         """

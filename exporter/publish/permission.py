@@ -18,7 +18,7 @@ from exporter.publish.versions import VersionDir, read_head, version_dirs
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """What was asked for although it goes against what is published.
+    """Options that allow what a hold or a log would forbid.
 
     `despite_hold`: a version that every server would load, while the model is held. `plain`: one that takes
     no deltas, over one that does.
@@ -28,7 +28,7 @@ class Permission:
     plain: bool = False
 
     def check(self, model: Path, *, takes_deltas: bool) -> None:
-        """Refuse a version that nobody asked for.
+        """Refuse to publish over a hold, or to end a log, unless that was asked for.
 
         Raises:
             ModelHeld: the model is held.

@@ -104,7 +104,7 @@ def remove_leftovers(model: Path) -> None:
 
 
 def dead_leftovers(model: Path) -> list[Path]:
-    """What `remove_leftovers` would remove; nothing is."""
+    """List what `remove_leftovers` would remove."""
     found = [path for path in model.iterdir() if path.name.startswith((STAGING_PREFIX, TRASH_PREFIX))]
     return sorted(path for path in found if path.name.startswith(TRASH_PREFIX) or _is_dead(path))
 

@@ -36,7 +36,8 @@ class What(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something published. Of what is `DAMAGED` the name is known alone, and `problem` says what is wrong.
+    """Something that was published. Of a `DAMAGED` event only the name is known, and `problem` says what is
+    wrong.
 
     `start` is where a delta begins, `back_to` the position or version whose values came back. `parts` counts
     the publications that a merger holds, of which `merged_away` are not there any more by themselves;
@@ -65,7 +66,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Every event in the order of positions; where the model stands; None for what cannot be told."""
+    """Every event in the order of positions, and where the model stands; None for what is not known."""
 
     model: Path
     events: tuple[Event, ...]
@@ -75,7 +76,7 @@ class Timeline:
 
 
 def read_timeline(model: Path) -> Timeline:
-    """The history of a model.
+    """Read the history of a model.
 
     Raises:
         NotUpdatable: nothing is published.

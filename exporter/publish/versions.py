@@ -62,7 +62,7 @@ def version_dirs(model: Path) -> tuple[VersionDir, ...]:
 
 
 def require_base_path(model: Path) -> None:
-    """A version is no place for versions: it would change, and nobody would find what is in it.
+    """Refuse a path that is itself a version.
 
     Raises:
         UsageError: `model` is itself a version.
@@ -119,7 +119,7 @@ def read_head(directory: Path) -> ManifestHead:
 
 @contextmanager
 def lease(version: Path) -> Iterator[Manifest]:
-    """Read a published version and keep it there: retention passes over a version under a lease.
+    """Lease a published version: retention keeps it while the lease lasts.
 
     The lease is a shared lock (flock) of the version's manifest; it ends with the block or with the process.
 

@@ -45,7 +45,7 @@ class SharedNodes:
 def order_handles(
     editor: GraphEditor, state: StateNodes, handles: Iterable[str], patience_seconds: float
 ) -> SharedNodes:
-    """Let everything that takes one of `handles` (VarHandleOps) do so after the sequence was read."""
+    """Order every use of `handles` (VarHandleOps) after the first read of the sequence."""
     consumers = list(editor.graph_def.node)
     before = editor.node("before", "ReadVariableOp", [state.sequence], device=CPU, dtype=DType.INT64)
     ordered = {}
@@ -79,7 +79,7 @@ def isolate(
     with_position: bool,
     warmed: bool,
 ) -> Isolated:
-    """Let a signature be computed again where an update came between.
+    """Make a signature compute again if an update came in between.
 
     A signature that reads nothing that updates write keeps its outputs. With `warmed` its first call goes
     through the function that tries again.

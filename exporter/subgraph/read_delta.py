@@ -37,7 +37,7 @@ Dataset = Any
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a delta must be: of this lineage and schema, and if `finite` without NaN and infinity."""
+    """What a delta must have: this lineage and schema, and with `finite` neither NaN nor infinity."""
 
     lineage: str
     schema: Schema
@@ -66,7 +66,7 @@ def attempt(
     action: Callable[..., tuple[Tensor, ...]],
     fallback: Sequence[Tensor],
 ) -> Sequence[Tensor]:
-    """What `action` makes of `argument`, or `fallback` if anything in it fails."""
+    """Run `action` on `argument`; if anything in it fails, return `fallback`."""
     import tensorflow as tf
 
     return first_success(tf.data.Dataset.from_tensors(argument), action, fallback)
@@ -75,7 +75,7 @@ def attempt(
 def first_success(
     arguments: Dataset, action: Callable[..., tuple[Tensor, ...]], fallback: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """What `action` makes of the first of `arguments` that it does not fail on, else `fallback`."""
+    """Run `action` on each of `arguments` until it does not fail; if it always fails, return `fallback`."""
     import tensorflow as tf
 
     tried = arguments.map(action).ignore_errors()

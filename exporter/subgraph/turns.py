@@ -23,7 +23,7 @@ MOST_WAITING = 200
 def one_at_a_time(
     queue: str, part: Callable[[Tensor], Sequence[Tensor]], argument: Tensor
 ) -> Sequence[Tensor]:
-    """What `part` makes of `argument`, while no other call of `queue` in the process runs.
+    """Run `part` on `argument` while no other call of `queue` in the process runs.
 
     The argument and each result have a first dimension of 1. What the part reads, it reads in its turn.
     """

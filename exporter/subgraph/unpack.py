@@ -64,7 +64,7 @@ def _shapes(schema: Schema) -> list[list[int | None]]:
 
 
 def restore_rows(path: Tensor, flags: Tensor, schema: Schema) -> tuple[Tensor, Tensor]:
-    """What is wrong with packed rows, empty if nothing is, and the tensors of `schema.keys` as one, exact.
+    """Unpack rows: what is wrong with them (empty if nothing is), and the tensors of `schema.keys` as one.
 
     Fails, when the graph runs, if the bundle cannot be read or its tensors do not fit each other.
     """

@@ -69,7 +69,7 @@ class UpdateProgress:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What an update is up against before it does anything: `limit` is how far it may go.
+    """The situation that an update finds; `limit` is how far it may go.
 
     `explicit` is false if it is to go as far as it can.
     """

@@ -29,7 +29,7 @@ class UpdateTarget:
     handles: Mapping[str, Sequence[Tensor]]
 
     def writes(self, delta: ReadDelta) -> Writes:
-        """What has to be done for a delta; variables without elements have nothing to write."""
+        """The writes that a delta needs; variables without elements need none."""
         import tensorflow as tf
 
         tensors = tensors_in(delta.tensors, self.schema)

@@ -22,7 +22,7 @@ CHUNK_BYTES = 32 << 20
 
 
 class Access(Protocol):
-    """What restoring needs."""
+    """Access to variables, as restoring needs it."""
 
     def write(self, session: Session, ids: Array, values: Array) -> None:
         """Write rows `ids` of a part, or a scalar."""

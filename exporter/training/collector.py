@@ -134,7 +134,7 @@ class Collector:
         return cls(tracked, recording.groups, accesses, lambda session: SessionSource(session, accesses))
 
     def forget(self) -> None:
-        """Changes are counted from another state now: all that is compared counts as changed."""
+        """Begin to count changes from another state: everything that is compared counts as changed."""
         self._pending = dict.fromkeys(range(len(self._groups)), np.empty(0, np.int64))
         self._written.clear()
         self._digests.clear()
@@ -172,14 +172,14 @@ class Collector:
         return tuple(sorted(filter(None, changed), key=lambda entry: entry.variable.name))
 
     def commit(self) -> None:
-        """What `write` wrote is durable."""
+        """Note that what `write` wrote is durable."""
         for index in self._pending:
             self._pending[index] = np.empty(0, np.int64)
         self._digests |= self._new_digests
         self._new_digests.clear()
 
     def abandon(self) -> None:
-        """What `write` wrote is lost: all of it is to be written again."""
+        """Note that what `write` wrote is lost, so that it is written again."""
         self._written.clear()
         self._new_digests.clear()
 

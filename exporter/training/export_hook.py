@@ -52,7 +52,7 @@ class ExportSchedule:
         self._started: Path | None = None
 
     def begin(self) -> None:
-        """What is there before the training's first step is not new."""
+        """Ignore checkpoints that are there before the training's first step."""
         self._sightings.new()
 
     def look(self) -> None:
@@ -133,7 +133,7 @@ class ExportHook:
         """Do nothing: the graph is left as it is."""
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """The session's saver writes what it has restored, or initialised, at once: that is not new."""
+        """Ignore the checkpoint that the session's saver writes at once of what it restored or initialised."""
         self._has_begun = False
 
     def before_run(self, run_context: Any) -> None:

@@ -177,7 +177,7 @@ class Exports:
 
 
 def export_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The trainer's environment, less what would make the export a part of the training.
+    """The trainer's environment without the variables that would make the export part of the training.
 
     No role in a cluster, no GPU, which the trainer holds; Python finds the modules that the trainer finds.
     """

@@ -57,7 +57,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Recording:
-    """What was added to a graph. `marks` has the Ms by the names of their Ws."""
+    """The nodes that recording added to a graph. `marks` has the Ms by the names of their Ws."""
 
     groups: tuple[RowGroup, ...]
     marks: Mapping[str, Operation]

@@ -83,7 +83,7 @@ class Store:
         self._write(marker.file_name, marker.to_json())
 
     def claim(self, session: str) -> None:
-        """Note that a session has begun to write here: one that still runs learns that it is over.
+        """Note that a session has begun to write here, so that an older one stops.
 
         Raises:
             TargetNotWritable, DiskFull, PublishError: it was not noted.
@@ -141,13 +141,13 @@ class Store:
             sync(self.path)
 
     def index_signatures(self) -> frozenset[IndexSignature]:
-        """What the full checkpoints look like that are there; one that is written anew looks different."""
+        """Signatures of the full checkpoints; one that is written anew has another."""
         found = (self.index_signature(path.with_suffix("")) for path in self._ckpt_dir.glob("*.index"))
         return frozenset(filter(None, found))
 
     @staticmethod
     def index_signature(prefix: Path) -> IndexSignature | None:
-        """What one of them looks like, None if it is gone."""
+        """The signature of one full checkpoint; None if it is gone."""
         try:
             found = index_path(prefix).stat()
         except OSError:
