@@ -163,9 +163,9 @@ def test_the_source_s_own_scopes_are_not_taken(tmp_path: Path) -> None:
 
 
 BAD = {
-    "no object": ([], "no object of features"),
-    "nothing": ({}, "no object of features"),
-    "another signature that has none": ("other", "no object of features"),
+    "no object": ([], "not an object of features"),
+    "nothing": ({}, "not an object of features"),
+    "another signature that has none": ("other", "not an object of features"),
     "a number": ({"age": 3}, "'age' is not a feature"),
     "no tensor": ({"age": {"shape": []}}, "'age' is not a feature"),
     "both": ({"age": {"tensor": "in/age", "sparse": "in/ids"}}, "'age' is not a feature"),

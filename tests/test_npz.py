@@ -169,7 +169,7 @@ def test_a_damaged_header(tmp_path: Path, header: str) -> None:
 
 def test_a_huge_shape_is_no_promise(tmp_path: Path) -> None:
     header = npy_header("{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776, 1024)}")
-    with pytest.raises(TruncatedFile, match="header tells"):
+    with pytest.raises(TruncatedFile, match="header declares"):
         read_npz(zip_of(tmp_path / "m.npz", [("w.npy", header)]))
 
 

@@ -174,7 +174,7 @@ def _read_header(path: Path, member: Member) -> _Header | None:
     expected = header.size + math.prod(shape) * stored.itemsize
     if member.size != expected:
         error_type = TruncatedFile if member.size < expected else CorruptFile
-        raise error_type(f"{where} has {member.size} bytes, its header lists {expected}")
+        raise error_type(f"{where} has {member.size} bytes, its header declares {expected}")
     if header.is_fortran and expected > _MAX_TRANSPOSED_BYTES:
         raise UnsupportedFormat(
             f"{where} has its columns in sequence and is too large to be turned in memory",

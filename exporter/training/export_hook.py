@@ -133,7 +133,7 @@ class ExportHook:
         """Do nothing: the graph is left as it is."""
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Ignore the checkpoint that the session's saver writes at once of what it restored or initialised."""
+        """Ignore the checkpoint that the session's saver writes at once of what it restored."""
         self._has_begun = False
 
     def before_run(self, run_context: Any) -> None:
