@@ -32,7 +32,8 @@ confirm. A new delta is noticed at once on local disks, elsewhere within --poll-
 refuses, restarts or vanishes holds back no other. Nothing is kept but in the replicas and the directory: the
 agent may be killed at any time, and two of them do no harm.
 
-Its own port answers /metrics (Prometheus), /healthz, /readyz, /status.json, and a status page at /.
+Its own port answers /metrics (Prometheus), /healthz, /readyz, /livez,
+/status.json, and a status page at /.
 
 \b
 Examples:
@@ -89,6 +90,15 @@ def agent(
             help="Apply one delta at a time, and wait this long between two. [default: all at once]",
         ),
     ] = None,
+    audit_seconds: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.05,
+            help="Compare a sample of what each replica holds with what is published this often; "
+            "for bases exported with --with-digest. [default: never]",
+        ),
+    ] = None,
     poll_seconds: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.01, help="List directories at least this often.")
     ] = 1.0,
@@ -125,7 +135,7 @@ def agent(
         sink.json_lines = True
         models = [Model(name, path) for name, path in _models(model_base_path).items()]
         token = None if token_file is None else _token(token_file)
-        policy = Policy(refresh_s=refresh_seconds, step_s=step_seconds)
+        policy = Policy(refresh_s=refresh_seconds, step_s=step_seconds, audit_s=audit_seconds)
         settings = Settings(policy, poll_s=poll_seconds, resolve_s=resolve_seconds, deadline_s=deadline)
         journal = Journal()
         journal.read_by(partial(_tell, sink))

@@ -13,6 +13,7 @@ from serving.agent.rollout import (
     LONGEST_BACK_OFF_S,
     Action,
     Apply,
+    Audit,
     Observe,
     Observed,
     Policy,
@@ -155,6 +156,17 @@ def test_steps_are_taken_one_by_one_and_not_too_fast() -> None:
     assert next_action(observed, THREE, slow, 101.0, last_applied=99.0) == Apply(1, LINE, 1, spans((0, 1)))
     moved = observed.moved(1, 1, 1)
     assert next_action(moved, THREE, slow, 103.0, last_applied=101.0) == Apply(1, LINE, 2, spans((1, 2)))
+
+
+def test_what_is_current_is_audited_now_and_then() -> None:
+    audits = Policy(audit_s=60.0)
+    current = seen(version(1, 3), version(2, None))
+    assert next_action(current, THREE, audits, 100.0, last_audit=40.0) == Audit(1, LINE, 3)
+    assert next_action(current, THREE, audits, 100.0, last_audit=41.0) == Rest(101.0)
+    assert next_action(seen(version()), THREE, audits, 100.0) == Apply(
+        1, LINE, 3, spans((0, 1), (1, 2), (2, 3))
+    )
+    assert next_action(seen(version(position=None)), THREE, audits, 100.0) == Rest(105.0)
 
 
 def test_a_delta_that_every_replica_refuses_is_quarantined_and_a_base_wanted() -> None:

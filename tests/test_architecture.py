@@ -34,11 +34,13 @@ STAGES = [
 LEVEL = {room: level for level, rooms in enumerate(STAGES) for room in rooms}
 # What serving may know of the exporter: values and the wire, never the stages that make a model.
 SERVING_MAY_IMPORT = {"errors", "wire", "files", "local_paths", "publish"}
-# What both command lines share, and the algebra of positions, by which the agent plans as the graph does.
+# What both command lines share, the algebra of positions, by which the agent plans as the graph does,
+# and the name of what it compares.
 SERVING_SHARES = {
     "exporter.cli.completion",
     "exporter.cli.edge",
     "exporter.cli.output",
+    "exporter.delta.chunk_digest",
     "exporter.delta.spans",
 }
 # A command of the exporter that asks servers. No other module may, and none when a file is imported.

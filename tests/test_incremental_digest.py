@@ -12,8 +12,8 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exporter.delta.chunk_digest import CHUNK_ROWS, Chunk, chunk_digest, chunks
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
-from exporter.subgraph.digest import CHUNK_ROWS, Chunk, chunk_digest, chunks
 from exporter.wire.dtypes import DType
 from tests.support.updatable import Model, loaded, updatable_model
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from exporter.errors import CallFailed
 from serving.agent import rollout
+from serving.agent.audit import Audited
 from serving.agent.directory import ModelDirectory
 from serving.agent.journal import Event, Journal, What
 from serving.agent.replica import Replica
-from serving.agent.rollout import Apply, Observe, Observed, Policy, Published, Refusal, Rest
+from serving.agent.rollout import Apply, Audit, Observe, Observed, Policy, Published, Refusal, Rest
 from serving.agent.targets import Resolved, Targets
 from serving.updates import Updated
 
@@ -38,12 +39,14 @@ class Settings:
 
     `poll_s`: between two listings of a directory where nothing tells of changes. `resolve_s`: between two
     looks at what names stand for. `deadline_s`: of any call, to which the time of a catch-up is added.
+    `audit_chunks`: how many chunks an audit compares.
     """
 
     policy: Policy = field(default_factory=Policy)
     poll_s: float = 1.0
     resolve_s: float = 10.0
     deadline_s: float = 10.0
+    audit_chunks: int = 16
 
 
 class Publications:
@@ -144,6 +147,8 @@ class Worker:
         self.publications = publications
         self.observed = Observed()
         self.last_applied = 0.0
+        self.last_audit = time.monotonic()
+        self.audited: Audited | None = None
         self._journal = journal
         self._settings = settings
         self._allowed = allowed
@@ -183,7 +188,12 @@ class Worker:
     def _act(self, replica: Replica) -> None:
         now = time.monotonic()
         action = rollout.next_action(
-            self.observed, self.published, self._settings.policy, now, last_applied=self.last_applied
+            self.observed,
+            self.published,
+            self._settings.policy,
+            now,
+            last_applied=self.last_applied,
+            last_audit=self.last_audit,
         )
         match action:
             case Rest(until):
@@ -193,6 +203,8 @@ class Worker:
                 self._observe(replica)
             case Apply():
                 self._apply(replica, action)
+            case Audit():
+                self._audit(replica, action)
 
     def _observe(self, replica: Replica) -> None:
         try:
@@ -203,6 +215,8 @@ class Worker:
         before = self.observed
         self.observed = before.answered(versions, time.monotonic())
         for version, what, message in rollout.differences(before.versions, self.observed.versions):
+            if What(what) is What.RESTARTED:
+                self.audited = None
             self._tell(What(what), message, version=version.number, position=version.position)
 
     def _apply(self, replica: Replica, action: Apply) -> None:
@@ -251,6 +265,26 @@ class Worker:
         refusal = Refusal(action.lineage, way[0], reason, time.monotonic())
         self.observed = self.observed.refused(refusal)
         self._tell(What.REFUSED, f"delta {way[0]} was not taken: {reason}", version=action.version)
+
+    def _audit(self, replica: Replica, action: Audit) -> None:
+        self.last_audit = time.monotonic()
+        try:
+            found = replica.audit(action, self.publications.model.path, self._settings.audit_chunks)
+        except CallFailed as error:
+            self._failed(error)
+            return
+        before, self.audited = self.audited, found
+        if found.differing:
+            chunk = found.differing[0]
+            self._tell(
+                What.DIFFERS,
+                f"version {action.version} at position {found.position} does not hold what was published: "
+                f"{chunk.variable}, rows {chunk.start} to {chunk.stop}; start this server anew",
+                version=action.version,
+                position=found.position,
+            )
+        elif found.skipped and (before is None or before.skipped != found.skipped):
+            self._tell(What.AUDIT, f"no audit of version {action.version}: {found.skipped}")
 
     def _failed(self, error: CallFailed) -> None:
         before = self.observed

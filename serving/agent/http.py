@@ -1,4 +1,4 @@
-"""The agent's own port: /metrics, /healthz, /readyz, /status.json and the status page at /."""
+"""The agent's own port: /metrics, /healthz, /readyz, /livez, /status.json and the status page at /."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exporter.errors import ServerError
 from serving.agent.metrics import Metrics
 from serving.agent.view import FleetView
 
-_OPEN = frozenset({"/healthz", "/readyz"})
+_OPEN = frozenset({"/healthz", "/livez", "/readyz"})
 """What an orchestrator asks for without a token; nothing of the model is told there."""
 
 
@@ -65,7 +65,9 @@ class Site:
             case "/healthz":
                 return "200 OK", "text/plain", b"ok\n"
             case "/readyz":
-                return self._ready()
+                return self._probe(self.view().why_not_ready(self.fresh_within_s), "replicas are not fresh")
+            case "/livez":
+                return self._probe(self.view().wrong(), "replicas are to be started anew")
             case "/status.json":
                 body = json.dumps({"format_version": 1, **self.view().document()}, indent=2)
                 return "200 OK", "application/json", body.encode()
@@ -73,15 +75,14 @@ class Site:
                 return (
                     "404 Not Found",
                     "text/plain",
-                    b"see /, /metrics, /status.json, /healthz or /readyz\n",
+                    b"see /, /metrics, /status.json, /healthz, /livez or /readyz\n",
                 )
 
-    def _ready(self) -> tuple[str, str, bytes]:
-        reasons = self.view().why_not_ready(self.fresh_within_s)
+    def _probe(self, reasons: tuple[str, ...], summary: str) -> tuple[str, str, bytes]:
         if not reasons:
             return "200 OK", "text/plain", b"ok\n"
-        # Without a token nobody learns more than the number: messages name paths and servers.
-        text = "\n".join(reasons) if self.token is None else f"{len(reasons)} replicas are not fresh"
+        # With a token, who has none learns the number alone: messages name paths and servers.
+        text = "\n".join(reasons) if self.token is None else f"{len(reasons)} {summary}"
         return "503 Service Unavailable", "text/plain", f"{text}\n".encode()
 
 

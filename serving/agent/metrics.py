@@ -84,6 +84,9 @@ class _Standing:
         worst = gauge("worst_stale_seconds", "The largest stale_seconds of all replicas.", *of_model)
         up = gauge("replica_up", "1 if the replica answered last.", *of_replica)
         by_version = (*of_replica, "version")
+        right = gauge(
+            "replica_right", "0 if the last audit found other values than were published.", *of_replica
+        )
         position = gauge("position", "Where a version stands.", *by_version)
         step = gauge("step", "The training step whose values a version serves.", *by_version)
         behind = gauge("behind_deltas", "Deltas that a version has yet to take.", *by_version)
@@ -101,6 +104,8 @@ class _Standing:
                 worst.add_metric([model.name], model.stale_s)
             for replica in model.replicas:
                 up.add_metric([model.name, replica.address], float(replica.is_answering))
+                if replica.audited is not None and replica.audited.chunks:
+                    right.add_metric([model.name, replica.address], float(not replica.audited.differing))
                 for version in replica.versions:
                     labels = [model.name, replica.address, str(version.number)]
                     for metric, value in (
@@ -112,6 +117,5 @@ class _Standing:
                     ):
                         if value is not None:
                             metric.add_metric(labels, value)
-        yield from (
-            visible, published, wanted, quarantined, worst, up, position, step, behind, stale, age
-        )  # fmt: skip
+        yield from (visible, published, wanted, quarantined, worst, up, right)
+        yield from (position, step, behind, stale, age)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Self
 
 from exporter.errors import CallFailed
-from serving.agent.rollout import Apply, Version
+from serving.agent.audit import Audited, audit
+from serving.agent.rollout import Apply, Audit, Version
 from serving.client import ModelClient
 from serving.incremental_status import IncrementalStatus, read_incremental_status
 from serving.status import VersionState, VersionStatus, error_text
@@ -43,6 +45,14 @@ class Replica:
             return call_until_there(self._client, action.up_to, action.version)
         finally:
             self._client.deadline_s = self._deadline_s
+
+    def audit(self, action: Audit, model: Path, chunks: int) -> Audited:
+        """Compare what a version holds with what is published under `model`.
+
+        Raises:
+            CallFailed: the server did not answer, or refused.
+        """
+        return audit(self._client, model, action, chunks)
 
     def close(self) -> None:
         """End the connection."""

@@ -6,6 +6,7 @@
     | never seen, in doubt, or seen too long ago        | `Observe`                                    |
     | a version behind what its log allows              | `Apply` to exactly that version, newest first |
     | the same, but this delta was refused here         | `Apply` to the end of another, smaller one   |
+    | current, and not compared for long                | `Audit` what it holds                        |
     | a version is being loaded                         | `Rest` for a short while, then `Observe`     |
     | anything else                                     | `Rest` until it is to be looked at again     |
 
@@ -171,7 +172,16 @@ class Apply:
     chain: tuple[Span, ...]
 
 
-Action = Rest | Observe | Apply
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Compare what this version holds with what was published at its position."""
+
+    version: int
+    lineage: str
+    position: int
+
+
+Action = Rest | Observe | Apply | Audit
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +190,23 @@ class Policy:
 
     `refresh_s`: between looks, when nothing happens. `retry_refused_s`: until a refused delta is tried again
     (a network file system may show a file late). `step_s`: least time between two deltas (None: all at once).
+    `audit_s`: between two audits of a replica (None: never).
     """
 
     refresh_s: float = 5.0
     retry_refused_s: float = 60.0
     step_s: float | None = None
+    audit_s: float | None = None
 
 
 def next_action(
-    observed: Observed, published: Published, policy: Policy, now: float, *, last_applied: float = 0.0
+    observed: Observed,
+    published: Published,
+    policy: Policy,
+    now: float,
+    *,
+    last_applied: float = 0.0,
+    last_audit: float = 0.0,
 ) -> Action:
     """What to do for a replica; see the module's table."""
     if observed.failures and now < observed.retry_at:
@@ -208,6 +226,14 @@ def next_action(
         if policy.step_s is not None and now < last_applied + policy.step_s:
             return Rest(min(look_again, last_applied + policy.step_s))
         return action
+    if policy.audit_s is None:
+        return Rest(look_again)
+    due = last_audit + policy.audit_s
+    if now < due:
+        return Rest(min(look_again, due))
+    for version in observed.versions:
+        if version.position is not None and version.lineage in published.logs:
+            return Audit(version.number, version.lineage, version.position)
     return Rest(look_again)
 
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from serving.agent import rollout
+from serving.agent.audit import Audited
 from serving.agent.directory import ModelDirectory
 from serving.agent.fleet import Fleet, Worker
 from serving.agent.rollout import Published, Quarantined, Version
@@ -34,13 +35,16 @@ class VersionView:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """One model of one server. `is_answering` is False after a call that had no answer."""
+    """One model of one server. `is_answering` is False after a call that had no answer; `audited` is what
+    the last comparison with what is published found.
+    """
 
     model: str
     address: str
     is_answering: bool
     error: str
     versions: tuple[VersionView, ...]
+    audited: Audited | None = None
 
     @property
     def served(self) -> VersionView | None:
@@ -87,7 +91,7 @@ class FleetView:
         A replica must answer, serve a version, and not have been without a published delta for longer than
         `fresh_within_s`.
         """
-        reasons = []
+        reasons = [*self.wrong()]
         for model in self.models:
             if model.problem:
                 reasons.append(model.problem)
@@ -100,6 +104,15 @@ class FleetView:
                 elif (replica.served.stale_s or 0.0) > fresh_within_s:
                     reasons.append(f"{where} is {replica.served.stale_s:.1f} s behind what is published")
         return tuple(reasons)
+
+    def wrong(self) -> tuple[str, ...]:
+        """The replicas that hold something else than what was published, which only a restart mends."""
+        return tuple(
+            f"{model.name} on {replica.address} does not hold what was published"
+            for model in self.models
+            for replica in model.replicas
+            if replica.audited is not None and replica.audited.differing
+        )
 
     def document(self) -> dict[str, Any]:
         """For JSON."""
@@ -152,7 +165,7 @@ def _replica(worker: Worker, directory: ModelDirectory, now: datetime) -> Replic
         _version(version, worker.publications.current, directory, now) for version in observed.versions
     )
     answering = bool(observed.versions) and not observed.failures
-    return ReplicaView(worker.model, worker.address, answering, observed.error, versions)
+    return ReplicaView(worker.model, worker.address, answering, observed.error, versions, worker.audited)
 
 
 def _version(version: Version, published: Published, directory: ModelDirectory, now: datetime) -> VersionView:

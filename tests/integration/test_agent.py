@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,13 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from exporter.errors import CallFailed
 from exporter.publish.delta_log import read_log
 from serving.client import ModelClient
 from serving.incremental_status import read_incremental_status
 from tests.integration.chaos_world import write_graph
+from tests.support import bundles
 from tests.support.commands import export_model
 from tests.support.numpy_trainer import NumpyTrainer
 
@@ -34,10 +38,10 @@ T = TypeVar("T")
 
 @dataclass
 class Published:
-    """A trainer, and what is published of it by real commands."""
+    """A trainer, and what is published of it by real commands with `options`."""
 
     directory: Path
-    model: Path = field(init=False)
+    options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.model, self.graph = self.directory / "ranker", self.directory / "graph.meta"
@@ -59,7 +63,7 @@ class Published:
             *("--ckpt-dir", self.trainer.directory, "--out", self.model, "--model", self.graph),
             *("--input", "user=user:0", "--input", "item=item:0"),
             *[part for name in tensors for part in ("--output", f"{name}={name}:0")],
-            *("--rename", r"s/(.*)=net/\1", "--incr", *more),
+            *("--rename", r"s/(.*)=net/\1", "--incr", *self.options, *more),
         )
         assert done.code == 0, done.err
         return self.position
@@ -309,6 +313,47 @@ def test_a_damaged_delta_is_quarantined_and_a_base_asked_for(
         assert model["base_wanted"]
         assert "--updatable" in running.get("/")[1]
         data.write_bytes(good)
+
+
+def test_a_replica_that_holds_something_else_is_to_be_started_anew(tmp_path: Path) -> None:
+    """It loaded other values at the same position, as no checksum of a file can tell."""
+    published = Published(tmp_path, ("--with-digest",))
+    published.publish()
+    copy = tmp_path / "other" / "ranker"
+    shutil.copytree(published.model, copy)
+    give_other_values(copy / str(base_of(published)))
+    with ExitStack() as stack:
+        good, bad = (Server(base, stack=stack).start() for base in (published.model, copy))
+        with agent(published.model, good.address, bad.address, more=("--audit-seconds", "0.2")) as running:
+            found = wait(lambda: running.of("differs"))
+            assert {event["replica"] for event in found} == {bad.address}
+            assert running.get("/livez")[0] == 503
+            assert (
+                f'replica_right{{model="ranker",replica="{bad.address}"}} 0.0' in running.get("/metrics")[1]
+            )
+            wait(
+                lambda: (
+                    f'replica_right{{model="ranker",replica="{good.address}"}} 1.0'
+                    in running.get("/metrics")[1]
+                )
+            )
+            shutil.rmtree(copy)
+            shutil.copytree(published.model, copy)
+            bad.kill()
+            bad.start()
+            wait(lambda: running.get("/livez")[0] == 200)
+
+
+def give_other_values(version: Path) -> None:
+    """Another variable is as good as any, in a bundle whose checksums are right."""
+    prefix = version / "variables" / "variables"
+    reader = tf.train.load_checkpoint(str(prefix))
+    tensors = {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+    name = next(name for name, value in tensors.items() if value.shape == (23, 3))
+    tensors[name] = tensors[name] + np.float32(1)
+    shutil.rmtree(version / "variables")
+    (version / "variables").mkdir()
+    bundles.save(prefix, tensors)
 
 
 def test_what_is_not_mounted_is_said_and_found_again(published: Published, servers: list[Server]) -> None:

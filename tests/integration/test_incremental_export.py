@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from exporter.checkpoint.tensor_bundle import read_catalog
+from exporter.delta.chunk_digest import chunk_digest, chunks
 from exporter.delta.format import ChangeKind, Rows
 from exporter.delta.spans import Span
 from exporter.publish.commit import Staging
@@ -16,7 +17,6 @@ from exporter.publish.delta_log import read_log
 from exporter.publish.delta_publication import Publication, publish_changes
 from exporter.publish.log_entries import DeltaOrigin
 from exporter.publish.versions import read_manifest
-from exporter.subgraph.digest import chunk_digest, chunks
 from tests.conftest import ROOT
 from tests.support.commands import export_model
 from tests.support.forks import run_warm

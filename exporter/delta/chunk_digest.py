@@ -1,0 +1,74 @@
+"""Checksums of what a server holds, chunk by chunk, as an exporter computes them from its own copy.
+
+The variables of the schema, in its order, are cut along their first dimension into *chunks* of `CHUNK_ROWS`
+rows (a scalar is one row), numbered from 0 through all variables. A chunk's digest is the sum modulo 2**64 of
+mix(w + (i + 1) * 0x9E3779B97F4A7C15) over its words w: an element's bits as an unsigned integer (a complex
+one has two), i its index in the chunk, mix the finaliser of splitmix64 (S. Vigna, public domain):
+
+    z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^= z >> 31
+
+Strings have no fixed words: their chunks have the digest 0. Lookup tables have no chunks: a server gives
+their entries in an order of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exporter.delta.format import Schema, ServedVariable
+
+CHUNK_ROWS = 4096
+
+GOLDEN = 0x9E3779B97F4A7C15
+ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+LAST_SHIFT = 31
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows `start` to `stop` of a variable."""
+
+    variable: str
+    start: int
+    stop: int
+
+
+def chunks(schema: Schema) -> Iterator[Chunk]:
+    """All chunks in the order of their numbers."""
+    for variable in digested(schema):
+        rows = row_count(variable)
+        for start in range(0, rows, CHUNK_ROWS):
+            yield Chunk(variable.name, start, min(rows, start + CHUNK_ROWS))
+
+
+def chunk_digest(rows: NDArray[Any]) -> int:
+    """The digest, as a signed 64-bit integer, of one chunk's rows."""
+    if rows.dtype.kind in "OSU":
+        return 0
+    flat = np.ascontiguousarray(rows).reshape(-1)
+    words = flat.view(f"u{word_size(flat.dtype)}").astype(np.uint64)
+    words += np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    for shift, factor in ROUNDS:
+        words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
+    total = (words ^ (words >> np.uint64(LAST_SHIFT))).sum(dtype=np.uint64)
+    return int(total.astype(np.int64))
+
+
+def digested(schema: Schema) -> list[ServedVariable]:
+    """The variables that have chunks, in their order."""
+    return [variable for variable in schema.variables if variable.contents is None]
+
+
+def row_count(variable: ServedVariable) -> int:
+    """The length of the first dimension; a scalar is one row."""
+    return variable.shape[0] if variable.shape else 1
+
+
+def word_size(dtype: np.dtype[Any]) -> int:
+    """The bytes of a word: an element's, of a complex one half of it."""
+    return dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
