@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from exporter.errors import UsageError
 from exporter.graph.asset_paths import remember_paths
-from exporter.graph.feeds import cut_inputs, fix_constants, served_shape
+from exporter.graph.batch.opening import BatchSize, Ends, settle_batch
+from exporter.graph.feeds import cut_inputs, fix_constants, pipeline_batches, served_shape
 from exporter.graph.functions import mutating, served_library
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.mutable_tables import graph_tables
@@ -74,11 +75,12 @@ def clean(source: SourceGraph) -> InferenceGraph:
     variables = graph_variables(kept, source.keys)
     filling += remember_paths(kept, roots, filling, assets)
     init_op = _add_init_op(kept, filling)
+    size = _settled(index, kept, signatures.values(), moved)
 
     meta_graph = _meta_graph(source.meta_graph, index, kept, filling)
     check_filled(meta_graph, filling)
     for name, signature in source.meta_graph.signature_def.items():
-        meta_graph.signature_def[name].CopyFrom(_served_signature(index, signature, moved))
+        meta_graph.signature_def[name].CopyFrom(_served_signature(index, signature, moved, size))
     fed = {_moved(tensor, moved).node for ends in signatures.values() for tensor in ends.inputs}
     training = training_mode(meta_graph.graph_def, _roots(signatures.values(), moved), fed)
     return InferenceGraph(
@@ -90,8 +92,9 @@ def clean(source: SourceGraph) -> InferenceGraph:
         lookups=lookup_strategies(meta_graph.graph_def, variables),
         tables=graph_tables(kept, source.tables),
         training=training,
-        notes=(*source.notes, *training.notes(), *_defaults(kept, fed)),
+        notes=(*source.notes, *size.notes, *training.notes(), *_defaults(kept, fed)),
         objects=source.objects,
+        traced_rows=size.traced,
         layers={source.keys[node].key: place for node, place in source.layers.items() if node in source.keys},
     )
 
@@ -144,6 +147,25 @@ def _cut(index: GraphIndex, nodes: dict[str, Proto], signatures: Iterable[_Ends]
         check_servable(nodes, reached, fed={tensor.node for tensor in ends.inputs})
         computed |= reached.inputs.keys()
     return cut_inputs(index, nodes, {t: alias for t, alias in given.items() if t.node not in computed})
+
+
+def _settled(
+    index: GraphIndex, kept: dict[str, Proto], signatures: Iterable[_Ends], moved: Mapping[Endpoint, Endpoint]
+) -> BatchSize:
+    """How many rows requests may have; in place, the nodes that training's batch was taken out of."""
+    cut = [*dict.fromkeys(tensor for ends in signatures for tensor in ends.inputs)]
+    traced = {
+        shape[0] for tensor in cut if (shape := index.shape(tensor)) and served_shape(index, tensor) != shape
+    }
+    sizes = traced or pipeline_batches(index)
+    ends = [
+        Ends(
+            {_moved(tensor, moved): served_shape(index, tensor) for tensor in one.inputs},
+            [_moved(tensor, moved) for tensor in one.outputs],
+        )
+        for one in signatures
+    ]
+    return settle_batch(kept, ends, index.functions, sizes.pop() if len(sizes) == 1 else None)
 
 
 def _roots(signatures: Iterable[_Ends], moved: Mapping[Endpoint, Endpoint]) -> list[str]:
@@ -229,8 +251,13 @@ def _meta_graph(source: Proto, index: GraphIndex, kept: Mapping[str, Proto], fil
     return meta_graph
 
 
-def _served_signature(index: GraphIndex, signature: Proto, moved: Mapping[Endpoint, Endpoint]) -> Proto:
-    """The signature with tensors of the served graph; sizes of training batches become unknown."""
+def _served_signature(
+    index: GraphIndex, signature: Proto, moved: Mapping[Endpoint, Endpoint], size: BatchSize
+) -> Proto:
+    """The signature with tensors of the served graph; sizes of training batches become unknown.
+
+    If the graph answers one size only, that is what its batched tensors say.
+    """
     served = protos.SignatureDef()
     served.CopyFrom(signature)
     batch_sizes = set()
@@ -244,5 +271,7 @@ def _served_signature(index: GraphIndex, signature: Proto, moved: Mapping[Endpoi
                 info.tensor_shape.dim[0].size = -1
             elif role == "output" and shape and shape[0] in batch_sizes:
                 info.tensor_shape.dim[0].size = -1
+            if size.only is not None and info.tensor_shape.dim and info.tensor_shape.dim[0].size < 0:
+                info.tensor_shape.dim[0].size = size.only
             rename_tensors(info, {text: str(_moved(tensor, moved))})
     return served

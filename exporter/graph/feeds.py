@@ -157,6 +157,16 @@ def served_shape(index: GraphIndex, tensor: Endpoint) -> tuple[int, ...] | None:
     return shape
 
 
+def pipeline_batches(index: GraphIndex) -> set[int]:
+    """The sizes of the batches that a training graph's input pipeline gives, where they are fixed."""
+    sizes = set()
+    for name, node in index.nodes.items():
+        if _BATCHED.fullmatch(node.op):
+            shapes = (index.shape(Endpoint(name, at)) for at in range(len(index.output_dtypes(node) or ())))
+            sizes |= {shape[0] for shape in shapes if shape and shape[0] > 0}
+    return sizes
+
+
 def mode_switches(graph_def: Proto, feeds: Mapping[str, np.ndarray]) -> dict[str, str]:
     """The placeholders that may say whether a graph trains, with the value for inference.
 

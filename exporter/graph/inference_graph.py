@@ -120,7 +120,8 @@ class InferenceGraph:
     graph was made from, their variables naming its nodes (some of which are gone). `layers` tells where
     Keras would look for each variable of its model (by key; also for those that are not served): path, dtype,
     shape, and the layer's name. `tables` are those that are restored. `training` tells what in the graph
-    computes as training does. `notes` are for the person who exports.
+    computes as training does. `notes` are for the person who exports. `traced_rows` is the number of rows
+    that the source graph takes, if it takes one number alone.
     """
 
     source: str
@@ -134,3 +135,4 @@ class InferenceGraph:
     notes: tuple[str, ...] = ()
     objects: ObjectGraph | None = None
     layers: Mapping[str, TensorRef] = field(default_factory=dict)
+    traced_rows: int | None = None

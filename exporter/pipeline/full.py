@@ -377,5 +377,10 @@ def _verify(
         return ()
     probes = [Request(probe.signature, probe.inputs) for probe in planned.probes or planned.warmup]
     return compare_outputs(
-        planned.source, planned.mapping, bundle, requests=probes, tolerance=request.tolerance
+        planned.source,
+        planned.mapping,
+        bundle,
+        requests=probes,
+        tolerance=request.tolerance,
+        traced_rows=planned.graph.traced_rows,
     )

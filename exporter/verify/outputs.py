@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from exporter.graph.source_graph import SourceGraph
 from exporter.graph.tables import files_to_feed
 from exporter.mapping.build import TensorSource
 from exporter.mapping.build import VariableMapping as TensorMapping
+from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -58,10 +59,12 @@ def compare_outputs(
     *,
     requests: Iterable[Request] = (),
     tolerance: float,
+    traced_rows: int | None = None,
 ) -> tuple[Difference, ...]:
     """The difference of every output of every signature, the largest over the requests.
 
     Signatures without a request get generated inputs (three rows and five of small numbers, empty strings).
+    A source that takes `traced_rows` rows and no other number is asked as often as it needs for a request.
 
     Raises:
         VerificationError: a difference above `tolerance`, an answer that is not a number, or a graph that
@@ -70,12 +73,15 @@ def compare_outputs(
     requests = list(requests)
     signatures = source.meta_graph.signature_def
     asked = {request.signature for request in requests}
+    with _reported("the staged bundle"):
+        served = _served_signatures(bundle)
     for name in sorted(signatures):
         if name not in asked:
-            batches = _BATCHES if _has_open_batch(signatures[name]) else _BATCHES[:1]
-            requests += [generated(name, signatures[name], rows) for rows in batches]
+            signature = served[name] if traced_rows and name in served else signatures[name]
+            batches = _BATCHES if _has_open_batch(signature) else _BATCHES[:1]
+            requests += [generated(name, signature, rows) for rows in batches]
     with _reported(f"the source graph ({source.label})"):
-        expected = _run_source(source, mapping, requests)
+        expected = _run_source(source, mapping, requests, traced_rows)
     with _reported("the staged bundle"):
         found = _run_bundle(bundle, requests)
     differences: dict[tuple[str, str], float] = {}
@@ -125,7 +131,14 @@ def generated(name: str, signature: Proto, rows: int = _BATCHES[0]) -> Request:
     return Request(name, inputs, rows)
 
 
-def _run_source(source: SourceGraph, mapping: TensorMapping, requests: list[Request]) -> list[Feeds]:
+def _served_signatures(bundle: Path) -> Mapping[str, Proto]:
+    saved_model = protos.message_class("SavedModel").FromString((bundle / "saved_model.pb").read_bytes())
+    return dict(saved_model.meta_graphs[0].signature_def)
+
+
+def _run_source(
+    source: SourceGraph, mapping: TensorMapping, requests: list[Request], rows: int | None
+) -> list[Feeds]:
     import tensorflow as tf
 
     graph_def = tf.compat.v1.GraphDef.FromString(runnable_graph(source).SerializeToString())
@@ -139,7 +152,35 @@ def _run_source(source: SourceGraph, mapping: TensorMapping, requests: list[Requ
             files = {f"{node}:0": str(path) for node, path in files_to_feed(source).items()}
             session.run(graph.get_operation_by_name(source.init_op), files)
         fixed = {f"{node}:0": value for node, value in source.feeds.items()}
-        return [_answer(session, source.meta_graph.signature_def, request, fixed) for request in requests]
+        signatures = source.meta_graph.signature_def
+        return [_in_parts(session, signatures, request, fixed, rows) for request in requests]
+
+
+def _in_parts(session: Any, signatures: Any, request: Request, fixed: Feeds, rows: int | None) -> Feeds:
+    """The answers to a request, of a graph that takes `rows` rows and no other number, if that is given."""
+    parts = [*_parts(request, rows)]
+    answers = [_answer(session, signatures, part, fixed) for part in parts]
+    if parts[0] is request:
+        return answers[0]
+    asked = _rows_of(request)
+    return {alias: np.concatenate([answer[alias] for answer in answers])[:asked] for alias in answers[0]}
+
+
+def _parts(request: Request, rows: int | None) -> Iterator[Request]:
+    """A request as one, or in parts of so many rows, the last one filled up with the last row."""
+    asked = _rows_of(request)
+    if rows is None or not asked or asked == rows:
+        yield request
+        return
+    for start in range(0, asked, rows):
+        places = np.minimum(np.arange(start, start + rows), asked - 1)
+        yield replace(request, inputs={alias: value[places] for alias, value in request.inputs.items()})
+
+
+def _rows_of(request: Request) -> int:
+    """How many rows all inputs of a request have; 0 if they do not tell."""
+    counts = {len(value) if np.ndim(value) else 0 for value in request.inputs.values()}
+    return counts.pop() if len(counts) == 1 else 0
 
 
 def _restore(session: Any, mapping: TensorMapping) -> None:

@@ -1,0 +1,273 @@
+"""Shapes in which one dimension is counted in rows of a request: the values that `batch_rules` computes with.
+
+A dimension is a number, a number of rows (`Rows`), or None where nobody knows. A number that a constant of
+the graph gives is `Baked`: it remembers which constant, so that it can be opened if it meets rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+
+class Slot(NamedTuple):
+    """A number in the graph: element `at` of input `what` of a node, or of one of its attributes.
+
+    `what` is the input's position, "value" for the shape of a Const's own value, or an attribute's name.
+    """
+
+    node: str
+    what: str
+    at: int
+
+
+class Rows(NamedTuple):
+    """A dimension of `outer * rows * inner` elements, the rows of a request in between.
+
+    Batch-major tensors flattened have an `inner` (`[rows * time, units]`), time-major ones an `outer`.
+    """
+
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def each(self) -> int:
+        """Elements for each row."""
+        return self.outer * self.inner
+
+
+class Baked(int):
+    """A dimension that a constant gives. Computing with it gives a plain number."""
+
+    slot: Slot
+
+    @classmethod
+    def of(cls, size: int, slot: Slot) -> Baked:
+        """`size`, from `slot`."""
+        baked = cls(size)
+        baked.slot = slot
+        return baked
+
+
+class Times(NamedTuple):
+    """A number that is `each` for every row: an element of a shape."""
+
+    each: int
+
+
+Dim: TypeAlias = int | Rows | None
+Number: TypeAlias = int | Times | None
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A tensor's shape, and of small tensors of integers the numbers.
+
+    Of a handle: the shape of the variable, and the name of the variable's or the TensorArray's node.
+    """
+
+    shape: tuple[Dim, ...]
+    numbers: tuple[Number, ...] | None = None
+    handle: str = ""
+
+    @property
+    def rows_at(self) -> int | None:
+        """Which dimension counts rows, if one does."""
+        return next((at for at, dim in enumerate(self.shape) if isinstance(dim, Rows)), None)
+
+
+class Unclear(Exception):
+    """What a rule raises where it cannot tell an output's shape, or where rows of a request are mixed."""
+
+
+class Stuck(Exception):
+    """What a rule raises where the graph takes one number of rows and nothing shows how to open it."""
+
+
+@dataclass
+class Meeting:
+    """Where rows meet numbers: what is opened by now, and what has to be.
+
+    `batch` is the number of rows that the graph was traced with, None until something tells; `is_recorded` if
+    its inputs do. `opened` gives the rows that a slot now stands for; `asked` are slots that a pass found, to
+    be opened in the next one.
+    """
+
+    batch: int | None
+    is_recorded: bool
+    opened: dict[Slot, Rows] = field(default_factory=dict)
+    asked: dict[Slot, Rows] = field(default_factory=dict)
+
+    def equal(self, left: Dim, right: Dim) -> Dim:
+        """The one dimension that two are if the graph is to run.
+
+        Raises:
+            Unclear: they differ.
+            Stuck: rows meet a number that no constant gives.
+        """
+        if left is None or right is None:
+            return left if right is None else right
+        if isinstance(right, Rows) and not isinstance(left, Rows):
+            left, right = right, left
+        if isinstance(left, Rows) and not isinstance(right, Rows):
+            return self._with_number(left, right)
+        if left != right:
+            raise Unclear
+        return left
+
+    def broadcast(self, *shapes: Sequence[Dim]) -> tuple[Dim, ...]:
+        """The shape of an element-wise result.
+
+        Raises:
+            Unclear, Stuck: see `equal`.
+        """
+        rank = max(map(len, shapes), default=0)
+        padded = [(*[1] * (rank - len(shape)), *shape) for shape in shapes]
+        return tuple(self._broadcast_dims(dims) for dims in zip(*padded, strict=True))
+
+    def _broadcast_dims(self, dims: tuple[Dim, ...]) -> Dim:
+        wide = [dim for dim in dims if isinstance(dim, Rows) or dim != 1]
+        if None in wide and not all(dim is None for dim in wide):
+            raise Unclear
+        result: Dim = wide[0] if wide else dims[0]
+        kinds = {isinstance(dim, Rows) for dim in wide}
+        if len(kinds) > 1 and not self.is_recorded:
+            raise Unclear  # a request of one row may be meant, to be compared with many of the model's
+        for dim in wide[1:]:
+            result = self.equal(result, dim)
+        return result
+
+    def _with_number(self, rows: Rows, size: int) -> Dim:
+        if not self.is_all_rows(size, rows.each):
+            raise Unclear
+        if not isinstance(size, Baked):
+            raise Stuck
+        self.asked[size.slot] = rows
+        return rows
+
+    def is_all_rows(self, size: int, count: int) -> bool:
+        """True if `size` elements are those of the rows that the graph was traced with, `count` for each."""
+        if self.batch is None and size > 0 and size % count == 0:
+            self.batch = size // count
+        return self.batch is not None and size == count * self.batch
+
+    def dim(self, number: Number, slot: Slot) -> Dim:
+        """A dimension that an operation makes from a number it is given."""
+        if isinstance(number, Times):
+            return Rows(1, number.each)
+        if number is None:
+            return None
+        return self.opened.get(slot) or Baked.of(number, slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped:
+    """A tensor's new shape, and the numbers to write as its target if a baked one among them is opened."""
+
+    shape: tuple[Dim, ...]
+    target: tuple[int, ...] | None = None
+
+
+def reshape(shape: Sequence[Dim], target: Sequence[Number], meeting: Meeting) -> Reshaped:
+    """A tensor of `shape` in the shape `target`, which may have one -1 and may count rows.
+
+    Rows stay in their order: as many elements lie before and after a row's in the result. Where that is so
+    only if a number is read as the rows it was traced with, that number is opened.
+
+    Raises:
+        Unclear: the order is another one, or too little is known.
+        Stuck: the target has a fixed number of elements, and none of its numbers is the rows.
+    """
+    if None in shape or None in target:
+        raise Unclear
+    total = math.prod(_count(dim) for dim in shape)
+    at = next((at for at, dim in enumerate(shape) if isinstance(dim, Rows)), None)
+    if at is None:
+        return Reshaped(_without_rows(total, target))
+    rows = shape[at]
+    assert isinstance(rows, Rows)
+    before = math.prod(map(_count, shape[:at])) * rows.outer
+    literal = next(_as_written(before, total, target), None)
+    baked = next(_as_traced(before, total, target, meeting), None)
+    if baked is not None and literal is not None and meeting.batch == 1 and baked.shape != literal.shape:
+        raise Unclear  # 1 is everywhere: `[1, -1]` may flatten a row, or all rows
+    found = literal or baked
+    if found is not None:
+        return found
+    sizes = [number for number in target if isinstance(number, int) and number >= 0]
+    if len(sizes) == len(target) and meeting.is_all_rows(math.prod(sizes), total):
+        raise Stuck
+    raise Unclear
+
+
+def _count(dim: Dim) -> int:
+    assert dim is not None
+    return dim.each if isinstance(dim, Rows) else int(dim)
+
+
+def _without_rows(total: int, target: Sequence[Number]) -> tuple[Dim, ...]:
+    sizes = [number for number in target if isinstance(number, int)]
+    known = math.prod(size for size in sizes if size >= 0)
+    if len(sizes) < len(target) or sizes.count(-1) > 1 or (-1 in sizes and (not known or total % known)):
+        raise Unclear
+    return tuple(total // known if size == -1 else int(size) for size in sizes)
+
+
+def _as_written(before: int, total: int, target: Sequence[Number]) -> Iterator[Reshaped]:
+    """The target as it stands: its rows, or else its -1, are the request's."""
+    rows = [at for at, number in enumerate(target) if isinstance(number, Times)]
+    free = [at for at, number in enumerate(target) if number == -1]
+    if len(rows) > 1 or len(free) > 1 or not (rows or free):
+        return
+    known = math.prod(number for number in target if isinstance(number, int) and number >= 0)
+    if rows:
+        count = target[rows[0]]
+        assert isinstance(count, Times)
+        known *= count.each
+    if not known or total % known or (rows and not free and known != total):
+        return
+    rest = total // known
+    at = (rows or free)[0]
+    sizes: list[int] = [rest if number == -1 else _number(number) for number in target]
+    split = _split(before, total, sizes, at)
+    if split is not None:
+        yield Reshaped(tuple(split if here == at else size for here, size in enumerate(sizes)))
+
+
+def _as_traced(before: int, total: int, target: Sequence[Number], meeting: Meeting) -> Iterator[Reshaped]:
+    """The target with one of its numbers read as the rows that the graph was traced with."""
+    sizes = [number for number in target if isinstance(number, int)]
+    if len(sizes) < len(target) or sizes.count(-1) > 1:
+        return
+    known = math.prod(size for size in sizes if size >= 0)
+    if -1 not in sizes:
+        if not known or not meeting.is_all_rows(known, total):
+            return
+    elif meeting.batch is None or not known or total * meeting.batch % known:
+        return
+    rest = total * (meeting.batch or 0) // known
+    traced = [rest if size == -1 else size for size in sizes]
+    for at, size in enumerate(sizes):
+        if size <= 0 or not meeting.batch or size % meeting.batch:
+            continue
+        counted = [*traced[:at], size // meeting.batch, *traced[at + 1 :]]
+        split = _split(before, total, counted, at)
+        if split is not None:
+            shape: tuple[Dim, ...] = tuple(split if here == at else int(n) for here, n in enumerate(counted))
+            yield Reshaped(shape, tuple(-1 if here == at else n for here, n in enumerate(counted)))
+
+
+def _number(number: Number) -> int:
+    return number.each if isinstance(number, Times) else int(number or 0)
+
+
+def _split(before: int, total: int, counts: Sequence[int], at: int) -> Rows | None:
+    """The rows at `at`, if with these elements for each row they have as many before them as they had."""
+    ahead, behind = math.prod(counts[:at]), math.prod(counts[at + 1 :])
+    after = total // before if before else 0
+    if not ahead or not behind or not after or before % ahead or after % behind:
+        return None
+    rows = Rows(before // ahead, after // behind)
+    return rows if rows.each == counts[at] else None

@@ -1,0 +1,102 @@
+"""Numbers that may be the batch's, read where no rule tells how the rows of a request go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from exporter.graph.batch.trace import Trace
+from exporter.graph.nodes import Endpoint, attr, base_dtype, const_value, data_inputs, shape_of
+from exporter.wire.protos import Proto
+
+_MAX_SUSPECT_ELEMENTS = 64
+
+
+def suspects(
+    nodes: Mapping[str, Proto], traced: Trace, functions: Mapping[str, Proto], batch: int
+) -> Iterator[str]:
+    """Nodes with a number that may be the batch's, read where no rule tells how rows go on."""
+    for name in traced.unclear:
+        node = nodes[name]
+        if any(_may_be(number, batch) for number in _own_numbers(node)):
+            yield name
+        for body in _bodies(node, functions):
+            if any(_is_suspect(inner, batch) for inner in body):
+                yield name
+        yield from (
+            source for source in _constants_before(nodes, node, traced) if _is_suspect(nodes[source], batch)
+        )
+
+
+def _may_be(number: float, batch: int) -> bool:
+    return number == batch if batch == 1 else number > 0 and number % batch == 0
+
+
+def _own_numbers(node: Proto) -> Iterator[int]:
+    """Of attributes: how many there are of something, and the first dimension of a shape."""
+    for name in ("num", "num_split"):
+        value = attr(node, name)
+        if value is not None:
+            yield value.i
+    for name in ("shape", "element_shape"):
+        value = attr(node, name)
+        if value is not None and value.shape.dim:
+            yield value.shape.dim[0].size
+
+
+def _bodies(node: Proto, functions: Mapping[str, Proto]) -> Iterator[Iterable[Proto]]:
+    pending, seen = [node], set[str]()
+    while pending:
+        for value in pending.pop().attr.values():
+            if value.func.name in functions and value.func.name not in seen:
+                seen.add(value.func.name)
+                body = functions[value.func.name].node_def
+                pending += body
+                yield body
+
+
+def _constants_before(nodes: Mapping[str, Proto], node: Proto, traced: Trace) -> Iterator[str]:
+    """The constants that a node computes with beside what requests bring."""
+    pending, seen = [tensor.node for tensor in data_inputs(node)], set[str]()
+    while pending:
+        name = pending.pop()
+        if name in seen or name not in nodes:
+            continue
+        seen.add(name)
+        known = traced.values.get(Endpoint(name, 0))
+        if nodes[name].op == "Const":
+            yield name
+        elif known is None or known.rows_at is None:
+            pending += [tensor.node for tensor in data_inputs(nodes[name])]
+
+
+def _is_suspect(node: Proto, batch: int) -> bool:
+    """True for a constant that holds, or is as long as, a number of rows."""
+    value = attr(node, "value")
+    if node.op != "Const" or value is None:
+        return False
+    shape = shape_of(value.tensor.tensor_shape) or ()
+    if len(shape) > 1 and _may_be(shape[0], batch) and rows_are_equal(node, 0):
+        return True
+    if len(shape) > 1 or int(np.prod(shape)) > _MAX_SUSPECT_ELEMENTS:
+        return False
+    if base_dtype(value.tensor.dtype).itemsize is None:
+        return False
+    array = const_value(node)
+    return array is not None and array.dtype.kind in "iuf" and any(_may_be(n, batch) for n in array.ravel())
+
+
+def rows_are_equal(node: Proto, axis: int) -> bool:
+    """True if a constant is one value all along a dimension."""
+    tensor = node.attr["value"].tensor
+    shape = shape_of(tensor.tensor_shape) or ()
+    if not tensor.tensor_content and base_dtype(tensor.dtype).itemsize is not None:
+        fields = ("float_val", "double_val", "int_val", "int64_val", "bool_val", "half_val")
+        if all(len(getattr(tensor, name)) <= 1 for name in fields):
+            return True
+    array = const_value(node)
+    if array is None or array.shape != shape:
+        return False
+    first = np.take(array, [0], axis)
+    return bool((array == first).all())

@@ -1,0 +1,229 @@
+"""The batch size that a training graph was traced with: found where it is baked into constants, and opened.
+
+An `input_fn` whose batches have a fixed size leaves that size all over a graph: in targets of Reshapes, in
+initial states, in the declared elements of TensorArrays. Such a graph answers requests of that size alone.
+Here shapes are computed once more, with the first dimension of the requests' inputs as an unknown number
+(see `rules`). Where rows meet a number that must be theirs for the graph to run, the number is
+*opened*, and shapes are computed again, until nothing meets any more. What was opened is then proven:
+every rule keeps rows apart, so that each row's answer is the same in a request of any size.
+
+Where an operation is met that no rule knows, the sizes of requests stay open if no number near it can be the
+batch's; else the signatures tell the one size that the graph answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeGuard
+
+from exporter.graph.batch.call import Call, Findings
+from exporter.graph.batch.dims import Dim, Known, Meeting, Rows, Slot, Stuck, Unclear
+from exporter.graph.batch.rules import RULES
+from exporter.graph.control_flow import MERGES, NEXT_ITERATIONS
+from exporter.graph.nodes import Endpoint, attr, data_inputs, endpoint, shape_of
+from exporter.wire.protos import Proto
+
+_MOST_PASSES = 16
+_MAX_SUSPECT_ELEMENTS = 64
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What shapes say of a graph whose inputs have any number of rows.
+
+    `batch` is the number it was traced with, if something tells. `stuck` are nodes that take no other number,
+    `opened` the slots to be opened with their rows, `targets` new numbers for Reshapes and slices.
+    `unclear` are the nodes that depend on a request and whose outputs no rule gives.
+    """
+
+    batch: int | None
+    values: Mapping[Endpoint, Known | None]
+    opened: Mapping[Slot, Rows]
+    targets: Mapping[str, tuple[int, ...]]
+    stuck: tuple[str, ...]
+    unclear: tuple[str, ...]
+
+
+def trace(nodes: Mapping[str, Proto], inputs: Mapping[Endpoint, tuple[Dim, ...]], batch: int | None) -> Trace:
+    """Follow rows from the inputs, with their shapes, through all nodes."""
+    order, fed = _ordered(nodes), {tensor.node for tensor in inputs}
+    asking = _behind(nodes, fed)
+    meeting, loops = Meeting(batch, batch is not None), dict[str, Known | None]()
+    for _ in range(_MOST_PASSES):
+        one = _Pass(nodes, inputs, fed, asking, meeting, loops)
+        for name in order:
+            one.visit(nodes[name])
+        ends = one.loop_ends()
+        more = {slot: rows for slot, rows in meeting.asked.items() if slot not in meeting.opened}
+        meeting.opened.update(more)
+        meeting.asked.clear()
+        if more:
+            loops.clear()  # what loops began with was too little known
+        elif ends:
+            loops.update(ends)
+        else:
+            return Trace(
+                meeting.batch,
+                one.values,
+                meeting.opened,
+                one.found.targets,
+                tuple(one.stuck),
+                tuple(one.unclear),
+            )
+    return Trace(meeting.batch, {}, {}, {}, (), tuple(nodes))
+
+
+@dataclass
+class _Pass:
+    nodes: Mapping[str, Proto]
+    inputs: Mapping[Endpoint, tuple[Dim, ...]]
+    fed: Collection[str]
+    asking: Collection[str]
+    meeting: Meeting
+    loops: Mapping[str, Known | None]
+    values: dict[Endpoint, Known | None] = field(default_factory=dict)
+    found: Findings = field(default_factory=Findings)
+    stuck: list[str] = field(default_factory=list)
+    unclear: list[str] = field(default_factory=list)
+
+    def visit(self, node: Proto) -> None:
+        """Compute a node's outputs."""
+        asks = node.name in self.asking
+        outputs = self._outputs(node, asks=asks)
+        for at, known in enumerate(outputs):
+            self.values[Endpoint(node.name, at)] = self._as_recorded(node, at, known)
+        if asks and node.name not in self.fed and (not outputs or None in outputs):
+            self.unclear.append(node.name)
+
+    def _outputs(self, node: Proto, *, asks: bool) -> Sequence[Known | None]:
+        if node.name in self.fed:
+            places = [tensor.output for tensor in self.inputs if tensor.node == node.name]
+            shapes = (self.inputs.get(Endpoint(node.name, at)) for at in range(max(places) + 1))
+            return [None if shape is None else Known(shape) for shape in shapes]
+        if node.op in MERGES:
+            return [self._merged(node), Known(())]
+        rule = RULES.get(node.op)
+        if rule is None:
+            return self._recorded_shapes(node) if not asks else []
+        call = Call(node, [*map(self.values.get, data_inputs(node))], self.meeting, self.found, self.nodes)
+        try:
+            return rule(call)
+        except Stuck:
+            self.stuck.append(node.name)
+        except (Unclear, ValueError, IndexError):
+            pass
+        return self._recorded_shapes(node) if not asks else []
+
+    def _merged(self, node: Proto) -> Known | None:
+        """What branches have in common; of a loop, what it begins with unless its end is known to differ."""
+        if node.name in self.loops:
+            return self.loops[node.name]
+        sources = [tensor for tensor in data_inputs(node) if not self._closes_loop(tensor)]
+        known = [self.values.get(tensor) for tensor in sources]
+        first = known[0] if known else None
+        for other in known[1:]:
+            first = self._joined(first, other)
+        return None if first is None else replace(first, numbers=None)
+
+    def _joined(self, left: Known | None, right: Known | None) -> Known | None:
+        if (
+            left is None
+            or right is None
+            or len(left.shape) != len(right.shape)
+            or left.handle != right.handle
+        ):
+            return None
+        try:
+            dims = [self.meeting.equal(one, two) for one, two in zip(left.shape, right.shape, strict=True)]
+        except (Unclear, Stuck):
+            return None
+        return Known(tuple(dims), None, left.handle)
+
+    def _closes_loop(self, tensor: Endpoint) -> bool:
+        node = self.nodes.get(tensor.node)
+        return node is not None and node.op in NEXT_ITERATIONS
+
+    def loop_ends(self) -> dict[str, Known | None]:
+        """The loops whose iterations do not end with what they begin with, and what both have in common."""
+        found: dict[str, Known | None] = {}
+        for node in self.nodes.values():
+            if node.op not in MERGES:
+                continue
+            ends = [tensor for tensor in data_inputs(node) if self._closes_loop(tensor)]
+            known = self.values.get(Endpoint(node.name, 0))
+            if ends and known is not None:
+                after = self._joined(known, self.values.get(ends[0]))
+                if after is None or after.shape != known.shape:
+                    found[node.name] = after
+        return found
+
+    def _as_recorded(self, node: Proto, at: int, known: Known | None) -> Known | None:
+        """An output's shape, if it is what TensorFlow wrote down when the graph was made."""
+        recorded = _recorded(node, at)
+        if known is None or recorded is None or known.handle or node.name in self.fed:
+            return known
+        if len(recorded) != len(known.shape):
+            return None
+        for size, dim in zip(recorded, known.shape, strict=True):
+            traced = self.meeting.batch and dim.each * self.meeting.batch if isinstance(dim, Rows) else dim
+            if size >= 0 and traced is not None and traced != size:
+                return None
+        return known
+
+    def _recorded_shapes(self, node: Proto) -> Sequence[Known | None]:
+        """What is known of an output that no request changes."""
+        value = attr(node, "_output_shapes")
+        shapes = [shape_of(shape) for shape in value.list.shape] if value is not None else []
+        return [
+            Known(shape) if shape is not None and min(shape, default=0) >= 0 else None for shape in shapes
+        ]
+
+
+def _is_whole(shape: tuple[int, ...] | None) -> TypeGuard[tuple[int, ...]]:
+    return shape is not None and min(shape, default=0) >= 0
+
+
+def _recorded(node: Proto, at: int) -> tuple[int, ...] | None:
+    value = attr(node, "_output_shapes")
+    if value is None or at >= len(value.list.shape):
+        return None
+    return shape_of(value.list.shape[at])
+
+
+def _behind(nodes: Mapping[str, Proto], fed: Collection[str]) -> set[str]:
+    """The nodes that depend on a request, also round a loop."""
+    readers: dict[str, list[str]] = {}
+    for node in nodes.values():
+        for tensor in data_inputs(node):
+            readers.setdefault(tensor.node, []).append(node.name)
+    pending, found = [*fed], {*fed}
+    while pending:
+        for reader in readers.get(pending.pop(), ()):
+            if reader not in found:
+                found.add(reader)
+                pending.append(reader)
+    return found
+
+
+def _ordered(nodes: Mapping[str, Proto]) -> list[str]:
+    """The nodes, each behind what it reads; a loop begins at its Merge."""
+    order: list[str] = []
+    state = dict[str, bool]()
+    for root in nodes:
+        pending = [root]
+        while pending:
+            name = pending[-1]
+            if name in state:
+                pending.pop()
+                if not state[name]:
+                    state[name] = True
+                    order.append(name)
+                continue
+            state[name] = False
+            node = nodes[name]
+            sources = {endpoint(text).node for text in node.input if not text.startswith("^")}
+            if node.op in MERGES:
+                sources = {source for source in sources if nodes[source].op not in NEXT_ITERATIONS}
+            pending += [source for source in sources if source not in state]
+    return order
