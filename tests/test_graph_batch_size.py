@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph
-from tests.graph_runs import Trained, serve, train
+from tests.support.graph_runs import Trained, serve, train
 
 BATCH = 32
 STEPS = 5
