@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterable, Sequence
 
@@ -24,8 +25,12 @@ def text(words: str) -> str:
 
 
 def code(words: str) -> str:
-    """Code in a table."""
-    return f"`{words}`".replace("|", "\\|")
+    """Code in a table; a bar in it is written so that GitHub and Python-Markdown both show it."""
+    return (
+        f"<code>{html.escape(words, quote=False).replace('|', '&#124;')}</code>"
+        if "|" in words
+        else f"`{words}`"
+    )
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
