@@ -276,20 +276,25 @@ def _drive(
     started = time.perf_counter() + 0.1
 
     def ask() -> None:
-        while (number := next(requests_)) < total:
+        """Until the time is over, and on a slow machine until one request has begun after an update."""
+        is_updated = False
+        while (number := next(requests_)) < total or not is_updated:
+            is_updated = updated.is_set()
             due = started + number / _REQUESTS_A_SECOND
             time.sleep(max(0.0, due - time.perf_counter()))
             answer = server.predict(ids)
             late.append(time.perf_counter() - due)
             answers.append(answer.tobytes())
 
-    done = threading.Event()
+    done, updated = threading.Event(), threading.Event()
 
     def update_each_second() -> None:
         for number, position in enumerate(updates):
             if done.wait(max(0.0, started + number + 0.5 - time.perf_counter())):
                 return
             server.update(position)
+            updated.set()
+        updated.set()
 
     with ThreadPoolExecutor() as pool:
         updating = pool.submit(update_each_second)

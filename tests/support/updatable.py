@@ -173,21 +173,18 @@ class Loaded:
         return int(self.call(STATUS_SIGNATURE, probe=[0])["position"][0])
 
     def values(self, schema: Schema) -> dict[str, np.ndarray]:
-        """What every variable holds, read by its handle."""
-        graph = self.session.graph
-        with graph.as_default():
-            return {v.name: self._read(v.name) for v in schema.variables}
+        """What every variable holds, read by its handle; in one call, as each new one is compiled."""
+        with self.session.graph.as_default():
+            return self.session.run({v.name: self._read(v.name) for v in schema.variables})
 
-    def _read(self, name: str) -> np.ndarray:
+    def _read(self, name: str) -> Any:
         graph = self.session.graph
-        reads = f"test_read/{name}:0"
         try:
-            tensor = graph.get_tensor_by_name(reads)
+            return graph.get_tensor_by_name(f"test_read/{name}:0")
         except KeyError:
             handle = graph.get_tensor_by_name(f"{name}:0")
             dtype = tf.as_dtype(graph.get_operation_by_name(name).get_attr("dtype"))
-            tensor = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype, name=f"test_read/{name}")
-        return self.session.run(tensor)
+            return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype, name=f"test_read/{name}")
 
 
 @contextmanager
