@@ -131,11 +131,11 @@ def test_an_older_increment_than_the_full_checkpoint_is_history(published: tuple
 @pytest.mark.parametrize(
     ("keys", "values", "words"),
     [
-        ([0, 12], np.zeros((2, 3), np.float32), "are no rows of 12 x"),
-        ([0, -1], np.zeros((2, 3), np.float32), "are no rows of 12 x"),
-        ([0, 1], np.zeros((1, 3), np.float32), "are no rows of 12 x"),
-        ([0, 1], np.zeros((2, 4), np.float32), "are no rows of 12 x"),
-        ([0, 1], np.zeros((2, 3), np.float64), "are no rows of 12 x"),
+        ([0, 12], np.zeros((2, 3), np.float32), "are not rows of 12 x"),
+        ([0, -1], np.zeros((2, 3), np.float32), "are not rows of 12 x"),
+        ([0, 1], np.zeros((1, 3), np.float32), "are not rows of 12 x"),
+        ([0, 1], np.zeros((2, 4), np.float32), "are not rows of 12 x"),
+        ([0, 1], np.zeros((2, 3), np.float64), "are not rows of 12 x"),
         ([0, 1], None, "has no values beside it"),
     ],
 )

@@ -184,7 +184,7 @@ class Walk:
         value = group.attrs[name]
         items = [value] if isinstance(value, str | bytes) else np.asarray(value).ravel().tolist()
         if not all(isinstance(item, str | bytes) for item in items):
-            raise Refused("CorruptFile", f" is damaged at {path!r}: {name} is no text")
+            raise Refused("CorruptFile", f" is damaged at {path!r}: {name} is not text")
         return [item.decode("utf-8", "replace") if isinstance(item, bytes) else item for item in items]
 
     def _dataset(self, dataset: Any, path: str) -> None:

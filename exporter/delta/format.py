@@ -354,7 +354,7 @@ def check_lookups(schema: Schema, changes: Mapping[str, Change]) -> None:
             raise ValueError(f"{keys!r} and {values!r} are not as many")
         for half in pair:
             if half.contents and half.contents.has_all_buckets and not all(map(_is_power_of_two, lengths)):
-                raise ValueError(f"{half.name!r} are {max(lengths)} buckets, which are no power of two")
+                raise ValueError(f"{half.name!r} are {max(lengths)} buckets, which is not a power of two")
 
 
 def _is_power_of_two(number: int) -> bool:

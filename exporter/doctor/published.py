@@ -77,7 +77,7 @@ def strangers(model: Path) -> Iterator[Finding]:
                 Check.STRANGERS, Level.WARNING, f"version {child.path} {what} {newest}", remedy, "no manifest"
             )
         else:
-            what = "is no SavedModel, and servers take it for the newest version: they load no other"
+            what = "is not a SavedModel, but servers take it for the newest version and load no other"
             yield Finding(Check.STRANGERS, Level.WRONG, f"{child.path} {what}", remedy)
 
 

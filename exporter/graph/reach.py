@@ -123,7 +123,7 @@ def check_acyclic(nodes: Mapping[str, Proto], reached: Reached) -> None:
                 ready.append(reader)
     if left:
         raise GraphError(
-            f"the graph has a cycle that is no loop: {_a_cycle(waits_for, left)}",
+            f"the graph has a cycle outside of any loop: {_a_cycle(waits_for, left)}",
             hint="write the .meta again from the training program",
         )
 

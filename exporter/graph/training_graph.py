@@ -118,6 +118,6 @@ def _restored_names(index: GraphIndex, restore_op: str) -> dict[str, None]:
         source = data_inputs(node)[1].node if len(data_inputs(node)) > 1 else ""
         value = const_value(index.nodes[source]) if source in index.nodes else None
         if value is None:
-            raise GraphError(f"{name!r} restores names that are no constants of the graph")
+            raise GraphError(f"{name!r} restores names that are not constants of the graph")
         found |= dict.fromkeys(bytes(text).decode("utf-8", "surrogateescape") for text in value.ravel())
     return found

@@ -139,7 +139,7 @@ class DeepRecIncrement:
         fits = values.shape == (*ids.shape, *tensor.shape[1:]) and values.dtype == tensor.dtype.numpy
         if not fits or (len(ids) and not 0 <= ids.min() <= ids.max() < count):
             raise CorruptFile(
-                f"{self.path}: {name!r} and its values are no rows of {count} x {list(tensor.shape[1:])}"
+                f"{self.path}: {name!r} and its values are not rows of {count} x {list(tensor.shape[1:])}"
             )
         return Rows(ids + start, values)
 

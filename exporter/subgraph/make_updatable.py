@@ -207,7 +207,7 @@ def _served(graph: InferenceGraph, found: Mapping[str, Use]) -> Served:
     served = {**_variables(graph.variables, found), **_lookups(graph)}
     if not served:
         raise NotServable(
-            "there is nothing to update: the model serves nothing from variables",
+            "there is nothing to update: the model has no variables",
             cause="its answers depend on requests, constants and assets alone",
             hint="publish a plain version: leave --incr or --updatable out",
         )

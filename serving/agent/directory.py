@@ -70,7 +70,7 @@ class ModelDirectory:
 
     def _read(self) -> Published:
         if not self.path.is_dir():
-            return Published(problem=f"{self.path} is no directory: is its volume mounted?")
+            return Published(problem=f"{self.path} is not a directory: is its volume mounted?")
         versions = [child for child in version_dirs(self.path) if child.has_manifest]
         if not versions:
             lost = ": is its volume mounted?" if self._was_seen else ""

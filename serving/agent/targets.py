@@ -69,7 +69,7 @@ def _host_and_port(target: str) -> tuple[str, int]:
     host, _, port = with_port(target.removeprefix(MANY)).rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(
-            f"--target {target} is no address",
+            f"--target {target} is not an address",
             cause=f"after {MANY} a name is expected, and a port if it is not {GRPC_PORT}",
             hint=f"write {MANY}model-servers:8500",
         )

@@ -236,7 +236,7 @@ def test_a_token_guards_all_but_the_probes(published: Published, tmp_path: Path)
     [
         (("--model-base-path", "gs://b/m", "--target", "h:1"), "gs://"),
         (("--model-base-path", "a/m", "--model-base-path", "b/m", "--target", "h:1"), "twice"),
-        (("--model-base-path", "m", "--target", "dns:///"), "is no address"),
+        (("--model-base-path", "m", "--target", "dns:///"), "is not an address"),
         (("--model-base-path", "m", "--target", "h:1", "--token-file", "missing"), "cannot be read"),
     ],
 )
