@@ -15,6 +15,8 @@ from tests.support.guide_pages import OUTPUT, ROOT, Block, Page, pages
 
 PAGES = pages()
 BLOCKS = [block for page in PAGES for block in page.blocks]
+OTHERS = [Page(name) for name in ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")]
+"""Pages for people who have the repository before them: nothing in them is typed as it stands."""
 
 
 def followed_pages() -> set[str]:
@@ -95,7 +97,11 @@ def test_functions_that_the_guide_names_exist() -> None:
     assert [name for name in sorted(named) if not callable(getattr(exporter, name, None))] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_beside_the_guide_have_nothing_to_run() -> None:
+    assert {block.language for page in OTHERS for block in page.blocks} <= OUTPUT
+
+
+@pytest.mark.parametrize("page", PAGES + OTHERS, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Page) -> None:
     here = (ROOT / page.name).parent
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.text, flags=re.DOTALL)):

@@ -57,7 +57,7 @@ class Block:
 
     @property
     def commands(self) -> list[Command]:
-        joined = self.text.replace("\\\n", "")
+        joined = re.sub(r"\\\n\s*", "", self.text)
         _, *typed = re.split(r"^\$ ", joined, flags=re.MULTILINE)
         return [Command(*_first_line(each)) for each in typed]
 
