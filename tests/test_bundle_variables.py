@@ -233,6 +233,25 @@ class TestChanges:
         with pytest.raises(CheckpointChanged, match=rf"has {catalog.shard_sizes[0] + by} bytes now"):
             write_variables(keep(catalog), tmp_path / "1", data=data)
 
+    @pytest.mark.parametrize("how", ["replaced", "written to"])
+    def test_a_shard_that_changes_while_it_is_linked(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    ) -> None:
+        """Its size is right, and its bytes are another checkpoint's."""
+        catalog = checkpoint(tmp_path / "model.ckpt")
+        link = os.link
+
+        def late(source: Path, target: Path) -> None:
+            newer = source.with_name("newer")
+            shutil.copyfile(source, newer) if how == "replaced" else os.utime(source, ns=(0, 0))
+            if how == "replaced":
+                newer.replace(source)
+            link(source, target)
+
+        monkeypatch.setattr(os, "link", late)
+        with pytest.raises(CheckpointChanged, match="replaced or written to while it was linked"):
+            write_variables(keep(catalog), tmp_path / "1", data=DataMode.LINK)
+
     def test_a_shard_that_shrinks_during_the_copy(self, tmp_path: Path) -> None:
         source = tmp_path / "source"
         source.write_bytes(bytes(1000))

@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 from exporter.delta.format import Change, ChangeKind, Rows
+from exporter.graph.saved_model import read_saved_model
 from exporter.subgraph.make_updatable import IsolationMode
 from tests.support.updatable import Loaded, Model, loaded, updatable_model
 
@@ -242,6 +243,15 @@ def test_tables_are_read_by_rows_alone(model: Model) -> None:
     forwarded = {node.name for node in graph_def.node if node.op == "Identity" and set(node.input) & tables}
     readers = {node.op for node in graph_def.node if set(node.input) & forwarded}
     assert readers <= {"ResourceGather", "StatefulPartitionedCall"}
+
+
+def test_chunks_are_written_under_the_lock_of_their_table(model: Model) -> None:
+    """No response may have half of a row; whether one would, a race decides."""
+    saved_model = read_saved_model(model.version)
+    functions = saved_model.meta_graphs[0].graph_def.library.function
+    chunks = [node for each in functions for node in each.node_def if node.op == "ResourceScatterNdUpdate"]
+    assert len(chunks) >= 2
+    assert all(node.attr["use_locking"].b for node in chunks)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,7 +23,7 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
-from exporter.publish.retention import ROLLBACK_POSITIONS
+from exporter.publish.retention import GRACE_SECONDS, ROLLBACK_POSITIONS, retire_deltas
 from tests.support.logs import Serving, Trainer, Values, assert_same_bits, publish_base, request, values_at
 from tests.test_min_change import drift
 
@@ -183,6 +185,20 @@ def test_a_replica_inside_a_merger_of_inexact_deltas_goes_on(tmp_path: Path) -> 
     assert not any(delta.start == lagging.position for delta in log.deltas)
     lagging.apply(world.model)
     assert_same_bits(lagging.values, values_at(log))
+
+
+def test_a_delta_of_a_clock_that_is_ahead_keeps_those_that_lead_on_from_it(tmp_path: Path) -> None:
+    """It is young for long, and young deltas count for nothing yet; but servers take it."""
+    world = World(tmp_path, seed=3)
+    for _ in range(3):
+        world.export()
+    first = read_log(world.model).deltas[0].path / "manifest.json"
+    manifest = json.loads(first.read_text())
+    first.write_text(json.dumps(manifest | {"created": "2999-01-01T00:00:00.000000Z"}))
+    soon = time.time() + 2 * GRACE_SECONDS
+    log = read_log(world.model)
+    assert retire_deltas(log, now=soon, rollback_positions=1).removed == ()
+    assert len(log.chain(log.base.at.position)) == 3
 
 
 def test_a_base_whose_manifest_is_damaged_keeps_its_way(tmp_path: Path) -> None:

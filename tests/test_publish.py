@@ -18,6 +18,7 @@ from exporter.errors import (
     Exit,
     ManifestError,
     PositionError,
+    PositionMoved,
     PublishError,
     TargetBusy,
     TargetNotWritable,
@@ -26,10 +27,15 @@ from exporter.errors import (
     VersionExists,
 )
 from exporter.files import writing
+from exporter.pipeline import log_maintenance
+from exporter.pipeline.incremental import execute_incremental, export_incremental, plan_incremental
 from exporter.publish.commit import Staging, VersionRule, next_position, publish_version, reserve_position
+from exporter.publish.delta_log import read_log
+from exporter.publish.permission import Permission
 from exporter.publish.staging import remove_leftovers
 from exporter.publish.versions import last_position, lease, read_manifest, served_version, version_dirs
 from exporter.wire.crc32c import masked_crc
+from tests.support.logs import Serving, Trainer, publish_base, request
 from tests.support.publishing import (
     FILES,
     SHARD,
@@ -451,3 +457,52 @@ def test_a_version_directory_that_may_not_be_looked_into_is_named(
     with pytest.raises(ManifestError, match="cannot be looked at") as caught:
         version_dirs(tmp_path)
     assert caught.value.cause == "Permission denied"
+
+
+@pytest.fixture
+def log_at_13(tmp_path: Path) -> tuple[Trainer, Path]:
+    """A base at 10, a delta to 13, and a trainer that is at 16."""
+    trainer, model = Trainer(tmp_path / "train"), tmp_path / "model"
+    trainer.save()
+    publish_base(trainer, Serving(), model)
+    for step in (13, 16):
+        trainer.train()
+        trainer.step = step
+        trainer.save()
+        if step == 13:
+            export_incremental(request(trainer, model))
+    return trainer, model
+
+
+def test_a_position_that_was_reserved_before_a_delta_came_is_lost(log_at_13: tuple[Trainer, Path]) -> None:
+    """It is baked into what is published: two things would stand where servers take them for one."""
+    trainer, model = log_at_13
+    place = reserve_position(model, 20)
+    export_incremental(request(trainer, model))
+    with Staging(model) as staging, pytest.raises(PositionMoved, match="is the newest now, it was 13"):
+        fill(staging.path)
+        publish_version(staging, draft(20), place=place, permission=Permission(plain=True))
+    assert versions(model) == [10]
+
+
+def test_a_delta_that_was_planned_before_another_came_is_not_published(
+    log_at_13: tuple[Trainer, Path],
+) -> None:
+    """It would lead servers past the other one, whose rows it does not have."""
+    trainer, model = log_at_13
+    planned = plan_incremental(request(trainer, model))
+    log_maintenance.rollback(model, 10)
+    with pytest.raises(PositionMoved, match="is the newest now, it was 13"):
+        execute_incremental(planned)
+    assert [delta.end for delta in read_log(model).deltas] == [13, 14]
+
+
+def test_a_reserved_version_that_somebody_made_meanwhile_is_lost(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    publish(model, step=10)
+    place = reserve_position(model, 20)
+    (model / "20").mkdir()
+    with Staging(model) as staging, pytest.raises(VersionExists):
+        fill(staging.path)
+        publish_version(staging, draft(20), place=place)
+    assert list((model / "20").iterdir()) == []

@@ -18,6 +18,7 @@ from exporter.errors import DiskFull, ManifestError, ModelHeld, UsageError
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
+from exporter.publish.hold import Hold
 from exporter.publish.log_entries import DeltaOrigin
 from tests.support.logs import Serving, Trainer, assert_same_bits, publish_base, request, set_hold, values_at
 
@@ -266,3 +267,19 @@ def test_a_merger_does_not_lead_servers_past_a_rollback_again(model: Path) -> No
     assert log_maintenance.merge(model) is not None, "to the rollback's own position everybody may go"
     log_maintenance.resume(model)
     assert log_maintenance.merge(model, 10, 30) is not None
+
+
+def test_what_comes_after_the_delta_is_there_does_not_undo_its_hold(
+    model: Path, known: dict[int, Values], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interruption between the delta and the end: servers have it already, and are to go no further."""
+
+    def interrupted(hold: Hold, prepared: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Hold, "settle", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        log_maintenance.rollback(model, 10)
+    log = read_log(model)
+    assert log.at.position == log.hold() == 31
+    is_at(log, known[10])

@@ -12,21 +12,24 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
+_PRELOADED = [
+    "tensorflow",
+    "pytest",
+    "exporter.pipeline.full",
+    "exporter.pipeline.incremental",
+    "exporter.verify.log",
+    "tests.support.logs",
+    "tests.support.publishing",
+    "tests.integration.increment_nodes",
+]
+if gone := [name for name in _PRELOADED if find_spec(name) is None]:  # a server passes over it in silence
+    raise ImportError(f"there is no module {gone[0]}")
+
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "tensorflow",
-        "pytest",
-        "exporter.pipeline.full",
-        "exporter.pipeline.incremental",
-        "exporter.verify.log",
-        "tests.support.logs",
-        "tests.support.publishing",
-        "tests.integration.increment_nodes",
-    ]
-)
+FORKS.set_forkserver_preload(_PRELOADED)
 
 
 def run_warm(program: Path | str, *arguments: object, timeout_s: float = 300) -> str:
