@@ -12,6 +12,7 @@ tensorflow/python/distribute/multi_worker_util.py. An evaluator is never the chi
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -20,7 +21,6 @@ from enum import StrEnum
 from typing import Any
 
 from exporter.errors import RoleUnknown
-from exporter.wire.json_fields import FieldError, Fields, parse_object
 
 _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 _HOSTS = ("JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST")
@@ -153,13 +153,9 @@ def is_chief(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _task(environ: Mapping[str, str]) -> Task | None:
-    if text := environ.get("TF_CONFIG", "").strip():
-        try:
-            task = _in_tf_config(parse_object(text, "TF_CONFIG"))
-        except FieldError as error:
-            raise RoleUnknown("TF_CONFIG does not tell what this node is", cause=str(error)) from error
-        if task is not None:
-            return task
+    text = environ.get("TF_CONFIG", "").strip()
+    if text and (task := _in_tf_config(_config(text))) is not None:
+        return task
     # JOB_NAME alone says nothing: build servers set it, too.
     beside = ("TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS")
     if environ.get("JOB_NAME", "").strip() and any(environ.get(name, "").strip() for name in beside):
@@ -167,29 +163,56 @@ def _task(environ: Mapping[str, str]) -> Task | None:
     return None
 
 
-def _in_tf_config(config: Fields) -> Task | None:
-    cluster = config.object("cluster") if config.document.get("cluster") else None
-    jobs = {name: _indices(cluster, name) for name in cluster.document} if cluster else {}
+def _in_tf_config(config: Mapping[str, Any]) -> Task | None:
+    cluster = _object(config.get("cluster"), "cluster")
+    jobs = {name: _indices(addresses, name) for name, addresses in cluster.items()}
     jobs = {name: indices for name, indices in jobs.items() if indices}
-    task = config.object("task") if config.document.get("task") or jobs else None
-    if task is None or ("type" not in task.document and not jobs):
+    task = _object(config.get("task"), "task")
+    if "type" not in task and not jobs:
         return None
-    type_ = _type(task.text("type"), "TF_CONFIG")
-    given = task.document.get("index")
+    if not isinstance(task.get("type"), str):
+        found = f".type is {task.get('type')!r}, expected a string" if task else " is missing"
+        raise _unclear(f"TF_CONFIG.task{found}")
+    type_ = _type(task["type"], "TF_CONFIG")
+    given = task.get("index")
     index = 0 if given is None and type_ in _ALONE_IN_THEIR_JOB else _index(given, "TF_CONFIG.task.index")
     return _checked(Task(type_, index, jobs, "TF_CONFIG"))
 
 
-def _indices(cluster: Fields, job: str) -> frozenset[int]:
+def _config(text: str) -> Mapping[str, Any]:
+    try:
+        return _object(json.loads(text, object_pairs_hook=_unique), "")
+    except (ValueError, RecursionError) as error:
+        raise _unclear(f"TF_CONFIG is not valid JSON: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("an object names a key twice")
+    return found
+
+
+def _object(value: Any, name: str) -> Mapping[str, Any]:
+    """An object; nothing at all is an empty one."""
+    if value is not None and not isinstance(value, dict):
+        raise _unclear(f"TF_CONFIG{name and '.'}{name} is {value!r:.60}, expected an object")
+    return value or {}
+
+
+def _unclear(cause: str) -> RoleUnknown:
+    return RoleUnknown("TF_CONFIG does not tell what this node is", cause=cause)
+
+
+def _indices(addresses: Any, job: str) -> frozenset[int]:
     """The tasks of a job, which lists their addresses, or maps some of their indices to addresses."""
-    match cluster.document[job]:
-        case list() as addresses:
+    match addresses:
+        case list():
             return frozenset(range(len(addresses)))
-        case dict() as sparse:
-            return frozenset(_index(index, f"TF_CONFIG.cluster.{job}") for index in sparse)
+        case dict():
+            return frozenset(_index(index, f"TF_CONFIG.cluster.{job}") for index in addresses)
         case None:
             return frozenset()
-    raise cluster.fail(job, "a list of addresses")
+    raise _unclear(f"TF_CONFIG.cluster.{job} is {addresses!r:.60}, expected a list of addresses")
 
 
 def _in_hosts(environ: Mapping[str, str]) -> Task:

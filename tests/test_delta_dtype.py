@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import read_delta
@@ -23,8 +23,8 @@ from exporter.options import DeltaDtype
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
-from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
-from exporter.wire.json_fields import FieldError, parse_object
+from exporter.publish.log_entries import BaseDocument, DeltaEntry, DeltaOrigin
+from exporter.wire.json_documents import DocumentError, decode, encode
 from tests.support.commands import export_model
 from tests.support.logs import (
     Serving,
@@ -316,8 +316,8 @@ def test_a_base_remembers_what_was_rounded(trainer: Trainer, tmp_path: Path) -> 
     rounded = export(trainer, tmp_path / "model", BFLOAT16).rounded
     trained = read_log(tmp_path / "model").trained
     entry = replace(read_log(tmp_path / "model").base.entry, trained=trained)
-    text = json.dumps(entry.to_json())
-    assert type(entry).from_fields(parse_object(text, "it")).trained.rounded == rounded
+    document = decode(encode(entry.document()), BaseDocument, "it", written=encode)
+    assert type(entry).of(document).trained.rounded == rounded
 
 
 def test_the_command_says_how_far_off_rounded_rows_are(trainer: Trainer, tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_a_dtype_that_is_none_or_goes_with_nothing_is_a_usage_error(
 
 def test_what_was_rounded_survives_a_manifest() -> None:
     said = Rounded(INT8, 7, 0.09999999999999999)
-    assert Rounded.from_fields(parse_object(json.dumps(said.to_json()), "it")) == said
+    assert decode(encode(said), Rounded, "it", written=encode) == said
 
 
 @pytest.mark.parametrize(
@@ -361,8 +361,8 @@ def test_what_was_rounded_survives_a_manifest() -> None:
 def test_a_damaged_entry_is_named(field: str, value: str) -> None:
     fields = {"dtype": '"int8"', "rows": "1", "largest": "0.1"} | {field: value}
     text = ", ".join(f'"{key}": {each}' for key, each in fields.items())
-    with pytest.raises(FieldError, match=rf"it\.{field} is "):
-        Rounded.from_fields(parse_object(f"{{{text}}}", "it"))
+    with pytest.raises(DocumentError, match=rf"it\.{field}: "):
+        decode(f"{{{text}}}", Rounded, "it", written=encode)
 
 
 @given(
@@ -373,4 +373,4 @@ def test_what_was_rounded_before_counts_until_all_is_sent_anew(said: list[Rounde
     for each in said:
         total = each.since(total)
     assert total == Rounded(INT8, sum(each.rows for each in said), max(each.largest for each in said))
-    assert replace(said[0], dtype=BFLOAT16).since(total) == replace(said[0], dtype=BFLOAT16)
+    assert structs.replace(said[0], dtype=BFLOAT16).since(total) == structs.replace(said[0], dtype=BFLOAT16)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
@@ -237,8 +238,12 @@ def test_a_full_checkpoint_joins_the_chain_by_its_milestone() -> None:
     noted = (CheckpointMarker(LATER, "run", "b", False, "1" * 32),)
     chain = history(("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), markers=noted)
     assert names(chain.after(LATER)) == ["c"]
-    assert names(chain.after(replace(LATER, digest="3" * 64))) == []  # the same name and step, other values
-    assert names(chain.after(replace(LATER, name="model.ckpt-1"))) == ["c"]  # another name, the same values
+    assert (
+        names(chain.after(structs.replace(LATER, digest="3" * 64))) == []
+    )  # the same name and step, other values
+    assert names(chain.after(structs.replace(LATER, name="model.ckpt-1"))) == [
+        "c"
+    ]  # another name, the same values
 
 
 def test_a_full_checkpoint_that_was_written_before_the_first_increment_joins_the_chain() -> None:
@@ -282,7 +287,7 @@ def test_files_of_releases_that_noted_no_session_may_lead_on_but_not_for_certain
     assert names(chain.after(LATER)) == ["c", "d"]
     assert chain.chain(LATER, "d") is None  # what is published is to be compared
     assert names(chain.chain("c", "d") or ()) == ["d"]
-    before = replace(LATER, step=3)  # an increment of a session is ahead of its full checkpoint
+    before = structs.replace(LATER, step=3)  # an increment of a session is ahead of its full checkpoint
     assert names(History(tuple(old), (replace(noted[0], checkpoint=before),)).after(before)) == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from exporter.delta.format import ChangeKind
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import LogDelta, read_log
-from exporter.wire.json_fields import FieldError, parse_object
+from exporter.wire.json_documents import DocumentError, decode, encode
 from tests.support.commands import export_model
 from tests.support.logs import (
     TABLES,
@@ -245,13 +244,13 @@ def test_a_bound_is_a_distance(trainer: Trainer, tmp_path: Path, bound: float) -
 
 def test_what_was_left_out_survives_a_manifest() -> None:
     said = LeftOut(0.1, 7, 0.09999999999999999)
-    assert LeftOut.from_fields(parse_object(json.dumps(said.to_json()), "it")) == said
+    assert decode(encode(said), LeftOut, "it", written=encode) == said
 
 
 @pytest.mark.parametrize("value", ["-0.5", "1e999", '"0.1"', "true", "null"])
 def test_a_damaged_distance_is_named(value: str) -> None:
-    with pytest.raises(FieldError, match=r"it\.largest is .* expected a finite number"):
-        LeftOut.from_fields(parse_object(f'{{"bound": 0.1, "rows": 1, "largest": {value}}}', "it"))
+    with pytest.raises(DocumentError, match=r"it\.largest: (expected `float`|number out of range)"):
+        decode(f'{{"bound": 0.1, "rows": 1, "largest": {value}}}', LeftOut, "it", written=encode)
 
 
 @pytest.mark.parametrize("lost", ["nothing", "file", "bit"])

@@ -119,7 +119,7 @@ def test_the_last_worker_of_a_cluster_without_a_list_is_not_guessed(name: str) -
         (tf_config({"worker": "a:1"}, task("worker")), "expected a list of addresses"),
         (tf_config({"worker": {"x": "a:1"}}, task("worker")), "expected an index from 0"),
         (tf_config(WORKERS), "TF_CONFIG.task is missing"),
-        (tf_config(WORKERS, {"index": 0}), "TF_CONFIG.task.type is missing"),
+        (tf_config(WORKERS, {"index": 0}), "TF_CONFIG.task.type is None, expected a string"),
         (tf_config(WORKERS, {"type": 3, "index": 0}), "expected a string"),
         (tf_config(WORKERS, {"type": "worker"}), "index is None"),
         (tf_config(WORKERS, task("worker", -1)), "index is -1"),

@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from msgspec import structs
+
 from exporter.cli.documents.exported import DeltaExport, DeltaPlan, RowsLeftOut, RowsRounded
 from exporter.cli.documents.values import Status
 from exporter.cli.edge import outlived, watch_ended
@@ -131,8 +133,8 @@ def exported(done: ExportedDelta, sink: Output) -> None:
         step=done.at.step,
         rows=done.rows,
         variables_changed=done.variables,
-        left_out=None if left_out is None else RowsLeftOut(**left_out.to_json()),
-        rounded=None if rounded is None else RowsRounded(**rounded.to_json()),
+        left_out=None if left_out is None else RowsLeftOut(**structs.asdict(left_out)),
+        rounded=None if rounded is None else RowsRounded(**structs.asdict(rounded)),
         bytes_compared=done.compared_bytes,
         seconds=round(done.seconds, 4),
         warnings=[warning.message for warning in done.warnings],

@@ -11,13 +11,14 @@ import functools
 import hashlib
 import inspect
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from exporter.checkpoint.families import is_archive
 from exporter.errors import BuilderError, UsageError
@@ -35,26 +36,24 @@ from exporter.graph.sources import (
     read_sources,
     require_function,
 )
-from exporter.wire.json_fields import Fields
+from exporter.wire.json_documents import Sha256, Text, doc
 
-_HEX = re.compile("[0-9a-f]{64}")
 _MAX_SIGNATURES_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class GraphOrigin:
-    """`function` is the builder's, empty for a finished graph; `files` begin with the one that was named.
+class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
+    """What a graph was made from."""
 
-    `is_beside`: nothing was named, the graph lay beside the checkpoint. `options` are those about the graph
-    that were given. `assets` are digests of the files of tables by name, `graph` that of the inference graph.
-    """
-
-    function: str = ""
-    is_beside: bool = False
-    files: tuple[SourceFile, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    graph: str = ""
-    assets: Mapping[str, str] = field(default_factory=dict)
+    function: Annotated[Text, doc("the builder's name; empty for a finished graph")] = ""
+    is_beside: Annotated[bool, doc("nothing was named: the graph lay beside the checkpoint")] = False
+    files: Annotated[tuple[SourceFile, ...], doc("the builder's files, the one that was named first")] = ()
+    options: Annotated[dict[Text, Any], doc("the options about the graph that were given")] = field(
+        default_factory=dict
+    )
+    graph: Annotated[Sha256 | Literal[""], doc("a digest of the inference graph")] = ""
+    assets: Annotated[dict[Text, Sha256], doc("a digest of each table's file, by its name")] = field(
+        default_factory=dict
+    )
 
     @classmethod
     def of(cls, request: GraphRequest, *, is_beside: bool = False) -> GraphOrigin:
@@ -114,38 +113,6 @@ class GraphOrigin:
     def is_archive(self, request: GraphRequest) -> bool:
         """True if the request names a Keras archive."""
         return isinstance(request.model, str) and is_archive(Path(request.model))
-
-    def to_json(self) -> dict[str, Any]:
-        """The origin as a JSON object."""
-        return {
-            "function": self.function,
-            "beside": self.is_beside,
-            "files": [{"path": f.path, "digest": f.digest, "code": f.code} for f in self.files],
-            "options": dict(self.options),
-            "graph": self.graph,
-            "assets": dict(self.assets),
-        }
-
-    @classmethod
-    def from_fields(cls, fields: Fields) -> GraphOrigin:
-        """The origin that `to_json` gave.
-
-        Raises:
-            FieldError: it is something else.
-        """
-        files = tuple(
-            SourceFile(file.text("path"), file.text("digest", _HEX), file.text("code", _HEX))
-            for file in fields.objects("files")
-        )
-        assets = fields.object("assets")
-        return cls(
-            fields.text("function"),
-            fields.document.get("beside") is True,
-            files,
-            fields.object("options").document,
-            fields.text("graph", _HEX),
-            {name: assets.text(name, _HEX) for name in assets.document},
-        )
 
 
 def graph_options(request: GraphRequest) -> dict[str, Any]:

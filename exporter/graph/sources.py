@@ -19,25 +19,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+from msgspec import Struct
 
 from exporter.errors import BuilderError
 from exporter.graph.file_digests import file_digest
+from exporter.wire.json_documents import Sha256, Text, doc
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _MAY_BIND = {"globals", "exec", "eval", "setattr", "vars", "locals", "__getattr__", "__dict__", "modules"}
 """Names whose use may give a module attributes that no statement shows."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """A file by its path below the directory that all files of a builder share.
+class SourceFile(Struct, frozen=True):
+    """A file of a builder."""
 
-    `digest` is of its bytes, `code` of what they mean to Python.
-    """
-
-    path: str
-    digest: str
-    code: str
+    path: Annotated[Text, doc("below the directory that all files of the builder share")]
+    digest: Annotated[Sha256, doc("SHA-256 of its bytes")]
+    code: Annotated[Sha256, doc("a digest of what they mean to Python")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,30 +26,29 @@ before.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Struct
 
 from exporter.checkpoint.identity import index_digest
-from exporter.errors import CheckpointError, CorruptFile
+from exporter.errors import CheckpointError
 from exporter.files import read_regular
 from exporter.increments.increment import (
     FORMAT_VERSION,
-    HEX,
     MANIFEST,
     CheckpointId,
     Increment,
     StoredIncrement,
-    document,
     from_json,
-    session_of,
+    read_document,
 )
-from exporter.wire.json_fields import FieldError
+from exporter.wire.json_documents import Count, Id, doc, encode_indented
 
 DIRECTORY = "increments"
 
@@ -98,16 +97,14 @@ class CheckpointMarker:
 
     def to_json(self) -> str:
         """The text of its file."""
-        fields = {
-            "format_version": FORMAT_VERSION,
-            "kind": "milestone",
-            "checkpoint": self.checkpoint.to_json(),
-            "run": self.run,
-            "session": self.session,
-            "after": self.after,
-            "is_equal": self.is_equal,
-        }
-        return json.dumps(fields, indent=1) + "\n"
+        document = MarkerDocument(
+            checkpoint=self.checkpoint,
+            run=self.run,
+            session=self.session,
+            after=self.after,
+            is_equal=self.is_equal,
+        )
+        return encode_indented(document).decode()
 
     @classmethod
     def from_json(cls, text: bytes, path: Path) -> CheckpointMarker:
@@ -117,14 +114,20 @@ class CheckpointMarker:
             CorruptFile: a field is missing, malformed or out of range.
             UnsupportedFormat: another format version.
         """
-        try:
-            fields = document(text, path, "milestone")
-            checkpoint = CheckpointId.from_fields(fields.object("checkpoint"))
-            after = fields.or_null(lambda key: fields.text(key, HEX), "after")
-            is_equal = fields.document.get("is_equal") is True
-            return cls(checkpoint, fields.text("run", HEX), after, is_equal, session_of(fields))
-        except FieldError as error:
-            raise CorruptFile(f"{path} is damaged", cause=str(error)) from error
+        found = read_document(text, path, MarkerDocument)
+        return cls(found.checkpoint, found.run, found.after, found.is_equal, found.session)
+
+
+class MarkerDocument(Struct, frozen=True, kw_only=True):
+    """`<ckpt-dir>/increments/<checkpoint>.json`."""
+
+    format_version: Annotated[Count, doc("of this document: 1")] = FORMAT_VERSION
+    kind: Annotated[Literal["milestone"], doc("what the document is")] = "milestone"
+    checkpoint: Annotated[CheckpointId, doc("the full checkpoint that it tells of")]
+    run: Annotated[Id, doc("the training that wrote it")]
+    session: Annotated[Id | None, doc("the trainer's session that wrote it; null: not known")] = None
+    after: Annotated[Id | None, doc("the increment before it; null: it came before the run's first")]
+    is_equal: Annotated[bool, doc("true: nothing had changed since that increment")] = False
 
 
 @dataclass(frozen=True)

@@ -19,53 +19,55 @@ How increments and full checkpoints hang together is `exporter.increments.histor
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.catalog import Catalog, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import memory_map, read_array, read_catalog
 from exporter.delta.format import FILE_PREFIX, Change, ChangeKind, Rows, ServedVariable
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.wire.dtypes import DType
-from exporter.wire.json_fields import FieldError, Fields, parse_object
+from exporter.wire.json_documents import (
+    Count,
+    DocumentError,
+    DtypeLabel,
+    Id,
+    Shape,
+    Text,
+    decode,
+    doc,
+    encode_indented,
+    format_version,
+)
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-HEX = re.compile(r"[0-9a-f]{16,64}")
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointId:
+class CheckpointId(Struct, frozen=True, eq=False, rename={"digest": "index_sha256"}):
     """A full checkpoint by content: `digest` is the SHA-256 of its index, which holds a crc of every tensor.
 
     `name` is its prefix without the path; it does not count: a trainer that restores a checkpoint whose step
     is ahead of its name (workers went on while it was saved) saves the same contents under another name.
     """
 
-    name: str = field(compare=False)
-    step: int
-    digest: str
+    name: Annotated[Text, doc("its prefix, without the path")]
+    step: Annotated[Count, doc("the training step that it holds")]
+    digest: Annotated[Id, doc("SHA-256 of its index file")]
 
-    def to_json(self) -> dict[str, Any]:
-        """The identity as a JSON object."""
-        return {"name": self.name, "step": self.step, "index_sha256": self.digest}
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CheckpointId) and (self.step, self.digest) == (other.step, other.digest)
 
-    @classmethod
-    def from_fields(cls, fields: Fields) -> CheckpointId:
-        """The identity that `to_json` gave.
-
-        Raises:
-            FieldError: it is something else.
-        """
-        return cls(fields.text("name"), fields.integer("step"), fields.text("index_sha256", HEX))
+    def __hash__(self) -> int:
+        return hash((self.step, self.digest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,22 +142,56 @@ class StoredIncrement:
             yield changed, _change(catalog, changed)
 
 
+class ParentDocument(Struct, frozen=True, omit_defaults=True):
+    """What an increment leads on from: another one, or a full checkpoint."""
+
+    increment: Annotated[Id | None, doc("the id of the increment before it")] = None
+    checkpoint: Annotated[CheckpointId | None, doc("the full checkpoint that a run begins at")] = None
+
+
+class VariableDocument(Struct, frozen=True):
+    """A variable in an increment."""
+
+    name: Annotated[Text, doc("the trainer's name of it")]
+    dtype: Annotated[DtypeLabel, doc("TensorFlow's name of its dtype")]
+    shape: Annotated[Shape, doc("the shape of the whole variable")]
+    kind: Annotated[ChangeKind, doc("table: rows of it are there; dense: it is there as a whole")]
+    rows: Annotated[Count, doc("how many of its rows are there; 1 of a dense one")]
+
+
+class IncrementDocument(Struct, frozen=True, kw_only=True):
+    """`<ckpt-dir>/increments/<from>-<to>/manifest.json`."""
+
+    format_version: Annotated[Count, doc("of this document: 1")] = FORMAT_VERSION
+    kind: Annotated[Literal["increment"], doc("what the document is")] = "increment"
+    id: Annotated[Id, doc("its own")]
+    run: Annotated[Id, doc("the training that wrote it")]
+    session: Annotated[Id | None, doc("the trainer's session that wrote it; null: not known")] = None
+    generation: Annotated[Count, doc("one more than of all that were there when the session began")]
+    parent: Annotated[ParentDocument, doc("what it leads on from")]
+    from_step: Annotated[Count, doc("the step of what it leads on from")]
+    to_step: Annotated[Count, doc("every write up to this step is in it or before it")]
+    variables: Annotated[tuple[VariableDocument, ...], doc("what changed")]
+
+
 def to_json(increment: Increment) -> str:
     """The text of `manifest.json`."""
     parent = increment.parent
-    document = {
-        "format_version": FORMAT_VERSION,
-        "kind": "increment",
-        "id": increment.id,
-        "run": increment.run,
-        "session": increment.session,
-        "generation": increment.generation,
-        "parent": {"increment": parent} if isinstance(parent, str) else {"checkpoint": parent.to_json()},
-        "from_step": increment.from_step,
-        "to_step": increment.to_step,
-        "variables": list(map(_changed_to_json, increment.variables)),
-    }
-    return json.dumps(document, indent=1) + "\n"
+    document = IncrementDocument(
+        id=increment.id,
+        run=increment.run,
+        session=increment.session,
+        generation=increment.generation,
+        parent=ParentDocument(parent) if isinstance(parent, str) else ParentDocument(checkpoint=parent),
+        from_step=increment.from_step,
+        to_step=increment.to_step,
+        variables=tuple(
+            VariableDocument(v.name, v.dtype.label, v.shape, v.kind, changed.rows)
+            for changed in increment.variables
+            for v in [changed.variable]
+        ),
+    )
+    return encode_indented(document).decode()
 
 
 def from_json(text: bytes, path: Path) -> Increment:
@@ -165,55 +201,58 @@ def from_json(text: bytes, path: Path) -> Increment:
         CorruptFile: a field is missing, malformed or out of range.
         UnsupportedFormat: another format version.
     """
-    try:
-        fields = document(text, path, "increment")
-        parent = fields.object("parent")
-        increment = Increment(
-            id=fields.text("id", HEX),
-            run=fields.text("run", HEX),
-            generation=fields.integer("generation"),
-            parent=parent.text("increment", HEX)
-            if "increment" in parent.document
-            else CheckpointId.from_fields(parent.object("checkpoint")),
-            from_step=fields.integer("from_step"),
-            to_step=fields.integer("to_step"),
-            variables=tuple(map(_changed_from_json, fields.objects("variables"))),
-            session=session_of(fields),
-        )
-        keys = [key for changed in increment.variables for key in changed.variable.keys]
-        if len(set(keys)) != len(keys):
-            raise fields.fail("variables", "each variable once")
-        if increment.from_step >= increment.to_step:
-            raise fields.fail("to_step", f"more than {increment.from_step}")
-        return increment
-    except FieldError as error:
-        raise CorruptFile(f"{path} is damaged", cause=str(error)) from error
+    document = read_document(text, path, IncrementDocument)
+    parent = document.parent.increment or document.parent.checkpoint
+    changed = tuple(_changed(variable, path) for variable in document.variables)
+    keys = [key for each in changed for key in each.variable.keys]
+    if parent is None:
+        raise _damaged(path, "parent names neither an increment nor a checkpoint")
+    if len(set(keys)) != len(keys):
+        raise _damaged(path, "variables: one is listed twice")
+    if document.from_step >= document.to_step:
+        raise _damaged(path, f"to_step is {document.to_step}, expected more than {document.from_step}")
+    return Increment(
+        id=document.id,
+        run=document.run,
+        generation=document.generation,
+        parent=parent,
+        from_step=document.from_step,
+        to_step=document.to_step,
+        variables=changed,
+        session=document.session,
+    )
 
 
-def session_of(fields: Fields) -> str | None:
-    """The session that a file in the increments directory names; None if it does not say.
-
-    Raises:
-        FieldError: it is no id.
-    """
-    return None if fields.document.get("session") is None else fields.text("session", HEX)
-
-
-def document(text: bytes, path: Path, kind: str) -> Fields:
+def read_document(text: bytes, path: Path, type_: type[T]) -> T:
     """The JSON object of a file in the increments directory.
 
     Raises:
-        FieldError: not a JSON object, or of another kind.
+        CorruptFile: not a JSON object, of another kind, or a field is missing, malformed or out of range.
         UnsupportedFormat: another format version.
     """
-    fields = parse_object(text, path.name)
-    if (version := fields.integer("format_version")) != FORMAT_VERSION:
-        raise UnsupportedFormat(
-            f"{path} has format version {version}, this program reads {FORMAT_VERSION}",
-            hint="use the version of this program that wrote it, or a newer one",
-        )
-    fields.text("kind", re.compile(kind))
-    return fields
+    try:
+        if (version := format_version(text, path.name)) != FORMAT_VERSION:
+            raise UnsupportedFormat(
+                f"{path} has format version {version}, this program reads {FORMAT_VERSION}",
+                hint="use the version of this program that wrote it, or a newer one",
+            )
+        found: T = decode(text, type_, path.name, written=encode_indented)
+        return found
+    except DocumentError as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _changed(document: VariableDocument, path: Path) -> Changed:
+    dtype = DType.of(document.dtype)
+    variable = ServedVariable(document.name, dtype, document.shape, document.kind)
+    limit = variable.shape[0] if document.kind is ChangeKind.TABLE and variable.shape else 1
+    if document.rows > limit:
+        raise _damaged(path, f"{document.name!r} has {document.rows} rows, expected at most {limit}")
+    return Changed(variable, document.rows)
+
+
+def _damaged(path: Path, cause: str) -> CorruptFile:
+    return CorruptFile(f"{path} is damaged", cause=cause)
 
 
 def apply_increments(values: dict[str, Array], increments: Iterable[StoredIncrement]) -> None:
@@ -279,30 +318,3 @@ def _change(catalog: Catalog, changed: Changed) -> Change:
     if not is_inside or (ids[1:] <= ids[:-1]).any():
         raise CorruptFile(f"{catalog.prefix}: the ids of {variable.name!r} are not rows of {variable.shape}")
     return Rows(ids, values)
-
-
-def _changed_to_json(changed: Changed) -> dict[str, Any]:
-    variable = changed.variable
-    return {
-        "name": variable.name,
-        "dtype": variable.dtype.label,
-        "shape": list(variable.shape),
-        "kind": variable.kind.value,
-        "rows": changed.rows,
-    }
-
-
-def _changed_from_json(fields: Fields) -> Changed:
-    try:
-        dtype = DType.of(fields.text("dtype"))
-    except KeyError as error:
-        raise fields.fail("dtype", "the name of a TensorFlow dtype") from error
-    kind = ChangeKind(fields.text("kind", _KIND))
-    variable = ServedVariable(fields.text("name"), dtype, fields.integers("shape"), kind)
-    limit = variable.shape[0] if kind is ChangeKind.TABLE and variable.shape else 1
-    if (rows := fields.integer("rows")) > limit:
-        raise fields.fail("rows", f"at most {limit}")
-    return Changed(variable, rows)
-
-
-_KIND = re.compile("table|dense")

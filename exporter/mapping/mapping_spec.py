@@ -11,7 +11,10 @@ import re
 from collections.abc import Iterator
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated
+
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace as replace_field
 
 from exporter.catalog import Catalog, SliceSpec, TensorRef
 from exporter.errors import AmbiguousRename, MappingError, SchemaChanged
@@ -27,7 +30,7 @@ from exporter.mapping.build import (
 )
 from exporter.mapping.table_sources import stored_names
 from exporter.wire.dtypes import DType
-from exporter.wire.json_fields import FieldError, Fields
+from exporter.wire.json_documents import DocumentError, DtypeLabel, Shape, Text, doc
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class MappingSpec:
         given = replace(given, trained={}, tensors={})
         if given == MappingRules():
             return
-        was, now = _rules_to_json(replace(self.rules, trained={}, tensors={})), _rules_to_json(given)
+        own = replace(self.rules, trained={}, tensors={})
+        was, now = (to_builtins(RulesDocument.of(rules)) for rules in (own, given))
         differing = [name for name in was if was[name] != now[name]]
         if differing:
             raise SchemaChanged(
@@ -103,131 +107,155 @@ class MappingSpec:
                 cause="; ".join(f"{name} was {was[name]!r}, is {now[name]!r}" for name in differing),
             )
 
-    def to_json(self) -> dict[str, Any]:
-        """The spec as a JSON object."""
-        return {
-            "variables": [_variable_to_json(variable) for variable in self.variables],
-            "lookups": _strategies_to_json(self.lookups),
-            "rules": _rules_to_json(self.rules),
-            **({"tables": [_table_to_json(table) for table in self.tables]} if self.tables else {}),
-        }
+    def document(self) -> MappingSpecDocument:
+        """What a manifest says of it."""
+        return MappingSpecDocument(
+            tuple(map(VariableDocument.of, self.variables)),
+            dict(sorted(self.lookups.items())),
+            RulesDocument.of(self.rules),
+            tuple(map(TableDocument.of, self.tables)) or None,
+        )
 
     @classmethod
-    def from_fields(cls, fields: Fields) -> MappingSpec:
-        """The spec that `to_json` gave.
+    def read(cls, document: MappingSpecDocument) -> MappingSpec:
+        """The recipe that a manifest tells of.
 
         Raises:
-            FieldError: it is something else.
+            DocumentError: a rule or a part of a variable is none.
         """
         return cls(
-            tuple(map(_variable_from_json, fields.objects("variables"))),
-            _strategies_from_json(fields, "lookups"),
-            _rules_from_json(fields.object("rules")),
-            tuple(map(_table_from_json, fields.objects("tables"))) if "tables" in fields.document else (),
+            tuple(variable.read() for variable in document.variables),
+            document.lookups,
+            document.rules.read(),
+            tuple(table.read() for table in document.tables or ()),
         )
 
 
-def _variable_to_json(variable: GraphVariable) -> dict[str, Any]:
-    part = variable.part
-    box = {} if part is None else {"full_shape": list(part.full_shape), "starts": list(part.starts)}
-    return {
-        "node": variable.node,
-        "key": variable.key,
-        "dtype": variable.dtype.label,
-        "shape": list(variable.shape),
-        **box,
-    }
+class VariableDocument(Struct, frozen=True, omit_defaults=True):
+    """A variable of the graph."""
+
+    node: Annotated[Text, doc("its node")]
+    key: Annotated[Text, doc("the name that it is restored by; of a part, the whole variable's")]
+    dtype: Annotated[DtypeLabel, doc("what the graph computes with")]
+    shape: Annotated[Shape, doc("its own shape")]
+    full_shape: Annotated[Shape | None, doc("of a part: the whole variable's shape")] = None
+    starts: Annotated[Shape | None, doc("of a part: where it begins in each dimension")] = None
+
+    @classmethod
+    def of(cls, variable: GraphVariable) -> VariableDocument:
+        """What a manifest says of it."""
+        whole = cls(variable.node, variable.key, variable.dtype.label, variable.shape)
+        part = variable.part
+        return whole if part is None else replace_field(whole, full_shape=part.full_shape, starts=part.starts)
+
+    def read(self) -> GraphVariable:
+        """The variable.
+
+        Raises:
+            DocumentError: its part has another number of dimensions.
+        """
+        part = None
+        if self.full_shape is not None:
+            part = SliceSpec(self.full_shape, self.starts or (), self.shape)
+            if not len(part.full_shape) == len(part.starts) == len(self.shape):
+                raise DocumentError(f"part {self.node!r} of a variable: {_DIMENSIONS}")
+        return GraphVariable(self.node, self.key, DType.of(self.dtype), self.shape, part)
 
 
-def _variable_from_json(fields: Fields) -> GraphVariable:
-    shape = fields.integers("shape")
-    part = None
-    if "full_shape" in fields.document:
-        part = SliceSpec(fields.integers("full_shape"), fields.integers("starts"), shape)
-        if not len(part.full_shape) == len(part.starts) == len(shape):
-            raise fields.fail("starts", "as many numbers as dimensions")
-    return GraphVariable(fields.text("node"), fields.text("key"), _dtype(fields, "dtype"), shape, part)
+class TableDocument(Struct, frozen=True):
+    """A lookup table whose contents are served."""
+
+    node: Annotated[Text, doc("its node")]
+    keys: Annotated[Text, doc("the name of its keys")]
+    values: Annotated[Text, doc("the name of its values")]
+    key_dtype: Annotated[DtypeLabel, doc("of its keys")]
+    value_dtype: Annotated[DtypeLabel, doc("of its values")]
+    key_shape: Annotated[Shape, doc("of one key, as it is stored")]
+    value_shape: Annotated[Shape, doc("of one value")]
+    has_all_buckets: Annotated[bool, doc("true: there is an entry for each bucket")] = False
+
+    @classmethod
+    def of(cls, table: GraphTable) -> TableDocument:
+        """What a manifest says of it."""
+        dtypes = table.key_dtype.label, table.value_dtype.label
+        shapes = table.key_shape or (), table.value_shape or ()
+        return cls(table.node, table.keys, table.values, *dtypes, *shapes, table.has_all_buckets)
+
+    def read(self) -> GraphTable:
+        """The table."""
+        dtypes = DType.of(self.key_dtype), DType.of(self.value_dtype)
+        shape, key_shape = self.value_shape, self.key_shape
+        return GraphTable(self.node, self.keys, self.values, *dtypes, shape, self.has_all_buckets, key_shape)
 
 
-def _table_to_json(table: GraphTable) -> dict[str, Any]:
-    return {
-        "node": table.node,
-        "keys": table.keys,
-        "values": table.values,
-        "key_dtype": table.key_dtype.label,
-        "value_dtype": table.value_dtype.label,
-        "key_shape": list(table.key_shape or ()),
-        "value_shape": list(table.value_shape or ()),
-        "has_all_buckets": table.has_all_buckets,
-    }
+class RenameDocument(Struct, frozen=True):
+    """A rule that names a variable's tensor."""
+
+    pattern: Annotated[Text, doc("a regular expression of variables' names")]
+    name: Annotated[Text, doc("the tensor's name")]
 
 
-def _table_from_json(fields: Fields) -> GraphTable:
-    return GraphTable(
-        fields.text("node"),
-        fields.text("keys"),
-        fields.text("values"),
-        _dtype(fields, "key_dtype"),
-        _dtype(fields, "value_dtype"),
-        fields.integers("value_shape"),
-        fields.document.get("has_all_buckets") is True,
-        fields.integers("key_shape"),
-    )
+class CastDocument(Struct, frozen=True):
+    """A rule that stores variables smaller."""
+
+    pattern: Annotated[Text, doc("a regular expression of variables' names")]
+    dtype: Annotated[DtypeLabel, doc("what they are stored as")]
 
 
-def _rules_to_json(rules: MappingRules) -> dict[str, Any]:
-    return {
-        "renames": [{"pattern": rule.pattern.pattern, "name": rule.replacement} for rule in rules.renames],
-        "average": rules.average,
-        "casts": [{"pattern": rule.pattern.pattern, "dtype": rule.dtype.label} for rule in rules.casts],
-        "by_order": rules.by_order,
-        "strategies": _strategies_to_json(rules.strategies),
-        "trained": _strategies_to_json(rules.trained),
-        "object_path": rules.object_path,
-        "tensors": dict(sorted(rules.tensors.items())),
-    }
+class RulesDocument(Struct, frozen=True, kw_only=True):
+    """The rules that variables were mapped to tensors by."""
 
+    renames: Annotated[tuple[RenameDocument, ...], doc("--rename")]
+    average: Annotated[Text | None, doc("--average")]
+    casts: Annotated[tuple[CastDocument, ...], doc("--cast")]
+    by_order: Annotated[bool, doc("--by-order")] = False
+    strategies: Annotated[dict[Text, PartitionStrategy], doc("--partition-strategy")]
+    trained: Annotated[dict[Text, PartitionStrategy], doc("how training looked tables up, as its graph says")]
+    object_path: Annotated[Text | None, doc("--object-path")]
+    tensors: Annotated[dict[Text, Text], doc("the tensor that was found for each variable")]
 
-def _rules_from_json(fields: Fields) -> MappingRules:
-    try:
-        return MappingRules(
-            renames=tuple(
-                RenameRule(re.compile(rule.text("pattern")), rule.text("name"))
-                for rule in fields.objects("renames")
-            ),
-            average=fields.or_null(fields.text, "average"),
-            casts=tuple(
-                CastRule(re.compile(rule.text("pattern")), _dtype(rule, "dtype"))
-                for rule in fields.objects("casts")
-            ),
-            by_order=fields.document.get("by_order") is True,
-            strategies=_strategies_from_json(fields, "strategies"),
-            trained=_strategies_from_json(fields, "trained"),
-            object_path=fields.or_null(fields.text, "object_path"),
-            tensors=_texts(fields.object("tensors")),
+    @classmethod
+    def of(cls, rules: MappingRules) -> RulesDocument:
+        """What a manifest says of them."""
+        return cls(
+            renames=tuple(RenameDocument(rule.pattern.pattern, rule.replacement) for rule in rules.renames),
+            average=rules.average,
+            casts=tuple(CastDocument(rule.pattern.pattern, rule.dtype.label) for rule in rules.casts),
+            by_order=rules.by_order,
+            strategies=dict(sorted(rules.strategies.items())),
+            trained=dict(sorted(rules.trained.items())),
+            object_path=rules.object_path,
+            tensors=dict(sorted(rules.tensors.items())),
         )
-    except (re.error, AmbiguousRename) as error:
-        raise FieldError(f"{fields.where} holds a rule that does not parse: {error}") from error
+
+    def read(self) -> MappingRules:
+        """The rules.
+
+        Raises:
+            DocumentError: a pattern does not parse.
+        """
+        try:
+            return MappingRules(
+                renames=tuple(RenameRule(re.compile(rule.pattern), rule.name) for rule in self.renames),
+                average=self.average,
+                casts=tuple(CastRule(re.compile(rule.pattern), DType.of(rule.dtype)) for rule in self.casts),
+                by_order=self.by_order,
+                strategies=self.strategies,
+                trained=self.trained,
+                object_path=self.object_path,
+                tensors=self.tensors,
+            )
+        except (re.error, AmbiguousRename) as error:
+            raise DocumentError(f"a rule does not parse: {error}") from error
 
 
-def _texts(fields: Fields) -> dict[str, str]:
-    return {key: fields.text(key) for key in fields.document}
+class MappingSpecDocument(Struct, frozen=True, omit_defaults=True):
+    """`recipe` in the manifest of a base."""
+
+    variables: Annotated[tuple[VariableDocument, ...], doc("the graph's variables")]
+    lookups: Annotated[dict[Text, PartitionStrategy], doc("how the graph looks each of them up")]
+    rules: Annotated[RulesDocument, doc("the rules that variables were mapped to tensors by")]
+    tables: Annotated[tuple[TableDocument, ...] | None, doc("lookup tables whose contents are served")] = None
 
 
-def _strategies_to_json(strategies: MappingOf[str, PartitionStrategy]) -> dict[str, str]:
-    return {key: strategy.value for key, strategy in sorted(strategies.items())}
-
-
-def _strategies_from_json(fields: Fields, key: str) -> dict[str, PartitionStrategy]:
-    found = fields.object(key)
-    return {name: PartitionStrategy(found.text(name, _STRATEGY)) for name in found.document}
-
-
-def _dtype(fields: Fields, key: str) -> DType:
-    try:
-        return DType.of(fields.text(key))
-    except KeyError as error:
-        raise fields.fail(key, "the name of a TensorFlow dtype") from error
-
-
-_STRATEGY = re.compile("|".join(strategy.value for strategy in PartitionStrategy))
+_DIMENSIONS = "shape, full_shape and starts have as many numbers as it has dimensions"

@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeAlias
 
+from msgspec import structs
+
 from exporter.bundle.metagraph_pair import keep_pair_alone, write_pair
 from exporter.bundle.saved_model_writer import write_saved_model
 from exporter.bundle.variables import VariablesReport, as_rewritten, write_variables
@@ -203,7 +205,7 @@ def _read(
     origin = GraphOrigin.of(asked, is_beside=request.model is None) if request.updates else None
     source = load(asked)
     if origin is not None and source.code:
-        origin = replace(origin, files=source.code)
+        origin = structs.replace(origin, files=source.code)
     graph = clean(source)
     rules = with_trained(rules, catalog, source)
     if request.rename_file:

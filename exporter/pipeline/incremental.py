@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
+from msgspec import structs
+
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates
 from exporter.delta.checked_files import CheckedFiles
@@ -156,7 +158,7 @@ def plan_incremental(request: ExportRequest, *, is_watching: bool = False) -> In
     bound = request.min_change
     published = log.trained.exact_but_for(request.delta_dtype)
     remembered = _remembered(log, published, bound)
-    published = replace(published, left_out=None) if remembered else published
+    published = structs.replace(published, left_out=None) if remembered else published
     trainer = read_trainer(
         request.ckpt_dir, entry.mapping_spec, log.schema, published, bound, is_watching=is_watching
     )
@@ -187,7 +189,8 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         found = _changes(planned, scratch, progress)
         made = DeltaOrigin.INCREMENTS if plan.is_known else DeltaOrigin.COMPARISON
         span = replace(planned.span, exact_base=bool(found.left_out or found.rounded))
-        trained = replace(plan.target, left_out=found.left_out, rounded=_rounded_so_far(planned, found))
+        rounded = _rounded_so_far(planned, found)
+        trained = structs.replace(plan.target, left_out=found.left_out, rounded=rounded)
         packing = planned.request.delta_dtype
         what = Publication(span, plan.step, made, trained, rounded=found.rounded, packing=packing)
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None

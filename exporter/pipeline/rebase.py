@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from exporter.bundle.saved_model_writer import SAVED_MODEL_FILE
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
@@ -107,7 +108,7 @@ def _rebase(log: DeltaLog, keep: int | None, permission: Permission) -> Rebased 
         draft = ManifestDraft(
             tensors=tensor_entries(catalog),
             # It holds what increments made of that checkpoint: no checkpoint has these contents.
-            source=replace(base.manifest.source, checkpoint=log.trained.checkpoint.name, digest=None),
+            source=structs.replace(base.manifest.source, checkpoint=log.trained.checkpoint.name, digest=None),
             exporter=version("export-model"),
             step=at.step,
             lineage=log.lineage,

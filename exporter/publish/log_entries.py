@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from exporter.delta.deviation import Rounded, rounded_of
+from msgspec import Struct, to_builtins
+
+from exporter.delta.deviation import Rounded
 from exporter.delta.format import Schema
 from exporter.errors import SchemaChanged
 from exporter.graph.origin import GraphOrigin
-from exporter.increments.increment import HEX
 from exporter.increments.trained import TrainerVersion
-from exporter.mapping.mapping_spec import MappingSpec
-from exporter.options import Isolation, Updates
-from exporter.wire.json_fields import FieldError, Fields
+from exporter.mapping.mapping_spec import MappingSpec, MappingSpecDocument
+from exporter.options import Updates
+from exporter.wire.json_documents import Count, DocumentError, Id, doc
 
 
 class DeltaOrigin(StrEnum):
@@ -26,6 +26,18 @@ class DeltaOrigin(StrEnum):
     MERGE = "merge"
     ROLLBACK = "rollback"
     RESUME = "resume"
+
+
+class BaseDocument(Struct, frozen=True, omit_defaults=True):
+    """`incremental` in the manifest of a base."""
+
+    log: Annotated[Count, doc("the position of the base that its log began with")]
+    trained: Annotated[TrainerVersion, doc("the trainer's state that it serves")]
+    schema: Annotated[list[list[Any]], doc("name, dtype, shape and kind of each served variable")]
+    recipe: Annotated[MappingSpecDocument, doc("how the next delta is made of a checkpoint")]
+    updates: Annotated[Updates, doc("how its graph takes deltas")]
+    state: Annotated[Id | None, doc("the state that it was merged from")] = None
+    graph: Annotated[GraphOrigin | None, doc("what its graph was made from")] = None
 
 
 @dataclass(frozen=True)
@@ -60,113 +72,54 @@ class BaseEntry:
                 cause="; ".join(f"{name} was {was[name]}, is {now[name]}" for name in differing),
             )
 
-    def to_json(self) -> dict[str, Any]:
-        """The entry as a JSON object."""
-        return {
-            "log": self.log,
-            "trained": self.trained.to_json(),
-            "schema": self.schema.to_json(),
-            "recipe": self.mapping_spec.to_json(),
-            "updates": asdict(self.updates),
-            **({} if self.state is None else {"state": self.state}),
-            **({} if self.origin is None else {"graph": self.origin.to_json()}),
-        }
+    def document(self) -> BaseDocument:
+        """What the manifest says of it."""
+        schema, recipe = self.schema.to_json(), self.mapping_spec.document()
+        return BaseDocument(self.log, self.trained, schema, recipe, self.updates, self.state, self.origin)
 
     @classmethod
-    def from_fields(cls, fields: Fields) -> BaseEntry:
-        """The entry that `to_json` gave.
+    def of(cls, document: BaseDocument) -> BaseEntry:
+        """What the manifest says.
 
         Raises:
-            FieldError: it is something else.
+            DocumentError: its schema or a rule is none.
         """
         try:
-            schema = Schema.from_json(fields.document.get("schema"))
+            schema = Schema.from_json(document.schema)
         except ValueError as error:
-            raise FieldError(f"{fields.where}.schema: {error}") from error
+            raise DocumentError(f"manifest.incremental.schema: {error}") from error
         return cls(
-            fields.integer("log"),
+            document.log,
             schema,
-            MappingSpec.from_fields(fields.object("recipe")),
-            TrainerVersion.from_fields(fields.object("trained")),
-            _updates(fields.object("updates")),
-            _state(fields),
-            GraphOrigin.from_fields(fields.object("graph")) if "graph" in fields.document else None,
+            MappingSpec.read(document.recipe),
+            document.trained,
+            document.updates,
+            document.state,
+            document.graph,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaEntry:
-    """A delta's place in its log. `schema` is the digest of the log's; `parts` counts merged publications.
+class DeltaEntry(Struct, frozen=True, kw_only=True, rename={"exact_base": "only_from"}):
+    """A delta's place in its log.
 
-    `back_to` is the position whose values a rollback or resumption restored, `before` the one that
-    resuming leads back to; earlier releases did not say that: it is where their delta begins. `rounded` tells
-    of the rows that this delta is about; those of all deltas so far are told of by `trained`. `state` is, for
-    a merger, that of its newest part: see `exporter.publish.manifest.Manifest.state_id`.
+    `rounded` tells of the rows that this delta is about; those of all deltas so far are told of by `trained`.
+    Earlier releases wrote no `before`: it is where their delta begins. See `Manifest.state_id` for `state`.
     """
 
-    log: int
-    schema: str
-    made: DeltaOrigin
-    rows: int
-    trained: TrainerVersion
-    parts: int = 1
-    exact_base: bool = False
-    back_to: int | None = None
-    rounded: Rounded | None = None
-    before: int | None = None
-    state: str | None = None
+    log: Annotated[Count, doc("the position of the base that its log began with")]
+    schema: Annotated[Id, doc("the digest of the log's schema")]
+    made: Annotated[DeltaOrigin, doc("how it came to be")]
+    rows: Annotated[Count, doc("rows of all tables together")]
+    parts: Annotated[Count, doc("how many publications it holds")] = 1
+    exact_base: Annotated[bool, doc("true: it fits the position that it begins at alone")] = False
+    back_to: Annotated[Count | None, doc("the position whose values came back; null: none")] = None
+    before: Annotated[Count | None, doc("of a rollback: the position that resuming leads back to")] = None
+    state: Annotated[Id | None, doc("of a merger: the state that its newest part leads to")] = None
+    rounded: Annotated[Rounded | None, doc("rows that were rounded for it; null: none")] = None
+    trained: Annotated[TrainerVersion, doc("the trainer's state that it leads to")]
 
-    def to_json(self) -> dict[str, Any]:
-        """The entry as a JSON object."""
-        return {
-            "log": self.log,
-            "schema": self.schema,
-            "made": self.made.value,
-            "rows": self.rows,
-            "parts": self.parts,
-            "only_from": self.exact_base,
-            "back_to": self.back_to,
-            **({} if self.before is None else {"before": self.before}),
-            **({} if self.state is None else {"state": self.state}),
-            "rounded": None if self.rounded is None else self.rounded.to_json(),
-            "trained": self.trained.to_json(),
-        }
-
-    @classmethod
-    def from_fields(cls, fields: Fields) -> DeltaEntry:
-        """The entry that `to_json` gave.
-
-        Raises:
-            FieldError: it is something else.
-        """
-        return cls(
-            fields.integer("log"),
-            fields.text("schema", HEX),
-            DeltaOrigin(fields.text("made", _MADE)),
-            fields.integer("rows"),
-            TrainerVersion.from_fields(fields.object("trained")),
-            fields.integer("parts"),
-            fields.document.get("only_from") is True,
-            fields.or_null(fields.integer, "back_to"),
-            rounded_of(fields),
-            fields.integer("before") if fields.document.get("before") is not None else None,
-            _state(fields),
-        )
-
-
-def _state(fields: Fields) -> str | None:
-    return None if fields.document.get("state") is None else fields.text("state", HEX)
-
-
-def _updates(fields: Fields) -> Updates:
-    return Updates(
-        Isolation(fields.text("isolation", _ISOLATION)),
-        fields.integer("snapshot_max_rows"),
-        fields.document.get("stamp") is True,
-        fields.document.get("digest") is True,
-        fields.document.get("finite") is True,
-    )
-
-
-_ISOLATION = re.compile("|".join(isolation.value for isolation in Isolation))
-_MADE = re.compile("|".join(made.value for made in DeltaOrigin))
+    def document(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        found = to_builtins(self)
+        later = ("before", "state")  # fields that came later are left out rather than null
+        return {name: value for name, value in found.items() if value is not None or name not in later}

@@ -36,7 +36,8 @@ def _seal_file(bundle: Path, path: Path, mode: int) -> FileEntry:
         _set_mode(path, mode & 0o666)
         sync(path)
     crc = None if _DATA_SHARD.fullmatch(path.name) else _masked_crc(path)
-    return FileEntry(path.relative_to(bundle).as_posix(), found.st_size, crc)
+    shown = None if crc is None else f"{crc:08x}"
+    return FileEntry(path.relative_to(bundle).as_posix(), found.st_size, shown)
 
 
 def _masked_crc(path: Path) -> int:

@@ -140,10 +140,8 @@ def _verify_file(bundle: Path, entry: FileEntry, found: dict[str, int]) -> None:
         raise VerificationError(f"{path} is in the manifest and not there as a file", hint=_DAMAGED_HINT)
     if size != entry.bytes_:
         raise VerificationError(f"{path} has {size} bytes, expected {entry.bytes_}", hint=_DAMAGED_HINT)
-    if entry.crc32c is not None and (crc := mask(_file_crc(path, 0, size))) != entry.crc32c:
-        raise VerificationError(
-            f"{path} has checksum {crc:08x}, expected {entry.crc32c:08x}", hint=_DAMAGED_HINT
-        )
+    if entry.crc32c is not None and (crc := f"{mask(_file_crc(path, 0, size)):08x}") != entry.crc32c:
+        raise VerificationError(f"{path} has checksum {crc}, expected {entry.crc32c}", hint=_DAMAGED_HINT)
 
 
 def _verify_index(bundle: Path, prefix: Path, expected: dict[str, TensorEntry]) -> None:
@@ -170,8 +168,8 @@ def _verify_index(bundle: Path, prefix: Path, expected: dict[str, TensorEntry]) 
 
 
 def _described(entry: TensorEntry) -> str:
-    crcs = " ".join(f"{crc:08x}" for crc in entry.crc32c[:4])
-    return f"{entry.dtype.label}{list(entry.shape)}, {entry.bytes_} bytes, crc32c {crcs}"
+    crcs = " ".join(entry.crc32c[:4])
+    return f"{entry.dtype}{list(entry.shape)}, {entry.bytes_} bytes, crc32c {crcs}"
 
 
 # --- bytes -------------------------------------------------------------------------------------------------

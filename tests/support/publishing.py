@@ -8,7 +8,6 @@ from pathlib import Path
 from exporter.publish.commit import Published, Staging, VersionRule, publish_version
 from exporter.publish.manifest import Manifest, ManifestDraft, Origin, TensorEntry
 from exporter.publish.versions import read_manifest, version_dirs
-from exporter.wire.dtypes import DType
 
 SAVED_MODEL = b"a graph"
 SHARD = "variables/variables.data-00000-of-00001"
@@ -16,7 +15,7 @@ FILES = {"saved_model.pb": SAVED_MODEL, "variables/variables.index": b"an index"
 
 
 def draft(step: int | None = None) -> ManifestDraft:
-    tensors = (TensorEntry("w", DType.FLOAT, (1, 2), 8, (0x9A4F01C2,)),)
+    tensors = (TensorEntry("w", "float32", (1, 2), 8, ("9a4f01c2",)),)
     return ManifestDraft(tensors=tensors, source=Origin("run7", "model.ckpt"), exporter="0.1.0", step=step)
 
 

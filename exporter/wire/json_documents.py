@@ -1,0 +1,161 @@
+"""JSON documents on disk: each field declared once, as a `msgspec.Struct`, with its type, range and meaning.
+
+What a file says is checked against the declaration as it is decoded, and whatever differs is named with its
+path; fields that nobody knows are passed over. Documents are written in ASCII. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from exporter.wire.dtypes import DType
+
+# `(?!\n)`: to Python, `$` also stands before a line break that ends the text.
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Measure = Annotated[float, Meta(ge=0)]
+Text = Annotated[str, Meta(max_length=65_536)]
+Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{16,64}$(?!\n)")]
+Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
+Crc = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}$(?!\n)")]
+Shape = tuple[Count, ...]
+if TYPE_CHECKING:
+    DtypeLabel = str
+else:
+    DtypeLabel = Literal[tuple(dtype.label for dtype in DType)]
+
+
+class DocumentError(ValueError):
+    """A document is not JSON, or a field is missing, malformed or out of range."""
+
+
+class _Versioned(msgspec.Struct):
+    format_version: Count
+
+
+def doc(text: str) -> Meta:
+    """What a field means, for the reference."""
+    return Meta(description=text)
+
+
+def decode(text: str | bytes, type_: Any, where: str, *, written: Callable[[Any], bytes]) -> Any:
+    """The one JSON object in `text`; errors call it `where`.
+
+    `written` gives the text that this program writes for it: if that is the very same, no key is in it
+    twice, which is known much sooner than by looking for it.
+
+    Raises:
+        DocumentError: it is not strict JSON (RFC 8259, no NaN), nests too deep, names a key twice, or a field
+            is missing, malformed or out of range.
+    """
+    found = _decoded(text, type_, where)
+    text = text.encode() if isinstance(text, str) else text
+    if written(found) != text:
+        refuse_doubled_keys(text, where)
+    return found
+
+
+def decode_head(text: str | bytes, type_: Any, where: str, *, end: str) -> Any:
+    """Some fields of an object; its keys from `end` on, which are most of the text, are not looked at.
+
+    Raises:
+        DocumentError: as `decode`.
+    """
+    text = text.encode() if isinstance(text, str) else text
+    found = _decoded(text, type_, where)
+    head, _, tail = text.partition(end.encode())
+    head = head.rstrip(b", \n") + b"}"
+    is_whole = bool(tail) and _is(head, type_, found)  # else fields follow that were not in the head
+    refuse_doubled_keys(head if is_whole else text, where)
+    return found
+
+
+def format_version(text: str | bytes, where: str) -> int:
+    """The format version that a document says it has.
+
+    Raises:
+        DocumentError: it does not say, or is no JSON object.
+    """
+    version: int = _decoded(text, _Versioned, where).format_version
+    return version
+
+
+def refuse_doubled_keys(text: str | bytes, where: str) -> None:
+    """Look for a key that an object names twice.
+
+    Raises:
+        DocumentError: there is one.
+    """
+    try:
+        json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as exc:
+        raise DocumentError(f"{where} is not valid JSON: {exc}") from exc
+
+
+def encode(value: Any) -> bytes:
+    """A value in compact ASCII."""
+    return _in_ascii(msgspec.json.encode(value))
+
+
+def encode_lines(values: list[Any] | tuple[Any, ...]) -> bytes:
+    """A list with a line for each value, in ASCII."""
+    lines = msgspec.json.Encoder().encode_lines(values).removesuffix(b"\n")
+    return b"[\n  " + _in_ascii(lines.replace(b"\n", b",\n  ")) + b"]"
+
+
+def encode_indented(value: Any) -> bytes:
+    """A value with a line for each field, in ASCII."""
+    return _in_ascii(msgspec.json.format(msgspec.json.encode(value), indent=1)) + b"\n"
+
+
+def _decoded(text: str | bytes, type_: Any, where: str) -> Any:
+    try:
+        return _decoder(type_).decode(text)
+    except msgspec.ValidationError as exc:
+        raise _named(exc, where) from exc
+    except (ValueError, RecursionError) as exc:
+        raise DocumentError(f"{where} is not valid JSON: {exc}") from exc
+
+
+def _named(error: msgspec.ValidationError, where: str) -> DocumentError:
+    """The error with the path of the field in front."""
+    said, _, path = str(error).partition(" - at ")
+    field = path.strip("`").removeprefix("$") if path else ""
+    return DocumentError(f"{where}{field}: {said[:1].lower()}{said[1:]}")
+
+
+def _is(text: bytes, type_: Any, found: Any) -> bool:
+    try:
+        return bool(_decoder(type_).decode(text) == found)
+    except (ValueError, RecursionError):
+        return False
+
+
+@cache
+def _decoder(type_: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(type_)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("an object names a key twice")
+
+
+def _in_ascii(text: bytes) -> bytes:
+    """The text with escapes for what is not ASCII, as Python's encoder writes it."""
+    if text.isascii() and b"\x7f" not in text:
+        return text
+    return _NOT_ASCII.sub(_escaped, text.decode()).encode("ascii")
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return json.dumps(match[0])[1:-1]
+
+
+_NOT_ASCII = re.compile(r"[^\x00-\x7e]+")
