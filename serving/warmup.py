@@ -1,17 +1,14 @@
 """Warm-up: run the requests that a SavedModel brings along before it serves.
 
 They are `PredictionLog` messages in an uncompressed TFRecord file
-(source: tensorflow_serving/g3doc/saved_model_warmup.md). A record is a length (uint64), its masked crc32c,
-the data and its masked crc32c, all little endian.
+(source: tensorflow_serving/g3doc/saved_model_warmup.md).
 """
 
 from __future__ import annotations
 
 import os
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 from exporter.files import open_regular
 from exporter.wire.protos import Proto, message_class
@@ -20,8 +17,6 @@ from serving.status import Code, StatusError, invalid
 
 WARMUP_FILE = Path("assets.extra", "tf_serving_warmup_requests")
 MAX_RECORDS = 1000
-_MAX_RECORD_BYTES = (1 << 31) - 1
-_MASK_DELTA = 0xA282EAD8
 
 
 def warm_up(model: Model, directory: Path) -> int:
@@ -32,15 +27,21 @@ def warm_up(model: Model, directory: Path) -> int:
             there are more than 1000; UNIMPLEMENTED, a session run log; or whatever a request ends in.
         tensorflow.errors.OpError: whatever a request raises in the graph.
     """
+    from exporter.wire.tfrecord import DamagedRecord, read_records
+
     path = directory / WARMUP_FILE
     if not path.is_file():
         return 0
     count = 0
     with os.fdopen(open_regular(path), "rb") as file:
-        for count, record in enumerate(_records(file, path), 1):
-            if count > MAX_RECORDS:
-                raise invalid(f"Number of warmup records exceeds the maximum ({MAX_RECORDS}) at {path}")
-            _replay(model, record, path)
+        try:
+            for count, record in enumerate(read_records(file), 1):
+                if count > MAX_RECORDS:
+                    raise invalid(f"Number of warmup records exceeds the maximum ({MAX_RECORDS}) at {path}")
+                _replay(model, record, path)
+        except DamagedRecord:
+            text = f"{path} is damaged. Please verify your warmup data is in TFRecord format."
+            raise StatusError(Code.DATA_LOSS, text) from None
     return count
 
 
@@ -66,29 +67,3 @@ def _replay(model: Model, record: bytes, path: Path) -> None:
         raise StatusError(Code.UNIMPLEMENTED, f"Unsupported log_type for warmup: {kind}")
     run, response = _REPLAYS[kind]
     run(model, getattr(log, kind).request, message_class(response)())
-
-
-def _records(file: IO[bytes], path: Path) -> Iterator[bytes]:
-    while header := file.read(12):
-        (length,) = struct.unpack("<Q", _checked(header, 8, path))
-        if length > _MAX_RECORD_BYTES:
-            raise _damaged(path)
-        yield _checked(file.read(length + 4), length, path)
-
-
-def _checked(data: bytes, length: int, path: Path) -> bytes:
-    import google_crc32c
-
-    if len(data) != length + 4:
-        raise _damaged(path)
-    body = data[:length]
-    crc = google_crc32c.value(body)
-    if struct.unpack_from("<I", data, length)[0] != ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF:
-        raise _damaged(path)
-    return body
-
-
-def _damaged(path: Path) -> StatusError:
-    return StatusError(
-        Code.DATA_LOSS, f"{path} is damaged. Please verify your warmup data is in TFRecord format."
-    )

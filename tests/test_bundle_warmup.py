@@ -18,7 +18,6 @@ from tensorflow_serving.apis import prediction_log_pb2
 
 from exporter.bundle.warmup_requests import (
     MAX_RECORDS,
-    encode_records,
     parse_request,
     read_requests,
     write_warmup,
@@ -27,6 +26,7 @@ from exporter.errors import TargetNotWritable, UsageError
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.rest_json import examples_input, predict_inputs, serialized_examples
+from exporter.wire.tfrecord import encode_records
 
 PREDICT = "tensorflow/serving/predict"
 

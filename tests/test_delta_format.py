@@ -24,6 +24,7 @@ from exporter.delta.format import (
     ServedVariable,
 )
 from exporter.delta.packing import round_rows
+from exporter.delta.spans import Span
 from exporter.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from exporter.options import DeltaDtype
 from exporter.wire.dtypes import DType
@@ -164,8 +165,8 @@ def test_positions_that_make_no_delta(start: int, end: int) -> None:
     [(4, False, False), (5, True, True), (8, True, False), (9, False, False)],
 )
 def test_which_states_a_delta_fits(position: int, whole: bool, exact_base: bool) -> None:
-    assert HEADER.accepts(position) is whole
-    assert replace(HEADER, exact_base=True).accepts(position) is exact_base
+    assert Span.of(HEADER).accepts(position) is whole
+    assert Span.of(replace(HEADER, exact_base=True)).accepts(position) is exact_base
 
 
 BAD_CHANGES: dict[str, tuple[dict[str, Change], str]] = {

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from exporter.errors import UsageError, os_error
 from exporter.files import read_regular
 from exporter.wire import rest_json, tensor_proto
-from exporter.wire.crc32c import masked_crc
 from exporter.wire.protos import Proto, message_class
+from exporter.wire.tfrecord import encode_records
 
 WARMUP_FILE = Path("assets.extra", "tf_serving_warmup_requests")
 MAX_RECORDS = 1000
@@ -140,15 +140,6 @@ def write_warmup(requests: Iterable[WarmupRequest], directory: Path) -> Path:
     return path
 
 
-def encode_records(records: Iterable[bytes]) -> bytes:
-    """A TFRecord file: each record's length and the length's crc, the record and the record's crc."""
-    pieces = []
-    for record in records:
-        length = len(record).to_bytes(8, "little")
-        pieces += [length, _crc(length), record, _crc(record)]
-    return b"".join(pieces)
-
-
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         text = read_regular(path).decode()
@@ -157,7 +148,3 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             f"cannot read warm-up requests from {path}", cause=str(exc), hint="name a text file with --warmup"
         ) from exc
     return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
-
-
-def _crc(data: bytes) -> bytes:
-    return masked_crc(data).to_bytes(4, "little")

@@ -321,12 +321,6 @@ class DeltaHeader:
         """The name of its directory: `00000000000000000100-00000000000000000120`."""
         return f"{self.from_position:020d}-{self.to_position:020d}"
 
-    def accepts(self, position: int) -> bool:
-        """True if a state of the same log and schema at `position` may take the delta."""
-        if self.exact_base:
-            return position == self.from_position
-        return self.from_position <= position < self.to_position
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:

@@ -230,12 +230,6 @@ def cast_values(values: Array, dtype: DType, name: str) -> Array:
     return converted
 
 
-def served_name(variable: GraphVariable) -> str:
-    """The name of a served variable in a schema: its key, and behind it its slice if it is a part."""
-    part = variable.part
-    return variable.key if part is None or part.is_full else f"{variable.key}[{part.restore_spec}]"
-
-
 def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
     """The served variables of one source of a mapping, read from the trainer's checkpoint."""
     if not source.variables:
@@ -243,7 +237,7 @@ def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
     order = SliceOrder(source.gather_parts, source.scatter_parts)
     for part, variable in enumerate(source.variables):
         yield RowReader(
-            served_name(variable), catalog, source.tensor, _box(variable), source.dtype, order, part
+            variable.served_name, catalog, source.tensor, _box(variable), source.dtype, order, part
         )
 
 
@@ -255,7 +249,7 @@ def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
     if not source.variables:
         yield _contents(catalog, tensor)
     for variable in source.variables:
-        yield RowReader(served_name(variable), catalog, tensor, _box(variable), source.dtype)
+        yield RowReader(variable.served_name, catalog, tensor, _box(variable), source.dtype)
 
 
 def _contents(catalog: Catalog, tensor: TensorRef) -> RowReader:
@@ -278,7 +272,7 @@ def translate(
     values = cast_values(np.asarray(change.values), source.dtype, source.key)
     translated: dict[str, Change] = {}
     for part, variable in enumerate(source.variables):
-        name, box = served_name(variable), _box(variable)
+        name, box = variable.served_name, _box(variable)
         if source.scatter_parts:
             inside = natural % source.scatter_parts == part
             ids = natural[inside] // source.scatter_parts
@@ -302,7 +296,7 @@ def _parts_of_whole(
         ordered[natural] = values
         values = ordered
     for part, variable in enumerate(source.variables):
-        name, box = served_name(variable), _box(variable)
+        name, box = variable.served_name, _box(variable)
         if source.scatter_parts:
             found = values[part :: source.scatter_parts]
         else:

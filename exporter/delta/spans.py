@@ -64,8 +64,18 @@ class SpanLike(Protocol):
         """True if a state at `position` may take it."""
 
 
+class Reach:
+    """The one rule that says which states a delta fits, from its `start`, `end` and `exact_base`."""
+
+    __slots__ = ()
+
+    def accepts(self: SpanLike, position: int) -> bool:
+        """True if a state at `position`, of the same log and schema, may take the delta."""
+        return self.start <= position < self.end and (position == self.start or not self.exact_base)
+
+
 @dataclass(frozen=True, slots=True, order=True)
-class Span:
+class Span(Reach):
     """The positions between which a delta leads, and how many publications it holds.
 
     Raises:
@@ -85,10 +95,6 @@ class Span:
     def of(cls, header: DeltaHeader) -> Span:
         """The span that a delta tells of itself."""
         return cls(header.from_position, header.to_position, header.exact_base)
-
-    def accepts(self, position: int) -> bool:
-        """True if a state at `position` may take the delta."""
-        return position == self.start if self.exact_base else self.start <= position < self.end
 
     def __str__(self) -> str:
         return f"{self.start}-{self.end}"

@@ -44,6 +44,12 @@ class GraphVariable:
         """The shape of the whole variable that `key` names."""
         return self.part.full_shape if self.part else self.shape
 
+    @property
+    def served_name(self) -> str:
+        """Its name in a delta: its key, and behind it its slice if it is a part."""
+        part = self.part
+        return self.key if part is None or part.is_full else f"{self.key}[{part.restore_spec}]"
+
 
 @dataclass(frozen=True, slots=True)
 class GraphTable:

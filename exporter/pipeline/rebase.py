@@ -19,7 +19,6 @@ from msgspec import structs
 from exporter.bundle.saved_model_writer import SAVED_MODEL_FILE
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta.format import ChangeKind, ServedVariable
-from exporter.delta.row_reader import served_name
 from exporter.delta.snapshot import Array, Snapshot
 from exporter.delta.spans import Position
 from exporter.errors import ManifestError
@@ -128,7 +127,7 @@ def _write_variables(log: DeltaLog, state: Snapshot, bundle: Path) -> None:
             if not source.variables:  # the keys or values of a lookup table
                 writer.add(source.key, state.whole(source.key))
             for part in source.variables:
-                variable = schema[served_name(part)]
+                variable = schema[part.served_name]
                 if variable.kind is ChangeKind.DENSE:
                     writer.add(source.key, state.whole(variable.name), part.part)
                 else:

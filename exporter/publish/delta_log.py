@@ -20,7 +20,7 @@ from exporter.delta.delta_files import read_delta
 from exporter.delta.format import FILE_PREFIX, Delta, Schema, log_name
 from exporter.delta.row_reader import RowReader, served_in
 from exporter.delta.snapshot import Snapshot
-from exporter.delta.spans import Position, check_fits, nearest_base, plan_chain
+from exporter.delta.spans import Position, Reach, check_fits, nearest_base, plan_chain
 from exporter.errors import (
     CheckpointError,
     CorruptFile,
@@ -85,7 +85,7 @@ class LogBase:
 
 
 @dataclass(frozen=True)
-class LogDelta:
+class LogDelta(Reach):
     """A delta, known by its name until more is asked for."""
 
     path: Path
@@ -132,12 +132,6 @@ class LogDelta:
     def parts(self) -> int:
         """How many publications it holds."""
         return self.entry.parts
-
-    def accepts(self, position: int) -> bool:
-        """True if a state at `position` may take it."""
-        if not self.start <= position < self.end:
-            return False
-        return position == self.start or not self.exact_base
 
 
 @dataclass(frozen=True)

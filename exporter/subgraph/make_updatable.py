@@ -218,8 +218,7 @@ def _variables(variables: tuple[GraphVariable, ...], found: Mapping[str, Use]) -
     """Each variable as deltas see it, with its handles."""
     by_name: dict[str, list[GraphVariable]] = {}
     for variable in variables:
-        spec = f"[{variable.part.restore_spec}]" if variable.part and not variable.part.is_full else ""
-        by_name.setdefault(variable.key + spec, []).append(variable)
+        by_name.setdefault(variable.served_name, []).append(variable)
     served = {}
     for name, twins in by_name.items():
         first = twins[0]

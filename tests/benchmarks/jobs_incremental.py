@@ -25,7 +25,7 @@ from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import FILE_PREFIX, ChangeKind
 from exporter.delta.row_hashes import BlockHasher, HashIndex
-from exporter.delta.row_reader import row_readers, served_name
+from exporter.delta.row_reader import row_readers
 from exporter.delta.snapshot import Snapshot
 from exporter.options import ExportRequest
 from exporter.pipeline.incremental import export_incremental
@@ -149,7 +149,7 @@ def restore_and_scatter(
 def _apply_rows(server: Served, log: DeltaLog) -> Callable[[Path], Any]:
     import tensorflow as tf
 
-    nodes = {served_name(variable): variable.node for variable in log.base.entry.mapping_spec.variables}
+    nodes = {variable.served_name: variable.node for variable in log.base.entry.mapping_spec.variables}
     tables = [variable for variable in log.schema.variables if variable.kind is ChangeKind.TABLE]
     keys = [key for table in tables for key in table.keys]
     prefix = tf.compat.v1.placeholder(tf.string, [])

@@ -16,7 +16,6 @@ from exporter.bundle.variables import write_variables
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
-from exporter.delta.row_reader import served_name
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 from exporter.increments.history import CheckpointMarker, identify, read_history
 from exporter.increments.increment import Changed, CheckpointId, Increment
@@ -198,7 +197,7 @@ class Serving:
         mapping_spec = self.mapping_spec()
         dtypes = {source.key: source.dtype for source in mapping_spec.sources()}
         return Schema.of(
-            ServedVariable(served_name(v), dtypes[v.key], v.shape, self._kind(v))
+            ServedVariable(v.served_name, dtypes[v.key], v.shape, self._kind(v))
             for v in mapping_spec.variables
         )
 
@@ -269,7 +268,7 @@ def served_now(trainer: Trainer, serving: Serving) -> dict[str, np.ndarray]:
             if variable.part is not None:
                 first, count = variable.part.starts[0], variable.part.lengths[0]
                 value = value[first : first + count]
-            found[served_name(variable)] = value
+            found[variable.served_name] = value
         return found
 
 
