@@ -66,10 +66,15 @@ class Updates:
     """How a base takes deltas; see `exporter.subgraph.make_updatable`."""
 
     isolation: Isolation = Isolation.SNAPSHOT
+    """What a response may mix while a delta is applied."""
     snapshot_max_rows: int = 4_000_000
+    """Deltas of more rows are written in pieces that responses may see."""
     stamp: bool = False
+    """Whether predict responses have `model_position` and `model_step`."""
     digest: bool = False
+    """Whether there is the signature `incremental_digest`."""
     finite: bool = False
+    """Whether deltas with NaN or infinity are refused."""
 
 
 @dataclass(frozen=True)

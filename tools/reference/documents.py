@@ -117,11 +117,12 @@ def descriptions(kind: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for parent in reversed(kind.__mro__):
         if is_dataclass(parent):
-            found |= _texts(parent)
+            found |= texts_under_fields(parent)
     return {field.name: found[field.name] for field in fields(kind)}
 
 
-def _texts(kind: type) -> dict[str, str]:
+def texts_under_fields(kind: type) -> dict[str, str]:
+    """The texts below the fields in a class's own definition."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
     found = {}

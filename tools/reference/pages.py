@@ -6,7 +6,7 @@ from pathlib import Path
 
 from exporter.cli.app import app as export_model
 from serving.cli import app as serve_model
-from tools.reference import commands, documents, failures, rooms
+from tools.reference import commands, documents, failures, files, rooms
 
 ROOT = Path(__file__).parent.parent.parent
 NOTE = "<!-- Made from the code by `python -m tools.reference`; edit the code instead. -->\n\n"
@@ -24,5 +24,7 @@ def made() -> dict[str, str]:
     return {
         **{f"docs/reference/{name}": NOTE + content for name, content in pages.items()},
         f"docs/reference/{documents.SCHEMA_FILE}": documents.schema(),
+        f"docs/reference/{files.SCHEMA_FILE}": files.schema(),
+        "docs/reference/formats.md": files.page(),
         "docs/architecture.md": rooms.page(),
     }
