@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,11 +12,12 @@ import pytest
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from tests.support import autodist_trainer, estimators
+from tests.support.guide_commands import run_command
 from tests.support.guide_pages import ROOT
 from tests.support.once import once_a_run
 
-TRAIN = "python examples/ranker/train.py --out "
-EXPORT = "export-model --model examples/ranker/model.py:serving --ckpt-dir "
+TRAIN = "python examples/ranker/train.py --out"
+EXPORT = "export-model --model examples/ranker/model.py:serving --ckpt-dir"
 
 
 def lay_out(name: str, directory: Path, factory: pytest.TempPathFactory) -> None:
@@ -44,11 +42,6 @@ def _train_times(factory: pytest.TempPathFactory, times: int, directory: Path) -
     for _ in range(1, times):
         train(directory, "train", factory)
     (directory / "printed").write_text(_type(f"{TRAIN} train", directory))
-
-
-def environment() -> dict[str, str]:
-    """The console scripts of this environment come first, as in an activated one."""
-    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def _train(factory: pytest.TempPathFactory, directory: Path) -> None:
@@ -81,8 +74,9 @@ def _model_dir(_: pytest.TempPathFactory, directory: Path) -> None:
     (directory / "wide_deep").rename(directory / "model_dir")
 
 
-def _saved_model(_: pytest.TempPathFactory, directory: Path) -> None:
-    autodist_trainer.train(directory)
+def _saved_model(factory: pytest.TempPathFactory, directory: Path) -> None:
+    trained = once_a_run(factory, "autodist", autodist_trainer.train)
+    _copy(trained / "saved_model", directory / "saved_model")
 
 
 def _deeprec(factory: pytest.TempPathFactory, directory: Path) -> None:
@@ -108,12 +102,10 @@ def _deeprec(factory: pytest.TempPathFactory, directory: Path) -> None:
 def _type(command: str, directory: Path) -> str:
     examples = directory / "examples"
     examples.symlink_to(ROOT / "examples")
-    run = subprocess.run(
-        command, shell=True, cwd=directory, env=environment(), capture_output=True, text=True, timeout=300
-    )
+    ran = run_command(command, directory)
     examples.unlink()
-    assert run.returncode == 0, f"$ {command}\n{run.stdout}\n{run.stderr}"
-    return run.stdout
+    assert ran.code == 0, f"$ {command}\n{ran.out}\n{ran.err}"
+    return ran.out
 
 
 def _copy(source: Path, target: Path) -> None:

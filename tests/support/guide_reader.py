@@ -5,23 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import shlex
-import signal
 import socket
-import subprocess
-import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
-from serving.cli import app as serve_app
-from tests.support.commands import Ran, export_model, run_app
-from tests.support.guide_artefacts import TRAIN, environment, lay_out, train
+from tests.support.guide_artefacts import TRAIN, lay_out, train
+from tests.support.guide_commands import run_command, start_server
 from tests.support.guide_pages import ROOT, Block, Command, Page
 
 _PORT = re.compile(r"\b(?:85|95)\d\d\b")
-_IS_OURS = re.compile(r"(?:export|serve)-model(?: (?:[^\s|&;<>$`']|'[^']*')+)+")
-"""One of our programs, and nothing that a shell would do."""
 _VARIES = re.compile(r"\b\d+\.\d\d? s\b|127\.0\.0\.1:\d+")
 """What differs from run to run in the output that the guide shows."""
 
@@ -36,7 +30,7 @@ class Reader:
         self._done: list[Block] = []
         self._failed: Block | None = None
         self._ports: dict[str, str] = {}
-        self._servers: list[subprocess.Popen[bytes]] = []
+        self._servers: list[BaseProcess] = []
         (directory / "examples").symlink_to(ROOT / "examples")
         for name in page.starts_with:
             lay_out(name, directory, factory)
@@ -56,9 +50,10 @@ class Reader:
     def close(self) -> None:
         """End the servers that the page started."""
         for server in self._servers:
-            server.send_signal(signal.SIGTERM)
+            server.terminate()
         for server in self._servers:
-            assert server.wait(timeout=300) == 0
+            server.join(timeout=300)
+            assert server.exitcode == 0
 
     def _run(self, block: Block) -> None:
         if block.marker == "file":
@@ -75,34 +70,16 @@ class Reader:
     def _type(self, block: Block, command: Command) -> None:
         text = _PORT.sub(lambda port: self._port(port[0]), command.text)
         if text.endswith("&"):
-            self._serve(block, shlex.split(text.rstrip(" &")))
+            self._servers.append(start_server(text.rstrip(" &"), self._directory))
             return
         if text.startswith(TRAIN):
-            out = text.removeprefix(TRAIN)
+            out = text.removeprefix(TRAIN).strip()
             _expect_shown(block, command.shown, train(self._directory, out, self._factory))
             return
-        ran = self._here(text) if _IS_OURS.fullmatch(text) else self._in_a_shell(text)
+        ran = run_command(text, self._directory)
         if ran.code != 0:
             raise AssertionError(f"{block}: exit code {ran.code}\n$ {text}\n{ran.out}\n{ran.err}")
         _expect_shown(block, command.shown, ran.out + ran.err)
-
-    def _here(self, text: str) -> Ran:
-        """Run our own programs in this process, where TensorFlow is imported already."""
-        program, *arguments = shlex.split(text)
-        with contextlib.chdir(self._directory):
-            return export_model(*arguments) if program == "export-model" else serve_model(*arguments)
-
-    def _in_a_shell(self, text: str) -> Ran:
-        run = subprocess.run(
-            text,
-            shell=True,
-            cwd=self._directory,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        return Ran(run.returncode, run.stdout, run.stderr)
 
     def _run_python(self, block: Block) -> None:
         named = re.match(r"# (examples/\S+\.py)\n", block.text)
@@ -114,18 +91,6 @@ class Reader:
         with contextlib.chdir(self._directory), contextlib.redirect_stdout(printed):
             exec(code, {"__name__": "__main__"})
         _expect_shown(block, block.shown, printed.getvalue())
-
-    def _serve(self, block: Block, words: list[str]) -> None:
-        """Start `serve-model run MODEL --port PORT`, and wait until the model answers."""
-        server = subprocess.Popen(words, cwd=self._directory, env=environment())
-        self._servers.append(server)
-        address = f"127.0.0.1:{words[words.index('--port') + 1]}"
-        ask = ["serve-model", "status", address, "--model", Path(words[2]).name]
-        deadline = time.monotonic() + 120
-        while subprocess.run(ask, env=environment(), capture_output=True, check=False).returncode != 0:
-            assert server.poll() is None, f"{block}: {shlex.join(words)} ended"
-            assert time.monotonic() < deadline, f"{block}: {shlex.join(words)} was never available"
-            time.sleep(0.2)
 
     def _port(self, named: str) -> str:
         if named not in self._ports:
@@ -155,7 +120,3 @@ def _expect_excerpt(block: Block, source: str) -> None:
     for line in block.text.splitlines()[1:]:
         if line.strip() != "..." and line not in lines:
             raise AssertionError(f"{block}: {line!r} is not, in this order, in the file that is shown")
-
-
-def serve_model(*arguments: object) -> Ran:
-    return run_app(serve_app, *arguments)
