@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from exporter.roles import node_role as node_role
     from exporter.verify.log import verify_model as verify_model
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "Catalog": "exporter.catalog",
     "DataMode": "exporter.options",

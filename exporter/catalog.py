@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
+from msgspec import Struct, field
+
 from exporter.wire.dtypes import DType
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(Struct, frozen=True):
     """A run of bytes in one shard: `size` bytes from `offset`, with TensorFlow's masked crc32c of them."""
 
     shard: int
@@ -25,8 +25,7 @@ class Extent:
     crc32c: int
 
 
-@dataclass(frozen=True, slots=True)
-class SliceSpec:
+class SliceSpec(Struct, frozen=True):
     """A box inside a tensor of shape `full_shape`: per dimension where it starts and how long it is."""
 
     full_shape: tuple[int, ...]
@@ -50,8 +49,7 @@ class SliceSpec:
         return " ".join([*map(str, self.full_shape), ":".join(boxes)])
 
 
-@dataclass(frozen=True, slots=True)
-class SliceRef:
+class SliceRef(Struct, frozen=True):
     """One stored slice of a partitioned tensor; `extent` is None if the checkpoint declares but lacks it."""
 
     spec: SliceSpec
@@ -81,8 +79,7 @@ class Naming(Enum):
     ORDER = "order"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+class TensorRef(Struct, frozen=True):
     """A named tensor: stored whole (`extent`), as `slices`, or in a file that is no bundle (`content`).
 
     `owner` is the layer path by the trainer's own names (`tower/hidden`) where `name` does not tell it.
@@ -122,8 +119,7 @@ class TensorRef:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Catalog:
+class Catalog(Struct, frozen=True):
     """A checkpoint: its tensors by name, and the shard files that their extents point into.
 
     `prefix` is what TensorFlow calls the checkpoint path; `step` is the global step if the checkpoint tells

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import force_setattr
 
 from exporter.errors import UsageError
 from exporter.local_paths import local_name, local_path
@@ -61,8 +63,7 @@ class DeltaDtype(StrEnum):
     INT8 = "int8"
 
 
-@dataclass(frozen=True, slots=True)
-class Updates:
+class Updates(Struct, frozen=True):
     """How a base takes deltas; see `exporter.subgraph.make_updatable`."""
 
     isolation: Isolation = Isolation.SNAPSHOT
@@ -77,8 +78,7 @@ class Updates:
     """Whether deltas with NaN or infinity are refused."""
 
 
-@dataclass(frozen=True)
-class ExportRequest:
+class ExportRequest(Struct, frozen=True):
     """Everything a full export is told; the fields are the options of `export-model`.
 
     `model` is a name as `--model` takes it, or a builder itself; without it what lies beside the checkpoint
@@ -140,11 +140,11 @@ class ExportRequest:
         """Take `file://` as a path, and refuse other URLs where a path is expected."""
         for name in _PATHS:
             if (place := getattr(self, name)) is not None:
-                object.__setattr__(self, name, local_path(f"--{name.replace('_', '-')}", place))
+                force_setattr(self, name, local_path(f"--{name.replace('_', '-')}", place))
         if isinstance(self.model, str):
-            object.__setattr__(self, "model", local_name("--model", self.model))
+            force_setattr(self, "model", local_name("--model", self.model))
         modules = tuple(local_name("--custom-objects", name) for name in self.custom_objects)
-        object.__setattr__(self, "custom_objects", modules)
+        force_setattr(self, "custom_objects", modules)
 
 
 _PATHS = ("ckpt_dir", "out", "signatures", "rename_file", "warmup", "verify_inputs")

@@ -16,9 +16,11 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.errors import RoleUnknown
 
@@ -49,8 +51,7 @@ TRAINERS = _CHIEFS | {NodeType.WORKER}
 """The jobs whose tasks compute; a MultiWorkerMirroredStrategy runs in all of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
+class Role(Struct, frozen=True):
     """What this node is: its type, its number among those, and whether it saves for all.
 
     `index` is None where the launcher does not number its nodes. `source` is the environment variable that
@@ -71,8 +72,7 @@ SINGLE = Role(NodeType.SINGLE, None, is_chief=True)
 """A node that is no part of a cluster."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(Struct, frozen=True):
     """A node's place in its cluster; `jobs` has the indices in use for each job that is listed.
 
     `source` is the environment variable that told, empty for a strategy that did.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from msgspec.structs import asdict
 
 from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command
 from exporter.cli.output import Output, OutputMode
+from exporter.cli.parameters import App, Option
 from exporter.errors import Exit, UsageError
 from exporter.files import read_regular
 from exporter.local_paths import local_path
@@ -41,50 +41,48 @@ Examples:
   serve-model agent --model-base-path prod=/models/ranker --target dns:///model-servers:8500 --json"""
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add the command to `serve-model`."""
-    app.command("agent", help=HELP, short_help="Keep replicas as fresh as what is published.")(agent)
+    app.subcommand("agent", help=HELP, short_help="Keep replicas as fresh as what is published.")(agent)
 
 
 def agent(
     model_base_path: Annotated[
-        list[str],
-        typer.Option(
+        tuple[str, ...],
+        Option(
             metavar="[NAME=]DIR",
             help="A model base path, and the model's name on the servers if it is not the path's last part. "
             "Repeat it for several models.",
         ),
     ],
     target: Annotated[
-        list[str],
-        typer.Option(
+        tuple[str, ...],
+        Option(
             metavar="HOST[:PORT]",
             help="gRPC address of a replica; dns:///NAME[:PORT] stands for every address of the name. "
             "Repeat it for several.",
         ),
     ],
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address of the agent's own port.")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[str, Option(metavar="ADDRESS", help="Address of the agent's own port.")] = ("127.0.0.1"),
     port: Annotated[
-        int, typer.Option(metavar="PORT", min=0, max=65535, help="The agent's own port; 0 takes a free one.")
+        int, Option(metavar="PORT", min=0, max=65535, help="The agent's own port; 0 takes a free one.")
     ] = 8600,
     token_file: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Ask for `Authorization: Bearer` and this file's content on the own port; not for probes.",
         ),
     ] = None,
     fresh_within: Annotated[
         float,
-        typer.Option(
+        Option(
             metavar="SECONDS", min=0, help="/readyz fails when a replica lacks a delta for longer than this."
         ),
     ] = 30.0,
     step_seconds: Annotated[
         float | None,
-        typer.Option(
+        Option(
             metavar="SECONDS",
             min=0,
             help="Apply one delta at a time, and wait this long between two. [default: all at once]",
@@ -92,7 +90,7 @@ def agent(
     ] = None,
     audit_seconds: Annotated[
         float | None,
-        typer.Option(
+        Option(
             metavar="SECONDS",
             min=0.05,
             help="Compare a sample of what each replica holds with what is published this often; "
@@ -100,17 +98,17 @@ def agent(
         ),
     ] = None,
     poll_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.01, help="List directories at least this often.")
+        float, Option(metavar="SECONDS", min=0.01, help="List directories at least this often.")
     ] = 1.0,
     refresh_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.05, help="Ask each replica at least this often.")
+        float, Option(metavar="SECONDS", min=0.05, help="Ask each replica at least this often.")
     ] = 5.0,
     resolve_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, help="Look names up this often.")
+        float, Option(metavar="SECONDS", min=0.1, help="Look names up this often.")
     ] = 10.0,
     deadline: Annotated[
         float,
-        typer.Option(
+        Option(
             metavar="SECONDS",
             min=0.001,
             help="Give a call this long, and a catch-up the time that its bytes take beside it.",
@@ -173,7 +171,7 @@ def _tell(sink: Output, event: Event) -> None:
     sink.note(f"{where}: {event.message}{served}")
 
 
-def _models(options: list[str]) -> dict[str, Path]:
+def _models(options: tuple[str, ...]) -> dict[str, Path]:
     models: dict[str, Path] = {}
     for text in options:
         name, separator, place = text.partition("=")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.errors import CallFailed, ManifestError, NotUpdatable, PositionError
 from exporter.publish.delta_log import DeltaLog, read_log
@@ -20,8 +22,7 @@ from serving.incremental_status import read_incremental_status
 from serving.status import VersionState, VersionStatus
 
 
-@dataclass(frozen=True, slots=True)
-class VersionStanding:
+class VersionStanding(Struct, frozen=True):
     """One version on a server; None for what it, or the model base path, does not tell.
 
     `behind_deltas` are those that an update would apply now, and no further than the hold; `behind_steps` are
@@ -44,8 +45,7 @@ class VersionStanding:
         return None if self.since is None else max(0.0, (now - self.since).total_seconds())
 
 
-@dataclass(frozen=True)
-class PublishedModel:
+class PublishedModel(Struct, frozen=True):
     """What is published under a model base path; `log` is None where versions take no deltas."""
 
     history: Timeline

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import typer
-
 from exporter.cli import completion
 from exporter.cli.edge import (
     EXIT_CODES,
@@ -16,12 +14,10 @@ from exporter.cli.edge import (
     QuietFlag,
     VersionFlag,
     command,
-    new_app,
-    path_argument,
-    path_option,
     run,
 )
 from exporter.cli.output import Output
+from exporter.cli.parameters import App, Argument, Option
 from exporter.errors import Exit, ServerError, UsageError
 from exporter.local_paths import local_path
 from serving import agent_command
@@ -33,23 +29,21 @@ from serving.status import VersionState, VersionStatus, error_text
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from _typeshed import DataclassInstance
+    from msgspec import Struct
     from numpy.typing import NDArray
 
     from serving.client import Metadata, ModelClient
 
-app = new_app("serve-model")
+app = App("serve-model")
 
 Address = Annotated[
     str,
-    typer.Argument(
-        metavar="HOST[:PORT]",
-        help="gRPC address of a model server; the port is 8500 if left out.",
-        callback=with_port,
+    Argument(
+        "HOST[:PORT]", "gRPC address of a model server; the port is 8500 if left out.", parser=with_port
     ),
 ]
 Deadline = Annotated[
-    float, typer.Option(metavar="SECONDS", min=0.001, help="Fail when a call takes longer than this.")
+    float, Option(metavar="SECONDS", min=0.001, help="Fail when a call takes longer than this.")
 ]
 
 _HELP = f"""Serve models that export-model published, and ask model servers.
@@ -111,38 +105,36 @@ Examples:
   serve-model update 127.0.0.1:8500 --model ranker --up-to 4200 --json"""
 
 
-@app.callback(help=_HELP)
+@app.root(help=_HELP)
 def serve_model(own_version: VersionFlag = False) -> None:
     """The root command; it has no options of its own but `-V`."""
 
 
-@app.command("run", help=_RUN_HELP, short_help="Serve a model base path over gRPC.")
+@app.subcommand("run", help=_RUN_HELP, short_help="Serve a model base path over gRPC.")
 def run_server(
-    model_base_path: Annotated[Path, path_argument("MODEL_BASE_PATH", "Holds the versions.")],
+    model_base_path: Annotated[Path, Argument("MODEL_BASE_PATH", "Holds the versions.")],
     model_name: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Name in requests. [default: MODEL_BASE_PATH's last part]"),
+        Option(metavar="NAME", help="Name in requests. [default: MODEL_BASE_PATH's last part]"),
     ] = None,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(metavar="PORT", min=0, max=65535, help="gRPC port; 0 takes a free one.")
+        int, Option(metavar="PORT", min=0, max=65535, help="gRPC port; 0 takes a free one.")
     ] = 8500,
     poll_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.01, help="How often to look for new versions.")
+        float, Option(metavar="SECONDS", min=0.01, help="How often to look for new versions.")
     ] = 1.0,
-    threads: Annotated[
-        int, typer.Option(metavar="N", min=1, help="How many calls to work on at a time.")
-    ] = 8,
+    threads: Annotated[int, Option(metavar="N", min=1, help="How many calls to work on at a time.")] = 8,
     max_filled_bytes: Annotated[
         int,
-        typer.Option(
+        Option(
             metavar="BYTES",
             min=0,
             help="Refuse requests that have more than this filled in, to the shape they name.",
         ),
     ] = 64 << 20,
     wait: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="Give up when no version is available by then.")
+        float, Option(metavar="SECONDS", min=0, help="Give up when no version is available by then.")
     ] = 60.0,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -179,13 +171,13 @@ def run_server(
             raise SystemExit(int(Exit.INTERRUPTED)) from None
 
 
-@app.command("status", help=_STATUS_HELP, short_help="Versions of a model on a server.")
+@app.subcommand("status", help=_STATUS_HELP, short_help="Versions of a model on a server.")
 def status(
     address: Address,
-    model: Annotated[str, typer.Option(metavar="NAME", help="The model's name there.")] = "default",
+    model: Annotated[str, Option(metavar="NAME", help="The model's name there.")] = "default",
     published: Annotated[
         Path | None,
-        path_option("--published", "MODEL_BASE_PATH", "What is published: how far behind is a version?"),
+        Option(metavar="MODEL_BASE_PATH", help="What is published: how far behind is a version?"),
     ] = None,
     deadline: Deadline = 10.0,
     json_: JsonFlag = False,
@@ -205,22 +197,18 @@ agent_command.register(app)
 completion.register(app, "serve-model")
 
 
-@app.command("predict", help=_PREDICT_HELP, short_help="Send one request to a server.")
+@app.subcommand("predict", help=_PREDICT_HELP, short_help="Send one request to a server.")
 def predict(
     address: Address,
-    model: Annotated[str, typer.Option(metavar="NAME", help="The model's name there.")],
-    json_input: Annotated[
-        str, typer.Option(metavar="FILE|-", help="The request as JSON; - reads standard input.")
-    ],
+    model: Annotated[str, Option(metavar="NAME", help="The model's name there.")],
+    json_input: Annotated[str, Option(metavar="FILE|-", help="The request as JSON; - reads standard input.")],
     signature: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="[default: the request's signature_name, or serving_default]"),
+        Option(metavar="NAME", help="[default: the request's signature_name, or serving_default]"),
     ] = None,
     version: Annotated[
         int | None,
-        typer.Option(
-            metavar="VERSION", min=0, help="The version to ask. [default: the newest that is available]"
-        ),
+        Option(metavar="VERSION", min=0, help="The version to ask. [default: the newest that is available]"),
     ] = None,
     deadline: Deadline = 10.0,
     json_: JsonFlag = False,
@@ -242,17 +230,17 @@ def predict(
         _print(sink, document, json.dumps(answer, ensure_ascii=False))
 
 
-@app.command("update", help=_UPDATE_HELP, short_help="Apply published deltas to a running model.")
+@app.subcommand("update", help=_UPDATE_HELP, short_help="Apply published deltas to a running model.")
 def update(
     address: Address,
-    model: Annotated[str, typer.Option(metavar="NAME", help="The model's name there.")],
+    model: Annotated[str, Option(metavar="NAME", help="The model's name there.")],
     up_to: Annotated[
         int,
-        typer.Option(metavar="POSITION", min=-1, help="The position to reach; -1 is the newest published."),
+        Option(metavar="POSITION", min=-1, help="The position to reach; -1 is the newest published."),
     ] = -1,
     version: Annotated[
         int | None,
-        typer.Option(
+        Option(
             metavar="VERSION", min=0, help="The version to update. [default: the newest that is available]"
         ),
     ] = None,
@@ -263,7 +251,7 @@ def update(
 ) -> None:
     """Call the incremental subgraph."""
     with command(json_, quiet, debug) as sink:
-        from dataclasses import asdict
+        from msgspec.structs import asdict
 
         from serving import updates
         from serving.client import ModelClient
@@ -311,7 +299,7 @@ class _News:
             self._sink.note(f"version {status.version}: {status.state.name}")
 
 
-def _print(sink: Output, document: DataclassInstance, line: str, *, is_done: bool = False) -> None:
+def _print(sink: Output, document: Struct, line: str, *, is_done: bool = False) -> None:
     from rich.markup import escape
 
     sink.result(document, [escape(line)], is_done=is_done)

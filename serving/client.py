@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
 from exporter.errors import CallFailed
@@ -38,32 +38,28 @@ _HINTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(Struct, frozen=True):
     """A signature's outputs by name, and the version that computed them."""
 
     outputs: Mapping[str, NDArray[Any]]
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Classification:
+class Classification(Struct, frozen=True):
     """(label, score) pairs for each example, and the version that computed them."""
 
     examples: Sequence[Sequence[tuple[str, float]]]
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Regression:
+class Regression(Struct, frozen=True):
     """A value for each example, and the version that computed them."""
 
     values: Sequence[float]
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Metadata:
+class Metadata(Struct, frozen=True):
     """The `SignatureDef`s of a version by name."""
 
     signatures: Mapping[str, Proto]

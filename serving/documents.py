@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
+from msgspec import Struct
 
-@dataclass(frozen=True)
-class Serving:
+
+class Serving(Struct, frozen=True):
     """What `run` prints when the first version is available."""
 
     model: str
@@ -22,8 +22,7 @@ class Serving:
     """Its gRPC port."""
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(Struct, frozen=True):
     """What is published under `--published`."""
 
     position: int | None
@@ -34,8 +33,7 @@ class Published:
     """The position at which the model is held."""
 
 
-@dataclass(frozen=True)
-class ServedVersion:
+class ServedVersion(Struct, frozen=True):
     """A version on a server, and how far it is behind what is published."""
 
     version: int
@@ -66,8 +64,7 @@ class ServedVersion:
     """Why something is not known."""
 
 
-@dataclass(frozen=True)
-class ModelStatus:
+class ModelStatus(Struct, frozen=True):
     """What `status` prints."""
 
     address: str
@@ -80,8 +77,7 @@ class ModelStatus:
     """The versions, as the server lists them."""
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """What every document of `predict` begins with."""
 
     model: str
@@ -92,32 +88,28 @@ class Answer:
     """The signature that was asked."""
 
 
-@dataclass(frozen=True)
-class RowPrediction(Answer):
+class RowPrediction(Answer, frozen=True):
     """What `predict` prints for a request with `instances`."""
 
     predictions: Any
     """An item for each row, as TF Serving's REST interface has it."""
 
 
-@dataclass(frozen=True)
-class ColumnPrediction(Answer):
+class ColumnPrediction(Answer, frozen=True):
     """What `predict` prints for a request with `inputs`."""
 
     outputs: Any
     """Each output by name, or the output itself if there is only one."""
 
 
-@dataclass(frozen=True)
-class ExampleResults(Answer):
+class ExampleResults(Answer, frozen=True):
     """What `predict` prints for a request with `examples` to a classify or regress signature."""
 
     results: Any
     """For each example a list of label and score, or a number."""
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(Struct, frozen=True):
     """What `update` prints."""
 
     address: str
@@ -140,8 +132,7 @@ class Update:
     """A newer version that was not available in time, and was not updated."""
 
 
-@dataclass(frozen=True)
-class AgentStarted:
+class AgentStarted(Struct, frozen=True):
     """The first document of `agent`."""
 
     what: Literal["started"]
@@ -152,8 +143,7 @@ class AgentStarted:
     """Their port."""
 
 
-@dataclass(frozen=True)
-class AgentEvent:
+class AgentEvent(Struct, frozen=True):
     """What `agent` prints of each thing that happens."""
 
     what: str

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 
 from serving.client import ModelClient
 
 STATUS_SIGNATURE = "incremental_status"
 
 
-@dataclass(frozen=True, slots=True)
-class IncrementalStatus:
+class IncrementalStatus(Struct, frozen=True):
     """The position and training step whose values a version serves, and the log that its deltas are of."""
 
     position: int

@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.errors import ServerError
 from serving.loader import LoadedModel, has_saved_model, load
@@ -20,8 +21,7 @@ from serving.warmup import warm_up
 Listener = Callable[[VersionStatus], None]
 
 
-@dataclass(slots=True)
-class _Served:
+class _Served(Struct):
     """A loaded version and the number of requests that are using it."""
 
     model: LoadedModel

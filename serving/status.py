@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
+
+from msgspec import Struct
 
 MAX_MESSAGE_CHARACTERS = 1024
 """TF Serving cuts the message of a failed call here."""
@@ -42,8 +43,7 @@ class VersionState(IntEnum):
     END = 50
 
 
-@dataclass(frozen=True, slots=True)
-class VersionStatus:
+class VersionStatus(Struct, frozen=True):
     """One version of a model as `GetModelStatus` tells it; `code` and `message` say why it failed to load."""
 
     version: int

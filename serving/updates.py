@@ -9,9 +9,10 @@ from __future__ import annotations
 import random
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.errors import CallFailed, UsageError
 from serving.client import ModelClient
@@ -31,8 +32,7 @@ _MOST_CALLS = 20
 _LONGEST_PAUSE_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Updated:
+class Updated(Struct, frozen=True):
     """Where a replica stands after an update: what was applied, and in the model's words why it stopped.
 
     `loading` is a newer version that the server had not made available in time; it was not updated.

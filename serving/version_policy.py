@@ -7,15 +7,15 @@ The names of directories give the versions that are there, a policy those that o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from serving.status import VersionState
 
 _INT64_MAX = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Latest:
+class Latest(Struct, frozen=True):
     """Serve the newest versions: TF Serving's default, with one."""
 
     count: int = 1
@@ -25,8 +25,7 @@ class Latest:
         return frozenset(sorted(versions)[-max(1, self.count) :])
 
 
-@dataclass(frozen=True, slots=True)
-class Every:
+class Every(Struct, frozen=True):
     """Serve all versions that are there."""
 
     def choose(self, versions: Iterable[int]) -> frozenset[int]:
@@ -34,8 +33,7 @@ class Every:
         return frozenset(versions)
 
 
-@dataclass(frozen=True, slots=True)
-class Specific:
+class Specific(Struct, frozen=True):
     """Serve the named versions, as far as they are there."""
 
     versions: frozenset[int]
@@ -48,15 +46,13 @@ class Specific:
 Policy = Latest | Every | Specific
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Struct, frozen=True):
     """Load this version."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unload:
+class Unload(Struct, frozen=True):
     """Unload this version."""
 
     version: int

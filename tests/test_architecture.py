@@ -39,8 +39,10 @@ SERVING_MAY_IMPORT = {"errors", "wire", "files", "local_paths", "publish"}
 SERVING_SHARES = {
     "exporter.cli.completion",
     "exporter.cli.edge",
+    "exporter.cli.markup",
     "exporter.cli.output",
     "exporter.delta.chunk_digest",
+    "exporter.cli.parameters",
     "exporter.delta.spans",
 }
 # A command of the exporter that asks servers. No other module may, and none when a file is imported.

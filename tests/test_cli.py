@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from exporter import errors
+from exporter.cli.markup import escape, rendered
 from exporter.errors import ExportError
 from tests.support.commands import export_model
 
@@ -110,7 +113,7 @@ def test_inspect_lists_tensors(ranker: Path) -> None:
         (["--ckpt-dir", "x", "--out", "y", "--version", "-1"], "neither `time` nor an integer"),
         (["--ckpt-dir", "x", "--out", "y", "--cast", "int3"], "expected bfloat16 or float16"),
         (["--ckpt-dir", "x", "--out", "y", "--partition-strategy", "a=up"], "expected mod or div"),
-        (["--ckpt-dir", "x", "--out", "y", "--keep", "0"], "should be greater than or equal to 1"),
+        (["--ckpt-dir", "x", "--out", "y", "--keep", "0"], "is not in the range x>=1"),
     ],
 )
 def test_usage_errors(arguments: list[str], message: str) -> None:
@@ -191,3 +194,10 @@ for arguments in {json.loads(json.dumps(runs, default=str))!r}:
     assert "tensorflow" not in sys.modules, arguments
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+@given(st.text(), st.text())
+def test_text_is_printed_as_it_is_beside_styles(text: str, after: str) -> None:
+    line = f"[bold red]{escape(text)}[/]{escape(after)}"
+    assert rendered(line, coloured=False) == text + after
+    assert rendered(line, coloured=True) == f"\x1b[1;31m{text}\x1b[0m{after}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +45,7 @@ BFLOAT16, INT8 = DeltaDtype
 def export(
     trainer: Trainer, model: Path, dtype: DeltaDtype | None = None, bound: float = 0.0
 ) -> ExportedDelta:
-    done = export_incremental(replace(request(trainer, model), delta_dtype=dtype, min_change=bound))
+    done = export_incremental(structs.replace(request(trainer, model), delta_dtype=dtype, min_change=bound))
     assert isinstance(done, ExportedDelta)
     return done
 
@@ -315,7 +315,7 @@ def test_a_base_remembers_what_was_rounded(trainer: Trainer, tmp_path: Path) -> 
     trainer.save()
     rounded = export(trainer, tmp_path / "model", BFLOAT16).rounded
     trained = read_log(tmp_path / "model").trained
-    entry = replace(read_log(tmp_path / "model").base.entry, trained=trained)
+    entry = structs.replace(read_log(tmp_path / "model").base.entry, trained=trained)
     document = decode(encode(entry.document()), BaseDocument, "it", written=encode)
     assert type(entry).of(document).trained.rounded == rounded
 

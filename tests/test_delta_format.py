@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.delta.delta_files import read_delta, write_delta

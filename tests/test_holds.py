@@ -7,10 +7,10 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from exporter.errors import ChainEnds, ModelHeld
 from exporter.options import ExportRequest, Updates

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +205,7 @@ def history(
     found = [
         StoredIncrement(
             Path(name),
-            replace(
+            structs.replace(
                 EXAMPLE,
                 id=name,
                 parent=parent,
@@ -282,13 +281,13 @@ def test_a_full_checkpoint_that_equals_an_increment_is_that_increment_to_every_s
 def test_files_of_releases_that_noted_no_session_may_lead_on_but_not_for_certain() -> None:
     noted = (CheckpointMarker(LATER, EXAMPLE.run, "b", False),)
     known = history(("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), ("d", "c", 1))
-    old = [replace(s, increment=replace(s.increment, session=None)) for s in known.increments]
+    old = [structs.replace(s, increment=structs.replace(s.increment, session=None)) for s in known.increments]
     chain = History(tuple(old), noted)
     assert names(chain.after(LATER)) == ["c", "d"]
     assert chain.chain(LATER, "d") is None  # what is published is to be compared
     assert names(chain.chain("c", "d") or ()) == ["d"]
     before = structs.replace(LATER, step=3)  # an increment of a session is ahead of its full checkpoint
-    assert names(History(tuple(old), (replace(noted[0], checkpoint=before),)).after(before)) == []
+    assert names(History(tuple(old), (structs.replace(noted[0], checkpoint=before),)).after(before)) == []
 
 
 def test_a_ring_ends() -> None:
@@ -301,7 +300,7 @@ def test_a_directory_of_increments(tmp_path: Path) -> None:
     assert read_history(tmp_path) == History()
     root = tmp_path / "increments"
     stored = write(root / EXAMPLE.directory_name, EXAMPLE, GOOD)
-    fork = replace(EXAMPLE, id="d" * 32)
+    fork = structs.replace(EXAMPLE, id="d" * 32)
     twin = write(root / f"{EXAMPLE.directory_name}-{'b' * 8}", fork, GOOD)
     (root / ".staging-1").mkdir()
     (root / "notes").mkdir()

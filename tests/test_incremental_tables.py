@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from exporter.delta.format import Change, ChangeKind, Schema, ServedVariable, TableContents, TableSide
 from exporter.errors import NotServable, SchemaChanged

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
+from msgspec.structs import replace
 
 from exporter.bundle.warmup_requests import parse_request
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog

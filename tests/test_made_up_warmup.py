@@ -189,7 +189,7 @@ def request_(tmp_path: Path) -> ExportRequest:
 
 
 def exported(request: ExportRequest, **changes: Any) -> list[str]:
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     return [name for name, _ in logs(export(replace(request, **changes)).published.path)]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import asdict
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.errors import Exit, ManifestError
@@ -81,7 +82,7 @@ def test_round_trip(manifest: Manifest) -> None:
 @given(st.integers(0, 2**63 - 2), st.data())
 def test_round_trip_of_a_delta(start: int, data: st.DataObject) -> None:
     position = data.draw(st.integers(start + 1, 2**63 - 1))
-    delta = Manifest(**{**vars(MANIFEST), "kind": Kind.DELTA, "from_position": start, "position": position})
+    delta = Manifest(**{**asdict(MANIFEST), "kind": Kind.DELTA, "from_position": start, "position": position})
     assert from_json(to_json(delta)) == delta
 
 
@@ -114,7 +115,7 @@ def test_the_text_is_the_documented_one() -> None:
 
 def test_times_are_written_in_utc() -> None:
     zone = timezone(timedelta(hours=-5))
-    local = Manifest(**{**vars(MANIFEST), "created": MANIFEST.created.astimezone(zone)})
+    local = Manifest(**{**asdict(MANIFEST), "created": MANIFEST.created.astimezone(zone)})
     assert to_json(local) == to_json(MANIFEST)
 
 
@@ -287,7 +288,7 @@ def test_what_is_not_one_json_object_is_refused(text: str | bytes) -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(5, 5), (6, 5)])
 def test_a_delta_leads_forward(start: int, end: int) -> None:
-    delta = Manifest(**{**vars(MANIFEST), "kind": Kind.DELTA, "from_position": start, "position": end})
+    delta = Manifest(**{**asdict(MANIFEST), "kind": Kind.DELTA, "from_position": start, "position": end})
     with pytest.raises(ManifestError, match="damaged") as caught:
         from_json(to_json(delta))
     assert "from_position" in caught.value.cause

@@ -90,7 +90,7 @@ def test_only_a_saved_model_takes_deltas(trained: Trained, tmp_path: Path) -> No
 
 
 def test_what_the_pair_has_no_place_for(trained: Trained, tmp_path: Path) -> None:
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     from exporter.bundle.metagraph_pair import write_pair
 

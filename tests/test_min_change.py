@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from exporter.delta.delta_files import read_delta
 from exporter.delta.deviation import LeftOut

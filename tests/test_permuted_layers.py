@@ -7,7 +7,6 @@ its own name, or the export is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint import open_checkpoint

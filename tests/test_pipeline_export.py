@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from exporter import DeltaDtype, ExportedDelta, ExportRequest, Updates, export, open_checkpoint
 from exporter.checkpoint.identity import Identity

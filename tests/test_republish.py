@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from msgspec.structs import asdict
 
 from exporter.errors import ModelHeld, PositionUnknown, UsageError, VerificationError
 from exporter.options import ExportRequest, Updates
@@ -130,7 +131,7 @@ def test_a_hold_of_plain_versions_binds_a_log_that_follows_and_is_lifted_with_it
     request_: ExportRequest,
 ) -> None:
     log_maintenance.rollback(request_.out, 10)
-    export(ExportRequest(**(vars(request_) | {"updates": Updates(), "despite_hold": True})))
+    export(ExportRequest(**(asdict(request_) | {"updates": Updates(), "despite_hold": True})))
     ran = export_model("merge", request_.out, "--rebase")
     assert ran.code == 5
     log_maintenance.resume(request_.out)

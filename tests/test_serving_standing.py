@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
+from msgspec.structs import asdict
 
 from exporter.options import ExportRequest
 from exporter.pipeline import log_maintenance
@@ -91,7 +92,7 @@ def test_a_hold_and_a_rollback(server: ModelServer, request_: ExportRequest) -> 
 def test_what_is_published_elsewhere_is_not_compared(
     server: ModelServer, request_: ExportRequest, tmp_path: Path
 ) -> None:
-    other = ExportRequest(**(vars(request_) | {"out": tmp_path / "other"}))
+    other = ExportRequest(**(asdict(request_) | {"out": tmp_path / "other"}))
     export_incremental(other, full_on_mismatch=False)
     (version,) = status(server, "--published", other.out)["versions"]
     assert version["behind_deltas"] is None

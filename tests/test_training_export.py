@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+from msgspec.structs import fields, replace
 
 from exporter import roles
 from exporter.cli import app as cli

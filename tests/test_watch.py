@@ -6,12 +6,12 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from exporter import ExportRequest, StopWhen, Watching, watch
 from exporter.checkpoint.tensor_bundle import index_path, read_array, read_catalog, shard_path

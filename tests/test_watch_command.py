@@ -86,7 +86,7 @@ def test_increments_are_followed_until_their_step(tmp_path: Path) -> None:
         (["--stop-idle", "1m"], "go with --watch"),
         (["--watch", "--stop-after", "soon"], "--stop-after 'soon' is not a duration"),
         (["--watch", "--stop-idle", "-1"], "--stop-idle '-1' is not a duration"),
-        (["--watch", "--stop-count", "0"], "should be greater than or equal to 1"),
+        (["--watch", "--stop-count", "0"], "is not in the range x>=1"),
         (["--watch", "--version", "3"], "--version 3 names one version"),
     ],
 )

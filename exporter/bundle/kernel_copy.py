@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from exporter.bundle.source_shard import check_size, open_shard
 from exporter.errors import CheckpointChanged, os_error
@@ -23,8 +24,7 @@ _NOT_HERE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EP
 _BUFFER_BYTES = 256 << 10  # stays in a core's cache between the read and the write
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
+class ByteRange(Struct, frozen=True):
     """`size` bytes from `source` (an offset) that go to offset `target`."""
 
     source: int

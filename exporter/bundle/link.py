@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.bundle.source_shard import check_size, shard_status, vanished
 from exporter.errors import CheckpointChanged
@@ -15,8 +16,7 @@ _IMPOSSIBLE = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.E
 """Other file system or mount; not ours under `protected_hardlinks`; too many links; no links at all."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewFile:
+class NewFile(Struct, frozen=True):
     """Who may read a file that this process makes in a directory: umask, set-gid bits and ACLs applied."""
 
     mode: int

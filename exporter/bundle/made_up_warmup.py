@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from exporter.bundle.warmup_requests import WarmupRequest, examples_request, takes_examples, tensors_request
@@ -213,8 +213,7 @@ def _free_inputs(node: Proto, count: int) -> range:
     return range(0)
 
 
-@dataclass(frozen=True)
-class _Trial:
+class _Trial(Struct, frozen=True):
     """A graph whose tables have one row each, which is what all their lookups read."""
 
     graph_def: Proto

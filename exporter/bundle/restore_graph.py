@@ -10,8 +10,9 @@ Source of names and roles: tensorflow/python/training/saver.py and core/protobuf
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
+
+from msgspec import Struct
 
 from exporter.graph.inference_graph import GraphTable, GraphVariable
 from exporter.mapping.build import TensorSource
@@ -24,8 +25,7 @@ VARIABLES_COLLECTION = "variables"
 _SAVER_V2 = 2  # SaverDef.CheckpointFormatVersion.V2
 
 
-@dataclass(frozen=True, slots=True)
-class RestoredVariable:
+class RestoredVariable(Struct, frozen=True):
     """A variable of the served graph, the bundle key it is restored from, and its dtype in the bundle."""
 
     variable: GraphVariable

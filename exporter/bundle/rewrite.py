@@ -10,11 +10,11 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from exporter.bundle.source_shard import open_shard
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef

@@ -10,9 +10,11 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.bundle import kernel_copy, rewrite
 from exporter.bundle.kernel_copy import ByteRange
@@ -41,8 +43,7 @@ class ShardOrigin(Enum):
     REWRITTEN = "rewritten"
 
 
-@dataclass(frozen=True, slots=True)
-class ShardReport:
+class ShardReport(Struct, frozen=True):
     """One shard of the bundle: what it was made from (None: several), how, why not by a link, its bytes."""
 
     path: Path
@@ -52,8 +53,7 @@ class ShardReport:
     bytes_: int
 
 
-@dataclass(frozen=True)
-class VariablesReport:
+class VariablesReport(Struct, frozen=True):
     """What `variables/` holds now, and how each shard got there. `catalog` is the bundle's own."""
 
     catalog: Catalog
@@ -119,8 +119,7 @@ def write_variables(
 _FAMILY = "TensorFlow V2, name-based"
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
+class _Placed(Struct, frozen=True):
     """A source shard in the bundle: its report, and where its bytes went."""
 
     report: ShardReport
@@ -226,7 +225,6 @@ def _moved(source: TensorSource, placed: dict[int, _Placed]) -> TensorRef:
     return TensorRef(source.key, tensor.dtype, tensor.shape, move(tensor.extent), slices)
 
 
-# Extents are made by their constructor: dataclasses.replace takes ten times as long, and tensors are many.
 def _renumber(shard: int) -> Callable[[Extent], Extent]:
     return lambda extent: Extent(shard, extent.offset, extent.size, extent.crc32c)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from exporter.errors import UsageError, os_error
@@ -30,8 +30,7 @@ DEFAULT_SIGNATURE = "serving_default"
 _EXAMPLE_METHODS = {"tensorflow/serving/classify", "tensorflow/serving/regress"}
 
 
-@dataclass(frozen=True)
-class WarmupRequest:
+class WarmupRequest(Struct, frozen=True):
     """One line of a request file: its signature, the inputs by name, the record for the server."""
 
     line: int

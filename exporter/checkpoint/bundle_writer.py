@@ -9,13 +9,13 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from msgspec.structs import replace
 
 from exporter.catalog import Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.slice_keys import slice_key

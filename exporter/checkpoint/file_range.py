@@ -8,17 +8,17 @@ import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, CorruptFile, TruncatedFile
 from exporter.files import open_regular
 from exporter.wire.crc32c import CHUNK, chunks_of
 
 
-@dataclass(frozen=True, slots=True)
-class FileRange:
+class FileRange(Struct, frozen=True):
     """`size` bytes from `offset` of the file that had this `identity` when it was looked at.
 
     `crc32` is zip's checksum of the bytes, None where there is none.

@@ -20,11 +20,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from exporter import errors
 from exporter.checkpoint.file_range import FileRange, verify
@@ -54,8 +54,7 @@ _idle: list[_Process] = []
 """At most one process whose file is likely to be asked for again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Dataset:
+class Dataset(Struct, frozen=True):
     """A numeric dataset: its path in the file, what it holds, and how to get at it."""
 
     path: str
@@ -64,8 +63,7 @@ class Dataset:
     content: Plain | Packed
 
 
-@dataclass(frozen=True, slots=True)
-class FileContents:
+class FileContents(Struct, frozen=True):
     """What a file holds.
 
     `attributes` has the texts asked for: by group (`""` is the root) and name. `skipped` are datasets of
@@ -77,8 +75,7 @@ class FileContents:
     skipped: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Plain:
+class Plain(Struct, frozen=True):
     """A dataset that is one run of bytes, little endian: `source` is that run, `archive` what it lies in."""
 
     source: FileRange
@@ -97,8 +94,7 @@ class Plain:
             yield np.frombuffer(data[:whole] if rest else data, self.dtype.numpy)
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(Struct, frozen=True):
     """A dataset that only the HDF5 library can read: chunked, compressed, compact, or big endian."""
 
     archive: FileRange

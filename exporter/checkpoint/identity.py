@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
@@ -21,8 +22,7 @@ Looks: TypeAlias = tuple[tuple[str, int, int, int], ...]
 """Names, sizes in bytes, modification times in nanoseconds and inodes of files, by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(Struct, frozen=True):
     """A checkpoint, and what its files looked like when it was identified.
 
     `digest` is a lower-case SHA-256: of a tensor bundle's index, which has every tensor's checksum; of other

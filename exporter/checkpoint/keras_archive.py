@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.file_range import FileRange
@@ -45,8 +47,7 @@ _LEGACY_ATTRIBUTES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(Struct, frozen=True):
     """A model as an archive describes it: JSON text, and which Keras wrote it (`"3.5.0"`, "" if unknown)."""
 
     text: str

@@ -9,15 +9,14 @@ directory they count if it holds no tensor bundle, and if they are one model's: 
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import stat
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from google.protobuf import text_encoding
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
@@ -222,6 +221,8 @@ def _mode(path: Path) -> int | None:
 
 
 def _no_index(prefix: Path) -> CheckpointError:
+    import difflib
+
     if not _exists(prefix.parent):
         close = nearest(prefix.parent)
         return CheckpointNotFound(

@@ -14,11 +14,11 @@ import math
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.file_range import FileRange
@@ -37,8 +37,7 @@ _LIST = "params"
 _NUMBERED = re.compile(r"(arr_)?(0|[1-9][0-9]*)")
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
+class _Header(Struct, frozen=True):
     """A `.npy` header: bytes before the data, the stored type, order and shape."""
 
     size: int
@@ -48,8 +47,7 @@ class _Header:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class NpyValues:
+class NpyValues(Struct, frozen=True):
     """The values of a member, or `count` of them from `start`."""
 
     member: Member

@@ -12,10 +12,10 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 from google.protobuf.message import DecodeError
+from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
@@ -35,8 +35,7 @@ _ESCAPE = re.compile(r"\.[.S]")
 _OPTIMIZER_EDGES = frozenset({"_iterations", "iter", "_index_dict", "_trainable_variables_indices"})
 
 
-@dataclass(frozen=True, slots=True)
-class TrackedVariable:
+class TrackedVariable(Struct, frozen=True):
     """A variable: its name as the program gave it, and where its values are.
 
     `tensor` is the tensor's name in a checkpoint; in a graph that is to be served it is the variable's node.
@@ -46,8 +45,7 @@ class TrackedVariable:
     tensor: str
 
 
-@dataclass(frozen=True, slots=True)
-class TrackedObject:
+class TrackedObject(Struct, frozen=True):
     """An object: its edges by name, its own value if it is a variable, and its optimizer slots' objects."""
 
     children: Mapping[str, int]
@@ -55,8 +53,7 @@ class TrackedObject:
     slots: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class ObjectGraph:
+class ObjectGraph(Struct, frozen=True, dict=True):
     """All objects; number 0 is the root."""
 
     objects: tuple[TrackedObject, ...]

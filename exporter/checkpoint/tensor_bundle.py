@@ -14,11 +14,12 @@ import hashlib
 import math
 import re
 import stat
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from google.protobuf.message import DecodeError
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.bundle_writer import BundleWriter, encode_index, index_path, shard_path
@@ -91,8 +92,7 @@ def read_catalog(prefix: Path) -> Catalog:
     return replace(catalog, step=_step(catalog))
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
+class Index(Struct, frozen=True):
     """An index's contents; `reach` tells of each shard in use where its last tensor ends, and which it is."""
 
     num_shards: int
@@ -164,8 +164,7 @@ def _check_header(table: list[Entry], path: Path) -> int:
     return int(header.num_shards)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
+class _Layout(Struct, frozen=True):
     """What an entry's dtype and shape say: between how many bytes its values take."""
 
     dtype: DType

@@ -18,11 +18,11 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.sstable import varint
@@ -153,8 +153,7 @@ def _read_extent(catalog: Catalog, ref: TensorRef, extent: Extent, shape: tuple[
     return data.view(ref.dtype.numpy).reshape(shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(Struct, frozen=True):
     """Where an error happened."""
 
     path: Path

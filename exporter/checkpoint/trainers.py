@@ -6,8 +6,9 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.object_graph import ROOT, ObjectGraph, read_object_graph

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.file_range import FileRange
@@ -25,8 +25,7 @@ _TABLE_MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 FAMILY = "TensorFlow V1"
 
 
-@dataclass(frozen=True, slots=True)
-class V1Values:
+class V1Values(Struct, frozen=True):
     """A tensor in files of format V1."""
 
     files: tuple[FileRange, ...]

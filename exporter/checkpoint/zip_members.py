@@ -12,8 +12,9 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+from msgspec import Struct
 
 from exporter.checkpoint.file_range import FileRange, RangeReader
 from exporter.errors import CorruptFile, TruncatedFile, UnsafeArchive, UnsupportedFormat
@@ -27,8 +28,7 @@ _MAX_DEFLATE_RATIO = 1032
 _RATIO_FLOOR_BYTES = 1 << 16  # below it nothing is worth calling a bomb
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Struct, frozen=True):
     """A member: its bytes as stored, how many they are unpacked, and whether they are deflated."""
 
     name: str

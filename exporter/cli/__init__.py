@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 
 def main() -> None:
     """The console script."""
+    gc.set_threshold(100_000, 20, 20)  # modules and plans of models: many objects, few cycles
     from exporter.cli import app
 
     app.main()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
 
 from exporter.cli import completion, doctor_command, history_command, inspect_command, log_commands
 from exporter.cli.edge import (
@@ -17,13 +16,12 @@ from exporter.cli.edge import (
     QuietFlag,
     VersionFlag,
     command,
-    new_app,
     pairs,
-    path_option,
     run,
 )
-from exporter.cli.help_groups import GroupedHelp
-from exporter.cli.output import Output, escape
+from exporter.cli.markup import escape
+from exporter.cli.output import Output
+from exporter.cli.parameters import App, Option
 from exporter.errors import UsageError
 from exporter.options import (
     DataMode,
@@ -37,7 +35,15 @@ from exporter.options import (
 from exporter.pipeline.watch_loop import StopWhen, Watching, parse_duration
 from exporter.roles import Role, node_role
 
-app = new_app("export-model")
+app = App("export-model")
+
+_SERVED = "What to serve"
+_PLACES = "Where from, where to"
+_NAMES = "Which tensor is which"
+_STORAGE = "Storage"
+_CHECKS = "Checks"
+_DELTAS = "Deltas"
+_FOLLOWING = "Following training"
 
 _HELP = f"""Export a distributed TensorFlow checkpoint as a SavedModel that TensorFlow Serving can serve.
 
@@ -58,192 +64,225 @@ Examples:
 {EXIT_CODES}"""
 
 
-@app.callback(cls=GroupedHelp, invoke_without_command=True, help=_HELP)
+@app.root(invoke_without_command=True, help=_HELP)
 def export(
-    context: typer.Context,
+    context: click.Context,
     ckpt_dir: Annotated[
         Path | None,
-        path_option("--ckpt-dir", "DIR|PREFIX", "Checkpoint directory, or one checkpoint's prefix."),
+        Option(group=_PLACES, metavar="DIR|PREFIX", help="Checkpoint directory, or one checkpoint's prefix."),
     ] = None,
     out: Annotated[
-        Path | None, path_option("--out", "MODEL", "Model base path; a version directory appears in it.")
+        Path | None,
+        Option(group=_PLACES, metavar="MODEL", help="Model base path; a version directory appears in it."),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="WHAT", help="pkg.mod:fn, path/file.py:fn, a .meta file or a SavedModel directory."
+        Option(
+            group=_SERVED,
+            metavar="WHAT",
+            help="pkg.mod:fn, path/file.py:fn, a .meta file or a SavedModel directory.",
         ),
     ] = None,
     model_arg: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Argument for the builder. Repeat.")
-    ] = None,
+        tuple[str, ...], Option(group=_SERVED, metavar="NAME=VALUE", help="Argument for the builder. Repeat.")
+    ] = (),
     input_: Annotated[
-        list[str] | None,
-        typer.Option("--input", metavar="NAME=TENSOR", help="Signature input by tensor name. Repeat."),
-    ] = None,
+        tuple[str, ...],
+        Option(
+            "--input", group=_SERVED, metavar="NAME=TENSOR", help="Signature input by tensor name. Repeat."
+        ),
+    ] = (),
     output: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=TENSOR", help="Signature output by tensor name. Repeat."),
-    ] = None,
+        tuple[str, ...],
+        Option(group=_SERVED, metavar="NAME=TENSOR", help="Signature output by tensor name. Repeat."),
+    ] = (),
     signatures: Annotated[
-        Path | None, path_option("--signatures", "FILE", "JSON file with several signatures.")
+        Path | None, Option(group=_SERVED, metavar="FILE", help="JSON file with several signatures.")
     ] = None,
     tag: Annotated[
-        str | None, typer.Option(metavar="TAG,TAG", help="Of a SavedModel's graphs, the one with these tags.")
+        str | None,
+        Option(group=_SERVED, metavar="TAG,TAG", help="Of a SavedModel's graphs, the one with these tags."),
     ] = None,
     train_tag: Annotated[
-        str | None, typer.Option(metavar="TAG", help="Keep the source SavedModel's training graph, too.")
+        str | None,
+        Option(group=_SERVED, metavar="TAG", help="Keep the source SavedModel's training graph, too."),
     ] = None,
     feed: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PLACEHOLDER=VALUE", help="Freeze a placeholder, as keep_prob=1.0. Repeat."),
-    ] = None,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN=NAME", help="Variable name (regular expression) to tensor name. Repeat."
+        tuple[str, ...],
+        Option(
+            group=_SERVED, metavar="PLACEHOLDER=VALUE", help="Freeze a placeholder, as keep_prob=1.0. Repeat."
         ),
-    ] = None,
+    ] = (),
+    rename: Annotated[
+        tuple[str, ...],
+        Option(
+            group=_NAMES,
+            metavar="PATTERN=NAME",
+            help="Variable name (regular expression) to tensor name. Repeat.",
+        ),
+    ] = (),
     rename_file: Annotated[
         Path | None,
-        path_option("--rename-file", "FILE", "Table of names, one 'variable tensor' a line; # for comments."),
+        Option(
+            group=_NAMES, metavar="FILE", help="Table of names, one 'variable tensor' a line; # for comments."
+        ),
     ] = None,
     by_order: Annotated[
         bool,
-        typer.Option("--by-order", help="Match a list of arrays without names by the graph's order."),
+        Option(group=_NAMES, help="Match a list of arrays without names by the graph's order."),
     ] = False,
     allow_code: Annotated[
         bool,
-        typer.Option("--allow-code", help="Trust a Keras archive: run the code that it carries or names."),
+        Option(group=_SERVED, help="Trust a Keras archive: run the code that it carries or names."),
     ] = False,
     allow_batch_statistics: Annotated[
         bool,
-        typer.Option(
-            "--allow-batch-statistics",
+        Option(
+            group=_SERVED,
             help="Normalise by each request's own batch on purpose, though there are moving statistics.",
         ),
     ] = False,
     custom_objects: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PKG.MOD|FILE.PY", help="Module whose classes a Keras archive may name. Repeat."
+        tuple[str, ...],
+        Option(
+            group=_SERVED,
+            metavar="PKG.MOD|FILE.PY",
+            help="Module whose classes a Keras archive may name. Repeat.",
         ),
-    ] = None,
+    ] = (),
     average: Annotated[
         str | None,
-        typer.Option(metavar="ema|NAME", help="Serve moving averages in place of raw weights."),
+        Option(group=_NAMES, metavar="ema|NAME", help="Serve moving averages in place of raw weights."),
     ] = None,
     partition_strategy: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=mod|div", help="How training looked a partitioned table up. Repeat."),
-    ] = None,
+        tuple[str, ...],
+        Option(
+            group=_NAMES, metavar="NAME=mod|div", help="How training looked a partitioned table up. Repeat."
+        ),
+    ] = (),
     object_path: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="The served model among a TF2 checkpoint's objects: net/tower."),
+        Option(
+            group=_NAMES, metavar="PATH", help="The served model among a TF2 checkpoint's objects: net/tower."
+        ),
     ] = None,
     cast: Annotated[
-        list[str] | None,
-        typer.Option(metavar="[PATTERN=]bfloat16|float16", help="Store matching variables smaller. Repeat."),
-    ] = None,
+        tuple[str, ...],
+        Option(
+            group=_STORAGE,
+            metavar="[PATTERN=]bfloat16|float16",
+            help="Store matching variables smaller. Repeat.",
+        ),
+    ] = (),
     format_: Annotated[
         ExportFormat,
-        typer.Option(
-            "--format", help="What a version holds: a SavedModel, Cloud ML's export.meta pair, both."
+        Option(
+            "--format",
+            group=_PLACES,
+            help="What a version holds: a SavedModel, Cloud ML's export.meta pair, both.",
         ),
     ] = ExportFormat.SAVED_MODEL,
-    data: Annotated[DataMode, typer.Option(help="How variable bytes reach the bundle.")] = DataMode.AUTO,
+    data: Annotated[
+        DataMode, Option(group=_STORAGE, help="How variable bytes reach the bundle.")
+    ] = DataMode.AUTO,
     warmup: Annotated[
-        Path | None, path_option("--warmup", "FILE", "Warm-up requests, one in REST's JSON a line.")
+        Path | None,
+        Option(group=_STORAGE, metavar="FILE", help="Warm-up requests, one in REST's JSON a line."),
     ] = None,
     no_warmup: Annotated[
-        bool, typer.Option("--no-warmup", help="No made-up warm-up requests in a base that takes deltas.")
+        bool, Option(group=_STORAGE, help="No made-up warm-up requests in a base that takes deltas.")
     ] = False,
     version: Annotated[
         str | None,
-        typer.Option(metavar="N|time", help="Version directory; otherwise the step while it grows."),
+        Option(group=_PLACES, metavar="N|time", help="Version directory; otherwise the step while it grows."),
     ] = None,
     keep: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Remove all but the newest N versions.")
+        int | None, Option(group=_STORAGE, metavar="N", min=1, help="Remove all but the newest N versions.")
     ] = None,
-    verify: Annotated[Verify, typer.Option(help="What to check before publishing.")] = Verify.FILES,
+    verify: Annotated[Verify, Option(group=_CHECKS, help="What to check before publishing.")] = Verify.FILES,
     verify_inputs: Annotated[
-        Path | None, path_option("--verify-inputs", "FILE", "Requests for --verify outputs, as for --warmup.")
+        Path | None,
+        Option(group=_CHECKS, metavar="FILE", help="Requests for --verify outputs, as for --warmup."),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(metavar="X", help="Largest difference that --verify outputs accepts.")
+        float, Option(group=_CHECKS, metavar="X", help="Largest difference that --verify outputs accepts.")
     ] = 1e-6,
     incr: Annotated[
-        bool, typer.Option("--incr", help="Publish what changed as a delta; the first time, the base.")
+        bool, Option(group=_DELTAS, help="Publish what changed as a delta; the first time, the base.")
     ] = False,
-    updatable: Annotated[
-        bool, typer.Option("--updatable", help="Publish a new base that takes deltas.")
-    ] = False,
+    updatable: Annotated[bool, Option(group=_DELTAS, help="Publish a new base that takes deltas.")] = False,
     isolation: Annotated[
-        Isolation, typer.Option(help="What a response may mix while a delta is applied.")
+        Isolation, Option(group=_DELTAS, help="What a response may mix while a delta is applied.")
     ] = Isolation.SNAPSHOT,
     snapshot_max_rows: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Larger deltas are applied in visible pieces.")
+        int, Option(group=_DELTAS, metavar="N", min=0, help="Larger deltas are applied in visible pieces.")
     ] = 4_000_000,
     stamp: Annotated[
-        bool, typer.Option("--stamp", help="Predict answers with model_position and model_step.")
+        bool, Option(group=_DELTAS, help="Predict answers with model_position and model_step.")
     ] = False,
     with_digest: Annotated[
-        bool, typer.Option("--with-digest", help="Add a signature that gives checksums of what is served.")
+        bool, Option(group=_DELTAS, help="Add a signature that gives checksums of what is served.")
     ] = False,
     require_finite: Annotated[
-        bool, typer.Option("--require-finite", help="The model refuses deltas that hold NaN or infinity.")
+        bool, Option(group=_DELTAS, help="The model refuses deltas that hold NaN or infinity.")
     ] = False,
     full_on_mismatch: Annotated[
-        bool, typer.Option("--full-on-mismatch", help="With --incr: publish a new base where no delta fits.")
+        bool, Option(group=_DELTAS, help="With --incr: publish a new base where no delta fits.")
     ] = False,
     min_change: Annotated[
         float,
-        typer.Option(
-            metavar="X", min=0.0, help="With --incr: rows that moved less (norm) wait for a later delta."
+        Option(
+            group=_DELTAS,
+            metavar="X",
+            min=0.0,
+            help="With --incr: rows that moved less (norm) wait for a later delta.",
         ),
     ] = 0.0,
     delta_dtype: Annotated[
         DeltaDtype | None,
-        typer.Option(help="With --incr: send rows of tables rounded, and say by how much at most."),
+        Option(group=_DELTAS, help="With --incr: send rows of tables rounded, and say by how much at most."),
     ] = None,
     rebase: Annotated[
-        bool, typer.Option("--rebase", help="With --incr: merge base and deltas into a new base, too.")
+        bool, Option(group=_DELTAS, help="With --incr: merge base and deltas into a new base, too.")
     ] = False,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Publish a version without deltas over one that takes them.")
+        bool, Option(group=_PLACES, help="Publish a version without deltas over one that takes them.")
     ] = False,
     check_graph: Annotated[
-        bool, typer.Option("--check-graph", help="With --incr: build the graph again, compare with the base.")
+        bool, Option(group=_DELTAS, help="With --incr: build the graph again, compare with the base.")
     ] = False,
     despite_hold: Annotated[
-        bool, typer.Option("--despite-hold", help="Publish a version although the model is held.")
+        bool, Option(group=_PLACES, help="Publish a version although the model is held.")
     ] = False,
     again: Annotated[
-        bool, typer.Option("--again", help="Publish a checkpoint once more that is published already.")
+        bool, Option(group=_PLACES, help="Publish a checkpoint once more that is published already.")
     ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Go on: export each new checkpoint, or with --incr each change.")
+        bool, Option(group=_FOLLOWING, help="Go on: export each new checkpoint, or with --incr each change.")
     ] = False,
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.05, help="How often --watch looks.")
+        float, Option(group=_FOLLOWING, metavar="SECONDS", min=0.05, help="How often --watch looks.")
     ] = 1.0,
     stop_after: Annotated[
-        str | None, typer.Option(metavar="DURATION", help="End --watch after 90 (seconds), 15m, 2h or 1d.")
+        str | None,
+        Option(group=_FOLLOWING, metavar="DURATION", help="End --watch after 90 (seconds), 15m, 2h or 1d."),
     ] = None,
     stop_count: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="End --watch after N publications.")
+        int | None, Option(group=_FOLLOWING, metavar="N", min=1, help="End --watch after N publications.")
     ] = None,
     stop_step: Annotated[
-        int | None, typer.Option(metavar="STEP", min=0, help="End --watch once this step is published.")
+        int | None,
+        Option(group=_FOLLOWING, metavar="STEP", min=0, help="End --watch once this step is published."),
     ] = None,
     stop_idle: Annotated[
-        str | None, typer.Option(metavar="DURATION", help="End --watch when nothing new came for so long.")
+        str | None,
+        Option(group=_FOLLOWING, metavar="DURATION", help="End --watch when nothing new came for so long."),
     ] = None,
     any_role: Annotated[
         bool,
-        typer.Option("--any-role", help="Export even if this node of the cluster is not the chief."),
+        Option(group=_PLACES, help="Export even if this node of the cluster is not the chief."),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
+    dry_run: Annotated[bool, Option(group=_CHECKS, help="Print the plan, write nothing.")] = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -343,12 +382,12 @@ def _stand_by(role: Role, sink: Output) -> None:
     sink.result(document, [f"[bold]{'nothing to do':<14}[/]{escape(why)}"], is_done=True)
 
 
-def _refuse_root_options(context: typer.Context) -> None:
+def _refuse_root_options(context: click.Context) -> None:
     given = [
         f"--{name.rstrip('_').replace('_', '-')}"
         for name, value in context.params.items()
         if value not in (None, False)
-        and str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"
+        and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
     ]
     if given:
         raise UsageError(
@@ -361,10 +400,9 @@ inspect_command.register(app)
 completion.register(app, "export-model")
 history_command.register(app)
 log_commands.register(app)
-app.command()(doctor_command.doctor)
+app.subcommand()(doctor_command.doctor)
 
 
 def main() -> None:
     """The console script."""
-    gc.set_threshold(100_000, 20, 20)  # plans of thousands of tensors are many small objects without cycles
     run(app)

@@ -1,16 +1,16 @@
 """Completion of commands and options in bash, zsh and fish: `export-model completion bash` prints the script.
 
-The script asks the program itself, by environment variables that Typer answers. Nothing is installed.
+The script asks the program itself, by environment variables that Click answers. Nothing is installed.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated
 
-import typer
+import click
+
+from exporter.cli.parameters import App, Argument
 
 
 class Shell(StrEnum):
@@ -30,31 +30,16 @@ Examples:
   {name} completion fish > ~/.config/fish/completions/{name}.fish"""
 
 
-def register(app: typer.Typer, name: str) -> None:
+def register(app: App, name: str) -> None:
     """Add the subcommand `completion` to an application."""
-    app.command("completion", help=_HELP.format(name=name))(_command(name))
 
-
-def _command(name: str) -> Callable[..., None]:
-    def completion(
-        shell: Annotated[Shell, typer.Argument(metavar="bash|zsh|fish", help="The shell.")],
-    ) -> None:
+    def completion(shell: Annotated[Shell, Argument("bash|zsh|fish", "The shell.")]) -> None:
         """Print the script."""
-        from typer._completion_shared import get_completion_script
+        from click.shell_completion import get_completion_class
 
-        script = get_completion_script(prog_name=name, complete_var=_variable(name), shell=shell.value)
-        typer.echo(script)
+        asked_by = f"_{name.replace('-', '_').upper()}_COMPLETE"
+        script = get_completion_class(shell.value)
+        assert script is not None
+        click.echo(script(app, {}, name, asked_by).source())
 
-    return completion
-
-
-def prepare(name: str) -> None:
-    """Let Typer answer if a shell asks; otherwise nothing of this is loaded."""
-    if _variable(name) in os.environ:
-        from typer._completion_classes import completion_init
-
-        completion_init()
-
-
-def _variable(name: str) -> str:
-    return f"_{name.replace('-', '_').upper()}_COMPLETE"
+    app.subcommand("completion", help=_HELP.format(name=name))(completion)

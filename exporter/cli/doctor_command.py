@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from exporter.cli.documents import logs as documents
-from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command, path_argument, path_option
-from exporter.cli.output import Output, escape
+from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command
+from exporter.cli.markup import escape
+from exporter.cli.output import Output
+from exporter.cli.parameters import Argument, Option
 
 if TYPE_CHECKING:
     from exporter.doctor.examination import Examination
@@ -23,26 +23,24 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    model: Annotated[Path, path_argument("MODEL", "Model base path.")],
+    model: Annotated[Path, Argument("MODEL", "Model base path.")],
     ckpt_dir: Annotated[
         Path | None,
-        path_option(
-            "--ckpt-dir", "DIR|PREFIX", "Where it is exported from: what the next export would read."
-        ),
+        Option(metavar="DIR|PREFIX", help="Where it is exported from: what the next export would read."),
     ] = None,
     target: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HOST[:PORT]", help="A model server that should serve it. Repeat."),
-    ] = None,
+        tuple[str, ...],
+        Option(metavar="HOST[:PORT]", help="A model server that should serve it. Repeat."),
+    ] = (),
     model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model's name there. [default: MODEL's last part]")
+        str | None, Option(metavar="NAME", help="The model's name there. [default: MODEL's last part]")
     ] = None,
     patience: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0, help="How long a server may take to serve what is published."),
+        Option(metavar="SECONDS", min=0, help="How long a server may take to serve what is published."),
     ] = 60.0,
     deadline: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.001, help="How long to wait for a server's answer.")
+        float, Option(metavar="SECONDS", min=0.001, help="How long to wait for a server's answer.")
     ] = 5.0,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,

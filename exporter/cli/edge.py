@@ -1,44 +1,39 @@
-"""What the two command lines share: one sink, errors to exit codes, signals, and how Typer is set up."""
+"""What the two command lines share: one sink, errors to exit codes, signals, and their common options."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
-import typer
+import click
 
-from exporter.cli.completion import prepare
+from exporter import __version__
 from exporter.cli.output import Output, OutputMode, silence
+from exporter.cli.parameters import App, Option
 from exporter.cli.quiet_import import quiet_tensorflow
 from exporter.errors import Exit, ExportError, UsageError, unreachable
-from exporter.local_paths import path_parser
 from exporter.pipeline.watch_loop import is_waiting
 
-JsonFlag = Annotated[
-    bool, typer.Option("--json", help="One JSON document on stdout, errors as JSON on stderr.")
-]
-QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
+JsonFlag = Annotated[bool, Option("--json", help="One JSON document on stdout, errors as JSON on stderr.")]
+QuietFlag = Annotated[bool, Option("--quiet", "-q", help="Say nothing but errors.")]
 
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        from importlib.metadata import version
-
-        typer.echo(f"export-model {version('export-model')}")
-        raise typer.Exit
+        click.echo(f"export-model {__version__}")
+        raise click.exceptions.Exit
 
 
 VersionFlag = Annotated[
     bool,
-    typer.Option("-V", is_eager=True, callback=_print_version, help="Show this program's own version."),
+    Option("-V", callback=_print_version, help="Show this program's own version."),
 ]
-DebugFlag = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+DebugFlag = Annotated[bool, Option("--debug", help="Show tracebacks.")]
 
 
 def _exit_codes() -> str:
@@ -52,35 +47,14 @@ def _exit_codes() -> str:
 EXIT_CODES = _exit_codes()
 
 
-def new_app(name: str) -> typer.Typer:
-    """A Typer application that prints plain text, so that help and errors look the same in a pipe."""
-    return typer.Typer(
-        name=name,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        add_completion=False,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    )
-
-
-def path_option(name: str, metavar: str, help_: str, **more: Any) -> Any:
-    """A Typer option that takes a local path, and refuses stores."""
-    return typer.Option(name, metavar=metavar, parser=path_parser(name), help=help_, **more)
-
-
-def path_argument(metavar: str, help_: str) -> Any:
-    """A Typer argument that takes a local path, and refuses stores."""
-    return typer.Argument(metavar=metavar, parser=path_parser(metavar), help=help_)
-
-
-def pairs(option: str, values: list[str] | None) -> dict[str, str]:
+def pairs(option: str, values: Iterable[str]) -> dict[str, str]:
     """Repeated `NAME=VALUE` options as a dict.
 
     Raises:
         UsageError: no `=`, an empty side, or a name given twice.
     """
     result: dict[str, str] = {}
-    for text in values or ():
+    for text in values:
         name, _, value = text.partition("=")
         if not name or not value:
             raise UsageError(f"{option} {text!r} is not of the form NAME=VALUE")
@@ -108,7 +82,7 @@ def command(json_: bool, quiet: bool, debug: bool) -> Iterator[Output]:
         _finish(sink, _Interrupted("interrupted"), debug)
     except BrokenPipeError:  # the reader of stdout has gone (`| head`): nothing is left to say
         silence(sys.stdout)
-        raise typer.Exit(Exit.FAILURE) from None
+        raise click.exceptions.Exit(Exit.FAILURE) from None
     except OSError as error:  # of some look at a path: whether it is there, or a file
         _finish(sink, unreachable(error), debug)
     except Exception as error:  # noqa: BLE001 - the edge of the program: no traceback without --debug
@@ -141,9 +115,11 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 def _finish(sink: Output, error: ExportError, debug: bool) -> NoReturn:
     if debug:
+        import traceback
+
         traceback.print_exc(file=sink.stderr)
     sink.error(error)
-    raise typer.Exit(int(error.exit_code))
+    raise click.exceptions.Exit(int(error.exit_code))
 
 
 def _open_closed_streams() -> None:
@@ -159,20 +135,17 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115  for good
 
 
-def run(app: typer.Typer, arguments: list[str] | None = None) -> NoReturn:
-    """Run an application as a program; Typer's usage errors leave by the same door as all others."""
+def run(app: App, arguments: list[str] | None = None) -> NoReturn:
+    """Run an application as a program; Click's usage errors leave by the same door as all others."""
     arguments = sys.argv[1:] if arguments is None else arguments
     _open_closed_streams()
-    prepare(str(app.info.name))
     try:
-        code = app(arguments, standalone_mode=False)
+        code = app.main(arguments, prog_name=app.name, standalone_mode=False)
     except UsageError as error:  # of an option's own parser
         Output(OutputMode.JSON if "--json" in arguments else OutputMode.HUMAN).error(error)
         sys.exit(Exit.USAGE)
-    except Exception as error:
-        if getattr(error, "exit_code", None) != Exit.USAGE or not hasattr(error, "format_message"):
-            raise
+    except click.UsageError as error:
         sink = Output(OutputMode.JSON if "--json" in arguments else OutputMode.HUMAN)
-        sink.error(UsageError(error.format_message(), hint=f"see {app.info.name} --help"))
+        sink.error(UsageError(error.format_message(), hint=f"see {app.name} --help"))
         sys.exit(Exit.USAGE)
     sys.exit(code if isinstance(code, int) else Exit.DONE)

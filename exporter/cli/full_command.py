@@ -7,7 +7,8 @@ from functools import partial
 from exporter.cli import render
 from exporter.cli.documents import exported as documents
 from exporter.cli.edge import outlived, watch_ended
-from exporter.cli.output import Output, escape
+from exporter.cli.markup import escape
+from exporter.cli.output import Output
 from exporter.options import ExportRequest
 from exporter.pipeline import full
 from exporter.pipeline.watch import watch

@@ -7,24 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from exporter.cli.documents import logs as documents
-from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command, path_argument
-from exporter.cli.output import Output, escape
+from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command
+from exporter.cli.markup import escape
+from exporter.cli.output import Output
+from exporter.cli.parameters import App, Argument, Option
 
 if TYPE_CHECKING:
     from exporter.publish.timeline import Event, Timeline
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add the subcommand to an application."""
-    app.command()(history)
+    app.subcommand()(history)
 
 
 def history(
-    model: Annotated[Path, path_argument("MODEL", "Model base path.")],
-    last: Annotated[int | None, typer.Option(metavar="N", min=1, help="The newest N events alone.")] = None,
+    model: Annotated[Path, Argument("MODEL", "Model base path.")],
+    last: Annotated[int | None, Option(metavar="N", min=1, help="The newest N events alone.")] = None,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from exporter.cli.documents.exported import DeltaExport, DeltaPlan, RowsLeftOut, RowsRounded
 from exporter.cli.documents.values import Status
 from exporter.cli.edge import outlived, watch_ended
-from exporter.cli.output import Output, escape
+from exporter.cli.markup import escape
+from exporter.cli.output import Output
 from exporter.errors import ExportError, ManifestError, PositionError, UsageError
 from exporter.graph.origin import check_named
 from exporter.options import ExportRequest
@@ -24,8 +24,7 @@ from exporter.progress import human_bytes
 from exporter.publish.permission import Permission
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
+class RunOptions(Struct, frozen=True):
     """What an incremental export does besides; without `watching` it ends after one publication."""
 
     full_on_mismatch: bool = False
@@ -126,7 +125,9 @@ def exported(done: ExportedDelta, sink: Output) -> None:
     plan = done.plan
     left_out, rounded = done.left_out, done.rounded
     document = DeltaExport(
-        **vars(_document(plan, Status.NOTHING_TO_DO if done.published is None else Status.PUBLISHED)),
+        **structs.asdict(
+            _document(plan, Status.NOTHING_TO_DO if done.published is None else Status.PUBLISHED)
+        ),
         path=None if done.published is None else str(done.published.path),
         position=done.at.position,
         hold=_hold(plan),

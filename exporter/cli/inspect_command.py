@@ -5,40 +5,39 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command, pairs, path_argument, path_option
+from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command, pairs
+from exporter.cli.parameters import App, Argument, Option
 from exporter.errors import UsageError
 from exporter.options import ExportRequest
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add the subcommand to an application."""
-    app.command()(inspect)
+    app.subcommand()(inspect)
 
 
 def inspect(
-    path: Annotated[Path, path_argument("PATH", "Checkpoint, .meta, SavedModel or model base path.")],
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    path: Annotated[Path, Argument("PATH", "Checkpoint, .meta, SavedModel or model base path.")],
+    tensors: Annotated[bool, Option(help="List every tensor.")] = False,
     unmatched: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="MODEL", help="Compare a checkpoint with a graph, as --model names it: what fits nowhere."
         ),
     ] = None,
     model_arg: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="With --unmatched: a builder's argument.")
-    ] = None,
+        tuple[str, ...], Option(metavar="NAME=VALUE", help="With --unmatched: a builder's argument.")
+    ] = (),
     input_: Annotated[
-        list[str] | None,
-        typer.Option("--input", metavar="NAME=TENSOR", help="With --unmatched: an input of a .meta's graph."),
-    ] = None,
+        tuple[str, ...],
+        Option("--input", metavar="NAME=TENSOR", help="With --unmatched: an input of a .meta's graph."),
+    ] = (),
     output: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=TENSOR", help="With --unmatched: an output of a .meta's graph."),
-    ] = None,
+        tuple[str, ...],
+        Option(metavar="NAME=TENSOR", help="With --unmatched: an output of a .meta's graph."),
+    ] = (),
     rename_file: Annotated[
-        Path | None, path_option("--rename-file", "FILE", "With --unmatched: the table of names so far.")
+        Path | None, Option(metavar="FILE", help="With --unmatched: the table of names so far.")
     ] = None,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,

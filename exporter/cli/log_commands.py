@@ -5,36 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
 
-from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command, path_argument
+from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command
+from exporter.cli.parameters import App, Argument, Option
 from exporter.errors import Exit
 
-DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, write nothing.")]
-ModelArgument = Annotated[Path, path_argument("MODEL", "Model base path.")]
+DryRunFlag = Annotated[bool, Option("--dry-run", help="Say what would be done, write nothing.")]
+ModelArgument = Annotated[Path, Argument("MODEL", "Model base path.")]
 
 
-def register(app: typer.Typer) -> None:
+def register(app: App) -> None:
     """Add the subcommands to an application."""
     for function in (merge, rollback, resume, diff, verify):
-        app.command()(function)
+        app.subcommand()(function)
 
 
 def merge(
     model: ModelArgument,
     from_: Annotated[
-        int | None, typer.Option("--from", metavar="POSITION", help="Where the first delta begins.")
+        int | None, Option("--from", metavar="POSITION", help="Where the first delta begins.")
     ] = None,
-    to: Annotated[int | None, typer.Option(metavar="POSITION", help="Where the last delta leads.")] = None,
-    rebase: Annotated[
-        bool, typer.Option("--rebase", help="Merge base and deltas into a new base instead.")
-    ] = False,
+    to: Annotated[int | None, Option(metavar="POSITION", help="Where the last delta leads.")] = None,
+    rebase: Annotated[bool, Option(help="Merge base and deltas into a new base instead.")] = False,
     keep: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="With --rebase: keep the newest N versions.")
+        int | None, Option(metavar="N", min=1, help="With --rebase: keep the newest N versions.")
     ] = None,
     despite_hold: Annotated[
         bool,
-        typer.Option("--despite-hold", help="With --rebase: publish the base although the model is held."),
+        Option(help="With --rebase: publish the base although the model is held."),
     ] = False,
     dry_run: DryRunFlag = False,
     json_: JsonFlag = False,
@@ -68,7 +67,7 @@ def merge(
 def rollback(
     model: ModelArgument,
     to: Annotated[
-        int, typer.Option(metavar="POSITION", help="The position, or plain version, whose values come back.")
+        int, Option(metavar="POSITION", help="The position, or plain version, whose values come back.")
     ],
     dry_run: DryRunFlag = False,
     json_: JsonFlag = False,
@@ -98,7 +97,7 @@ def resume(
     model: ModelArgument,
     lift_only: Annotated[
         bool,
-        typer.Option("--lift-only", help="Leave the values as they are, as after the trainer was set back."),
+        Option(help="Leave the values as they are, as after the trainer was set back."),
     ] = False,
     dry_run: DryRunFlag = False,
     json_: JsonFlag = False,
@@ -123,11 +122,9 @@ def resume(
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint, version, MODEL or MODEL@POSITION.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The same.")],
-    exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="Exit with 10 if there are differences.")
-    ] = False,
+    a: Annotated[str, Argument("A", help="Checkpoint, version, MODEL or MODEL@POSITION.")],
+    b: Annotated[str, Argument("B", help="The same.")],
+    exit_code: Annotated[bool, Option(help="Exit with 10 if there are differences.")] = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -147,12 +144,12 @@ def diff(
         found = comparison.compare(comparison.parse_side(a), comparison.parse_side(b))
         render_log.differences(found, sink)
     if exit_code and not found.is_empty:
-        raise typer.Exit(Exit.DIFFERENT)
+        raise click.exceptions.Exit(Exit.DIFFERENT)
 
 
 def verify(
     model: ModelArgument,
-    bytes_: Annotated[bool, typer.Option("--bytes", help="Read all values of the versions, too.")] = False,
+    bytes_: Annotated[bool, Option("--bytes", help="Read all values of the versions, too.")] = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,

@@ -12,24 +12,25 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
 from typing import IO, TYPE_CHECKING, Any
 
+from msgspec import Struct, field
+from msgspec.structs import asdict
+
+from exporter.cli.markup import escape, rendered
 from exporter.errors import ExportError
 from exporter.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
     from rich.console import Console
 
 FORMAT_VERSION = 1
 """Version of every JSON document on stdout; it comes first in each."""
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """The object in the last line of stderr when a command fails with `--json`."""
 
     error: str
@@ -52,8 +53,7 @@ class OutputMode(Enum):
     QUIET = "quiet"
 
 
-@dataclass
-class Output:
+class Output(Struct):
     """A command's output. Streams default to the process's own at the time of the call.
 
     With `json_lines` each document takes one line, and people read the time of each result and note: for a
@@ -66,10 +66,8 @@ class Output:
     stdout: IO[str] = field(default_factory=lambda: sys.stdout)
     stderr: IO[str] = field(default_factory=lambda: sys.stderr)
 
-    def result(
-        self, document: DataclassInstance, lines: Iterable[str] = (), *, is_done: bool = False
-    ) -> None:
-        """The command's result: one JSON document, or lines for people. `lines` may hold rich markup.
+    def result(self, document: Struct, lines: Iterable[str] = (), *, is_done: bool = False) -> None:
+        """The command's result: one JSON document, or lines for people. `lines` may hold markup.
 
         `document` is one of `exporter.cli.documents` or `serving.documents`.
 
@@ -82,13 +80,13 @@ class Output:
         with self._writing_stdout(is_done=is_done):
             if self.mode is OutputMode.JSON:
                 indent = None if self.json_lines else 2
-                whole = {"format_version": FORMAT_VERSION, **vars(document)}
+                whole = {"format_version": FORMAT_VERSION, **asdict(document)}
                 json.dump(whole, self.stdout, indent=indent, default=to_json)
                 self.stdout.write("\n")
             elif self.mode is OutputMode.HUMAN:
-                console = self._console(self.stdout)
+                coloured = use_colour(self.stdout)
                 for line in [*self._time(), *lines]:
-                    console.print(line, soft_wrap=True)
+                    self.stdout.write(rendered(line, coloured=coloured) + "\n")
             self.stdout.flush()
 
     def _time(self) -> list[str]:
@@ -118,12 +116,13 @@ class Output:
             return
         from rich import box
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for heading, justify in columns.items():
             table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
         for row in rows:
-            table.add_row(*map(escape, row))
+            table.add_row(*(Text(str(cell)) for cell in row))
         console = self._console(self.stdout)
         with self._writing_stdout(is_done=False):
             console.print(table, width=None if console.is_terminal else _PIPE_WIDTH)
@@ -142,7 +141,7 @@ class Output:
     def _say(self, text: str) -> None:
         """Talk never fails a command, whatever became of stderr."""
         try:
-            self._console(self.stderr).print(text, soft_wrap=True)
+            self.stderr.write(rendered(text, coloured=use_colour(self.stderr)) + "\n")
             self.stderr.flush()
         except OSError:
             silence(self.stderr)
@@ -154,7 +153,7 @@ class Output:
                 type(error).__name__, error.message, error.cause, error.hint, int(error.exit_code)
             )
             with suppress(OSError):
-                self.stderr.write(json.dumps(vars(failure)) + "\n")
+                self.stderr.write(json.dumps(asdict(failure)) + "\n")
                 self.stderr.flush()
         else:
             self._say(f"[bold red]error:[/] {escape(error.message)}")
@@ -206,8 +205,7 @@ class Output:
 _PIPE_WIDTH = 200
 
 
-@dataclass(frozen=True)
-class _Bar:
+class _Bar(Struct, frozen=True):
     bar: Any
     task: Any
 
@@ -217,7 +215,7 @@ class _Bar:
 
 def to_json(value: Any) -> Any:
     """What `json` does not know by itself: the documents' own classes, and times."""
-    return value.isoformat() if isinstance(value, datetime) else vars(value)
+    return value.isoformat() if isinstance(value, datetime) else asdict(value)
 
 
 def silence(stream: IO[str]) -> None:
@@ -235,10 +233,3 @@ def use_colour(stream: IO[str]) -> bool:
     if os.environ.get("FORCE_COLOR"):
         return True
     return stream.isatty()
-
-
-def escape(value: Any) -> str:
-    """Text that rich is to print as it is."""
-    from rich.markup import escape
-
-    return escape(str(value))

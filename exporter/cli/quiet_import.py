@@ -7,10 +7,8 @@ gives back what was caught if the import fails.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
@@ -24,7 +22,6 @@ def quiet_tensorflow() -> None:
     """From now on importing TensorFlow says nothing; settings that the user made in the environment win."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # an export computes nothing that a device would help
-    logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
     if _PACKAGE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -49,6 +46,9 @@ class _QuietLoader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        import logging
+
+        logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         with _descriptor_2_turned_away():
@@ -57,6 +57,8 @@ class _QuietLoader(Loader):
 
 @contextmanager
 def _descriptor_2_turned_away() -> Iterator[None]:
+    import tempfile
+
     sys.stderr.flush()
     original = os.dup(2)
     with tempfile.TemporaryFile() as caught:

@@ -7,13 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 
+from msgspec.structs import asdict
+
 from exporter.bundle.variables import ShardOrigin
 from exporter.catalog import Catalog, TensorRef
 from exporter.cli.documents import exported as documents
 from exporter.cli.documents import inspections, values
 from exporter.cli.documents.exported import Export, ExportPlan, Variable
 from exporter.cli.documents.values import Status
-from exporter.cli.output import Output, escape
+from exporter.cli.markup import escape
+from exporter.cli.output import Output
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import TensorSource
 from exporter.mapping.extras import Extra, ExtraKind
@@ -51,7 +54,7 @@ def exported(done: Exported, sink: Output) -> None:
     """What an export prints when it is done."""
     variables, published = done.variables, done.published
     document = Export(
-        **vars(_plan(done.plan, Status.PUBLISHED)),
+        **asdict(_plan(done.plan, Status.PUBLISHED)),
         path=str(published.path),
         version=published.version,
         position=published.position,
@@ -103,7 +106,7 @@ def _inspection(found: Inspection, *, tensors: bool) -> tuple[inspections.Inspec
                 *(_line("", text) for text in _kind_texts(found.kinds, other="weights and others")),
             ]
             document = inspections.CheckpointInspection(
-                **vars(_checkpoint(found.catalog)),
+                **asdict(_checkpoint(found.catalog)),
                 kind="checkpoint",
                 kinds=_groups(found.kinds),
                 tensors=list(map(_tensor, _by_name(found.catalog))) if tensors else None,
@@ -336,7 +339,7 @@ def _tensor(ref: TensorRef) -> values.Tensor:
 
 
 def _unmatched(ref: TensorRef) -> inspections.UnmatchedTensor:
-    return inspections.UnmatchedTensor(**vars(_tensor(ref)), owner=ref.owner or None)
+    return inspections.UnmatchedTensor(**asdict(_tensor(ref)), owner=ref.owner or None)
 
 
 def _tensor_row(ref: TensorRef) -> list[str]:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from exporter.cli.documents import logs as documents
 from exporter.cli.documents.logs import Merge, Rebase, Rollback
 from exporter.cli.documents.values import KeptVersion, Status
-from exporter.cli.output import Output, escape
+from exporter.cli.markup import escape
+from exporter.cli.output import Output
 from exporter.errors import ExportError
 from exporter.pipeline.comparison import Differences, Side
 from exporter.pipeline.log_maintenance import Merged, Merging

@@ -13,8 +13,9 @@ import json
 import os
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.delta.row_reader import RowReader, StoredRun
 
@@ -22,8 +23,7 @@ _Identity = list[int]
 _RunKey = tuple[str, int, int, int]
 
 
-@dataclass(frozen=True)
-class CheckedFiles:
+class CheckedFiles(Struct, frozen=True):
     """The cache in a file; `identities` are those of the shards before anything was read."""
 
     path: Path

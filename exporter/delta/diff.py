@@ -13,11 +13,11 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.row_hashes import BlockHasher, HashIndex, block_rows
@@ -36,8 +36,7 @@ _FEW = 8  # gathering single blocks costs several times what reading all in a ro
 _AHEAD = 2  # chunks in work for each thread: enough to keep it busy, few enough to bound memory
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(Struct, frozen=True):
     """The changes that lead from the old state to the new one, and the hashes of all new rows by table."""
 
     changes: dict[str, Change]
@@ -45,8 +44,7 @@ class Compared:
     bytes_: int
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """How to compare: `known` are hashes of the old state; `scratch` is a directory for large results."""
 
     scratch: Path
@@ -132,8 +130,7 @@ def _complete(changes: dict[str, Change], new: Snapshot, schema: Schema) -> None
             changes |= {half.name: new.whole(half.name) for half in pair if half.name not in changes}
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(Struct, frozen=True):
     """The changed rows of one chunk, and the hashes of all its blocks."""
 
     ids: Array

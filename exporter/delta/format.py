@@ -53,12 +53,12 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import IntFlag, StrEnum
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.delta.packing import RowValues, shrinks
@@ -100,8 +100,7 @@ class TableSide(StrEnum):
     VALUES = "values"
 
 
-@dataclass(frozen=True, slots=True)
-class TableContents:
+class TableContents(Struct, frozen=True):
     """Which part of a lookup table a variable holds; `table` is the node that makes the table.
 
     With `has_all_buckets` it has an entry for each bucket, which are a power of two.
@@ -138,8 +137,7 @@ PACKINGS = {DeltaDtype.BFLOAT16: Flag.BFLOAT16, DeltaDtype.INT8: Flag.INT8}
 """How a delta says what its rows are packed as."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTensor:
+class PackedTensor(Struct, frozen=True):
     """What packed rows need: a tensor's name, its dtype, and its shape behind the first dimension."""
 
     key: str
@@ -147,8 +145,7 @@ class PackedTensor:
     element_shape: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ServedVariable:
+class ServedVariable(Struct, frozen=True):
     """A variable as a delta sees it; `shape` and `dtype` are the served ones.
 
     `contents` is None unless it is half of a lookup table; that has a shape [OPEN, ...].
@@ -208,8 +205,7 @@ class ServedVariable:
         return (places, codes) if packing is DeltaDtype.BFLOAT16 else (places, codes, scales)
 
 
-@dataclass(frozen=True)
-class Schema:
+class Schema(Struct, frozen=True, dict=True):
     """The served variables in the order of their names."""
 
     variables: tuple[ServedVariable, ...]
@@ -300,8 +296,7 @@ class Schema:
             raise ValueError(f"not a schema: {exc}") from exc
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaHeader:
+class DeltaHeader(Struct, frozen=True):
     """Which states a delta fits, where it leads, and how its rows are packed."""
 
     lineage: str
@@ -322,8 +317,7 @@ class DeltaHeader:
         return f"{self.from_position:020d}-{self.to_position:020d}"
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Struct, frozen=True):
     """Rows of a table: `ids` int64 [n], strictly increasing; `values` [n, ...] in the table's dtype."""
 
     ids: Array
@@ -355,8 +349,7 @@ def _is_power_of_two(number: int) -> bool:
     return number > 0 and not number & (number - 1)
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(Struct, frozen=True):
     """A delta on disk: what it says of itself, and as memory maps what changed."""
 
     header: DeltaHeader

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.options import DeltaDtype
 from exporter.wire.dtypes import DType
@@ -45,8 +46,7 @@ def shrinks(packing: DeltaDtype, dtype: DType, element_shape: tuple[int, ...]) -
     return dtype in _WIDE and packed < size * dtype.numpy.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Codes:
+class Codes(Struct, frozen=True):
     """Rows as codes [n, ...], for int8 with `scales` float32 [n]; `fits` bool [n]: False where none serve."""
 
     codes: Array
@@ -123,8 +123,7 @@ RowValues = Array | PackedRows
 """Rows in memory or in a map of a file, or packed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
+class Packing(Struct, frozen=True):
     """How rows are stored: those at the places `exact` int64 [e] as they are, those at `packed` int64 [m] as
     codes, for int8 with `scales` float32 [m].
     """

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import io
 import os
-import secrets
-import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from exporter.files import read_regular
 from exporter.wire.crc32c import masked_crc
@@ -40,16 +38,23 @@ def block_rows(row_bytes: int) -> int:
     return max(1, BLOCK_BYTES // max(1, row_bytes))
 
 
-@dataclass(frozen=True)
-class BlockHasher:
+class BlockHasher(Struct, frozen=True, eq=False):
     """Hashes blocks of rows with the keys of one index: uint64 [2], expanded as far as a block needs."""
 
     seed: tuple[int, int]
-    _keys: dict[int, tuple[Array, Array]] = field(default_factory=dict, compare=False)
+    _keys: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockHasher) and self.seed == other.seed
+
+    def __hash__(self) -> int:
+        return hash(self.seed)
 
     @classmethod
     def fresh(cls) -> BlockHasher:
         """A hasher with random keys."""
+        import secrets
+
         return cls((secrets.randbits(63), secrets.randbits(63)))
 
     def hash_rows(self, rows: Array) -> Array:
@@ -87,8 +92,7 @@ class BlockHasher:
         return keys
 
 
-@dataclass(frozen=True)
-class HashIndex:
+class HashIndex(Struct, frozen=True):
     """The hashes of all tables of a state; `lineage`, `position` and `state` say which.
 
     A delta can be removed and another be published at its position: `state` tells them apart.
@@ -131,6 +135,8 @@ def write_index(path: Path, index: HashIndex) -> None:
 
 def read_index(path: Path, *, lineage: str, position: int, state: str) -> HashIndex | None:
     """The cache if it belongs to this state and is whole; None otherwise."""
+    import zipfile
+
     try:
         content = read_regular(path)
         body = content[16:]

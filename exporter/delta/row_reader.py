@@ -12,12 +12,12 @@ import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import check_values, memory_map, read_array
@@ -30,16 +30,14 @@ from exporter.wire.dtypes import DType
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
-class SliceOrder:
+class SliceOrder(Struct, frozen=True):
     """How natural rows are dealt out: to `gather` slices of a tensor, to `scatter` parts; 0 for neither."""
 
     gather: int = 0
     scatter: int = 0
 
 
-@dataclass(frozen=True)
-class RowReader:
+class RowReader(Struct, frozen=True, dict=True):
     """The values of one served variable in a bundle.
 
     `box` is what it is of the tensor, `part` the number of the box among its tensor's; `dtype` the served
@@ -171,8 +169,7 @@ class RowReader:
         return cast_values(values, self.dtype, self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRun:
+class StoredRun(Struct, frozen=True):
     """A run of bytes that has a checksum: a tensor, or one slice of it."""
 
     path: Path
@@ -205,8 +202,7 @@ def check_stored(
     return frozenset(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(Struct, frozen=True):
     spec: SliceSpec
     values: Array
 

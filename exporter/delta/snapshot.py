@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from exporter.delta.format import Change, Rows
 from exporter.delta.row_reader import RowReader, StoredRun, check_stored
@@ -26,15 +26,14 @@ Changes = Mapping[str, Change]
 """Changes by the served variable's name."""
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(Struct, frozen=True, eq=False):
     """Variables as stored, by name, and the changes since, oldest first; `hint` is for who finds damage."""
 
     stored: Mapping[str, RowReader]
     layers: tuple[Changes, ...] = ()
     hint: str = ""
-    _checked: set[StoredRun] = field(default_factory=set, compare=False)
-    _trusted: set[StoredRun] = field(default_factory=set, compare=False)
+    _checked: set[StoredRun] = field(default_factory=set)
+    _trusted: set[StoredRun] = field(default_factory=set)
 
     def check(self, names: Iterable[str]) -> None:
         """Compare the checksums of what is stored of some variables, each once however often this is asked.

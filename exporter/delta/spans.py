@@ -12,9 +12,10 @@ furthest goes first), so that what the exporter promises is what a server does.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, TypeVar
+
+from msgspec import Struct
 
 from exporter.delta.format import DeltaHeader
 from exporter.errors import (
@@ -30,8 +31,7 @@ FANOUT = 8
 """How many neighbouring deltas of one size are merged into one of the next."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Position:
+class Position(Struct, frozen=True, order=True):
     """Where a state stands: `position` orders what is published, `step` is the training's own count."""
 
     position: int
@@ -74,8 +74,7 @@ class Reach:
         return self.start <= position < self.end and (position == self.start or not self.exact_base)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Span(Reach):
+class Span(Struct, Reach, frozen=True, order=True):
     """The positions between which a delta leads, and how many publications it holds.
 
     Raises:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import check_values
 from exporter.delta.delta_files import read_delta, write_delta
@@ -33,8 +33,7 @@ _REMEMBERED = "left-out-"
 _ROWS_AT_ONCE = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
+class Tolerance(Struct, frozen=True):
     """How far what is served may be from the trainer's: rows by less than `bound`, and rounded."""
 
     bound: float = 0.0
@@ -46,8 +45,7 @@ class Tolerance:
         return self.bound == 0 and self.delta_dtype is None
 
 
-@dataclass(frozen=True)
-class Tolerated:
+class Tolerated(Struct, frozen=True):
     """What to send: `changes` without the rows that moved less than the bound, others rounded.
 
     `held_back` are the rows left out, as the trainer has them, by table; `stale` the numbers of all rows,

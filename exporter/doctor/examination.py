@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.doctor import published, surroundings
 from exporter.doctor.finding import Check, Finding, Level
@@ -12,8 +13,7 @@ from exporter.errors import ExportError, unreachable
 from exporter.verify.log import VerifiedModel, verify_model
 
 
-@dataclass(frozen=True)
-class Examination:
+class Examination(Struct, frozen=True):
     """What is published, and what was found."""
 
     model: Path

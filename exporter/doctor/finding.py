@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.errors import CheckpointError, ExportError, ServerError, VerificationError
 
@@ -34,8 +35,7 @@ class Check(StrEnum):
     REPLICAS = "replicas"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """One thing that is wrong or will be; `command` is what to run next."""
 
     check: Check

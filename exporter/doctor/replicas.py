@@ -6,8 +6,9 @@ Nothing here calls a server: answers in, findings out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from exporter.delta.spans import plan_chain
 from exporter.doctor.finding import Check, Finding, Level, command, count
@@ -19,8 +20,7 @@ from exporter.verify.log import VerifiedModel
 AVAILABLE = "AVAILABLE"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """What a server says of one version: its state, the error that it ended with, and where it stands.
 
     `position` and `lineage` are None where it takes no deltas, or was not asked.
@@ -32,8 +32,7 @@ class Answer:
     lineage: str | None = None
 
 
-@dataclass(frozen=True)
-class Replica:
+class Replica(Struct, frozen=True):
     """A server's answers by version; `failure` says why there are none."""
 
     address: str

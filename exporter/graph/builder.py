@@ -15,9 +15,11 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.catalog import TensorRef
 from exporter.errors import BuilderError, ExportError, UsageError
@@ -163,8 +165,7 @@ def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any
         raise UsageError(f"--model-arg {name}={text}: expected a {wanted.__name__}") from None
 
 
-@dataclass(frozen=True)
-class _Built:
+class _Built(Struct, frozen=True):
     """A builder's MetaGraphDef (in the private pool); if it returned an object, its graph of objects too."""
 
     meta_graph: Proto

@@ -8,7 +8,8 @@ forwarding nodes and into functions, of which specialised copies are made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from exporter.errors import MappingError
 from exporter.graph.function_ops import CALLS, LOOPS
@@ -20,8 +21,7 @@ _INDIFFERENT = {"VariableShape", "VarIsInitializedOp", "DisableCopyOnRead"}
 _FORWARDS = {"Identity": ("output",), "Enter": ("output",), "Switch": ("output_false", "output_true")}
 
 
-@dataclass(frozen=True, slots=True)
-class _Cast:
+class _Cast(Struct, frozen=True):
     """A variable's handle: the variable node (for messages), the dtype the graph wants, the dtype stored."""
 
     variable: str
@@ -48,8 +48,7 @@ def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
         _rewrite(_GraphBody(graph_def.node), handles, library)
 
 
-@dataclass
-class _GraphBody:
+class _GraphBody(Struct):
     """Nodes of a GraphDef: tensors are called `node:index`, `node` for index 0."""
 
     nodes: Proto
@@ -64,8 +63,7 @@ class _GraphBody:
         """Do nothing: references do not name output arguments."""
 
 
-@dataclass
-class _FunctionBody:
+class _FunctionBody(Struct):
     """Nodes of a FunctionDef: tensors are called `node:output argument:index in it`, arguments by name."""
 
     function: Proto
@@ -95,15 +93,13 @@ class _FunctionBody:
 _Body = _GraphBody | _FunctionBody
 
 
-@dataclass
 class _Library:
     """The graph's functions, and the specialised copies made so far."""
 
-    proto: Proto
-    copies: dict[tuple[str, tuple[tuple[int, _Cast], ...]], str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.functions = {function.signature.name: function for function in self.proto.function}
+    def __init__(self, proto: Proto) -> None:
+        self.proto = proto
+        self.copies: dict[tuple[str, tuple[tuple[int, _Cast], ...]], str] = {}
+        self.functions = {function.signature.name: function for function in proto.function}
 
     def specialise(self, name: str, casts: dict[int, _Cast]) -> str:
         """A copy of function `name` whose handle arguments, by index, are cast."""

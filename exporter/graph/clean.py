@@ -9,7 +9,8 @@ an iteration of TF1 control flow stay (see `control_flow`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from exporter.errors import UsageError
 from exporter.graph.asset_paths import remember_paths
@@ -99,8 +100,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
     )
 
 
-@dataclass(frozen=True)
-class _Ends:
+class _Ends(Struct, frozen=True):
     """The tensors of a signature; an input with the name it has there."""
 
     inputs: dict[Endpoint, str]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from exporter.graph.functions import reachable
 from exporter.wire.dtypes import DType
@@ -24,8 +24,7 @@ CPU = "/device:CPU:0"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\\/>-]")
 
 
-@dataclass
-class GraphEditor:
+class GraphEditor(Struct):
     """Adds nodes under a scope that the graph does not use, and functions, to a GraphDef.
 
     `owner` goes into the names of resources: TensorFlow 2's loader keeps those of all models in one place.
@@ -166,8 +165,7 @@ class GraphEditor:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedFunction:
+class PlacedFunction(Struct, frozen=True):
     """A function of the graph: its name, and the dtypes that it takes and gives."""
 
     name: str
@@ -176,8 +174,7 @@ class PlacedFunction:
     as_written: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Function:
+class _Function(Struct, frozen=True):
     name: str
 
 

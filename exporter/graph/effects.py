@@ -7,7 +7,8 @@ calls deep is told from a model that only reads what it trains.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from exporter.graph.control_flow import ENTERS, SWITCHES
 from exporter.graph.functions import needed_by
@@ -24,8 +25,7 @@ _AFTER_CONDITION = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 _MAX_IDENTITIES = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Effects:
+class Effects(Struct, frozen=True):
     """The variables and tables that are read and changed: names of nodes, or of a function's inputs."""
 
     reads: frozenset[str]

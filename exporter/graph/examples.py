@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.errors import UsageError
 from exporter.graph.feeds import constant
@@ -37,8 +37,7 @@ _FIELDS = {"tensor", "sparse", "dtype", "shape", "default"}
 _WANTED = 'expected "TENSOR", {"tensor": TENSOR, "shape": [...], "default": ...} or {"sparse": NODE}'
 
 
-@dataclass(frozen=True)
-class Feature:
+class Feature(Struct, frozen=True):
     """A feature of a tf.Example and the tensor that takes its values; three tensors if it is sparse.
 
     `shape` is one Example's, None if the tensor tells; `default` is None if every Example must have one.
@@ -115,8 +114,7 @@ def _stored_dtype(where: str, name: str, entry: Mapping[str, Any]) -> DType | No
     return DType.of(entry["dtype"])
 
 
-@dataclass(frozen=True)
-class ExampleParser:
+class ExampleParser(Struct, frozen=True):
     """What parses in the graph now: the placeholder of the Examples, and where each tensor is read from."""
 
     examples: Endpoint
@@ -148,8 +146,7 @@ def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]
     return parser
 
 
-@dataclass(frozen=True)
-class _Resolved:
+class _Resolved(Struct, frozen=True):
     """A feature beside the tensors of the graph: `dtype` as stored, `values` as the graph takes them."""
 
     feature: Feature

@@ -11,9 +11,10 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from exporter.files import open_regular
 
@@ -31,8 +32,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@dataclass
-class FileDigests:
+class FileDigests(Struct):
     """Digests by path, each with what its file looked like; `is_new` once there is one worth keeping."""
 
     known: dict[str, tuple[list[int], str]] = field(default_factory=dict)

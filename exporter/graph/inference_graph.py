@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph
@@ -25,8 +26,7 @@ class PartitionStrategy(Enum):
     NONE = "none"
 
 
-@dataclass(frozen=True, slots=True)
-class GraphVariable:
+class GraphVariable(Struct, frozen=True):
     """A variable of the inference graph.
 
     `node` is its VarHandleOp; `key` the name it is restored by (for a part: the whole variable's name);
@@ -51,8 +51,7 @@ class GraphVariable:
         return self.key if part is None or part.is_full else f"{self.key}[{part.restore_spec}]"
 
 
-@dataclass(frozen=True, slots=True)
-class GraphTable:
+class GraphTable(Struct, frozen=True):
     """A table whose contents are restored: its node, the names of its keys and values, their dtypes.
 
     `value_shape` is one value's, `key_shape` one key's as it is stored; None if the graph does not tell. With
@@ -69,8 +68,7 @@ class GraphTable:
     key_shape: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Asset:
+class Asset(Struct, frozen=True):
     """A file that the graph reads while its tables initialise: `node` is the constant that holds its path.
 
     `name` is given where two files of a graph have the same name.
@@ -86,8 +84,7 @@ class Asset:
         return self.name or self.source.name
 
 
-@dataclass(frozen=True)
-class TrainingMode:
+class TrainingMode(Struct, frozen=True):
     """The parts of a served graph that compute as in training.
 
     `batch_norms` normalise by the request's own batch, `dropouts` drop a random part of what they get
@@ -114,8 +111,7 @@ class TrainingMode:
             yield f"{name} draws random numbers at each request: is it dropout?"
 
 
-@dataclass(frozen=True)
-class InferenceGraph:
+class InferenceGraph(Struct, frozen=True):
     """What to serve, clean and without values.
 
     `meta_graph` is a `protos.MetaGraphDef` with a `graph_def` that holds exactly what the signatures need,

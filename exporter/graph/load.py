@@ -8,8 +8,9 @@ Only a builder needs TensorFlow; a `.meta` file and a SavedModel are read as pro
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
+
+from msgspec import structs
 
 from exporter.checkpoint.families import is_archive
 from exporter.errors import UsageError
@@ -85,8 +86,8 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
 
     with importable():
         make = archive_builder(path, allow_code=request.allow_code, custom_objects=request.custom_objects)
-        source = load_builder(dataclasses.replace(request, model=make))
-    return dataclasses.replace(source, label=str(path))
+        source = load_builder(structs.replace(request, model=make))
+    return structs.replace(source, label=str(path))
 
 
 def _load_path(path: Path, request: GraphRequest) -> SourceGraph:

@@ -6,7 +6,6 @@ MetaGraphDef carries (`meta_info_def.stripped_op_list`) and from the signatures 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -202,6 +201,8 @@ class GraphIndex:
 
     def nearest(self, text: str, count: int = 5) -> list[str]:
         """Tensor names like `text`: those that hold its last component first."""
+        import difflib
+
         name = endpoint(text).node
         leaf = name.rpartition("/")[2].lower()
         holding = [known for known in self.nodes if leaf and leaf in known.lower()]

@@ -14,8 +14,9 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from exporter.checkpoint.object_graph import ObjectGraph, TrackedObject, TrackedVariable
 from exporter.errors import BuilderError
@@ -91,8 +92,7 @@ def _refuse_foreign_variables(model: Any, label: str) -> None:
             )
 
 
-@dataclass(frozen=True)
-class ObjectView:
+class ObjectView(Struct, frozen=True):
     """The objects below a model or module, as TensorFlow would save them.
 
     `names` gives each variable's name by its node: Keras' own path; its path among the objects where the

@@ -6,8 +6,9 @@ and do nothing. A change of what no answer depends on, such as a count of reques
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+
+from msgspec import structs
 
 from exporter.errors import GraphError, NotServable
 from exporter.graph.clean import clean
@@ -60,7 +61,7 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
     meta_graph.CopyFrom(source.meta_graph)
     for name in reasons:
         del meta_graph.signature_def[name]
-    return dataclasses.replace(source, meta_graph=meta_graph, notes=(*source.notes, *notes))
+    return structs.replace(source, meta_graph=meta_graph, notes=(*source.notes, *notes))
 
 
 _Ends = tuple[list[Endpoint], list[Endpoint]]
@@ -91,7 +92,7 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, _Ends]) 
             for other in ends.keys() - {name}:
                 del alone.signature_def[other]
             try:
-                clean(dataclasses.replace(source, meta_graph=alone))
+                clean(structs.replace(source, meta_graph=alone))
             except GraphError as error:
                 reasons[name] = error.message
     return reasons

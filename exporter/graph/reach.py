@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from exporter.errors import GraphError
 from exporter.graph.control_flow import MERGES, NEXT_ITERATIONS, Pivots
@@ -14,8 +15,7 @@ from exporter.wire.protos import Proto
 _SHOWN_AT_EACH_END = 4
 
 
-@dataclass(frozen=True)
-class Reached:
+class Reached(Struct, frozen=True):
     """The needed nodes, nearest to the outputs first; `inputs` are theirs without needless control edges.
 
     `toward_output` leads from each node one step back to what asked for it.

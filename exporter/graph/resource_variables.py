@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from exporter.errors import NotServable
 from exporter.graph.control_flow import ENTERS, SWITCHES

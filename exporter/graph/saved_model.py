@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
+from msgspec import structs
 
 from exporter.checkpoint.trainers import SAVED_MODEL_FILES
 from exporter.errors import CorruptFile, MissingAsset, UnsupportedFormat, UsageError
@@ -53,7 +53,7 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     has_objects = meta_graph.HasField("object_graph_def")
     objects = saved_objects(meta_graph, GraphIndex.of(meta_graph)) if has_objects else None
     meta_graph.ClearField("object_graph_def")
-    return dataclasses.replace(
+    return structs.replace(
         source, assets=assets, init_op=init_op or source.init_op, objects=objects, notes=tuple(notes)
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
@@ -12,8 +13,7 @@ StaticShape = tuple[int | None, ...] | None
 """A shape as far as it is known; None if not even the rank is."""
 
 
-@dataclass(frozen=True, slots=True)
-class SignatureTensor:
+class SignatureTensor(Struct, frozen=True):
     """A tensor by its canonical name (`node:0`); `is_shape` if it holds the shape of a sparse tensor."""
 
     name: str

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.errors import GraphError, UsageError
 from exporter.files import read_regular
@@ -39,8 +41,7 @@ _EXAMPLES_INPUT = {"classify": "inputs", "regress": "inputs"}
 _OUTPUTS_OF = {"classify": {"classes", "scores"}, "regress": {"outputs"}}
 
 
-@dataclass(frozen=True)
-class SignatureSpec:
+class SignatureSpec(Struct, frozen=True):
     """A signature by tensor names, before the graph is asked for types and shapes.
 
     With `examples`, features of serialized tf.Examples, there are no `inputs` yet: see `parse_examples`.

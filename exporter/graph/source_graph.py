@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph
@@ -15,8 +15,7 @@ from exporter.graph.sources import SourceFile
 from exporter.wire.protos import Proto
 
 
-@dataclass(frozen=True)
-class GraphRequest:
+class GraphRequest(Struct, frozen=True):
     """What the user asks to serve.
 
     `model` is `pkg.mod:fn`, `path/file.py:fn`, a `.meta` file, a SavedModel directory, a Keras archive, or a
@@ -38,16 +37,14 @@ class GraphRequest:
     tag: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class VariableKey:
+class VariableKey(Struct, frozen=True):
     """The name a variable is stored under, and the box of the whole that it holds if it is a part."""
 
     key: str
     part: SliceSpec | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TableKey:
+class TableKey(Struct, frozen=True):
     """The names that a table's keys and values are stored under."""
 
     keys: str
@@ -59,8 +56,7 @@ class TableKey:
         return cls(f"{name}-keys", f"{name}-values")
 
 
-@dataclass(frozen=True)
-class SourceGraph:
+class SourceGraph(Struct, frozen=True):
     """A graph before anything is removed from it; it can be restored and run as it was trained.
 
     `meta_graph` is a `protos.MetaGraphDef` whose `signature_def` is complete and names the graph's own

@@ -16,7 +16,6 @@ import hashlib
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path, PurePosixPath
 from typing import Annotated
@@ -40,8 +39,7 @@ class SourceFile(Struct, frozen=True):
     code: Annotated[Sha256, doc("a digest of what they mean to Python")]
 
 
-@dataclass(frozen=True, slots=True)
-class BuilderFile:
+class BuilderFile(Struct, frozen=True):
     """The file of a builder's module. `root` is what imports of its neighbours begin at; `package` is the
     name of its top-level package, empty for a file that is named by its path.
     """

@@ -7,8 +7,9 @@ signatures for training among those for inference (tensorflow/python/saved_model
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from exporter.errors import GraphError, NotServable, UnsupportedFormat
 from exporter.graph.inference_graph import GraphVariable
@@ -65,8 +66,7 @@ def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Coll
     check_servable(index.nodes, reached, fed={tensor.node for tensor in given} | {*fixed})
 
 
-@dataclass(frozen=True)
-class TrainingGraph:
+class TrainingGraph(Struct, frozen=True):
     """A training graph as its author saved it, to be published under `tag` beside the serving graph.
 
     `tensors` are the names that it restores; `variables` those among its variables that have static shapes.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
+
+from msgspec import Struct
 
 from exporter.graph.inference_graph import TrainingMode
 from exporter.graph.live import CalledBody, data, is_by_batch, node_of
@@ -95,8 +96,7 @@ def _origin(body: CalledBody, tensor: str) -> Proto | None:
     return node
 
 
-@dataclass(frozen=True)
-class _Drawn:
+class _Drawn(Struct, frozen=True):
     name: str
     drops: bool = False
     rate: float | None = None

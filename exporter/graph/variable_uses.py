@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from enum import Flag, auto
 
 from exporter.graph.function_ops import CALLS, LOOPS
@@ -33,19 +32,16 @@ class Use(Flag):
     WHOLE = auto()
 
 
-@dataclass
 class Body:
     """The nodes of a graph or of a function, with the two ways in which they name tensors.
 
     A GraphDef says `node` or `node:1`; a FunctionDef `node:output argument:0`, and an argument's bare name.
     """
 
-    nodes: Proto
-    function: Proto | None = None
-    by_name: dict[str, Proto] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.by_name = {node.name: node for node in self.nodes}
+    def __init__(self, nodes: Proto, function: Proto | None = None) -> None:
+        self.nodes = nodes
+        self.function = function
+        self.by_name: dict[str, Proto] = {node.name: node for node in nodes}
 
     def producer(self, reference: str) -> Proto | None:
         """The node that makes a tensor; None for a function's argument."""

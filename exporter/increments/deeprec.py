@@ -21,11 +21,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.locate import candidates
@@ -48,8 +48,7 @@ _ID = "deeprec:"
 _HIGHEST = 10**18
 
 
-@dataclass(frozen=True)
-class DeepRecIncrement:
+class DeepRecIncrement(Struct, frozen=True):
     """An incremental checkpoint on top of the full one in `full`."""
 
     full: Catalog

@@ -29,7 +29,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
@@ -60,8 +59,7 @@ StateId: TypeAlias = str | CheckpointId
 _NAME = re.compile(r"[0-9]{20}-[0-9]{20}(-[0-9a-f]{8})?")
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointMarker:
+class CheckpointMarker(Struct, frozen=True):
     """A full checkpoint: written by `session` after increment `after` (None: before the run's first).
 
     `is_equal` says that nothing had changed between the two. `session` is None if it is not known.
@@ -130,8 +128,7 @@ class MarkerDocument(Struct, frozen=True, kw_only=True):
     is_equal: Annotated[bool, doc("true: nothing had changed since that increment")] = False
 
 
-@dataclass(frozen=True)
-class History:
+class History(Struct, frozen=True, dict=True):
     """Everything in an increments directory."""
 
     increments: tuple[StoredIncrement, ...] = ()

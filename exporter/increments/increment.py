@@ -20,7 +20,6 @@ How increments and full checkpoints hang together is `exporter.increments.histor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -70,8 +69,7 @@ class CheckpointId(Struct, frozen=True, eq=False, rename={"digest": "index_sha25
         return hash((self.step, self.digest))
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
+class Changed(Struct, frozen=True):
     """A variable in an increment, as the trainer has it, and how many of its rows are there (dense: 1)."""
 
     variable: ServedVariable
@@ -83,8 +81,7 @@ class Changed:
         return self.variable.kind is ChangeKind.TABLE
 
 
-@dataclass(frozen=True, kw_only=True)
-class Increment:
+class Increment(Struct, frozen=True, kw_only=True):
     """The manifest of an increment; `parent` is an increment's id, or the full checkpoint that a run begins
     at.
 
@@ -112,8 +109,7 @@ class Increment:
         return sum(changed.rows for changed in self.variables if changed.is_table)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredIncrement:
+class StoredIncrement(Struct, frozen=True):
     """An increment and the directory it is in."""
 
     path: Path

@@ -7,9 +7,10 @@ Changes between an increment and the next full checkpoint are only known from th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from msgspec import Struct
 
 from exporter.delta.format import Change
 from exporter.increments.history import CheckpointMarker, History, StateId
@@ -31,8 +32,7 @@ class AnyIncrement(Protocol):
         """The trainer's variables with their new values; rows are numbered as the trainer stores them."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChangePlan:
+class ChangePlan(Struct, frozen=True):
     """What to publish next. `target` is the trainer's state that is reached.
 
     `increments` hold everything that changed if `is_known`. Otherwise the target is the full checkpoint with

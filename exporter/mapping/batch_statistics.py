@@ -9,7 +9,8 @@ statistics (by instance, by layer, by group) leaves nothing behind in the checkp
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from exporter.catalog import Catalog, Naming
 from exporter.checkpoint.object_graph import SUFFIX, read_object_graph
@@ -27,8 +28,7 @@ _AVERAGE = "ExponentialMovingAverage"
 _SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Unserved:
+class Unserved(Struct, frozen=True):
     """A moving statistic that is not served, and a variable of its layer that is."""
 
     statistic: str

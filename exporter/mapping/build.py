@@ -7,8 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Mapping as MappingOf
-from dataclasses import dataclass, field
 from functools import cached_property
+
+from msgspec import Struct, field
 
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.object_graph import read_object_graph
@@ -29,8 +30,7 @@ _RENAME_EXAMPLE = r"a regular expression and a tensor's name: --rename 'tower/(.
 _CASTABLE = {DType.FLOAT, DType.DOUBLE}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSource:
+class TensorSource(Struct, frozen=True):
     """Where the values of one served variable (whole, also if the graph partitions it) come from.
 
     `key` is the name in the published bundle; `variables` the graph variables restored from it: one, or the
@@ -65,8 +65,7 @@ class TensorSource:
         return self.cast is None and not self.gather_parts and not self.scatter_parts
 
 
-@dataclass(frozen=True)
-class VariableMapping:
+class VariableMapping(Struct, frozen=True, dict=True):
     """Every served variable's source, and the tensors that nobody needs.
 
     `tables` are those that are restored, under the names that their two tensors have in the bundle.
@@ -88,8 +87,7 @@ class VariableMapping:
         return sum(source.bytes_ for source in self.sources)
 
 
-@dataclass(frozen=True)
-class RenameRule:
+class RenameRule(Struct, frozen=True):
     r"""A regular expression for a whole variable name, and the tensor name it stands for (`\1`: a group)."""
 
     pattern: re.Pattern[str]
@@ -120,8 +118,7 @@ class RenameRule:
         return match.expand(self.replacement) if match else None
 
 
-@dataclass(frozen=True)
-class CastRule:
+class CastRule(Struct, frozen=True):
     """Variables whose whole name matches are stored as `dtype`."""
 
     pattern: re.Pattern[str]
@@ -146,8 +143,7 @@ class CastRule:
             raise UsageError(f"--cast {text!r}: not a regular expression", cause=str(error)) from error
 
 
-@dataclass(frozen=True)
-class MappingRules:
+class MappingRules(Struct, frozen=True):
     """What the user says about names and layouts.
 
     `average` is the slot name of moving averages to serve in place of raw weights, "ema" standing for
@@ -239,8 +235,7 @@ def _group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVar
     return {key: tuple(members) for key, members in groups.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
+class _Match(Struct, frozen=True):
     """The tensor that a variable is restored from, the trainer's name of that variable, and the rule used."""
 
     name: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.object_graph import SUFFIX
@@ -26,8 +27,7 @@ class ExtraKind(Enum):
     OTHER = "other"
 
 
-@dataclass(frozen=True, slots=True)
-class Extra:
+class Extra(Struct, frozen=True):
     """A tensor of the checkpoint that inference does not need."""
 
     tensor: TensorRef

@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from collections.abc import Mapping as MappingOf
-from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from msgspec import Struct, to_builtins
-from msgspec.structs import replace as replace_field
+from msgspec import Struct, field, to_builtins
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog, SliceSpec, TensorRef
 from exporter.errors import AmbiguousRename, MappingError, SchemaChanged
@@ -33,8 +32,7 @@ from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import DocumentError, DtypeLabel, Shape, Text, doc
 
 
-@dataclass(frozen=True)
-class MappingSpec:
+class MappingSpec(Struct, frozen=True):
     """The graph's variables (in the dtypes that the graph computes with), their lookups, and the rules.
 
     `tables` are the graph's lookup tables, by the graph's names and in the shapes that they are stored in.
@@ -146,7 +144,7 @@ class VariableDocument(Struct, frozen=True, omit_defaults=True):
         """What a manifest says of it."""
         whole = cls(variable.node, variable.key, variable.dtype.label, variable.shape)
         part = variable.part
-        return whole if part is None else replace_field(whole, full_shape=part.full_shape, starts=part.starts)
+        return whole if part is None else replace(whole, full_shape=part.full_shape, starts=part.starts)
 
     def read(self) -> GraphVariable:
         """The variable.

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
+
+from msgspec import Struct
 
 _NUMBER = re.compile(r"_([0-9]+)$")
 _SAYS_NOTHING = re.compile(r"((Sharded)?Variable(_[0-9]+)?)?")
 
 
-@dataclass(frozen=True, slots=True)
-class NamedPair:
+class NamedPair(Struct, frozen=True):
     """A variable to serve and the trained one that shall give its values; `kind` is its dtype and shape."""
 
     served: str

@@ -16,8 +16,9 @@ import difflib
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
+
+from msgspec import Struct, field
 
 from exporter.catalog import TensorRef
 from exporter.checkpoint.object_graph import ROOT, SUFFIX, ObjectGraph, TrackedVariable
@@ -33,8 +34,7 @@ _TRAINED_LIST = "_trainable_variables"
 _SERVED_LIST = "trainable_variables"
 
 
-@dataclass(frozen=True)
-class TrainedObjects:
+class TrainedObjects(Struct, frozen=True, dict=True):
     """The checkpoint's side: its objects, its tensors, and where the user says the model is."""
 
     objects: ObjectGraph
@@ -88,8 +88,7 @@ class TrainedObjects:
         return {name: tuple(variables.values()) for name, variables in found.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Matched:
+class Matched(Struct, frozen=True):
     """The tensor that a variable is restored from, and how that was found."""
 
     tensor: str
@@ -197,8 +196,7 @@ def _stem(name: str) -> str:
     return re.sub(r"_[0-9]+(?=/|$)", "", name)
 
 
-@dataclass(frozen=True)
-class _Walk:
+class _Walk(Struct, frozen=True):
     """Two objects walked side by side: the trained objects that each served one met, and what is too many."""
 
     served_path: str
@@ -212,8 +210,7 @@ class _Walk:
         return self.trained_path or "."
 
 
-@dataclass(frozen=True)
-class _Search:
+class _Search(Struct, frozen=True):
     """The search for the objects that correspond."""
 
     wanted: Mapping[str, GraphVariable]

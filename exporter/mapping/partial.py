@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph, read_object_graph
@@ -29,8 +30,7 @@ _UNNAMED = re.compile(r"((Sharded)?Variable(_[0-9]+)?)?")
 Parts = tuple[GraphVariable, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(Struct, frozen=True):
     """A variable (all of its parts) and the tensor that it can be given; `via` tells how that was found."""
 
     variables: Parts
@@ -38,8 +38,7 @@ class Fit:
     via: str
 
 
-@dataclass(frozen=True)
-class PartialMapping:
+class PartialMapping(Struct, frozen=True):
     """What fits, by the variables' keys; why the others do not; and the tensors that nobody needs."""
 
     fits: Mapping[str, Fit]
@@ -75,8 +74,7 @@ def _unused(catalog: Catalog, fits: Collection[Fit]) -> tuple[TensorRef, ...]:
     return tuple(extra.tensor for extra in extras if extra.kind is ExtraKind.OTHER)
 
 
-@dataclass(frozen=True)
-class _Partial:
+class _Partial(Struct, frozen=True):
     """Both sides by name. `served` has each variable's, `trained` the tensors of each."""
 
     graph: InferenceGraph

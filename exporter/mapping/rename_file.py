@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.errors import UsageError
@@ -23,16 +24,14 @@ _MAX_BYTES = 64 << 20
 _COMMENT = re.compile(r"(^|\s)#.*$")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """One line of a table."""
 
     line: int
     tensor: str
 
 
-@dataclass(frozen=True, slots=True)
-class RenameTable:
+class RenameTable(Struct, frozen=True):
     """Tensor names by variable name; `path` is for messages."""
 
     path: Path

@@ -8,15 +8,15 @@ silently wrong rows. Nothing in a checkpoint tells; the trainer's graph does.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.errors import PartitionStrategyUnknown
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 
 
-@dataclass(frozen=True, slots=True)
-class RowOrder:
+class RowOrder(Struct, frozen=True):
     """How rows must move: out of `gather_parts` mod parts, into `scatter_parts` mod parts; 0 for neither."""
 
     gather_parts: int = 0

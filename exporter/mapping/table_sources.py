@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.errors import MissingTensors, ShapeMismatch

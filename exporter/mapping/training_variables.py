@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from exporter.errors import MissingTensors
 from exporter.graph.training_graph import TrainingGraph

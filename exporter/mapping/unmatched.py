@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.errors import MappingError
@@ -17,16 +18,14 @@ from exporter.mapping.extras import ExtraKind, classify_extras
 _CANDIDATES = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Leftover:
+class Leftover(Struct, frozen=True):
     """A variable without a tensor, and the free tensors of its shape and dtype, most alike in name first."""
 
     variable: GraphVariable
     candidates: tuple[TensorRef, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Unmatched:
+class Unmatched(Struct, frozen=True):
     """What is left on both sides; `reason` says why rules and names alone give no mapping, "" if they do."""
 
     variables: tuple[Leftover, ...]
@@ -90,6 +89,8 @@ def _fits(ref: TensorRef | None, variable: GraphVariable) -> bool:
 
 def _ranked(key: str, refs: Iterable[TensorRef]) -> tuple[TensorRef, ...]:
     def likeness(ref: TensorRef) -> float:
+        import difflib
+
         name = f"{ref.owner}/{ref.name.rpartition('/')[2]}" if ref.owner else ref.name
         return difflib.SequenceMatcher(None, key, name).ratio()
 

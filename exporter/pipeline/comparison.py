@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
@@ -34,8 +34,7 @@ Array = np.ndarray[Any, Any]
 _ROWS_AT_ONCE = 1 << 16
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(Struct, frozen=True):
     """One of two states. `log` is the one that it is a position of; `catalog` the checkpoint that it is."""
 
     label: str
@@ -44,8 +43,7 @@ class Side:
     catalog: Catalog | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class VariableDifference:
+class VariableDifference(Struct, frozen=True):
     """How a variable differs: rows of `rows`, the Euclidean norm and the largest element of the difference.
 
     The norms are None for values that are no numbers, and for lookup tables.
@@ -58,8 +56,7 @@ class VariableDifference:
     largest: float | None
 
 
-@dataclass(frozen=True)
-class Differences:
+class Differences(Struct, frozen=True):
     """What differs between two states; `only_a` and `only_b` are variables that the other lacks or has
     otherwise.
     """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeAlias
 
-from msgspec import structs
+from msgspec import Struct, structs
+from msgspec.structs import replace
 
+from exporter import __version__
 from exporter.bundle.metagraph_pair import keep_pair_alone, write_pair
 from exporter.bundle.saved_model_writer import write_saved_model
 from exporter.bundle.variables import VariablesReport, as_rewritten, write_variables
@@ -62,8 +62,7 @@ _ATTEMPTS = 3
 """Checkpoints that may vanish under our hands before we give up."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Struct, frozen=True, dict=True):
     """What an export will do; nothing has been written yet."""
 
     request: ExportRequest
@@ -96,8 +95,7 @@ class Plan:
         return tuple(classify_extras(self.catalog, {source.tensor.name for source in self.mapping.sources}))
 
 
-@dataclass(frozen=True)
-class Exported:
+class Exported(Struct, frozen=True):
     """What an export did; `differences` is empty unless outputs were compared."""
 
     plan: Plan
@@ -107,8 +105,7 @@ class Exported:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Unmatchable:
+class Unmatchable(Struct, frozen=True):
     """A checkpoint and a graph, and the variables and tensors that no rule matches."""
 
     catalog: Catalog
@@ -176,8 +173,7 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
     return planned
 
 
-@dataclass(frozen=True)
-class _Read:
+class _Read(Struct, frozen=True):
     """Both sides of a mapping, and the rules for it."""
 
     catalog: Catalog
@@ -253,7 +249,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
         draft = ManifestDraft(
             tensors=tensor_entries(variables.catalog),
             source=Origin.of(planned.catalog.prefix, planned.checkpoint.digest),
-            exporter=version("export-model"),
+            exporter=__version__,
             step=planned.catalog.step,
             lineage=base.lineage if base else None,
             incremental=_with_origin(base.entry, planned, staging.path) if base else None,

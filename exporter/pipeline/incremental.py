@@ -11,12 +11,12 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
-from msgspec import structs
+from msgspec import Struct, field, structs
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates
@@ -61,8 +61,7 @@ _ATTEMPTS = 3
 """Times that a trainer may prune, or another exporter publish, under our hands."""
 
 
-@dataclass(frozen=True)
-class IncrementalPlan:
+class IncrementalPlan(Struct, frozen=True):
     """What an incremental export will do; `position` is where the log will stand.
 
     `remembered` are rows that were left out so far: what is published and they are what the trainer had.
@@ -98,8 +97,7 @@ class IncrementalPlan:
         return Tolerance(self.request.min_change, self.request.delta_dtype)
 
 
-@dataclass(frozen=True)
-class ExportedDelta:
+class ExportedDelta(Struct, frozen=True):
     """What an incremental export did. `published` is None if there was nothing to do.
 
     `compared_bytes` counts the served bytes that were compared; 0 if increments told what changed.
@@ -339,8 +337,7 @@ def _state_of(log: DeltaLog) -> _StateKey:
     return {"lineage": log.lineage, "position": log.at.position, "state": log.newest.manifest.state_id}
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(Struct, frozen=True):
     changes: dict[str, Change]
     compared_bytes: int = 0
     hashes: HashIndex | None = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from exporter.bundle.variables import VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.catalog import Catalog
@@ -29,8 +30,7 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(Struct, frozen=True):
     """An input or output of a signature; `shape` is None if its rank is unknown, -1 is an unknown size."""
 
     alias: str
@@ -48,8 +48,7 @@ class TensorSpec:
         return f"{self.alias} {self.dtype}{self.shape_text}"
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(Struct, frozen=True):
     """A signature for people."""
 
     name: str
@@ -62,16 +61,14 @@ class Signature:
         return f"{self.name}({next(ends)}) -> {next(ends)}"
 
 
-@dataclass(frozen=True)
-class CheckpointView:
+class CheckpointView(Struct, frozen=True):
     """A checkpoint: all its tensors, with what each is probably for."""
 
     catalog: Catalog
     kinds: tuple[Extra, ...]
 
 
-@dataclass(frozen=True)
-class GraphView:
+class GraphView(Struct, frozen=True):
     """A `.meta` file: what could be asked of it with `--input` and `--output`.
 
     `batches` are the tensors that queues and iterators give in training, `likely_outputs` what looks like
@@ -85,7 +82,7 @@ class GraphView:
     batches: tuple[TensorSpec, ...]
     likely_outputs: tuple[TensorSpec, ...]
     signatures: tuple[Signature, ...]
-    index: GraphIndex = field(repr=False)
+    index: GraphIndex
 
     @property
     def tensors(self) -> Iterator[TensorSpec]:
@@ -94,8 +91,7 @@ class GraphView:
             yield from _outputs(self.index, name)
 
 
-@dataclass(frozen=True)
-class BundleView:
+class BundleView(Struct, frozen=True):
     """A SavedModel with the signatures of its graphs for serving, or of all if it has none.
 
     `manifest` is None if another program wrote it, `catalog` if it has no variables.
@@ -107,8 +103,7 @@ class BundleView:
     manifest: Manifest | None
 
 
-@dataclass(frozen=True)
-class ModelView:
+class ModelView(Struct, frozen=True):
     """A model base path with its versions, newest first.
 
     `at` is the newest position, which deltas lead to; None if it cannot be told.

@@ -30,9 +30,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+from msgspec import Struct
 
 from exporter.delta.format import Delta
 from exporter.delta.invert import restoring
@@ -72,8 +73,7 @@ RACE_SECONDS = 60.0
 """How long an operator's command tries again while others remove what it reads."""
 
 
-@dataclass(frozen=True)
-class Merged:
+class Merged(Struct, frozen=True):
     """A merger: the deltas that became one, and that one."""
 
     parts: tuple[LogDelta, ...]
@@ -108,8 +108,7 @@ def merge(model: Path, start: int | None = None, end: int | None = None) -> Merg
     return undisturbed(model, merge_all)
 
 
-@dataclass(frozen=True)
-class Merging:
+class Merging(Struct, frozen=True):
     """A merger as it is planned: the deltas that become one, and its place."""
 
     parts: tuple[LogDelta, ...]

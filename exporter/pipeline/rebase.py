@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
+from msgspec.structs import replace
 
+from exporter import __version__
 from exporter.bundle.saved_model_writer import SAVED_MODEL_FILE
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta.format import ChangeKind, ServedVariable
@@ -42,16 +42,14 @@ DESCRIPTION = Path("assets", "incremental.json")
 _CHUNK_BYTES = 4 << 20
 
 
-@dataclass(frozen=True)
-class Rebased:
+class Rebased(Struct, frozen=True):
     """The new base, and how many deltas it holds."""
 
     published: Published
     deltas: int
 
 
-@dataclass(frozen=True)
-class Rebasing:
+class Rebasing(Struct, frozen=True):
     """A new base as it is planned: its place, where it stands, and how many deltas it will hold."""
 
     path: Path
@@ -108,7 +106,7 @@ def _rebase(log: DeltaLog, keep: int | None, permission: Permission) -> Rebased 
             tensors=tensor_entries(catalog),
             # It holds what increments made of that checkpoint: no checkpoint has these contents.
             source=structs.replace(base.manifest.source, checkpoint=log.trained.checkpoint.name, digest=None),
-            exporter=version("export-model"),
+            exporter=__version__,
             step=at.step,
             lineage=log.lineage,
             incremental=replace(base.entry, trained=log.trained, state=log.newest.manifest.state_id),

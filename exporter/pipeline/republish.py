@@ -12,10 +12,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
+from msgspec import Struct
+
+from exporter import __version__
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.spans import Position
 from exporter.errors import PositionUnknown, UsageError
@@ -37,8 +38,7 @@ from exporter.publish.versions import VersionDir, last_position, read_head, read
 from exporter.verify.version_files import PAIR_PREFIX, VARIABLES_PREFIX, verify_bytes, verify_published
 
 
-@dataclass(frozen=True)
-class RollbackPlan:
+class RollbackPlan(Struct, frozen=True):
     """A rollback or resumption as it is planned: where the model stands, whose values it gets, and how.
 
     `path` is what is published at `position`, None if the values do not have to change.
@@ -51,8 +51,7 @@ class RollbackPlan:
     hold: int | None
 
 
-@dataclass(frozen=True)
-class RollbackResult:
+class RollbackResult(Struct, frozen=True):
     """A rollback or resumption: where the model stood, whose values it has now, and what did it.
 
     `published` is None if values did not have to change.
@@ -233,7 +232,7 @@ def _publish(
     draft = ManifestDraft(
         tensors=manifest.tensors,
         source=manifest.source,
-        exporter=version("export-model"),
+        exporter=__version__,
         step=manifest.step,
         taken_back=taken_back,
         plan_digest=manifest.plan_digest,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.delta.spans import Position, Span
 from exporter.errors import PositionUnknown, UsageError
@@ -14,8 +15,7 @@ from exporter.publish.log_entries import DeltaOrigin
 from exporter.publish.permission import binding
 
 
-@dataclass(frozen=True, slots=True)
-class Restoration:
+class Restoration(Struct, frozen=True):
     """Values of an earlier position to be published as the next one, by a delta that fits from `start` on.
 
     `before` is where resuming is to lead; by default where the log stands.

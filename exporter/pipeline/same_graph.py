@@ -12,9 +12,11 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.errors import CheckpointError, GraphError, PublishError, SchemaChanged, UsageError
@@ -28,8 +30,7 @@ from exporter.publish.delta_log import CACHES, DeltaLog
 _FILE = CACHES / "sources.json"
 
 
-@dataclass
-class SourceFiles:
+class SourceFiles(Struct):
     """What is known of the files behind a log's graph; losing it costs time, or a note.
 
     `places` tells where the file of each asset is. `graph` is the digest of a finished graph's file that
@@ -63,8 +64,7 @@ class SourceFiles:
             temporary.replace(log / _FILE)
 
 
-@dataclass(frozen=True)
-class SameGraph:
+class SameGraph(Struct, frozen=True):
     """What a comparison told: `said` for a person; `files` are to be saved where a delta is published."""
 
     said: str = ""

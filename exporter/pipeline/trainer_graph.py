@@ -4,8 +4,9 @@ up.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.families import V1_SHARD, describes_model

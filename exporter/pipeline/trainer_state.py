@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
@@ -26,8 +27,7 @@ from exporter.mapping.mapping_spec import MappingSpec
 from exporter.publish.delta_log import DeltaLog
 
 
-@dataclass(frozen=True)
-class TrainerState:
+class TrainerState(Struct, frozen=True):
     """The trainer's files, how the served variables lie in them, and the changes since what is published."""
 
     catalog: Catalog

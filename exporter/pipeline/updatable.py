@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.bundle.made_up_warmup import made_up_requests
 from exporter.bundle.warmup_requests import MAX_RECORDS, WarmupRequest, parse_request
@@ -28,8 +29,7 @@ from exporter.subgraph.make_updatable import (
 from exporter.wire.protos import message_class
 
 
-@dataclass(frozen=True)
-class UpdatableBase:
+class UpdatableBase(Struct, frozen=True):
     """What takes the place of the planned graph and mapping; `warmup` is all that servers play."""
 
     graph: InferenceGraph
@@ -62,6 +62,8 @@ def make_base(
     """
     graph, mapping = as_served(graph, mapping)
     schema = schema_of(graph)
+    import secrets
+
     lineage = secrets.token_hex(16)
     requests = made_up_requests(graph) if warmup is None else warmup
     options = IncrementalOptions(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
@@ -66,8 +68,7 @@ def watch(
     yield from follow(newest.export, watching, tell, ended=ended)
 
 
-@dataclass
-class _Newest:
+class _Newest(Struct):
     """The newest checkpoint of a directory; what the last look saw is not read again."""
 
     request: ExportRequest

@@ -12,8 +12,9 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 from exporter.errors import (
     CheckpointChanged,
@@ -52,8 +53,7 @@ _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", re.ASCII)
 _UNIT_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-@dataclass(frozen=True, slots=True)
-class WatchProgress:
+class WatchProgress(Struct, frozen=True):
     """Where a watch stands: what it has published, the step that is published, and the seconds it took.
 
     `step` is None while nothing is known to be published; `idle_seconds` counts since the last publication,
@@ -66,8 +66,7 @@ class WatchProgress:
     idle_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StopWhen:
+class StopWhen(Struct, frozen=True):
     """When a watch ends; whatever comes first, never if nothing is said.
 
     After a time; after a number of publications; once a step is published, which is where training was told
@@ -99,8 +98,7 @@ class StopWhen:
         return min(self.after_seconds - progress.seconds, self.idle_seconds - progress.idle_seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Watching:
+class Watching(Struct, frozen=True):
     """How to watch: look every `interval_seconds`, until `stop`."""
 
     interval_seconds: float = 1.0
@@ -116,8 +114,7 @@ EVERY_SECOND = Watching()
 """Until something else ends it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Poll(Generic[T]):
+class Poll(Struct, Generic[T], frozen=True):
     """What one look led to: `done` is what was published, None if there was nothing new to publish.
 
     `step` is the training step of what is published now.

@@ -14,10 +14,12 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.delta.format import POSITION_LIMIT
 from exporter.errors import (
@@ -61,8 +63,7 @@ LOCK_SECONDS = 60.0
 _MAX_VERSION = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class VersionRule:
+class VersionRule(Struct, frozen=True):
     """What names the version: its position (the default), the clock in seconds since 1970, or a number."""
 
     choice: int | Literal["position", "time"] = "position"
@@ -108,8 +109,10 @@ class VersionRule:
         return self.choice, position
 
 
-@dataclass(frozen=True, slots=True)
-class ReservedPosition:
+_BY_POSITION = VersionRule()
+
+
+class ReservedPosition(Struct, frozen=True):
     """A position that is known before publishing, because it is baked into what is published.
 
     `last` was the greatest position then: if another is found under the lock, the place is lost. For a base
@@ -121,8 +124,7 @@ class ReservedPosition:
     is_passed: bool = False
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(Struct, frozen=True):
     """What `publish_version` did; `removed` and `kept` tell of versions beyond `keep`.
 
     `warnings` are what went wrong after the version could be seen.
@@ -141,8 +143,7 @@ class Published:
         return self.manifest.position
 
 
-@dataclass(frozen=True)
-class PublishedDelta:
+class PublishedDelta(Struct, frozen=True):
     """What `publish_delta` did; `warnings` are what went wrong after the delta could be seen."""
 
     path: Path
@@ -150,8 +151,7 @@ class PublishedDelta:
     warnings: tuple[ExportError, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class UnderLock:
+class UnderLock(Struct, frozen=True):
     """How a delta is published under the model's lock.
 
     `is_ours` says that the caller has the lock already. `permit` raises if the delta may not be published.
@@ -214,7 +214,7 @@ def publish_version(
     staging: Staging,
     draft: ManifestDraft,
     *,
-    version: VersionRule = VersionRule(),
+    version: VersionRule = _BY_POSITION,
     place: ReservedPosition | None = None,
     keep: int | None = None,
     permission: Permission = REFUSING,

@@ -10,9 +10,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import check_values, read_catalog
@@ -43,8 +45,7 @@ VARIABLES_PREFIX = Path("variables", "variables")
 BROKEN_LOG_HINT = "publish a new base, which leaves this log behind: the same export with --updatable --again"
 
 
-@dataclass(frozen=True)
-class LogBase:
+class LogBase(Struct, frozen=True):
     """A base that takes deltas."""
 
     path: Path
@@ -84,8 +85,7 @@ class LogBase:
         return {found.name: found for source in sources for found in served_in(catalog, source)}
 
 
-@dataclass(frozen=True)
-class LogDelta(Reach):
+class LogDelta(Struct, Reach, frozen=True, dict=True):
     """A delta, known by its name until more is asked for."""
 
     path: Path
@@ -134,8 +134,7 @@ class LogDelta(Reach):
         return self.entry.parts
 
 
-@dataclass(frozen=True)
-class DeltaLog:
+class DeltaLog(Struct, frozen=True, dict=True):
     """A log as it was at one moment. `base` is the newest version; `deltas` are sorted by their positions."""
 
     model: Path

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from importlib.metadata import version
 
+from msgspec import Struct
+
+from exporter import __version__
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import write_delta
@@ -21,8 +22,7 @@ from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
 from exporter.publish.manifest import Kind, ManifestDraft, Origin, tensor_entries
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
+class Publication(Struct, frozen=True):
     """What a delta says of itself: where it leads, to which of the trainer's states, how it was made.
 
     `rounded` tells of the rows that were rounded for it; with `packing` rows are stored in fewer bytes.
@@ -76,7 +76,7 @@ def publish_changes(
     draft = ManifestDraft(
         tensors=tensor_entries(written),
         source=Origin(log.base.manifest.source.directory, trained.checkpoint.name),
-        exporter=version("export-model"),
+        exporter=__version__,
         step=what.step,
         lineage=log.lineage,
         kind=Kind.DELTA,

@@ -14,8 +14,9 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.errors import ManifestError, PublishError
 from exporter.files import make_directories, read_regular, sync, write_durably, writing
@@ -27,8 +28,7 @@ _LEFT_OVER = re.compile(r"\.hold\.[0-9a-f]{8}", re.ASCII)
 """Names that earlier releases left behind when they were killed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(Struct, frozen=True):
     """The hold in a directory; whoever changes it has the model's lock."""
 
     directory: Path

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
 from msgspec import Struct, to_builtins
+from msgspec.structs import asdict
 
 from exporter.delta.deviation import Rounded
 from exporter.delta.format import Schema
@@ -40,8 +40,7 @@ class BaseDocument(Struct, frozen=True, omit_defaults=True):
     graph: Annotated[GraphOrigin | None, doc("what its graph was made from")] = None
 
 
-@dataclass(frozen=True)
-class BaseEntry:
+class BaseEntry(Struct, frozen=True):
     """A base that takes deltas: its log, what they look like, and how the next one is made.
 
     `updates` says how the graph of the base takes them. `state` is that of the delta whose values a base was

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.errors import NothingChanged
 from exporter.files import read_regular
@@ -11,8 +12,7 @@ from exporter.publish.manifest import FILE_NAME, ManifestHead
 from exporter.publish.versions import read_head, version_dirs
 
 
-@dataclass(frozen=True, slots=True)
-class MadeVersion:
+class MadeVersion(Struct, frozen=True):
     """A version that was made from a checkpoint, and the greatest version number in use."""
 
     version: int

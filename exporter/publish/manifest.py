@@ -22,13 +22,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.errors import ManifestError
@@ -106,8 +106,7 @@ class RestoredValues(Struct, frozen=True):
     before: Annotated[Count, doc("the one that resuming leads back to, or that a resumption followed")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ManifestDraft:
+class ManifestDraft(Struct, frozen=True, kw_only=True):
     """What is known of a version before it has a position and before its files are final."""
 
     tensors: tuple[TensorEntry, ...]
@@ -123,11 +122,10 @@ class ManifestDraft:
 
     def complete(self, *, position: int, created: datetime, files: tuple[FileEntry, ...]) -> Manifest:
         """The manifest to publish."""
-        return Manifest(**vars(self), position=position, created=created, files=files)
+        return Manifest(**asdict(self), position=position, created=created, files=files)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manifest(ManifestDraft):
+class Manifest(ManifestDraft, frozen=True, kw_only=True):
     """What a published directory holds. `position` is where a reader stands after loading or applying it."""
 
     position: int
@@ -196,8 +194,7 @@ _HEAD = ("from_position", "position", "step", "lineage", "schema_digest", "sourc
 _IF_THERE = ("incremental", "taken_back", "plan_digest")
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestHead:
+class ManifestHead(Struct, frozen=True):
     """Where in the order of publications a directory stands, when it was published, and from what.
 
     `log` is the one that a base takes deltas of, or a delta belongs to. `plan_digest` is None where nobody

@@ -7,8 +7,9 @@ nothing can come in between. Deltas need no permission: servers do not follow th
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.errors import ChainEnds, ManifestError, ModelHeld
 from exporter.publish.delta_log import log_path
@@ -16,8 +17,7 @@ from exporter.publish.hold import Hold
 from exporter.publish.versions import VersionDir, read_head, version_dirs
 
 
-@dataclass(frozen=True, slots=True)
-class Permission:
+class Permission(Struct, frozen=True):
     """Options that allow what a hold or a log would forbid.
 
     `despite_hold`: a version that every server would load, while the model is held. `plain`: one that takes

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.delta.format import log_name
 from exporter.delta.spans import expendable
@@ -26,16 +26,14 @@ GRACE_SECONDS = 300.0
 to load it must not find its files gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Struct, frozen=True):
     """A version beyond `keep` that stayed, and why; the next publication tries again."""
 
     version: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Retired:
+class Retired(Struct, frozen=True):
     """What retention did. `trash` is out of every reader's sight and only needs to be deleted."""
 
     removed: tuple[int, ...] = ()
@@ -71,8 +69,7 @@ ROLLBACK_POSITIONS = 16
 """How many of the newest positions a rollback can always go back to."""
 
 
-@dataclass(frozen=True, slots=True)
-class RetiredDeltas:
+class RetiredDeltas(Struct, frozen=True):
     """Names of the deltas that retention removed, and where they lie until they are deleted."""
 
     removed: tuple[str, ...] = ()
@@ -143,7 +140,7 @@ def retire_logs(log: DeltaLog, *, now: float, grace_seconds: float = GRACE_SECON
             for delta in deltas:
                 trash.append(_move_away(delta.path, log.model))
                 removed.append(f"{abandoned.name}/{delta.path.name}")
-            left = log.model / f"{TRASH_PREFIX}{abandoned.name}-{secrets.token_hex(4)}"
+            left = log.model / f"{TRASH_PREFIX}{abandoned.name}-{os.urandom(4).hex()}"
             trash.append(abandoned.rename(left))
     return RetiredDeltas(tuple(removed), tuple(trash))
 
@@ -201,7 +198,7 @@ def _move_away(published: Path, model: Path) -> Path:
         BlockingIOError: someone has one.
         OSError: it may not be locked or moved.
     """
-    trash = model / f"{TRASH_PREFIX}{published.name}-{secrets.token_hex(4)}"
+    trash = model / f"{TRASH_PREFIX}{published.name}-{os.urandom(4).hex()}"
     manifest = open_lock(published / FILE_NAME, flags=0)
     try:
         if not try_lock(manifest):

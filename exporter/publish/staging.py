@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import time
 from pathlib import Path
 from types import TracebackType
@@ -53,7 +52,7 @@ class Staging:
                 make_directories(self.model)
                 if self._sweeps:
                     remove_leftovers(self.model)
-                while not self._create(self.model / f"{STAGING_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"):
+                while not self._create(self.model / f"{STAGING_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"):
                     pass
         except ExportError as error:
             _forget_name(error)

@@ -7,10 +7,12 @@ publications it holds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.delta.spans import Position
 from exporter.errors import ManifestError, NotUpdatable
@@ -34,8 +36,7 @@ class What(StrEnum):
     DAMAGED = "damaged"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Struct, frozen=True):
     """Something that was published. Of a `DAMAGED` event only the name is known, and `problem` says what is
     wrong.
 
@@ -64,8 +65,7 @@ class Event:
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Timeline:
+class Timeline(Struct, frozen=True):
     """Every event in the order of positions, and where the model stands; None for what is not known."""
 
     model: Path

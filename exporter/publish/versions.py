@@ -7,9 +7,10 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+from msgspec import Struct
 
 from exporter.delta.format import POSITION_LIMIT
 from exporter.errors import ManifestError, TargetNotWritable, UsageError
@@ -26,8 +27,7 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 _DELTA = re.compile(r"([0-9]{20})-([0-9]{20})", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class VersionDir:
+class VersionDir(Struct, frozen=True):
     """A name under the model base path that TensorFlow Serving takes for a version.
 
     `has_manifest` says that it is a directory with a manifest, so that this program published it.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from exporter.errors import NotServable
 from exporter.graph.editor import privately_named
@@ -20,8 +21,7 @@ _LARGE_CONSTANT_BYTES = 1024
 """Constants above this are shared with the graph instead of being stored in the function once more."""
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(Struct, frozen=True):
     """What computes `fetches` from `feeds` and `captures` (resources and constants that stay outside)."""
 
     nodes: tuple[Proto, ...]

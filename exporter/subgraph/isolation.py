@@ -19,8 +19,9 @@ the function as well: no client waits for either.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from exporter.graph.editor import CPU, GraphEditor, PlacedFunction
 from exporter.graph.signature_tensors import SignatureTensor, StaticShape, canonical
@@ -32,8 +33,7 @@ from exporter.wire.dtypes import DType
 _POLL_MICROSECONDS = 200
 
 
-@dataclass(frozen=True, slots=True)
-class SharedNodes:
+class SharedNodes(Struct, frozen=True):
     """The nodes that all signatures share: the first read of the sequence, the ordered handles by name."""
 
     state: StateNodes
@@ -61,8 +61,7 @@ def order_handles(
     return SharedNodes(state, before, ordered, patience_seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Isolated:
+class Isolated(Struct, frozen=True):
     """A signature's outputs by the tensors that they replace; the position vector if it was asked for."""
 
     tensors: dict[str, str]
@@ -170,8 +169,7 @@ def _clean(
     return editor.node(f"{signature}/clean", "LogicalAnd", [same, is_warm], device=CPU), (warm,)
 
 
-@dataclass(frozen=True, slots=True)
-class _Retry:
+class _Retry(Struct, frozen=True):
     """The function that computes a forward pass again and again, until no update came between."""
 
     isolation: SharedNodes

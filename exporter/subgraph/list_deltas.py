@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from exporter.subgraph.read_delta import attempt, first_success
 from exporter.subgraph.state import Tensor
@@ -19,8 +19,7 @@ _GLOB_CHARACTERS = r"([*?\[\\])"
 _NONE = -1
 
 
-@dataclass(frozen=True, slots=True)
-class ListedDeltas:
+class ListedDeltas(Struct, frozen=True):
     """What the log's directory lists: names and the positions they stand for, and one entry that never fits.
 
     `hold` is the position that is not to be passed; negative if its file cannot be read. `unlisted` is true

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.delta.format import OPEN, ChangeKind, Schema, ServedVariable, TableContents, TableSide, log_name
 from exporter.errors import NotServable
@@ -78,8 +80,7 @@ class IsolationMode(StrEnum):
     ROW = "row"
 
 
-@dataclass(frozen=True, slots=True)
-class IncrementalOptions:
+class IncrementalOptions(Struct, frozen=True):
     """What is baked into a base: its place in a log, and how it takes updates.
 
     `log` is the position that the log began with, `position` and `step` the base's own. Deltas of more than

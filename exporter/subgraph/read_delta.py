@@ -7,10 +7,10 @@ stock ops survives an error: a damaged, missing or hostile file yields a fallbac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from exporter.delta.format import (
@@ -35,8 +35,7 @@ Dataset = Any
 """A `tf.data.Dataset`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(Struct, frozen=True):
     """What a delta must have: this lineage and schema, and with `finite` neither NaN nor infinity."""
 
     lineage: str
@@ -44,8 +43,7 @@ class Expected:
     finite: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ReadDelta:
+class ReadDelta(Struct, frozen=True):
     """A delta in memory. `refusal` is empty if it may be applied, else `<word>: <name> <why>`.
 
     `changed` tells for each variable if it is in the delta, bool [n]; `rows` counts the rows of all tables,
@@ -84,8 +82,7 @@ def first_success(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Struct, frozen=True):
     """A reason to refuse a delta, if `fails`: `word` and `text` go before and after its name."""
 
     fails: Tensor
@@ -189,8 +186,7 @@ def _checks_of_header(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
+class Lengths(Struct, frozen=True):
     """How many ids each table's tensors hold, and how many rows or whole values each variable's; int64."""
 
     ids: Tensor

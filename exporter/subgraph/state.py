@@ -11,8 +11,9 @@ One variable holds position and step, so that they are read together without any
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from exporter.graph.editor import GraphEditor
 from exporter.wire.dtypes import DType
@@ -24,8 +25,7 @@ SETTLED = -1
 """The third field of `position` while no update is under way."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateNodes:
+class StateNodes(Struct, frozen=True):
     """Names of the nodes that make the handles, in the order in which functions take them."""
 
     sequence: str
@@ -57,8 +57,7 @@ STATE_INPUTS: dict[str, tuple[DType, tuple[int, ...]]] = dict.fromkeys(
 """The inputs of a function that takes the state."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateState:
+class UpdateState(Struct, frozen=True):
     """The handles inside a function, and how they are read; control dependencies give the order."""
 
     sequence: Tensor

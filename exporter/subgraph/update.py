@@ -22,7 +22,7 @@ unless the call was merged with calls for something else: these are not to fail 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from exporter.subgraph.list_deltas import NO_LIMIT, ListedDeltas, list_published
 from exporter.subgraph.read_delta import Expected, read_delta
@@ -36,8 +36,7 @@ NEWEST = -1
 _NONE = -1
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateRules:
+class UpdateRules(Struct, frozen=True):
     """How updates are done: `log` names a directory, deltas of more rows than the limit go by chunks.
 
     Updates wait for their turn in `queue`, whose name no other base in the process may have.
@@ -49,8 +48,7 @@ class UpdateRules:
     snapshot_max_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateProgress:
+class UpdateProgress(Struct, frozen=True):
     """Where an update stands: the loop's variables. `choice` is the next delta's index, -1 for none."""
 
     choice: Tensor
@@ -64,11 +62,10 @@ class UpdateProgress:
     @property
     def as_list(self) -> list[Tensor]:
         """The variables in order."""
-        return [getattr(self, name) for name in self.__slots__]
+        return [getattr(self, name) for name in self.__struct_fields__]
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+class Outlook(Struct, frozen=True):
     """The situation that an update finds; `limit` is how far it may go.
 
     `explicit` is false if it is to go as far as it can.

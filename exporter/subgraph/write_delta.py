@@ -10,7 +10,8 @@ first: if it dies after all, only a delta that leads at least that far makes the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from exporter.delta.format import ChangeKind, Schema
 from exporter.subgraph.read_delta import ReadDelta, by_variable
@@ -21,8 +22,7 @@ CHUNK_ROWS = 4096
 """Rows written under one hold of a table's lock: about a millisecond for 64 floats a row."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateTarget:
+class UpdateTarget(Struct, frozen=True):
     """What a delta is written into: handles by the names of the schema (several if twins share one)."""
 
     schema: Schema
@@ -51,8 +51,7 @@ class UpdateTarget:
         return writes
 
 
-@dataclass(frozen=True, slots=True)
-class Writes:
+class Writes(Struct, frozen=True):
     """A delta's `tensors`, and what is to be done with them, one item for each handle.
 
     `tables` are scattered (handle, ids, rows), `dense` assigned (handle, if it changed, value), the entries

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.training.change_tracking import VariablePart
 from exporter.training.recording import SCOPE
@@ -32,8 +32,7 @@ class Access(Protocol):
         """The part that is written."""
 
 
-@dataclass(frozen=True)
-class PartAccess:
+class PartAccess(Struct, frozen=True):
     """The operations that read and write one variable of the graph, on its own device.
 
     `ids` int64 [n] and `values` [n, ...] are fed; for a scalar `values` [] is fed and there are no ids.

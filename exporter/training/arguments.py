@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from msgspec import NODEFAULT, Struct
+from msgspec.structs import fields
 
 from exporter.errors import UsageError
 from exporter.local_paths import local_path
@@ -34,8 +36,7 @@ _NOT_PASSED = ("ckpt_dir", "updates", "again")
 _UPDATE_NAMES = {"digest": "--with-digest", "finite": "--require-finite"}
 
 
-@dataclass(frozen=True)
-class ExportArguments:
+class ExportArguments(Struct, frozen=True):
     """The directory whose checkpoints are exported, and all other arguments of the command."""
 
     ckpt_dir: Path
@@ -108,7 +109,7 @@ def _options(request: ExportRequest) -> Iterator[str]:
 
 
 def _default(field: Any) -> Any:
-    return field.default_factory() if callable(field.default_factory) else field.default
+    return field.default_factory() if field.default_factory is not NODEFAULT else field.default
 
 
 def _option(option: str, value: Any) -> Iterator[str]:

@@ -6,9 +6,11 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.errors import UsageError
 from exporter.training.writes import RowWrite, VariableUse, variable_use
@@ -31,8 +33,7 @@ class TrackingMode(Enum):
     FIXED = "nothing, as nobody writes them"
 
 
-@dataclass(frozen=True)
-class VariablePart:
+class VariablePart(Struct, frozen=True):
     """A variable of the graph: the box of `shape` at `starts` of the whole one."""
 
     variable: Variable
@@ -51,8 +52,7 @@ class VariablePart:
         return self.starts[0] if self.starts else 0
 
 
-@dataclass(frozen=True)
-class VariableTracking:
+class VariableTracking(Struct, frozen=True):
     """A variable as checkpoints name it. `whole_writes` are the operations that keep it from `TOUCHED`."""
 
     name: str

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_array
@@ -34,8 +34,7 @@ class RowSource(Protocol):
         """Variables as a whole, one after the other."""
 
 
-@dataclass(frozen=True)
-class SessionSource:
+class SessionSource(Struct, frozen=True):
     """The values of now."""
 
     session: Session
@@ -70,8 +69,7 @@ class SessionSource:
         return self.accesses[id(part)]
 
 
-@dataclass(frozen=True)
-class CheckpointSource:
+class CheckpointSource(Struct, frozen=True):
     """The values that a full checkpoint holds."""
 
     catalog: Catalog

@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter import roles
 from exporter.checkpoint.locate import candidates
@@ -31,8 +33,7 @@ _STOP_SECONDS = 30.0
 _TAIL_BYTES = 64 << 10
 
 
-@dataclass(frozen=True)
-class ExportOutcome:
+class ExportOutcome(Struct, frozen=True):
     """How one export ended.
 
     `exit_code` is the command's (docs/scripts.md), negative for a signal, and 130 also for an export that

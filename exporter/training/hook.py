@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from exporter.errors import UsageError
 from exporter.local_paths import local_path
@@ -35,8 +36,7 @@ _UNRECORDED_STEPS = 64
 """Steps that may go unrecorded before it is an error: a worker that dies counts its last step in vain."""
 
 
-@dataclass(frozen=True)
-class _Chief:
+class _Chief(Struct, frozen=True):
     """What only the chief has."""
 
     publisher: Publisher

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, read_array
@@ -133,8 +133,7 @@ class _Fit:
         self._manager.save(checkpoint_number=self._last_full)
 
 
-@dataclass(frozen=True)
-class _Values:
+class _Values(Struct, frozen=True):
     """A `Source` of eager variables by name."""
 
     variables: Mapping[str, Any]
@@ -155,8 +154,7 @@ class _Values:
         return np.asarray(self.variables[tracked.name].numpy())
 
 
-@dataclass(frozen=True)
-class _EagerAccess:
+class _EagerAccess(Struct, frozen=True):
     """An `Access` to an eager variable."""
 
     part: VariablePart

@@ -32,8 +32,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking, tracking_digest
 from exporter.training.writes import RowWrite, consumers_of, is_resource, variable_use
@@ -46,8 +47,7 @@ SCOPE = "increments"
 """Prefix of the names of everything that is added to a graph."""
 
 
-@dataclass(frozen=True)
-class RowGroup:
+class RowGroup(Struct, frozen=True):
     """Parts that the same operations write: one set of flags. `collect` gives int64 [n], their rows."""
 
     parts: tuple[VariablePart, ...]
@@ -55,8 +55,7 @@ class RowGroup:
     collect: Tensor
 
 
-@dataclass(frozen=True)
-class Recording:
+class Recording(Struct, frozen=True):
     """The nodes that recording added to a graph. `marks` has the Ms by the names of their Ws."""
 
     groups: tuple[RowGroup, ...]

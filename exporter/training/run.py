@@ -7,14 +7,15 @@ state that it restored is not in its variables, and not in its increments.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.increments.history import History
 from exporter.increments.increment import CheckpointId, Increment, StoredIncrement
 
 
-@dataclass(frozen=True, slots=True)
-class RunTip:
+class RunTip(Struct, frozen=True):
     """The run and session, and what the next increment continues: `parent`, at `step`."""
 
     run: str

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.locate import STATE_FILE, candidates
@@ -28,8 +30,7 @@ IndexSignature: TypeAlias = tuple[str, int, int]
 Fill = Callable[[BundleWriter], tuple[Changed, ...]]
 
 
-@dataclass(frozen=True)
-class FullCheckpoint:
+class FullCheckpoint(Struct, frozen=True):
     """A full checkpoint of the trainer."""
 
     prefix: Path

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.catalog import Catalog, SliceSpec, TensorRef
 from exporter.checkpoint import open_checkpoint
@@ -41,8 +41,7 @@ Variable = Any
 _SHOWN = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Struct, frozen=True):
     """A variable that was loaded, from which tensor, and how that was found (`name`, `object`, ...)."""
 
     variable: str
@@ -50,16 +49,14 @@ class Loaded:
     via: str
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
+class Skipped(Struct, frozen=True):
     """A variable that keeps its values, and why."""
 
     variable: str
     reason: str
 
 
-@dataclass(frozen=True)
-class LoadReport:
+class LoadReport(Struct, frozen=True):
     """What `load_checkpoint` did; `unused` are the checkpoint's tensors that belong to no variable.
 
     Optimizer slots, counters and the like are not listed.
@@ -141,8 +138,7 @@ def _some(lines: list[str]) -> list[str]:
 # --- what is to be loaded ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Target:
+class _Target(Struct, frozen=True):
     """The variables by their nodes, as a graph to match, and the names that a framework numbers."""
 
     graph: InferenceGraph

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 Operation = Any
 Tensor = Any
@@ -45,8 +46,7 @@ _RESTORES = {"RestoreV2", "Restore", "RestoreSlice"}
 _UNCHANGING = {"Identity", "Reshape"}
 
 
-@dataclass(frozen=True)
-class RowWrite:
+class RowWrite(Struct, frozen=True):
     """An operation that writes rows `indices` (any shape; with `is_nd`, the first of each last dimension)."""
 
     op: Operation
@@ -54,8 +54,7 @@ class RowWrite:
     is_nd: bool
 
 
-@dataclass(frozen=True)
-class VariableUse:
+class VariableUse(Struct, frozen=True):
     """How a graph uses a variable. `whole_writes` are the types of operations that may move any row."""
 
     variable: Variable

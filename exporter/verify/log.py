@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.spans import Position
@@ -22,16 +23,14 @@ from exporter.publish.versions import version_dirs
 from exporter.verify.version_files import verify_bytes, verify_published
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(Struct, frozen=True):
     """What is wrong with a version, a delta or a hold."""
 
     path: Path
     error: ExportError
 
 
-@dataclass(frozen=True)
-class VerifiedModel:
+class VerifiedModel(Struct, frozen=True):
     """What was looked at. `log` is None if the newest version takes no deltas."""
 
     versions: int

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from exporter.errors import VerificationError
@@ -34,8 +35,7 @@ _BATCHES = (3, 5)
 _SEED = 20_240_501
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """Inputs for one signature, by input name; `rows` of them if they were made up."""
 
     signature: str
@@ -43,8 +43,7 @@ class Request:
     rows: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """The largest difference found in one output: |a - b| / max(1, |a|); for other types 0 or infinity."""
 
     signature: str

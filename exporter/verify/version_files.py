@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import check_values, read_catalog
@@ -28,8 +29,7 @@ _BATCH_BYTES = 32 << 20
 _DAMAGED_HINT = "publish it again from the checkpoint; if the source is damaged, name an older one"
 
 
-@dataclass(frozen=True, slots=True)
-class FilesReport:
+class FilesReport(Struct, frozen=True):
     """What `verify_files` compared; `unlisted` are files that nobody expected, which do no harm."""
 
     files: int
@@ -38,8 +38,7 @@ class FilesReport:
     unlisted: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class BytesReport:
+class BytesReport(Struct, frozen=True):
     """What `verify_bytes` read; `unchecked` are tensors of dtypes whose checksums have no known form."""
 
     tensors: int
@@ -175,8 +174,7 @@ def _described(entry: TensorEntry) -> str:
 # --- bytes -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(Struct, frozen=True):
     """A stored run of a tensor's bytes: the whole tensor, or one slice of it."""
 
     ref: TensorRef
@@ -184,8 +182,7 @@ class _Run:
     part: SliceRef | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(Struct, frozen=True):
     """`size` bytes of a run, `start` bytes behind its beginning."""
 
     run: _Run

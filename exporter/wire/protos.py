@@ -14,9 +14,11 @@ import importlib
 import importlib.util
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+if TYPE_CHECKING:
+    from google.protobuf import descriptor_pool
+
 
 _FILES = ("tensorflow/core/protobuf/saved_model.proto", "tensorflow/core/protobuf/tensor_bundle.proto")
 _SERVING_FILES = (
@@ -46,12 +48,16 @@ def message_class(name: str) -> Any:
     Raises:
         KeyError: there is no such message.
     """
+    from google.protobuf import message_factory
+
     pool = _serving_pool() if name.startswith("serving.") else _pool()
     return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"tensorflow.{name}"))
 
 
 @cache
 def _pool() -> descriptor_pool.DescriptorPool:
+    from google.protobuf import descriptor_pool
+
     pool = descriptor_pool.DescriptorPool()
     for file in _FILES:
         _add_file(pool, file)
@@ -67,6 +73,8 @@ def _serving_pool() -> descriptor_pool.DescriptorPool:
 
 
 def _add_file(pool: descriptor_pool.DescriptorPool, file: str) -> None:
+    from google.protobuf import descriptor_pb2
+
     try:
         pool.FindFileByName(file)
     except KeyError:

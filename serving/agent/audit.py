@@ -8,10 +8,10 @@ that in time all are, at a cost that does not grow with the model.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.delta.chunk_digest import Chunk
 from exporter.errors import ExportError
@@ -23,8 +23,7 @@ from serving.client import ModelClient
 SIGNATURE = "incremental_digest"
 
 
-@dataclass(frozen=True, slots=True)
-class Audited:
+class Audited(Struct, frozen=True):
     """What came of an audit. `differing` are chunks that are not what was published.
 
     `skipped` says why there is no result: the replica moved meanwhile, or the position is not kept any more.

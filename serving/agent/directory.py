@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+
+from msgspec import Struct
 
 from exporter.delta.spans import Span
 from exporter.errors import ExportError, ManifestError, NotUpdatable
@@ -18,8 +19,7 @@ from serving.agent.rollout import Published, PublishedLog
 _UNREADABLE_HOLD = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Struct, frozen=True):
     """What the manifest of something published tells: when it was, of which training step, and its size."""
 
     created: datetime

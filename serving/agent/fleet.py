@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from exporter.errors import CallFailed
 from serving.agent import rollout
@@ -25,16 +26,14 @@ _LONGEST_WAIT_S = 60.0
 _REFUSED = "INVALID_ARGUMENT"
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
+class Model(Struct, frozen=True):
     """A model's name on the servers, and its base path as the agent sees it."""
 
     name: str
     path: Path
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """How the fleet is looked after; times in seconds.
 
     `poll_s`: between two listings of a directory where nothing tells of changes. `resolve_s`: between two

@@ -7,8 +7,9 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from exporter.errors import ServerError
 from serving.agent.metrics import Metrics
@@ -18,8 +19,7 @@ _OPEN = frozenset({"/healthz", "/livez", "/readyz"})
 """What an orchestrator asks for without a token; nothing of the model is told there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(Struct, frozen=True):
     """What the port answers. `token` is asked for as `Authorization: Bearer TOKEN`, except for probes."""
 
     view: Callable[[], FleetView]

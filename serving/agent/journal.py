@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+
+from msgspec import Struct, field
 
 _KEPT = 200
 """Events that the status page can show."""
@@ -48,8 +49,7 @@ TROUBLE = frozenset(
 """Events that an operator wants to know of."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Struct, frozen=True):
     """Something that happened; fields that do not apply are None.
 
     `seconds` is how long a call took, `behind_seconds` the time from a delta's commit until it was served.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import datetime
+
+from msgspec import Struct, field
 
 from serving.agent.view import FleetView
 
@@ -14,16 +15,14 @@ PERIOD_S = 1.0
 _KEPT = 600
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Struct, frozen=True):
     """One look: seconds behind what is published by (model, address); None where nobody knew."""
 
     at: datetime
     stale_s: dict[tuple[str, str], float | None]
 
 
-@dataclass
-class Recorder:
+class Recorder(Struct):
     """Looks at the fleet every second, in a thread, and keeps the last ten minutes."""
 
     view: Callable[[], FleetView]

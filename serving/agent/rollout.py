@@ -17,7 +17,9 @@ graph itself plans how it gets to a position, by the same rule as `plan_chain`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from exporter.delta.spans import Span
 from serving.status import VersionState
@@ -28,8 +30,7 @@ _LOADING_S = 0.25
 """How often a server is asked that is loading a version."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedLog:
+class PublishedLog(Struct, frozen=True):
     """A log at one moment: its deltas, and the position that nobody passes unasked.
 
     `limit` is None without a hold; -1 for a hold that cannot be read, which stops everybody.
@@ -69,8 +70,7 @@ class PublishedLog:
         return self.limit is None or position <= self.limit
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(Struct, frozen=True):
     """What is published of a model. `problem` says why it cannot be seen (an unmounted volume)."""
 
     logs: Mapping[str, PublishedLog] = field(default_factory=dict)
@@ -78,8 +78,7 @@ class Published:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Version:
+class Version(Struct, frozen=True):
     """A version on a replica; `position` is None where it takes no deltas or did not tell."""
 
     number: int
@@ -90,8 +89,7 @@ class Version:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Struct, frozen=True):
     """A delta that a replica did not take, and in its words why."""
 
     lineage: str
@@ -100,8 +98,7 @@ class Refusal:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
+class Observed(Struct, frozen=True):
     """What is known of a replica. Times are seconds of one clock that only grows.
 
     `seen_at` is None before the first answer and after every doubt (a call without an answer).
@@ -150,20 +147,17 @@ class Observed:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Rest:
+class Rest(Struct, frozen=True):
     """Nothing to do before a time, unless something is published or happens."""
 
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class Observe:
+class Observe(Struct, frozen=True):
     """Ask which versions there are and where they stand."""
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(Struct, frozen=True):
     """Ask exactly this version to go to a position; `chain` is the way, as far as it can be foreseen."""
 
     version: int
@@ -172,8 +166,7 @@ class Apply:
     chain: tuple[Span, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Audit:
+class Audit(Struct, frozen=True):
     """Compare what this version holds with what was published at its position."""
 
     version: int
@@ -184,8 +177,7 @@ class Audit:
 Action = Rest | Observe | Apply | Audit
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(Struct, frozen=True):
     """How often a replica is looked at, and how far it may go.
 
     `refresh_s`: between looks, when nothing happens. `retry_refused_s`: until a refused delta is tried again
@@ -277,8 +269,7 @@ def behind(version: Version, published: Published) -> tuple[Span, ...]:
     return () if log is None or version.position is None else log.reach(version.position)
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantined:
+class Quarantined(Struct, frozen=True):
     """A delta that no replica takes, and the reason that the last of them gave."""
 
     lineage: str

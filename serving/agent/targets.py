@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from exporter.errors import UsageError
 from serving.address import GRPC_PORT, with_port
@@ -13,8 +14,7 @@ MANY = "dns:///"
 """A target of this form, as gRPC writes it, stands for every address that the name has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolved(Struct, frozen=True):
     """The servers' addresses, each once; `problems` are the names that nobody knows now."""
 
     addresses: tuple[str, ...]

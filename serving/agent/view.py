@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from serving.agent import rollout
 from serving.agent.audit import Audited
@@ -15,8 +17,7 @@ from serving.agent.rollout import Published, Quarantined, Version
 from serving.status import VersionState
 
 
-@dataclass(frozen=True, slots=True)
-class VersionView:
+class VersionView(Struct, frozen=True):
     """A version on a replica.
 
     `served_age_s`: since what it serves was published. `stale_s`: since the oldest delta was published that
@@ -33,8 +34,7 @@ class VersionView:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaView:
+class ReplicaView(Struct, frozen=True):
     """One model of one server. `is_answering` is False after a call that had no answer; `audited` is what
     the last comparison with what is published found.
     """
@@ -53,8 +53,7 @@ class ReplicaView:
         return max(available, key=lambda version: version.number, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelView:
+class ModelView(Struct, frozen=True):
     """A model: what is published, and each replica of it.
 
     `position` is the newest published position that the hold allows, `hold` the hold itself.
@@ -78,8 +77,7 @@ class ModelView:
         return max(known, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class FleetView:
+class FleetView(Struct, frozen=True):
     """All models at one time."""
 
     at: datetime

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, memory_map, read_catalog, shard_path

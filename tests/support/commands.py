@@ -8,10 +8,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-import typer
-
 from exporter.cli import app as cli
 from exporter.cli.edge import run
+from exporter.cli.parameters import App
 from tests.support.printed_documents import checked, checked_error
 
 
@@ -34,7 +33,7 @@ class Ran:
         return checked_error(json.loads(self.err.strip().splitlines()[-1]))
 
 
-def run_app(app: typer.Typer, *arguments: object) -> Ran:
+def run_app(app: App, *arguments: object) -> Ran:
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from exporter.cli.output import FORMAT_VERSION, Failure, to_json
 from tools.reference.documents import PRINTED_BY, descriptions
@@ -26,7 +27,7 @@ def checked(document: Any) -> Any:
         except msgspec.ValidationError as error:
             wrong.append(f"{kind.__name__}: {error}")
             continue
-        again = json.loads(json.dumps(vars(typed), default=to_json))
+        again = json.loads(json.dumps(asdict(typed), default=to_json))
         assert again == fields, "a field inside is not published"
         return document
     raise AssertionError(wrong)
@@ -34,7 +35,7 @@ def checked(document: Any) -> Any:
 
 def checked_error(error: Any) -> Any:
     """The object in stderr's last line, if it is what commands say."""
-    assert vars(msgspec.convert(error, Failure, strict=True)) == error
+    assert asdict(msgspec.convert(error, Failure, strict=True)) == error
     return error
 
 

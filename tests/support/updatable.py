@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from exporter.delta.delta_files import write_delta
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, log_name
@@ -42,8 +43,7 @@ def two_tables_and_dense() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return {"user": user, "item": item}, {"score": score, "user_rows": user_rows, "bias": tf.identity(bias)}
 
 
-@dataclass
-class Model:
+class Model(Struct):
     """A published base that takes deltas, with a copy of what its variables should hold."""
 
     base: Path

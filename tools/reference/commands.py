@@ -7,16 +7,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import typer
+import click
 
-from exporter.cli.help_groups import GROUPS, REST, group_of
+from exporter.cli.parameters import OTHER, App, group_of
 from tools.reference.markdown import code, code_block, table, text
 
 _COMMON = ("--json", "--quiet", "--debug", "--help", "-V")
 """Options that are told once on a page, not for each of its commands."""
 _NOTE = re.compile(r"\s*\[((?:default: |required|x[<>]=|\S+<=x).*)\]$")
 _ARGUMENT_TYPE = re.compile(r" <[^>]*>$")
-_MANY_OPTIONS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,7 @@ class Option:
     help: str
     notes: str
     is_argument: bool
+    group: str
 
     @property
     def long_name(self) -> str:
@@ -39,9 +39,8 @@ class Option:
         return code(self.name), text(self.help), text(self.notes)
 
 
-def page(app: typer.Typer, name: str) -> str:
+def page(root: App, name: str) -> str:
     """The page of an application and all its subcommands."""
-    root: Any = typer.main.get_command(app)
     context = _context(root, name)
     names = list(root.list_commands(context))
     linked = ", ".join(f"[{sub}](#{name}-{sub})" for sub in names)
@@ -68,7 +67,7 @@ def _command(command: Any, context: Any, usage: str) -> Iterator[str]:
     if len(groups) > 1:
         yield "## Options\n"
     for heading, rows in groups:
-        if heading != REST:
+        if heading != OTHER:
             yield f"### {heading}\n"
         yield _option_table(option.row() for option in rows)
 
@@ -79,11 +78,9 @@ def _option_table(rows: Iterable[tuple[str, str, str]]) -> str:
 
 def _groups(options: list[Option]) -> Iterator[tuple[str, list[Option]]]:
     """The root command's options by heading; a subcommand's, which are few, under none."""
-    is_grouped = len(options) > _MANY_OPTIONS
-    for heading in (*GROUPS, REST):
-        rows = [o for o in options if (group_of(o.long_name) if is_grouped else REST) == heading]
-        if rows:
-            yield heading, rows
+    headings = dict.fromkeys(option.group for option in options)
+    for heading in sorted(headings, key=lambda heading: heading == OTHER):
+        yield heading, [option for option in options if option.group == heading]
 
 
 def _help(help_: str) -> Iterator[str]:
@@ -100,8 +97,7 @@ def _help(help_: str) -> Iterator[str]:
 
 
 def _context(command: Any, name: str) -> Any:
-    context_class = getattr(command, "context_class", None) or typer.Context
-    return context_class(command, info_name=name, help_option_names=["-h", "--help"])
+    return click.Context(command, info_name=name, help_option_names=["-h", "--help"])
 
 
 def _options(command: Any, context: Any) -> Iterator[Option]:
@@ -120,6 +116,7 @@ def _options(command: Any, context: Any) -> Iterator[Option]:
             help_,
             ", ".join(map(_in_words, notes)),
             is_argument,
+            group_of(parameter),
         )
 
 

@@ -7,10 +7,10 @@ import inspect
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from exporter.cli.documents import exported, inspections, logs
 from exporter.cli.output import FORMAT_VERSION, Failure
@@ -97,18 +97,18 @@ def schema() -> str:
     return json.dumps(whole, indent=2) + "\n"
 
 
-def every_document() -> Iterator[type]:
+def every_document() -> Iterator[type[Struct]]:
     """Every class of the documents, and of what they hold."""
     for module in (exported, inspections, logs, served):
-        yield from {
-            kind.__name__: kind
-            for kind in vars(module).values()
-            if isinstance(kind, type) and is_dataclass(kind)
-        }.values()
+        yield from {kind.__name__: kind for kind in vars(module).values() if _is_document(kind)}.values()
     yield Failure
 
 
-def descriptions(kind: type) -> dict[str, str]:
+def _is_document(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Struct) and kind is not Struct
+
+
+def descriptions(kind: type[Struct]) -> dict[str, str]:
     """What each field means: the text under it in the class, or in the class that it comes from.
 
     Raises:
@@ -116,9 +116,9 @@ def descriptions(kind: type) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for parent in reversed(kind.__mro__):
-        if is_dataclass(parent):
+        if _is_document(parent):
             found |= texts_under_fields(parent)
-    return {field.name: found[field.name] for field in fields(kind)}
+    return {name: found[name] for name in kind.__struct_fields__}
 
 
 def texts_under_fields(kind: type) -> dict[str, str]:
@@ -162,7 +162,9 @@ def _inside(kind: type, hints: Any) -> list[type]:
     for parent in kind.__mro__:
         known = {**vars(inspect.getmodule(parent)), **known} if inspect.getmodule(parent) else known
     found = [known[name] for name in sorted(names) if name in known]
-    return [each for each in found if isinstance(each, type) and is_dataclass(each)]
+    return [
+        each for each in found if isinstance(each, type) and issubclass(each, Struct) and each is not Struct
+    ]
 
 
 _JSON_TYPES = {

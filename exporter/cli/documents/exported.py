@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from exporter.cli.documents.values import Checkpoint, KeptVersion, Signature, Status, TensorGroup
 
 
-@dataclass(frozen=True)
-class Variable:
+class Variable(Struct, frozen=True):
     """A served variable, and where its value comes from."""
 
     name: str
@@ -29,8 +29,7 @@ class Variable:
     """Why its bytes are written anew; null if they are taken as they are."""
 
 
-@dataclass(frozen=True)
-class TrainingGraph:
+class TrainingGraph(Struct, frozen=True):
     """A training graph that is kept beside the serving graph (`--train-tag`)."""
 
     graph: str
@@ -41,8 +40,7 @@ class TrainingGraph:
     """How many tensors it needs beyond the served ones."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportPlan:
+class ExportPlan(Struct, frozen=True, kw_only=True):
     """What `export-model --dry-run` prints: the version that would be published."""
 
     dry_run: bool
@@ -67,8 +65,7 @@ class ExportPlan:
     """What a person should know of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Export(ExportPlan):
+class Export(ExportPlan, frozen=True, kw_only=True):
     """What an export prints: the version that it published."""
 
     path: str
@@ -97,8 +94,7 @@ class Export(ExportPlan):
     """What went wrong after it was published."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublishedAlready:
+class PublishedAlready(Struct, frozen=True, kw_only=True):
     """What an export prints whose checkpoint is published already, by the same graph and options."""
 
     dry_run: bool
@@ -119,8 +115,7 @@ class PublishedAlready:
     """The same for people."""
 
 
-@dataclass(frozen=True)
-class StandBy:
+class StandBy(Struct, frozen=True):
     """What a node of a training cluster prints that leaves the export to its chief."""
 
     status: Literal["nothing_to_do"]
@@ -135,8 +130,7 @@ class StandBy:
     """The environment variable that says so."""
 
 
-@dataclass(frozen=True)
-class RowsLeftOut:
+class RowsLeftOut(Struct, frozen=True):
     """Rows that `--min-change` holds back."""
 
     bound: float
@@ -147,8 +141,7 @@ class RowsLeftOut:
     """How far the furthest of them is."""
 
 
-@dataclass(frozen=True)
-class RowsRounded:
+class RowsRounded(Struct, frozen=True):
     """Rows that `--delta-dtype` rounds."""
 
     dtype: str
@@ -159,8 +152,7 @@ class RowsRounded:
     """The largest absolute error of an element."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeltaPlan:
+class DeltaPlan(Struct, frozen=True, kw_only=True):
     """What `export-model --incr --dry-run` prints: the delta that would be published."""
 
     dry_run: bool
@@ -191,8 +183,7 @@ class DeltaPlan:
     """What a person should know of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeltaExport(DeltaPlan):
+class DeltaExport(DeltaPlan, frozen=True, kw_only=True):
     """What `export-model --incr` prints: the delta that it published."""
 
     path: str | None

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from msgspec import Struct
 
 from exporter.cli.documents.values import Checkpoint, Signature, Tensor, TensorGroup, TensorSpec
 
 
-@dataclass(frozen=True)
-class UnmatchedTensor(Tensor):
+class UnmatchedTensor(Tensor, frozen=True):
     """A stored tensor that no variable of the graph takes."""
 
     owner: str | None
     """The layer or object that it belongs to, where the checkpoint tells."""
 
 
-@dataclass(frozen=True)
-class CheckpointInspection(Checkpoint):
+class CheckpointInspection(Checkpoint, frozen=True):
     """What `inspect` prints of a checkpoint."""
 
     kind: Literal["checkpoint"]
@@ -29,8 +28,7 @@ class CheckpointInspection(Checkpoint):
     """Every tensor, with `--tensors`."""
 
 
-@dataclass(frozen=True)
-class GraphInspection:
+class GraphInspection(Struct, frozen=True):
     """What `inspect` prints of a `.meta` file's graph."""
 
     kind: Literal["graph"]
@@ -51,8 +49,7 @@ class GraphInspection:
     """Every tensor, with `--tensors`."""
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(Struct, frozen=True):
     """The checkpoint that a version was exported from."""
 
     directory: str
@@ -63,8 +60,7 @@ class Source:
     """The SHA-256 of what it holds; null where that was not kept."""
 
 
-@dataclass(frozen=True)
-class VersionInspection:
+class VersionInspection(Struct, frozen=True):
     """What `inspect` prints of a version, or of any SavedModel."""
 
     kind: Literal["saved_model"]
@@ -85,8 +81,7 @@ class VersionInspection:
     """Every variable, with `--tensors`."""
 
 
-@dataclass(frozen=True)
-class ModelInspection:
+class ModelInspection(Struct, frozen=True):
     """What `inspect` prints of a model base path."""
 
     kind: Literal["model"]
@@ -103,8 +98,7 @@ class ModelInspection:
     """Its versions, the newest first."""
 
 
-@dataclass(frozen=True)
-class UnmatchedVariable:
+class UnmatchedVariable(Struct, frozen=True):
     """A variable of the graph that no tensor of the checkpoint is certain to be."""
 
     name: str
@@ -117,8 +111,7 @@ class UnmatchedVariable:
     """Left-over tensors of the same shape and type."""
 
 
-@dataclass(frozen=True)
-class NameComparison:
+class NameComparison(Struct, frozen=True):
     """What `inspect --unmatched` prints."""
 
     checkpoint: Checkpoint

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
+
+from msgspec import Struct
 
 from exporter.cli.documents.values import KeptVersion, Status
 
 
-@dataclass(frozen=True, kw_only=True)
-class Merge:
+class Merge(Struct, frozen=True, kw_only=True):
     """What `merge` prints: the delta that takes the place of several."""
 
     dry_run: bool
@@ -30,8 +30,7 @@ class Merge:
     """The size of its files; null while it is not written."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rebase:
+class Rebase(Struct, frozen=True, kw_only=True):
     """What `merge --rebase` prints: the base that holds all deltas so far."""
 
     dry_run: bool
@@ -52,8 +51,7 @@ class Rebase:
     """Versions beyond `--keep` that had to stay; null while that is not decided."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rollback:
+class Rollback(Struct, frozen=True, kw_only=True):
     """What `rollback` and `resume` print."""
 
     dry_run: bool
@@ -74,8 +72,7 @@ class Rollback:
     """The position at which the model is held; null after `resume`."""
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(Struct, frozen=True):
     """One side of a comparison."""
 
     label: str
@@ -86,8 +83,7 @@ class Side:
     """Its training step."""
 
 
-@dataclass(frozen=True)
-class VariableDifference:
+class VariableDifference(Struct, frozen=True):
     """A variable that differs."""
 
     name: str
@@ -102,8 +98,7 @@ class VariableDifference:
     """The largest absolute difference of an element; null if it is no finite number."""
 
 
-@dataclass(frozen=True)
-class Differences:
+class Differences(Struct, frozen=True):
     """What `diff` prints."""
 
     a: Side
@@ -122,8 +117,7 @@ class Differences:
     """Names that only the second side has."""
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(Struct, frozen=True):
     """Something that is damaged or missing."""
 
     error: str
@@ -132,8 +126,7 @@ class Problem:
     """What was found, and what was expected."""
 
 
-@dataclass(frozen=True)
-class Verification:
+class Verification(Struct, frozen=True):
     """What `verify` prints."""
 
     versions: int
@@ -156,8 +149,7 @@ class Verification:
     """What is wrong; empty if all is well."""
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(Struct, frozen=True):
     """Something that was published."""
 
     what: str
@@ -196,8 +188,7 @@ class Event:
     """What is wrong with it; empty if nothing is."""
 
 
-@dataclass(frozen=True)
-class History:
+class History(Struct, frozen=True):
     """What `history` prints."""
 
     model: str
@@ -214,8 +205,7 @@ class History:
     """What was published, in the order of positions."""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """Something that is wrong, or will be."""
 
     check: str
@@ -230,8 +220,7 @@ class Finding:
     """The next command."""
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(Struct, frozen=True):
     """A model server that was asked."""
 
     address: str
@@ -244,8 +233,7 @@ class Target:
     """The position of each version; null if it takes no deltas."""
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Struct, frozen=True):
     """What `doctor` prints."""
 
     model: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 
 class Status(StrEnum):
@@ -16,8 +17,7 @@ class Status(StrEnum):
     HOLD_LIFTED = "hold_lifted"
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Struct, frozen=True):
     """A checkpoint, or a version's variables."""
 
     family: str
@@ -34,8 +34,7 @@ class Checkpoint:
     """How many files hold the tensors."""
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(Struct, frozen=True):
     """A stored tensor."""
 
     name: str
@@ -50,8 +49,7 @@ class Tensor:
     """Its size."""
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(Struct, frozen=True):
     """An input or output of a signature, or a tensor of a graph."""
 
     name: str
@@ -64,8 +62,7 @@ class TensorSpec:
     """Its shape, -1 for any size; null if not even the number of dimensions is known."""
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(Struct, frozen=True):
     """A signature of a graph."""
 
     method: str
@@ -76,8 +73,7 @@ class Signature:
     """What an answer holds."""
 
 
-@dataclass(frozen=True)
-class TensorGroup:
+class TensorGroup(Struct, frozen=True):
     """Tensors of one kind together."""
 
     tensors: int
@@ -86,8 +82,7 @@ class TensorGroup:
     """Their size."""
 
 
-@dataclass(frozen=True)
-class KeptVersion:
+class KeptVersion(Struct, frozen=True):
     """A version that retention would have removed, and did not."""
 
     version: int

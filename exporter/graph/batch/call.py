@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from exporter.graph.batch.dims import (
     Dim,
@@ -23,8 +24,7 @@ MAX_NUMBERS = 256
 """Elements of a tensor of integers whose numbers are followed; longer ones are no shapes."""
 
 
-@dataclass
-class Findings:
+class Findings(Struct):
     """What a pass over a graph finds beside shapes.
 
     `arrays` has the shape of the elements of each TensorArray, by its node. `targets` are numbers to write
@@ -35,8 +35,7 @@ class Findings:
     targets: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-@dataclass
-class Call:
+class Call(Struct):
     """One node with what is known of its inputs."""
 
     node: Proto

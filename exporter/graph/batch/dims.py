@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
+
+from msgspec import Struct, field
 
 
 class Slot(NamedTuple):
@@ -61,8 +62,7 @@ Dim: TypeAlias = int | Rows | None
 Number: TypeAlias = int | Times | None
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+class Known(Struct, frozen=True):
     """A tensor's shape, and of small tensors of integers the numbers.
 
     Of a handle: the shape of the variable, and the name of the variable's or the TensorArray's node.
@@ -86,8 +86,7 @@ class Stuck(Exception):
     """What a rule raises where the graph takes one number of rows and nothing shows how to open it."""
 
 
-@dataclass
-class Meeting:
+class Meeting(Struct):
     """Where rows meet numbers: what is opened by now, and what has to be.
 
     `batch` is the number of rows that the graph was traced with, None until something tells; `is_recorded` if
@@ -162,8 +161,7 @@ class Meeting:
         return self.opened.get(slot) or Baked.of(number, slot)
 
 
-@dataclass(frozen=True, slots=True)
-class Reshaped:
+class Reshaped(Struct, frozen=True):
     """A tensor's new shape, and the numbers to write as its target if a baked one among them is opened."""
 
     shape: tuple[Dim, ...]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.graph.batch.dims import Dim, Rows
 from exporter.graph.batch.suspects import rows_are_equal, suspects
@@ -27,8 +27,7 @@ _READ_AS_WRITTEN = (DType.FLOAT, DType.DOUBLE, DType.INT32, DType.INT64, DType.B
 """Types whose values `const_value` reads in every form that a constant may have."""
 
 
-@dataclass(frozen=True)
-class Ends:
+class Ends(Struct, frozen=True):
     """The tensors of one signature; an input with its shape, -1 where any size is taken."""
 
     inputs: Mapping[Endpoint, tuple[int, ...] | None]
@@ -39,8 +38,7 @@ class Ends:
         yield from (tensor for tensor, shape in self.inputs.items() if shape and shape[0] < 0)
 
 
-@dataclass(frozen=True)
-class BatchSize:
+class BatchSize(Struct, frozen=True):
     """How many rows the signatures take: `only` so many, None for any; and what to tell of it.
 
     `traced` is the number that the source graph takes, if it takes no other.

@@ -14,8 +14,10 @@ batch's; else the signatures tell the one size that the graph answers.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TypeGuard
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from exporter.graph.batch.call import Call, Findings
 from exporter.graph.batch.dims import Dim, Known, Meeting, Rows, Slot, Stuck, Unclear
@@ -28,8 +30,7 @@ _MOST_PASSES = 16
 _MAX_SUSPECT_ELEMENTS = 64
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(Struct, frozen=True):
     """What shapes say of a graph whose inputs have any number of rows.
 
     `batch` is the number it was traced with, if something tells. `stuck` are nodes that take no other number,
@@ -74,8 +75,7 @@ def trace(nodes: Mapping[str, Proto], inputs: Mapping[Endpoint, tuple[Dim, ...]]
     return Trace(meeting.batch, {}, {}, {}, (), tuple(nodes))
 
 
-@dataclass
-class _Pass:
+class _Pass(Struct):
     nodes: Mapping[str, Proto]
     inputs: Mapping[Endpoint, tuple[Dim, ...]]
     fed: Collection[str]
