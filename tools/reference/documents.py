@@ -1,4 +1,4 @@
-"""The JSON documents of all commands: a page of tables, and a JSON schema, both from the dataclasses."""
+"""The JSON documents of all commands: a page of tables, and a JSON schema, both from their types."""
 
 from __future__ import annotations
 
