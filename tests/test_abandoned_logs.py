@@ -9,6 +9,7 @@ import pytest
 
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import export_incremental
+from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import FILE_NAME
 from exporter.publish.versions import lease
 from tests.support.logs import Serving, Trainer, publish_base, request
@@ -75,3 +76,9 @@ def test_what_is_no_log_stays(model: Path) -> None:
     (model / "deltas" / f"{7:020d}").symlink_to(model)
     log_maintenance.tidy(model, clock=lambda: LATER)
     assert len(logs(model)) == 4
+
+
+def test_a_log_has_its_own_bases_alone(model: Path) -> None:
+    """Deltas fit no base of the log before, though its position lies inside one of them."""
+    newest = max(int(path.name) for path in model.iterdir() if path.name.isdigit())
+    assert [base.path for base in read_log(model).bases] == [model / str(newest)]

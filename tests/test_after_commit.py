@@ -11,49 +11,18 @@ from pathlib import Path
 import pytest
 
 from exporter.delta.spans import FANOUT
-from exporter.publish.delta_log import list_deltas, log_path
 from tests.support.commands import export_model
-from tests.support.logs import Serving, Trainer, damage_tensor, publish_base
+from tests.support.logs import damage_tensor
+from tests.support.setting import Setting, followed
 from tests.test_incremental_commands import SHARD, flip, truncate
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A base and one delta fewer than are merged at once; the trainer has written one more increment."""
-
-    directory: Path
-
-    @property
-    def model(self) -> Path:
-        return self.directory / "model"
-
-    @property
-    def base(self) -> Path:
-        return self.model / "10"
-
-    @property
-    def log(self) -> Path:
-        return log_path(self.model, 10)
-
-    def delta(self, number: int) -> Path:
-        return list_deltas(self.log)[number].path
-
-    def names(self) -> set[str]:
-        return {delta.path.name for delta in list_deltas(self.log)}
 
 
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and one delta fewer than are merged at once; the trainer has written one more increment."""
     directory = tmp_path_factory.mktemp("origin")
-    trainer = Trainer(directory / "train")
-    trainer.save()
-    publish_base(trainer, Serving(), directory / "model")
-    for number in range(FANOUT):
-        trainer.train()
-        trainer.increment()
-        if number < FANOUT - 1:
-            options = ["--ckpt-dir", directory / "train", "--out", directory / "model", "--incr", "-q"]
-            assert export_model(*options).code == 0
+    steps = range(20, 20 + FANOUT)
+    followed(directory, steps, published=steps[-2])
     return directory
 
 
@@ -61,6 +30,10 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def setting(origin: Path, tmp_path: Path) -> Setting:
     shutil.copytree(origin, tmp_path / "copy")
     return Setting(tmp_path / "copy")
+
+
+def names(setting: Setting) -> set[str]:
+    return {delta.name for delta in setting.deltas}
 
 
 def unreadable_version(setting: Setting) -> None:
@@ -84,10 +57,12 @@ DAMAGES = [
     Damage("nothing", lambda s: None),
     Damage("hold", lambda s: (s.log / "hold").write_text("soon"), warning="expected a position"),
     Damage("hold is a directory", lambda s: (s.log / "hold").mkdir(), warning="expected a position"),
-    Damage("older manifest", lambda s: truncate(s.delta(2) / "manifest.json"), warning="manifest is damaged"),
-    Damage("older values", lambda s: flip(s.delta(2) / SHARD), warning="is damaged"),
-    Damage("older shard", lambda s: (s.delta(2) / SHARD).unlink(), warning="there is no"),
-    Damage("newest manifest", lambda s: truncate(s.delta(-1) / "manifest.json"), code=6),
+    Damage(
+        "older manifest", lambda s: truncate(s.deltas[2] / "manifest.json"), warning="manifest is damaged"
+    ),
+    Damage("older values", lambda s: flip(s.deltas[2] / SHARD), warning="is damaged"),
+    Damage("older shard", lambda s: (s.deltas[2] / SHARD).unlink(), warning="there is no"),
+    Damage("newest manifest", lambda s: truncate(s.deltas[-1] / "manifest.json"), code=6),
     Damage("older version's manifest", unreadable_version),
     Damage("base's manifest", lambda s: truncate(s.base / "manifest.json"), code=6),
     Damage("base's index", lambda s: truncate(s.base / "variables/variables.index")),
@@ -101,11 +76,11 @@ def test_a_failure_means_that_nothing_was_published_and_a_document_that_it_was(
     setting: Setting, damage: Damage, watch: bool
 ) -> None:
     damage.spoil(setting)
-    before = setting.names()
+    before = names(setting)
     how = ["--watch", "--stop-after", "0"] if watch else []
     command = ["--ckpt-dir", setting.directory / "train", "--out", setting.model, "--incr", "--json", *how]
     ran = export_model(*command)
-    new = setting.names() - before
+    new = names(setting) - before
     assert ran.code == damage.code, ran.err
     if damage.code:
         assert (new, ran.out) == (set(), "")
@@ -123,11 +98,11 @@ def test_a_new_base_that_fails_is_told_beside_the_delta_that_is_published(
     setting: Setting, watch: bool
 ) -> None:
     damage_tensor(setting.base / "variables/variables", "s/users")
-    before = setting.names()
+    before = names(setting)
     how = ["--watch", "--stop-count", "1"] if watch else []
     command = ["--ckpt-dir", setting.directory / "train", "--out", setting.model, "--incr", "--json", *how]
     ran = export_model(*command, "--rebase")
     document = json.loads(ran.out)
-    assert Path(document["path"]).name in setting.names() - before
+    assert Path(document["path"]).name in names(setting) - before
     assert ran.error["message"].startswith(f"{document['path']} is published, but no new base: ")
     assert ran.code == (0 if watch else 6), "a watch goes on"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta import diff as diff_module
+from exporter.delta import merge
 from exporter.delta.diff import Comparison, RowSpill, diff, differing_rows
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.merge import merge_changes
@@ -180,8 +181,6 @@ layers = st.lists(st.dictionaries(st.integers(0, 20), st.integers(0, 99)), min_s
 def test_a_merger_holds_the_newest_value_of_each_row(changes: list[dict[int, int]], small: bool) -> None:
     import tempfile
 
-    from exporter.delta import merge
-
     variable = ServedVariable("t", DType.INT64, (21, 1), ChangeKind.TABLE)
     tables = [
         {"t": Rows(np.array(sorted(rows), np.int64), np.array([[rows[i]] for i in sorted(rows)], np.int64))}
@@ -201,3 +200,25 @@ def test_a_merger_holds_the_newest_value_of_each_row(changes: list[dict[int, int
     )
     assert held == expected
     assert list(held) == sorted(held)
+
+
+def test_a_merger_of_tables_of_unlike_density_holds_few_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one table's rows lie close together, the others' are not read further than those."""
+    variable = ServedVariable("t", DType.INT64, (1000, 1), ChangeKind.TABLE)
+    dense, sparse = np.arange(0, 100), np.arange(0, 1000, 50)
+    layers = [{"t": Rows(ids, ids.reshape(-1, 1))} for ids in (dense, sparse)]
+    sizes: list[int] = []
+    add = RowSpill.add
+
+    def noting(spill: RowSpill, ids: np.ndarray, values: np.ndarray) -> None:
+        sizes.append(len(ids))
+        add(spill, ids, values)
+
+    monkeypatch.setattr(RowSpill, "add", noting)
+    monkeypatch.setattr(merge, "_ROWS_AT_ONCE", 5)
+    found = merge_changes(layers, Schema.of([variable]), tmp_path)["t"]
+    assert isinstance(found, Rows)
+    assert found.ids.tolist() == sorted({*dense.tolist(), *sparse.tolist()})
+    assert max(sizes) <= 2 * 5

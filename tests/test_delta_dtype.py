@@ -37,7 +37,7 @@ from tests.support.logs import (
     values_at,
 )
 from tests.test_delta_deeprec import save_increment
-from tests.test_min_change import World, drift
+from tests.test_min_change import World, drift, servings
 
 BFLOAT16, INT8 = DeltaDtype
 
@@ -147,12 +147,7 @@ HAPPENINGS = ["train", "train", "save", "increment", "int8", "int8", "bfloat16",
 
 @settings(max_examples=25)
 @given(
-    st.builds(
-        Serving,
-        parts=st.integers(1, 3),
-        cast=st.booleans(),
-        dense=st.sampled_from([frozenset(), frozenset({"items"})]),
-    ),
+    servings,
     st.lists(st.sampled_from([*HAPPENINGS, "rollback", "resume"]), min_size=4, max_size=20),
     st.integers(0, 1000),
 )

@@ -166,6 +166,15 @@ def test_merging_as_it_becomes_due_keeps_chains_short_and_work_small(count: int,
     assert work <= count * magnitudes
 
 
+def test_a_merger_of_as_many_as_are_merged_at_once_is_of_the_next_magnitude() -> None:
+    """Else its rows would be merged again with the first deltas that come after it."""
+    large = Span(0, FANOUT, parts=FANOUT)
+    small = [Span(end - 1, end) for end in range(FANOUT + 1, 2 * FANOUT)]
+    assert merge_due([large, *small]) == ()
+    last = Span(2 * FANOUT - 1, 2 * FANOUT)
+    assert merge_due([large, *small, last]) == (*small, last)
+
+
 @given(logs(), st.data())
 def test_what_is_expendable_is_missed_by_nobody(
     log: tuple[list[int], list[Span]], data: st.DataObject

@@ -12,43 +12,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from exporter.doctor.examination import examine
 from exporter.doctor.finding import Check, Finding, Level, diagnosis
-from exporter.publish.delta_log import list_deltas, log_path
+from exporter.publish.delta_log import log_path
 from exporter.publish.staging import STAGING_PREFIX, Staging
 from tests.support.commands import Ran, export_model
-from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.setting import Setting, followed
 
 ROOT = Path(__file__).parent.parent
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(Setting):
     """Published: a base at 10, deltas to 20 and 30; every directory above is open to all users."""
-
-    directory: Path
-
-    @property
-    def model(self) -> Path:
-        return self.directory / "model"
-
-    @property
-    def train(self) -> Path:
-        return self.directory / "train"
-
-    @property
-    def log(self) -> Path:
-        return log_path(self.model, 10)
-
-    @property
-    def deltas(self) -> list[Path]:
-        return [delta.path for delta in list_deltas(self.log)]
 
     def doctor(self, *options: object) -> Ran:
         return export_model("doctor", self.model, "--json", *options)
@@ -63,15 +43,7 @@ def origin() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=Path("/tmp")) as name:
         directory = Path(name)
         directory.chmod(0o755)
-        trainer = Trainer(directory / "train")
-        trainer.save()
-        publish_base(trainer, Serving(), directory / "model")
-        for step in (20, 30):
-            trainer.train()
-            trainer.step = step
-            trainer.increment()
-            ran = export_model("--ckpt-dir", trainer.directory, "--out", directory / "model", "--incr", "-q")
-            assert ran.code == 0
+        followed(directory, (20, 30), published=30)
         yield directory
 
 

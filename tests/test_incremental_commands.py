@@ -14,44 +14,29 @@ import pytest
 from exporter.checkpoint.tensor_bundle import BundleWriter, shard_path
 from exporter.delta.delta_files import write_delta
 from exporter.delta.format import DeltaHeader
-from exporter.publish.delta_log import list_deltas, log_path, read_log
+from exporter.publish.delta_log import list_deltas, read_log
 from exporter.publish.staging import remove_leftovers
 from tests.support.commands import Ran, export_model
 from tests.support.logs import (
     Serving,
     Trainer,
     assert_same_bits,
-    publish_base,
     served_now,
     set_hold,
     values_at,
 )
+from tests.support.setting import Setting, followed
 
 SERVING = Serving(parts=2, cast=True)
 
 
-@dataclass(frozen=True)
-class Setting:
+class Log(Setting):
     """Published: a base at 10, deltas to 20 and 30; the trainer has written an increment to 40."""
-
-    directory: Path
-
-    @property
-    def model(self) -> Path:
-        return self.directory / "model"
-
-    @property
-    def train(self) -> Path:
-        return self.directory / "train"
-
-    @property
-    def log(self) -> Path:
-        return log_path(self.model, 10)
 
     @property
     def delta(self) -> Path:
         """The newest delta."""
-        return list_deltas(self.log)[-1].path
+        return self.deltas[-1]
 
     @property
     def increment(self) -> Path:
@@ -65,25 +50,17 @@ class Setting:
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
     directory = tmp_path_factory.mktemp("origin")
-    trainer = Trainer(directory / "train", parts=3)
-    trainer.save()
-    publish_base(trainer, SERVING, directory / "model")
-    for step in (20, 30, 40):
-        trainer.train()
-        trainer.step = step
-        trainer.increment()
-        if step < 40:
-            assert Setting(directory).export().code == 0
+    trainer = followed(directory, (20, 30, 40), published=30, serving=SERVING, parts=3)
     return directory, trainer
 
 
 @pytest.fixture
-def setting(origin: tuple[Path, Trainer], tmp_path: Path) -> Setting:
+def setting(origin: tuple[Path, Trainer], tmp_path: Path) -> Log:
     shutil.copytree(origin[0], tmp_path / "copy")
-    return Setting(tmp_path / "copy")
+    return Log(tmp_path / "copy")
 
 
-def test_an_export_says_what_it_did(setting: Setting, origin: tuple[Path, Trainer]) -> None:
+def test_an_export_says_what_it_did(setting: Log, origin: tuple[Path, Trainer]) -> None:
     done = setting.export().document
     assert next(iter(done)) == "format_version"
     assert (done["from_position"], done["position"], done["step"]) == (30, 40, 40)
@@ -96,7 +73,7 @@ def test_an_export_says_what_it_did(setting: Setting, origin: tuple[Path, Traine
     assert (again["path"], again["position"], again["rows"]) == (None, 40, 0)
 
 
-def test_a_dry_run_writes_nothing_and_agrees_with_the_run(setting: Setting) -> None:
+def test_a_dry_run_writes_nothing_and_agrees_with_the_run(setting: Log) -> None:
     before = sorted(map(str, setting.model.rglob("*")))
     dry = setting.export("--dry-run").document
     assert sorted(map(str, setting.model.rglob("*"))) == before
@@ -106,7 +83,7 @@ def test_a_dry_run_writes_nothing_and_agrees_with_the_run(setting: Setting) -> N
     assert dry == {key: real[key] for key in dry}
 
 
-def test_people_read_lines(setting: Setting) -> None:
+def test_people_read_lines(setting: Log) -> None:
     ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr")
     assert ran.code == 0
     lines = dict(line.split(maxsplit=1) for line in ran.out.splitlines())
@@ -114,7 +91,7 @@ def test_people_read_lines(setting: Setting) -> None:
     assert lines["published"].startswith(str(setting.delta))
 
 
-def test_merge_rollback_resume_and_verify_go_together(setting: Setting) -> None:
+def test_merge_rollback_resume_and_verify_go_together(setting: Log) -> None:
     model = setting.model
     merged = export_model("merge", model, "--json").document
     assert (merged["from_position"], merged["position"], len(merged["merged"])) == (10, 30, 2)
@@ -136,7 +113,7 @@ def test_merge_rollback_resume_and_verify_go_together(setting: Setting) -> None:
     assert_same_bits(values_at(read_log(model), 30), before)
 
 
-def test_diff_shows_rows_and_norms_of_checkpoints(setting: Setting, tmp_path: Path) -> None:
+def test_diff_shows_rows_and_norms_of_checkpoints(setting: Log, tmp_path: Path) -> None:
     for name, value in (("a-1", 1.0), ("b-2", 4.0)):
         rows = np.zeros((5, 2), np.float32)
         rows[3] = value
@@ -171,19 +148,19 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def other_shape(setting: Setting) -> None:
+def other_shape(setting: Log) -> None:
     trainer = Trainer(setting.train, parts=3, step=50)
     for name in [name for name in trainer.values if name.startswith("net/users")]:
         trainer.values[name] = np.zeros((24, 3), np.float32)
     trainer.save()
 
 
-def other_checkpoint(setting: Setting) -> None:
+def other_checkpoint(setting: Log) -> None:
     shutil.rmtree(setting.train / "increments")
     Trainer(setting.train, parts=3, step=50, seed=9).save()
 
 
-def plain_version_on_top(setting: Setting) -> None:
+def plain_version_on_top(setting: Log) -> None:
     version = setting.model / "99"
     shutil.copytree(setting.model / "10", version)
     manifest = json.loads((version / "manifest.json").read_text())
@@ -191,7 +168,7 @@ def plain_version_on_top(setting: Setting) -> None:
     (version / "manifest.json").write_text(json.dumps(manifest | {"position": 99}))
 
 
-def foreign_delta(setting: Setting) -> None:
+def foreign_delta(setting: Log) -> None:
     log = read_log(setting.model)
     other_checkpoint(setting)
     newest = log.deltas[-1]
@@ -199,13 +176,13 @@ def foreign_delta(setting: Setting) -> None:
     write_delta(newest.path / "delta", log.schema, header, log.open(newest).changes)
 
 
-def missing_delta(setting: Setting) -> None:
+def missing_delta(setting: Log) -> None:
     other_checkpoint(setting)
     shutil.rmtree(list_deltas(setting.log)[0].path)
 
 
-def damaged_delta(damage: Callable[[Path], None], name: str) -> Callable[[Setting], None]:
-    def spoil(setting: Setting) -> None:
+def damaged_delta(damage: Callable[[Path], None], name: str) -> Callable[[Log], None]:
+    def spoil(setting: Log) -> None:
         other_checkpoint(setting)
         damage(setting.delta / name)
 
@@ -218,7 +195,7 @@ SHARD, INDEX = shard_path(Path("delta"), 0, 1).name, "delta.index"
 @dataclass(frozen=True)
 class Bad:
     name: str
-    spoil: Callable[[Setting], None]
+    spoil: Callable[[Log], None]
     error: str
     code: int
 
@@ -242,13 +219,13 @@ BAD = [
 
 
 def _unlink_shards(variables: Path) -> None:
-    other_checkpoint(Setting(variables.parent.parent.parent))
+    other_checkpoint(Log(variables.parent.parent.parent))
     for path in variables.glob("*.data-*"):
         path.unlink()
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case.name)
-def test_bad_input_is_named_and_nothing_is_published(setting: Setting, case: Bad) -> None:
+def test_bad_input_is_named_and_nothing_is_published(setting: Log, case: Bad) -> None:
     case.spoil(setting)
     before = sorted(path.name for path in setting.log.iterdir())
     ran = setting.export()
@@ -257,26 +234,26 @@ def test_bad_input_is_named_and_nothing_is_published(setting: Setting, case: Bad
     assert sorted(path.name for path in setting.log.iterdir()) == before
 
 
-def test_after_a_version_without_deltas_the_same_options_would_not_help(setting: Setting) -> None:
+def test_after_a_version_without_deltas_the_same_options_would_not_help(setting: Log) -> None:
     plain_version_on_top(setting)
     assert "--updatable" in setting.export().error["hint"]
 
 
-def test_what_differs_in_a_changed_schema_is_said(setting: Setting) -> None:
+def test_what_differs_in_a_changed_schema_is_said(setting: Log) -> None:
     other_shape(setting)
     ran = setting.export()
     assert "'s/users' has shape [23, 3] in the graph" in ran.error["message"]
     assert "[24, 3] in the checkpoint" in ran.error["message"]
 
 
-def test_other_rules_than_the_base_has_are_refused(setting: Setting) -> None:
+def test_other_rules_than_the_base_has_are_refused(setting: Log) -> None:
     ran = setting.export("--average", "ema")
     assert (ran.error["error"], ran.code) == ("SchemaChanged", 5)
     ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr", "--average", "ema")
     assert "average was None, is 'ema'" in ran.err
 
 
-def test_a_base_that_takes_deltas_in_another_way_is_not_silently_kept(setting: Setting) -> None:
+def test_a_base_that_takes_deltas_in_another_way_is_not_silently_kept(setting: Log) -> None:
     ran = setting.export("--stamp", "--isolation", "row")
     assert (ran.error["error"], ran.code) == ("SchemaChanged", 5)
     assert "--full-on-mismatch" in ran.error["hint"]
@@ -285,7 +262,7 @@ def test_a_base_that_takes_deltas_in_another_way_is_not_silently_kept(setting: S
     assert setting.export().code == 0, "options that say nothing mean those of the base"
 
 
-def test_caches_that_cannot_be_written_are_no_failure(setting: Setting) -> None:
+def test_caches_that_cannot_be_written_are_no_failure(setting: Log) -> None:
     other_checkpoint(setting)
     shutil.rmtree(setting.log / ".state", ignore_errors=True)
     (setting.log / ".state").write_text("in the way")
@@ -294,7 +271,7 @@ def test_caches_that_cannot_be_written_are_no_failure(setting: Setting) -> None:
     assert ran.document["path"]
 
 
-def test_options_of_incremental_exports_go_with_incr(setting: Setting) -> None:
+def test_options_of_incremental_exports_go_with_incr(setting: Log) -> None:
     for option in ("--rebase", "--full-on-mismatch"):
         ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, option)
         assert ran.code == 2
@@ -304,7 +281,7 @@ def test_options_of_incremental_exports_go_with_incr(setting: Setting) -> None:
 @pytest.mark.parametrize(
     "name", ["999", "a-b", "1-2", f"{30:020d}-{20:020d}", f"{7:020d}-{10**19:020d}", "*"]
 )
-def test_hostile_names_among_the_deltas_are_passed_over(setting: Setting, name: str) -> None:
+def test_hostile_names_among_the_deltas_are_passed_over(setting: Log, name: str) -> None:
     (setting.log / name).mkdir()
     (setting.log / f"{30:020d}-{90:020d}").write_text("a file")
     (setting.log / f"{30:020d}-{91:020d}").symlink_to("nowhere")
@@ -312,7 +289,7 @@ def test_hostile_names_among_the_deltas_are_passed_over(setting: Setting, name: 
     assert export_model("verify", setting.model, "-q").code == 0
 
 
-def test_a_delta_that_was_replaced_by_a_link_is_one(setting: Setting) -> None:
+def test_a_delta_that_was_replaced_by_a_link_is_one(setting: Log) -> None:
     """Servers follow it: an exporter that did not would publish the position once more."""
     elsewhere = setting.directory / "elsewhere"
     delta = setting.delta
@@ -323,7 +300,7 @@ def test_a_delta_that_was_replaced_by_a_link_is_one(setting: Setting) -> None:
     assert export_model("verify", setting.model, "-q").code == 0
 
 
-def test_retention_removes_a_link_and_not_what_it_leads_to(setting: Setting) -> None:
+def test_retention_removes_a_link_and_not_what_it_leads_to(setting: Log) -> None:
     elsewhere = setting.directory / "elsewhere"
     shutil.move(setting.delta, elsewhere)
     trash = setting.model / ".trash-link"
@@ -334,7 +311,7 @@ def test_retention_removes_a_link_and_not_what_it_leads_to(setting: Setting) -> 
 
 
 @pytest.mark.parametrize("damage", ["shard", "manifest", "hold", "gap"])
-def test_verify_names_what_is_wrong(setting: Setting, damage: str) -> None:
+def test_verify_names_what_is_wrong(setting: Log, damage: str) -> None:
     if damage == "shard":
         flip(setting.delta / SHARD)
     elif damage == "manifest":
@@ -352,7 +329,7 @@ def test_verify_names_what_is_wrong(setting: Setting, damage: str) -> None:
         assert "--updatable" in ran.error["hint"], "a new base is what mends it"
 
 
-def test_a_delta_that_servers_do_not_take_yet_names_the_hold(setting: Setting) -> None:
+def test_a_delta_that_servers_do_not_take_yet_names_the_hold(setting: Log) -> None:
     assert export_model("rollback", setting.model, "--to", 20, "-q").code == 0
     ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr")
     lines = dict(line.split(maxsplit=1) for line in ran.out.splitlines())
@@ -361,7 +338,7 @@ def test_a_delta_that_servers_do_not_take_yet_names_the_hold(setting: Setting) -
     assert setting.export().document["hold"] == 31
 
 
-def test_a_version_is_no_model_base_path(setting: Setting) -> None:
+def test_a_version_is_no_model_base_path(setting: Log) -> None:
     version = setting.model / "10"
     before = sorted(version.iterdir())
     for incr in ((), ("--incr",)):
@@ -380,9 +357,7 @@ def test_a_version_is_no_model_base_path(setting: Setting) -> None:
         (("resume",), 2, "is not held"),
     ],
 )
-def test_what_cannot_be_done_is_said(
-    setting: Setting, arguments: tuple[str, ...], code: int, words: str
-) -> None:
+def test_what_cannot_be_done_is_said(setting: Log, arguments: tuple[str, ...], code: int, words: str) -> None:
     name, *options = arguments
     ran = export_model(name, setting.model, *options)
     assert ran.code == code
@@ -396,7 +371,7 @@ def test_commands_on_nothing_say_so(tmp_path: Path) -> None:
         assert "nothing is published" in ran.err
 
 
-def test_a_hold_is_read_back(setting: Setting) -> None:
+def test_a_hold_is_read_back(setting: Log) -> None:
     log = read_log(setting.model)
     set_hold(log, 20)
     assert log.hold() == 20
@@ -404,7 +379,7 @@ def test_a_hold_is_read_back(setting: Setting) -> None:
     assert log.hold() is None
 
 
-def test_a_forgotten_incr_does_not_end_the_log(setting: Setting, ranker: Path, ranker_graph: Path) -> None:
+def test_a_forgotten_incr_does_not_end_the_log(setting: Log, ranker: Path, ranker_graph: Path) -> None:
     options = ("--ckpt-dir", ranker, "--model", ranker_graph, "--out", setting.model)
     before = sorted(map(str, setting.model.rglob("*")))
     for way in ((), ("--dry-run",), ("--watch", "--stop-after", "0.1")):

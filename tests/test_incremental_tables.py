@@ -316,21 +316,23 @@ def test_wrong_contents_are_refused_before_anything_is_written(
         assert_answers(server, trainer, before)
 
 
+def fill(trainer: TableTrainer, keys: np.ndarray, value: int) -> None:
+    """Be at the step `value`: every value of the table and every row equals it."""
+    trainer.session.run("insert", {"keys:0": keys, "values:0": np.full([len(keys), 3], value)})
+    trainer.session.run("write", {"ids:0": np.arange(60), "new:0": np.full([60, 4], value)})
+    trainer.step = value
+    trainer.save()
+
+
 def test_no_response_mixes_a_table_of_one_position_with_rows_of_another(tmp_path: Path) -> None:
     """At each position every value of the table and every row equals the position."""
     trainer, model = TableTrainer(tmp_path / "train", "mutable-int64-vectors"), tmp_path / "model"
     keys = np.arange(3000)
 
-    def fill(value: int) -> None:
-        trainer.session.run("insert", {"keys:0": keys, "values:0": np.full([len(keys), 3], value)})
-        trainer.session.run("write", {"ids:0": np.arange(60), "new:0": np.full([60, 4], value)})
-        trainer.step = value
-        trainer.save()
-
-    fill(10)
+    fill(trainer, keys, 10)
     export(request(trainer, model, updates=Updates(stamp=True)))
     for value in range(11, 31):
-        fill(value)
+        fill(trainer, keys, value)
         assert publish(trainer, model).at.position == value
     seen, mixed, done = set(), [], threading.Event()
     with served(model) as server:
@@ -364,16 +366,10 @@ def test_an_update_that_is_cut_off_leaves_no_table_behind(mlir: bool, tmp_path: 
     trainer, model = TableTrainer(tmp_path / "train", "mutable-int64-vectors"), tmp_path / "model"
     keys = np.arange(2000)
 
-    def fill(value: int) -> None:
-        trainer.session.run("insert", {"keys:0": keys, "values:0": np.full([len(keys), 3], value)})
-        trainer.session.run("write", {"ids:0": np.arange(60), "new:0": np.full([60, 4], value)})
-        trainer.step = value
-        trainer.save()
-
-    fill(10)
+    fill(trainer, keys, 10)
     export(request(trainer, model, updates=Updates(stamp=True)))
     for value in range(11, 71):
-        fill(value)
+        fill(trainer, keys, value)
         publish(trainer, model)
     config = tf.compat.v1.ConfigProto()
     config.experimental.enable_mlir_graph_optimization = mlir

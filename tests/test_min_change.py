@@ -127,17 +127,18 @@ class World:
         assert export(self.trainer, self.model, bound).published is None, "nothing to do"
 
 
+servings = st.builds(
+    Serving,
+    parts=st.integers(1, 3),
+    cast=st.booleans(),
+    dense=st.sampled_from([frozenset(), frozenset({"items"})]),
+)
 HAPPENINGS = ["train", "drift", "drift", "save", "increment", "export", "export", "merge", "tidy"]
 
 
 @settings(max_examples=40)
 @given(
-    st.builds(
-        Serving,
-        parts=st.integers(1, 3),
-        cast=st.booleans(),
-        dense=st.sampled_from([frozenset(), frozenset({"items"})]),
-    ),
+    servings,
     st.lists(st.sampled_from([*HAPPENINGS, "rollback", "resume"]), min_size=4, max_size=25),
     st.integers(0, 1000),
 )

@@ -35,7 +35,7 @@ from exporter.publish.permission import Permission
 from exporter.publish.staging import remove_leftovers
 from exporter.publish.versions import last_position, lease, read_manifest, served_version, version_dirs
 from exporter.wire.crc32c import masked_crc
-from tests.support.logs import Serving, Trainer, publish_base, request
+from tests.support.logs import Trainer, request
 from tests.support.publishing import (
     FILES,
     SHARD,
@@ -47,6 +47,7 @@ from tests.support.publishing import (
     versions,
     whole_versions,
 )
+from tests.support.setting import Setting, followed
 
 GREATEST = 2**63 - 1
 NUMBERS = st.integers(0, GREATEST - 1)
@@ -464,16 +465,8 @@ def test_a_version_directory_that_may_not_be_looked_into_is_named(
 @pytest.fixture
 def log_at_13(tmp_path: Path) -> tuple[Trainer, Path]:
     """A base at 10, a delta to 13, and a trainer that is at 16."""
-    trainer, model = Trainer(tmp_path / "train"), tmp_path / "model"
-    trainer.save()
-    publish_base(trainer, Serving(), model)
-    for step in (13, 16):
-        trainer.train()
-        trainer.step = step
-        trainer.save()
-        if step == 13:
-            export_incremental(request(trainer, model))
-    return trainer, model
+    trainer = followed(tmp_path, (13, 16), published=13, by_saving=True)
+    return trainer, Setting(tmp_path).model
 
 
 def test_a_position_that_was_reserved_before_a_delta_came_is_lost(log_at_13: tuple[Trainer, Path]) -> None:

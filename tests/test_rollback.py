@@ -20,7 +20,8 @@ from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.log_entries import DeltaOrigin
-from tests.support.logs import Serving, Trainer, assert_same_bits, publish_base, request, set_hold, values_at
+from tests.support.logs import Serving, Trainer, assert_same_bits, request, set_hold, values_at
+from tests.support.setting import followed
 
 Values = dict[str, np.ndarray]
 SERVING = Serving(parts=2)
@@ -30,15 +31,7 @@ SERVING = Serving(parts=2)
 def origin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
     """Published: a base at 10, deltas to 20 and 30; the trainer has written an increment to 40."""
     directory = tmp_path_factory.mktemp("origin")
-    trainer = Trainer(directory / "train")
-    trainer.save()
-    publish_base(trainer, SERVING, directory / "model")
-    for step in (20, 30, 40):
-        trainer.train()
-        trainer.step = step
-        trainer.increment()
-        if step < 40:
-            export_incremental(request(trainer, directory / "model"))
+    trainer = followed(directory, (20, 30, 40), published=30, serving=SERVING)
     return directory, trainer
 
 

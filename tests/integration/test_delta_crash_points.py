@@ -24,8 +24,9 @@ from exporter.publish.commit import Staging
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.verify.log import verify_model
 from tests.support.kills import count_steps, killed_at
-from tests.support.logs import Serving, Trainer, assert_same_bits, publish_base, values_at
+from tests.support.logs import Serving, assert_same_bits, values_at
 from tests.support.publishing import hidden
+from tests.support.setting import followed
 
 Values = dict[str, np.ndarray]
 SERVING = Serving(parts=2)
@@ -126,15 +127,7 @@ class Case:
 
 def log_with_two_deltas(directory: Path) -> None:
     """Published 10, 20 and 30; the trainer is at 40."""
-    trainer = Trainer(directory / "train")
-    trainer.save()
-    publish_base(trainer, SERVING, directory / "model")
-    for step in (20, 30, 40):
-        trainer.train()
-        trainer.step = step
-        trainer.save()
-        if step < 40:
-            export(directory / "model")
+    followed(directory, (20, 30, 40), published=30, serving=SERVING, by_saving=True)
 
 
 @pytest.mark.parametrize(
