@@ -13,10 +13,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from exporter.files import open_regular
+from exporter.layout import MANIFEST_FILE, SAVED_MODEL_FILES
 from serving.status import Code, StatusError, invalid
-
-SAVED_MODEL_FILES = ("saved_model.pb", "saved_model.pbtxt")
-MANIFEST = "manifest.json"
 
 
 class LoadedModel:
@@ -97,7 +95,7 @@ def load(directory: Path) -> LoadedModel:
     import tensorflow as tf
     from tensorflow.python.saved_model.loader_impl import SavedModelLoader
 
-    lock = _lock(directory / MANIFEST)
+    lock = _lock(directory / MANIFEST_FILE)
     session = tf.compat.v1.Session(graph=tf.Graph())
     try:
         with session.graph.as_default():

@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.errors import ServerError
+from exporter.layout import SAVED_MODEL_FILE
 from serving.loader import LoadedModel, has_saved_model, load
 from serving.status import Code, StatusError, VersionState, VersionStatus, status_of
 from serving.version_policy import Latest, Load, Policy, next_action, versions_among
@@ -132,7 +133,7 @@ class VersionManager:
 
     def _not_available(self, waited_seconds: float | None) -> ServerError:
         failures = [status for status in self._statuses.values() if status.code]
-        if not failures and (self.base_path / "saved_model.pb").is_file():
+        if not failures and (self.base_path / SAVED_MODEL_FILE).is_file():
             return ServerError(
                 f"{self.base_path} is itself a version",
                 cause="a model base path holds versions, in directories that are named by numbers",

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from exporter.files import open_regular
+from exporter.layout import WARMUP_FILE
 from exporter.wire.protos import Proto, message_class
 from serving.inference import Model, classify, multi_inference, predict, regress
 from serving.status import Code, StatusError, invalid
 
-WARMUP_FILE = Path("assets.extra", "tf_serving_warmup_requests")
 MAX_RECORDS = 1000
 
 

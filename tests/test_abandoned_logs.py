@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from exporter.layout import MANIFEST_FILE
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import read_log
-from exporter.publish.manifest import FILE_NAME
 from exporter.publish.versions import lease
 from tests.support.logs import Serving, Trainer, publish_base, request
 
@@ -57,7 +57,7 @@ def test_it_stays_for_the_grace_period(model: Path) -> None:
 
 def test_it_stays_while_someone_reads_a_delta(model: Path) -> None:
     shutil.rmtree(first_base(model))
-    (delta,) = (path for path in logs(model)[0].iterdir() if (path / FILE_NAME).exists())
+    (delta,) = (path for path in logs(model)[0].iterdir() if (path / MANIFEST_FILE).exists())
     with lease(delta):
         log_maintenance.tidy(model, clock=lambda: LATER)
         assert delta.exists()
@@ -66,7 +66,7 @@ def test_it_stays_while_someone_reads_a_delta(model: Path) -> None:
 
 
 def test_it_stays_while_a_version_does_not_say_which_log_it_is_of(model: Path) -> None:
-    (first_base(model) / FILE_NAME).write_text("{")
+    (first_base(model) / MANIFEST_FILE).write_text("{")
     log_maintenance.tidy(model, clock=lambda: LATER)
     assert len(logs(model)) == 2
 

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from exporter import layout
+
 ROOT = Path(__file__).parent.parent
 
 # A room may import the rooms of the lines above its own, and no other room of its own line.
 STAGES = [
-    {"errors", "progress", "wire"},
+    {"errors", "layout", "progress", "wire"},
     {"catalog", "files", "local_paths", "roles"},
     {"options"},
     {"checkpoint"},
@@ -33,7 +35,7 @@ STAGES = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(STAGES) for room in rooms}
 # What serving may know of the exporter: values and the wire, never the stages that make a model.
-SERVING_MAY_IMPORT = {"errors", "wire", "files", "local_paths", "publish"}
+SERVING_MAY_IMPORT = {"errors", "layout", "wire", "files", "local_paths", "publish"}
 # What both command lines share, the algebra of positions, by which the agent plans as the graph does,
 # and the name of what it compares.
 SERVING_SHARES = {
@@ -175,6 +177,37 @@ def test_a_name_stands_for_one_thing() -> None:
     assert not [str(path) for path in paths if path.stem in says_nothing]
     doubled = {name for name, count in Counter(path.stem for path in paths).items() if count > 1}
     assert not doubled, "two rooms have a file of the same name"
+
+
+def strings_of(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """(string, is it part of a path) for every string that is no documentation."""
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    in_paths: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            in_paths |= {id(node.left), id(node.right)}
+        if isinstance(node, ast.Call):
+            called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if called in {"Path", "PurePath", "joinpath", "with_name", "glob"}:
+                in_paths |= set(map(id, node.args))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.value, id(node) in in_paths
+
+
+def test_names_on_disk_stand_in_one_place() -> None:
+    values = [value for name, value in vars(layout).items() if name.isupper()]
+    names = {str(value) for value in values if isinstance(value, str | Path)}
+    unmistakable = {name for name in names if not name.isalpha()}  # `variables` is a key in documents, too
+    assert len(names) > 20 and len(unmistakable) > 10
+    found = [
+        f"{module_of(path)}: {text!r}"
+        for path in sources("exporter") + sources("serving")
+        if module_of(path) != layout.__name__
+        for text, is_in_path in strings_of(ast.parse(path.read_text()))
+        if text in unmistakable or (is_in_path and text in names)
+    ]
+    assert not found, "say it by its name in exporter/layout.py"
 
 
 @pytest.mark.parametrize("module", ["exporter.cli.app", "serving.cli"])

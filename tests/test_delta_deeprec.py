@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta.format import Rows
 from exporter.errors import CorruptFile
-from exporter.increments.deeprec import DIRECTORY, read_increment
+from exporter.increments.deeprec import read_increment
+from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import read_log
 from exporter.publish.log_entries import DeltaOrigin
@@ -31,7 +32,7 @@ from tests.support.logs import (
 
 def save_increment(trainer: Trainer, *, keys: type = np.int64) -> Path:
     """Everything since the last full save; rows in the order in which a hash table might give them."""
-    prefix = trainer.directory / DIRECTORY / f"incremental_model.ckpt-{trainer.step}"
+    prefix = trainer.directory / DEEPREC_INCREMENTS_DIRECTORY / f"incremental_model.ckpt-{trainer.step}"
     prefix.parent.mkdir(exist_ok=True)
     with BundleWriter(prefix) as writer:
         writer.add("global_step", np.array(trainer.step, np.int64))
@@ -143,7 +144,7 @@ def test_rows_that_fit_no_part_are_named(
     published: tuple[Trainer, Path], keys: list[int], values: np.ndarray | None, words: str
 ) -> None:
     trainer, model = published
-    prefix = trainer.directory / DIRECTORY / "incremental_model.ckpt-99"
+    prefix = trainer.directory / DEEPREC_INCREMENTS_DIRECTORY / "incremental_model.ckpt-99"
     prefix.parent.mkdir()
     with BundleWriter(prefix) as writer:
         writer.add("net/users/part_0-sparse_incr_keys", np.array(keys, np.int64))
@@ -155,7 +156,7 @@ def test_rows_that_fit_no_part_are_named(
 
 def test_values_without_keys_are_named(published: tuple[Trainer, Path]) -> None:
     trainer, model = published
-    prefix = trainer.directory / DIRECTORY / "incremental_model.ckpt-99"
+    prefix = trainer.directory / DEEPREC_INCREMENTS_DIRECTORY / "incremental_model.ckpt-99"
     prefix.parent.mkdir()
     with BundleWriter(prefix) as writer:
         writer.add("net/users/part_0-sparse_incr_values", np.zeros((2, 3), np.float32))
@@ -168,8 +169,8 @@ def test_a_table_whose_own_name_ends_like_a_part_is_found(tmp_path: Path) -> Non
     with BundleWriter(tmp_path / "model.ckpt-1") as writer:
         writer.add("global_step", np.array(1, np.int64))
         writer.add("net/part_0", table)
-    (tmp_path / DIRECTORY).mkdir()
-    with BundleWriter(tmp_path / DIRECTORY / "incremental_model.ckpt-2") as writer:
+    (tmp_path / DEEPREC_INCREMENTS_DIRECTORY).mkdir()
+    with BundleWriter(tmp_path / DEEPREC_INCREMENTS_DIRECTORY / "incremental_model.ckpt-2") as writer:
         writer.add("net/part_0-sparse_incr_keys", np.array([3], np.int64))
         writer.add("net/part_0-sparse_incr_values", table[:1] + 1)
     increment = read_increment(read_catalog(tmp_path / "model.ckpt-1"))

@@ -18,8 +18,9 @@ import pytest
 
 from exporter.doctor.examination import examine
 from exporter.doctor.finding import Check, Finding, Level, diagnosis
+from exporter.layout import STAGING_PREFIX
 from exporter.publish.delta_log import log_path
-from exporter.publish.staging import STAGING_PREFIX, Staging
+from exporter.publish.staging import Staging
 from tests.support.commands import Ran, export_model
 from tests.support.setting import Setting, followed
 

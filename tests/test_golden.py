@@ -26,7 +26,8 @@ from exporter.increments.history import CheckpointMarker, read_history
 from exporter.increments.increment import Changed, Increment, apply_increments
 from exporter.increments.increment import from_json as increment_from_json
 from exporter.increments.increment import to_json as increment_to_json
-from exporter.publish.delta_log import CACHES, HASHES, DeltaLog, LogBase, list_deltas, read_log
+from exporter.layout import CACHES_DIRECTORY, HASHES_DIRECTORY
+from exporter.publish.delta_log import DeltaLog, LogBase, list_deltas, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.log_entries import DeltaEntry
 from exporter.publish.manifest import from_json, to_json
@@ -179,12 +180,14 @@ def test_caches_are_read(release: Path) -> None:
     lineage = log.base.manifest.lineage or ""
     of_50 = next(delta for delta in list_deltas(log.path) if (delta.start, delta.end) == (40, 50))
     kept = load_residual(
-        log.path / CACHES, log.schema, lineage=lineage, position=50, state=of_50.manifest.state_id
+        log.path / CACHES_DIRECTORY, log.schema, lineage=lineage, position=50, state=of_50.manifest.state_id
     )
     assert kept is not None
     assert sum(len(change.ids) for change in kept.values() if isinstance(change, Rows)) == 3
     newest = next(delta for delta in list_deltas(log.path) if (delta.start, delta.end) == (70, 80))
-    hashes = read_index(log.path / HASHES, lineage=lineage, position=80, state=newest.manifest.state_id)
+    hashes = read_index(
+        log.path / HASHES_DIRECTORY, lineage=lineage, position=80, state=newest.manifest.state_id
+    )
     assert hashes is not None or release != OWN
 
 

@@ -12,11 +12,10 @@ from msgspec import structs
 
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
-from exporter.delta.format import FILE_PREFIX, ChangeKind, Rows, ServedVariable
+from exporter.delta.format import ChangeKind, Rows, ServedVariable
 from exporter.errors import CheckpointNotFound, CorruptFile, UnsupportedFormat
 from exporter.increments.history import CheckpointMarker, History, identify, read_history
 from exporter.increments.increment import (
-    MANIFEST,
     Changed,
     CheckpointId,
     Increment,
@@ -26,6 +25,7 @@ from exporter.increments.increment import (
     rows_of,
     to_json,
 )
+from exporter.layout import DELTA_NAME, MANIFEST_FILE
 from exporter.wire.dtypes import DType
 
 HEX = st.text("0123456789abcdef", min_size=32, max_size=32)
@@ -129,10 +129,10 @@ def test_another_format_version_is_refused() -> None:
 
 def write(directory: Path, increment: Increment, tensors: dict[str, np.ndarray]) -> StoredIncrement:
     directory.mkdir(parents=True)
-    with BundleWriter(directory / FILE_PREFIX) as writer:
+    with BundleWriter(directory / DELTA_NAME) as writer:
         for name, value in tensors.items():
             writer.add(name, value)
-    (directory / MANIFEST).write_text(to_json(increment))
+    (directory / MANIFEST_FILE).write_text(to_json(increment))
     return StoredIncrement(directory, increment)
 
 

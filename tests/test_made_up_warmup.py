@@ -12,8 +12,9 @@ import tensorflow as tf
 
 from exporter import ExportRequest, export
 from exporter.bundle.made_up_warmup import made_up_requests
-from exporter.bundle.warmup_requests import MAX_RECORDS, WARMUP_FILE
+from exporter.bundle.warmup_requests import MAX_RECORDS
 from exporter.errors import UsageError
+from exporter.layout import WARMUP_FILE
 from exporter.options import Updates
 from exporter.wire import protos
 from tests.support.trained import inference_graph, train

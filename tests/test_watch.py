@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from exporter import ExportRequest, StopWhen, Watching, watch
 from exporter.checkpoint.tensor_bundle import index_path, read_array, read_catalog, shard_path
 from exporter.errors import CheckpointChanged, CorruptFile, ExportError, MissingTensors, UsageError
+from exporter.layout import WATCH_LOCK_FILE
 from exporter.options import DeltaDtype
-from exporter.pipeline.watch import WATCH_LOCK
 from exporter.progress import NoProgress
 from exporter.publish.commit import model_lock
 from exporter.publish.made_from import newest_made_from
@@ -292,7 +292,7 @@ def test_a_watch_lets_another_one_finish(request_: ExportRequest) -> None:
     request_.out.mkdir()
     told: list[ExportError] = []
     with ExitStack() as other:
-        other.enter_context(model_lock(request_.out, name=WATCH_LOCK))
+        other.enter_context(model_lock(request_.out, name=WATCH_LOCK_FILE))
         assert one_look(request_, told) == []
         release = threading.Timer(0.2, other.close)
         release.start()

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from exporter.errors import NotServable, os_error
 from exporter.graph.inference_graph import Asset
+from exporter.layout import ASSETS_DIRECTORY
 from exporter.wire.protos import Proto, message_class
-
-ASSETS_DIRECTORY = "assets"
 
 ASSETS_COLLECTION = "saved_model_assets"
 _TYPE_URL = "type.googleapis.com/tensorflow.AssetFileDef"

@@ -12,15 +12,13 @@ import os
 import shutil
 from pathlib import Path
 
-from exporter.bundle.saved_model_writer import SAVED_MODEL_FILE, restorable_graph
-from exporter.bundle.variables import VARIABLES_DIRECTORY, VARIABLES_NAME
+from exporter.bundle.saved_model_writer import restorable_graph
 from exporter.errors import NotServable, os_error
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.signatures import DEFAULT_SIGNATURE
+from exporter.layout import PAIR_NAME, SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import VariableMapping
 from exporter.wire.protos import Proto
-
-PAIR_NAME = "export"
 
 _INIT_COLLECTION = "serving_init_op"  # tensorflow/contrib/session_bundle/constants.py
 

@@ -21,11 +21,11 @@ from exporter.graph.cast_variables import cast_variables
 from exporter.graph.inference_graph import Asset, InferenceGraph
 from exporter.graph.saved_model import SERVE_TAG
 from exporter.graph.training_graph import TrainingGraph
+from exporter.layout import SAVED_MODEL_FILE
 from exporter.mapping.build import VariableMapping
 from exporter.progress import human_bytes
 from exporter.wire.protos import Proto, message_class
 
-SAVED_MODEL_FILE = "saved_model.pb"
 PROTOBUF_LIMIT_BYTES = (1 << 31) - 1
 """No reader of protocol buffers takes a larger message."""
 

@@ -22,13 +22,10 @@ from exporter.bundle.link import NewFile, link_shard
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_path
 from exporter.errors import LinkRefused, os_error
+from exporter.layout import VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.options import DataMode
 from exporter.progress import NoProgress, Progress
-
-VARIABLES_DIRECTORY = "variables"
-VARIABLES_NAME = "variables"
-"""Shards and index are called `variables/variables.*` (tensorflow/cc/saved_model/constants.h)."""
 
 DEFAULT_WORKERS = 4
 """Copies wait for disks more than for processors."""

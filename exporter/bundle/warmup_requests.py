@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from exporter.errors import UsageError, os_error
 from exporter.files import read_regular
+from exporter.layout import WARMUP_FILE
 from exporter.wire import rest_json, tensor_proto
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.tfrecord import encode_records
 
-WARMUP_FILE = Path("assets.extra", "tf_serving_warmup_requests")
 MAX_RECORDS = 1000
 """More than this and TF Serving refuses the version."""
 

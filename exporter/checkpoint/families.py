@@ -14,15 +14,14 @@ from pathlib import Path
 from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.checkpoint.trainers import SAVED_MODEL_FILES, recognise
+from exporter.checkpoint.trainers import recognise
+from exporter.layout import SAVED_MODEL_FILES, VARIABLES_PREFIX
 
 KERAS_SUFFIXES = (".keras", ".weights.json", ".h5", ".hdf5")
 NPZ_SUFFIXES = (".npz",)
 V1_SHARD = re.compile(r"-([0-9]{5}|\?{5})-of-[0-9]{5}$")
 """Behind a prefix: which shard of how many, or, in a pattern, each of them."""
 
-VARIABLES = "variables"
-"""A SavedModel's directory of variables, and the prefix of the tensor bundle in it."""
 
 _ARCHIVES = (*KERAS_SUFFIXES, *NPZ_SUFFIXES)
 _KERAS_SHARD = re.compile(r"(.+)_[0-9]{5}\.weights\.h5$")
@@ -56,7 +55,9 @@ def read_family(path: Path) -> Catalog:
 def saved_model_without_variables(prefix: Path) -> Path | None:
     """The SavedModel's file if `prefix` is where its variables would be, and there is none of their files."""
     directory = prefix.parent
-    if not (prefix.name == directory.name == VARIABLES) or (directory.is_dir() and any(directory.iterdir())):
+    if Path(directory.name, prefix.name) != VARIABLES_PREFIX or (
+        directory.is_dir() and any(directory.iterdir())
+    ):
         return None
     files = (directory.parent / name for name in SAVED_MODEL_FILES)
     return next((file for file in files if file.is_file()), None)

@@ -22,7 +22,6 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.families import (
     V1_SHARD,
-    VARIABLES,
     archives,
     is_archive,
     is_series,
@@ -33,7 +32,6 @@ from exporter.checkpoint.families import (
 )
 from exporter.checkpoint.identity import look
 from exporter.checkpoint.tensor_bundle import step_in_name
-from exporter.checkpoint.trainers import SAVED_MODEL_FILES
 from exporter.errors import (
     CheckpointChanged,
     CheckpointError,
@@ -43,8 +41,8 @@ from exporter.errors import (
     UnsupportedFormat,
 )
 from exporter.files import nearest, read_regular
+from exporter.layout import CHECKPOINT_STATE_FILE, SAVED_MODEL_FILES, VARIABLES_NAME, VARIABLES_PREFIX
 
-STATE_FILE = "checkpoint"
 WORKER_PREFIX = "workertemp_"
 """Begins the name of a directory into which a worker saves what only the chief keeps, in that directory."""
 
@@ -52,7 +50,7 @@ _SUFFIX = re.compile(r"\.(index|meta|data-[0-9]{5,}-of-[0-9]{5,})$")
 _STATE_PATH = re.compile(
     r"""(?<!\w)model_checkpoint_path\s*:\s*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)')"""
 )
-_NESTED = (("chief", "chief"), *((name, VARIABLES) for name in SAVED_MODEL_FILES))
+_NESTED = (("chief", "chief"), *((name, VARIABLES_NAME) for name in SAVED_MODEL_FILES))
 """A file and the directory beside it with the tensor bundle: Keras' backups, SavedModels."""
 
 _MAX_STATE_BYTES = 1 << 24
@@ -119,7 +117,7 @@ def _directory(path: Path) -> Path | None:
     """The directory that is meant, unless `path` is a prefix; a state file means its own."""
     if (mode := _mode(path)) and stat.S_ISDIR(mode):
         return path
-    is_state = path.name == STATE_FILE and _exists(path) and not _exists(index_path(path))
+    is_state = path.name == CHECKPOINT_STATE_FILE and _exists(path) and not _exists(index_path(path))
     return path.parent if is_state else None
 
 
@@ -141,7 +139,7 @@ def _in_directory(directory: Path) -> list[Path]:
 
 def _without_index(directory: Path, names: list[str], named: Path | None) -> list[Path]:
     """What a directory without a tensor bundle may mean: one below, format V1, one archive, a series."""
-    for prefix in (directory / VARIABLES / VARIABLES, directory / VARIABLES):
+    for prefix in (directory / VARIABLES_PREFIX, directory / VARIABLES_NAME):
         if saved_model_without_variables(prefix) is not None:
             return [prefix]
     nested = next((below for mark, below in _NESTED if mark in names and below in names), None)
@@ -169,7 +167,7 @@ def _order(name: str) -> tuple[int, list[str | int]]:
 def _named_by_state(directory: Path) -> Path | None:
     """What the state file says; None without a usable one."""
     try:
-        content = read_regular(directory / STATE_FILE, _MAX_STATE_BYTES)
+        content = read_regular(directory / CHECKPOINT_STATE_FILE, _MAX_STATE_BYTES)
         text = content.decode(errors="surrogateescape")
         found = _STATE_PATH.search(text)
         name = os.fsdecode(text_encoding.CUnescape(found[1] or found[2] or "")) if found else ""

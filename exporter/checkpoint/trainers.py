@@ -14,6 +14,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.object_graph import ROOT, ObjectGraph, read_object_graph
 from exporter.checkpoint.tensor_values import read_array
 from exporter.files import open_regular
+from exporter.layout import CHECKPOINT_STATE_FILE, SAVED_MODEL_FILE, SAVED_MODEL_FILES
 from exporter.wire.dtypes import DType
 
 _KERAS_3 = {"_operations", "_functional", "_trainable_variables_indices"}
@@ -22,8 +23,6 @@ _STEPS = ("global_step", "step", "train_step")
 _ITERATIONS = ("_iterations", "iterations", "iter")
 _MANAGER_STATE = b"last_preserved_timestamp"  # in the state file of a CheckpointManager alone
 _MAX_STATE_BYTES = 1 << 16
-SAVED_MODEL_FILES = ("saved_model.pb", "saved_model.pbtxt")
-"""A SavedModel's graph, as bytes or as text."""
 
 AUTODIST_SCOPE = "AutoDist-Replica-"
 """Begins the names in a graph that AutoDist has copied for each replica (source: autodist/const.py)."""
@@ -60,7 +59,7 @@ def _is_in_saved_model(catalog: Catalog) -> bool:
 
 def _is_model_dir(directory: Path) -> bool:
     """True if evaluations or exports lie beside the checkpoints, as `train_and_evaluate` leaves them."""
-    marks = ("eval*/events.out.tfevents.*", "export/*/*/saved_model.pb")
+    marks = ("eval*/events.out.tfevents.*", f"export/*/*/{SAVED_MODEL_FILE}")
     return any(any(directory.glob(mark)) for mark in marks)
 
 
@@ -93,7 +92,10 @@ def _family(catalog: Catalog, objects: ObjectGraph) -> Iterator[str]:
 
 
 def _saver(catalog: Catalog) -> str:
-    with suppress(OSError), os.fdopen(open_regular(catalog.prefix.parent / "checkpoint"), "rb") as file:
+    with (
+        suppress(OSError),
+        os.fdopen(open_regular(catalog.prefix.parent / CHECKPOINT_STATE_FILE), "rb") as file,
+    ):
         if _MANAGER_STATE in file.read(_MAX_STATE_BYTES):
             return "tf.train.CheckpointManager"
     return "tf.train.Checkpoint"

@@ -68,7 +68,6 @@ from exporter.wire.dtypes import DType
 Array = np.ndarray[Any, Any]
 
 FORMAT_VERSION = 1
-FILE_PREFIX = "delta"
 POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY = "delta/position", "delta/lineage", "delta/schema"
 POSITION_LIMIT = 10**18
 """Positions are smaller: 20 digits of a name that always fit an int64."""

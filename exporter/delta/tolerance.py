@@ -23,13 +23,13 @@ from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVaria
 from exporter.delta.packing import round_rows, shrinks
 from exporter.delta.snapshot import Changes, Snapshot
 from exporter.errors import CheckpointError
+from exporter.layout import RESIDUAL_PREFIX
 from exporter.options import DeltaDtype
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 
 _FLOATS = {DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16}
-_REMEMBERED = "left-out-"
 _ROWS_AT_ONCE = 1 << 16
 
 
@@ -112,9 +112,9 @@ def save_residual(
         DiskFull, PublishError: it cannot be written.
     """
     directory.mkdir(exist_ok=True)
-    name = f"{_REMEMBERED}{header.to_position}-{state}"
+    name = f"{RESIDUAL_PREFIX}{header.to_position}-{state}"
     write_delta(directory / name, schema, header, held_back)
-    for path in directory.glob(f"{_REMEMBERED}*"):
+    for path in directory.glob(f"{RESIDUAL_PREFIX}*"):
         if path.name.partition(".")[0] != name:
             path.unlink(missing_ok=True)
 
@@ -124,7 +124,7 @@ def load_residual(
 ) -> Changes | None:
     """What `save_residual` kept for the state at a position of a log, None if it is not whole."""
     try:
-        found = read_delta(directory / f"{_REMEMBERED}{position}-{state}", schema)
+        found = read_delta(directory / f"{RESIDUAL_PREFIX}{position}-{state}", schema)
         for ref in found.catalog.tensors.values():
             check_values(found.catalog, ref)
     except CheckpointError:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from exporter.doctor.finding import Check, Finding, Level, command, count
 from exporter.errors import DeltaGap, ManifestError, PositionError
+from exporter.layout import DELTAS_DIRECTORY, SAVED_MODEL_FILES
 from exporter.progress import human_bytes
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.hold import Hold
@@ -133,7 +134,7 @@ def _remedy(model: Path, log: DeltaLog | None, problem: Problem, ckpt_dir: Path 
         newest = next((child.path for child in version_dirs(model) if child.has_manifest), None)
         if path.parent == model and path != newest:
             return command("rm", "-r", path)
-    options = ["--updatable"] if log is not None or (model / "deltas").is_dir() else []
+    options = ["--updatable"] if log is not None or (model / DELTAS_DIRECTORY).is_dir() else []
     return command(
         "export-model", "--ckpt-dir", ckpt_dir or "DIR", "--model", "WHAT", "--out", model, *options
     )
@@ -153,7 +154,7 @@ def _is_spare(log: DeltaLog, delta: Path) -> bool:
 
 
 def _loads(child: VersionDir) -> bool:
-    return any((child.path / name).is_file() for name in ("saved_model.pb", "saved_model.pbtxt"))
+    return any((child.path / name).is_file() for name in SAVED_MODEL_FILES)
 
 
 def _told(seconds: float) -> str:

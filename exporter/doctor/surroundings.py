@@ -14,9 +14,8 @@ from exporter.doctor.finding import Check, Finding, Level, command, count
 from exporter.doctor.published import FUTURE_SECONDS, size_of
 from exporter.errors import CheckpointError, PublishError
 from exporter.files import writing
+from exporter.layout import DELTAS_DIRECTORY, LOCK_FILE
 from exporter.progress import human_bytes
-from exporter.publish.commit import LOCK_NAME
-from exporter.publish.delta_log import DELTAS_DIRECTORY
 from exporter.publish.staging import Staging, dead_leftovers
 from exporter.publish.versions import version_dirs
 
@@ -136,7 +135,7 @@ def _closed_above(model: Path) -> Iterator[Finding]:
 
 def _not_writable(model: Path) -> Iterator[Finding]:
     logs = [path for path in (model / DELTAS_DIRECTORY).glob("*") if path.is_dir()]
-    for path in (model, model / LOCK_NAME, model / DELTAS_DIRECTORY, *logs):
+    for path in (model, model / LOCK_FILE, model / DELTAS_DIRECTORY, *logs):
         need = os.W_OK | (os.X_OK if path.is_dir() else 0)
         if path.exists() and not os.access(path, need):
             yield Finding(

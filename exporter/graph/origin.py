@@ -36,6 +36,7 @@ from exporter.graph.sources import (
     read_sources,
     require_function,
 )
+from exporter.layout import SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE
 from exporter.wire.json_documents import Sha256, Text, doc
 
 _MAX_SIGNATURES_BYTES = 64 << 20
@@ -169,8 +170,8 @@ def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
         return *_function(model), None
     path = Path(model)
     if path.is_dir():
-        pb = path / "saved_model.pb"
-        return "", None, pb if pb.is_file() else path / "saved_model.pbtxt"
+        pb = path / SAVED_MODEL_FILE
+        return "", None, pb if pb.is_file() else path / SAVED_MODEL_TEXT_FILE
     if ":" in model and not path.exists():
         where, _, function = model.rpartition(":")
         builder = find_builder(where)

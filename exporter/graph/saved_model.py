@@ -7,7 +7,6 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 from msgspec import structs
 
-from exporter.checkpoint.trainers import SAVED_MODEL_FILES
 from exporter.errors import CorruptFile, MissingAsset, UnsupportedFormat, UsageError
 from exporter.files import read_regular
 from exporter.graph.feeds import parse_feeds
@@ -17,6 +16,13 @@ from exporter.graph.object_names import saved_objects
 from exporter.graph.signatures import collection_spec, drop_internal, requested_specs
 from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.graph.training_graph import TrainingGraph, drop_training_signatures
+from exporter.layout import (
+    ASSETS_DIRECTORY,
+    SAVED_MODEL_FILE,
+    SAVED_MODEL_FILES,
+    SAVED_MODEL_PARTS_FILE,
+    SAVED_MODEL_TEXT_FILE,
+)
 from exporter.wire import protos
 from exporter.wire.protos import Proto
 
@@ -28,7 +34,7 @@ _INIT_COLLECTIONS = ("saved_model_main_op", "legacy_init_op")
 
 def is_saved_model(path: Path) -> bool:
     """True for a directory that holds a SavedModel in any of its spellings."""
-    return any((path / name).is_file() for name in (*SAVED_MODEL_FILES, "saved_model.cpb"))
+    return any((path / name).is_file() for name in (*SAVED_MODEL_FILES, SAVED_MODEL_PARTS_FILE))
 
 
 def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
@@ -79,13 +85,13 @@ def read_saved_model(path: Path) -> Proto:
         UnsupportedFormat: another schema version, or split into chunks (`saved_model.cpb`).
         UsageError: nothing there, or not readable.
     """
-    if (path / "saved_model.cpb").is_file():
+    if (path / SAVED_MODEL_PARTS_FILE).is_file():
         raise UnsupportedFormat(
             f"{path} is a SavedModel split into chunks", hint="save it again below 2 GiB of constants"
         )
-    file = path / "saved_model.pb"
+    file = path / SAVED_MODEL_FILE
     if not file.is_file():
-        file = path / "saved_model.pbtxt"
+        file = path / SAVED_MODEL_TEXT_FILE
     try:
         data = read_regular(file)
     except OSError as error:
@@ -164,7 +170,7 @@ def _init_op(meta_graph: Proto) -> str | None:
 
 
 def _assets(meta_graph: Proto, path: Path) -> dict[str, Path]:
-    assets = {name: path / "assets" / file for name, file in _asset_files(meta_graph)}
+    assets = {name: path / ASSETS_DIRECTORY / file for name, file in _asset_files(meta_graph)}
     for file in assets.values():
         if not file.is_file():
             raise MissingAsset(

@@ -36,10 +36,10 @@ from exporter.files import read_regular
 from exporter.increments.increment import Changed, CheckpointId
 from exporter.increments.plan import LEFT_OUT, ROUNDED, ChangePlan
 from exporter.increments.trained import TrainerVersion
+from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY
 
 Array = np.ndarray[Any, Any]
 
-DIRECTORY = ".incremental_checkpoint"
 
 _PREFIX = re.compile(r"(incremental_.+-([0-9]{1,18}))\.index", re.ASCII)
 _KEYS, _VALUES = "-sparse_incr_keys", "-sparse_incr_values"
@@ -152,7 +152,7 @@ def read_increment(full: Catalog) -> DeepRecIncrement | None:
     Raises:
         CheckpointError: it is damaged, see errors.py.
     """
-    directory = full.prefix.parent / DIRECTORY
+    directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
     first = full.step or 0
     try:
         newest = step_in_name(candidates(directory)[0].name)

@@ -40,16 +40,14 @@ from exporter.errors import CheckpointError
 from exporter.files import read_regular
 from exporter.increments.increment import (
     FORMAT_VERSION,
-    MANIFEST,
     CheckpointId,
     Increment,
     StoredIncrement,
     from_json,
     read_document,
 )
+from exporter.layout import INCREMENTS_DIRECTORY, MANIFEST_FILE
 from exporter.wire.json_documents import Count, Id, doc, encode_indented
-
-DIRECTORY = "increments"
 
 _MAX_MANIFEST_BYTES = 256 << 20
 
@@ -243,14 +241,14 @@ def read_history(ckpt_dir: Path) -> History:
         CorruptFile, UnsupportedFormat: a manifest or marker is damaged, or of another version.
         CheckpointError: the directory cannot be read.
     """
-    directory = ckpt_dir / DIRECTORY
+    directory = ckpt_dir / INCREMENTS_DIRECTORY
     try:
         names = sorted(path.name for path in directory.iterdir())
     except FileNotFoundError:
         return History()
     except OSError as error:
         raise CheckpointError(f"cannot list {directory}", cause=str(error)) from None
-    manifests = [directory / name / MANIFEST for name in names if _NAME.fullmatch(name)]
+    manifests = [directory / name / MANIFEST_FILE for name in names if _NAME.fullmatch(name)]
     markers = [directory / name for name in names if name.endswith(".json") and not name.startswith(".")]
     return History(
         tuple(StoredIncrement(path.parent, from_json(text, path)) for path, text in _texts(manifests)),

@@ -28,8 +28,9 @@ from msgspec import Struct
 
 from exporter.catalog import Catalog, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import memory_map, read_array, read_catalog
-from exporter.delta.format import FILE_PREFIX, Change, ChangeKind, Rows, ServedVariable
+from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
 from exporter.errors import CorruptFile, UnsupportedFormat
+from exporter.layout import DELTA_NAME
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import (
     Count,
@@ -47,7 +48,6 @@ from exporter.wire.json_documents import (
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
-MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 
 
@@ -121,7 +121,7 @@ class StoredIncrement(Struct, frozen=True):
         Raises:
             MissingShard, TruncatedFile, CorruptFile, UnsupportedFormat: see errors.py.
         """
-        return read_catalog(self.path / FILE_PREFIX)
+        return read_catalog(self.path / DELTA_NAME)
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
         """The variables with their new values in memory, one after the other, every checksum verified.

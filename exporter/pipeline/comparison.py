@@ -17,16 +17,17 @@ from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
-from exporter.checkpoint.tensor_bundle import read_catalog
+from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.row_reader import RowReader, row_readers
 from exporter.delta.snapshot import Snapshot
 from exporter.delta.spans import Position
 from exporter.errors import UsageError
+from exporter.layout import VARIABLES_PREFIX
 from exporter.local_paths import local_name
 from exporter.pipeline.layouts import side_by_side
-from exporter.publish.delta_log import VARIABLES_PREFIX, DeltaLog, read_log
+from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.versions import version_dirs
 
 Array = np.ndarray[Any, Any]
@@ -88,7 +89,7 @@ def parse_side(text: str) -> Side:
             raise UsageError(f"{text!r}: expected MODEL@POSITION")
         return _of_log(read_log(Path(name)), int(position), text)
     path = Path(text)
-    if (path / VARIABLES_PREFIX).with_name("variables.index").exists():
+    if index_path(path / VARIABLES_PREFIX).exists():
         return _of_catalog(read_catalog(path / VARIABLES_PREFIX), text)
     if path.is_dir() and any(child.has_manifest for child in version_dirs(path)):
         log = read_log(path)

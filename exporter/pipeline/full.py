@@ -28,6 +28,7 @@ from exporter.graph.load import GraphRequest, SourceGraph, clean, load_source
 from exporter.graph.origin import GraphOrigin
 from exporter.graph.training_graph import TrainingGraph
 from exporter.increments.increment import CheckpointId
+from exporter.layout import ASSETS_DIRECTORY
 from exporter.mapping.batch_statistics import check_batch_statistics
 from exporter.mapping.build import MappingRules, VariableMapping, build_mapping, check_casts
 from exporter.mapping.extras import Extra, classify_extras
@@ -357,7 +358,7 @@ def _with_origin(entry: BaseEntry, planned: Plan, bundle: Path) -> BaseEntry:
     """The entry with what the base was made from; of its tables' files, what was copied into it counts."""
     if planned.origin is None:
         return entry
-    assets = {asset.file_name: bundle / "assets" / asset.file_name for asset in planned.graph.assets}
+    assets = {asset.file_name: bundle / ASSETS_DIRECTORY / asset.file_name for asset in planned.graph.assets}
     with writing(bundle):
         return replace(entry, origin=planned.origin.with_graph(planned.graph, assets))
 

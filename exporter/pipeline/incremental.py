@@ -40,6 +40,7 @@ from exporter.errors import (
 )
 from exporter.files import writing
 from exporter.increments.trained import TrainerVersion
+from exporter.layout import CACHES_DIRECTORY, CHECKED_DIRECTORY, HASHES_DIRECTORY
 from exporter.mapping.build import MappingRules
 from exporter.mapping.rename_file import read_renames
 from exporter.mapping.request_rules import parse_rules
@@ -49,7 +50,7 @@ from exporter.pipeline.same_graph import SameGraph, check_same_graph
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
-from exporter.publish.delta_log import CACHES, CHECKED, HASHES, DeltaLog, read_log
+from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.delta_publication import Publication, count_rows, publish_changes
 from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
 from exporter.publish.versions import version_dirs
@@ -218,9 +219,9 @@ def _keep_for_next_time(planned: IncrementalPlan, found: _Found, state: str) -> 
     planned.graph.save(log.path)
     with suppress(OSError, PublishError):
         if found.hashes is not None:
-            write_index(log.path / HASHES, replace(found.hashes, state=state))
+            write_index(log.path / HASHES_DIRECTORY, replace(found.hashes, state=state))
         if found.held_back:
-            save_residual(log.path / CACHES, log.schema, _header(planned), state, found.held_back)
+            save_residual(log.path / CACHES_DIRECTORY, log.schema, _header(planned), state, found.held_back)
 
 
 def export_incremental(
@@ -322,7 +323,7 @@ def _remembered(log: DeltaLog, published: TrainerVersion, bound: float) -> Chang
     """Rows that may stay behind further; none if some may not: then everything is compared."""
     if published.left_out is None or not published.is_within(bound):
         return {}
-    return load_residual(log.path / CACHES, log.schema, **_state_of(log)) or {}
+    return load_residual(log.path / CACHES_DIRECTORY, log.schema, **_state_of(log)) or {}
 
 
 class _StateKey(TypedDict):
@@ -353,7 +354,7 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
     if planned.allowed.is_nothing:
         return found
     schema, state = planned.log.schema, published()
-    files = CheckedFiles.of(planned.log.path / CHECKED, state.stored.values())
+    files = CheckedFiles.of(planned.log.path / CHECKED_DIRECTORY, state.stored.values())
     state.trust(known := files.known(state.stored.values()))
     tolerated = apply_tolerance(found.changes, state, schema, planned.allowed, scratch)
     if state.checked:
@@ -396,7 +397,7 @@ def _all_changes(
         if needs_folding(layers, log.schema):
             layers = fold_whole(layers, log.schema, published())
         return _Found({**merge_changes(layers, log.schema, scratch), **planned.lookups})
-    known = read_index(log.path / HASHES, **_state_of(log))
+    known = read_index(log.path / HASHES_DIRECTORY, **_state_of(log))
     with progress("compare", trainer.mapping.bytes_) as bar:
         hasher = known.hasher if known else BlockHasher.fresh()
         how = Comparison(scratch, known, hasher, progress=bar)

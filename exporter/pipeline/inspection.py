@@ -8,11 +8,9 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from exporter.bundle.variables import VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
-from exporter.checkpoint.trainers import SAVED_MODEL_FILES
 from exporter.delta.spans import Position
 from exporter.errors import CheckpointNotFound, ManifestError, NotUpdatable
 from exporter.files import nearest
@@ -21,9 +19,10 @@ from exporter.graph.likely_ends import input_placeholders, likely_outputs
 from exporter.graph.metagraph import read_metagraph
 from exporter.graph.nodes import Endpoint, GraphIndex
 from exporter.graph.saved_model import SERVE_TAG, is_saved_model, read_saved_model
+from exporter.layout import MANIFEST_FILE, SAVED_MODEL_FILES, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.extras import Extra, classify_extras
 from exporter.publish.delta_log import read_log
-from exporter.publish.manifest import FILE_NAME, Manifest
+from exporter.publish.manifest import Manifest
 from exporter.publish.permission import held_at
 from exporter.publish.versions import read_manifest, version_dirs
 from exporter.wire.dtypes import DType
@@ -174,7 +173,7 @@ def _bundle(path: Path) -> BundleView:
         path,
         tuple(signature for graph in graphs for signature in signatures_of(graph)),
         read_catalog(prefix) if index_path(prefix).exists() else None,
-        read_manifest(path) if (path / FILE_NAME).exists() else None,
+        read_manifest(path) if (path / MANIFEST_FILE).exists() else None,
     )
 
 

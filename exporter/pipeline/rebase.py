@@ -16,7 +16,6 @@ from msgspec import Struct, structs
 from msgspec.structs import replace
 
 from exporter import __version__
-from exporter.bundle.saved_model_writer import SAVED_MODEL_FILE
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.delta.snapshot import Array, Snapshot
@@ -24,9 +23,16 @@ from exporter.delta.spans import Position
 from exporter.errors import ManifestError
 from exporter.files import writing
 from exporter.graph.saved_model import read_saved_model
+from exporter.layout import (
+    ASSETS_DIRECTORY,
+    EXTRA_DIRECTORY,
+    SAVED_MODEL_FILE,
+    UPDATABLE_FILE,
+    VARIABLES_PREFIX,
+)
 from exporter.pipeline.log_maintenance import undisturbed
 from exporter.publish.commit import Published, ReservedPosition, Staging, publish_version
-from exporter.publish.delta_log import VARIABLES_PREFIX, DeltaLog
+from exporter.publish.delta_log import DeltaLog
 from exporter.publish.manifest import ManifestDraft, tensor_entries
 from exporter.publish.permission import Permission
 from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
@@ -37,7 +43,6 @@ from exporter.wire.protos import Proto
 FIRST_POSITION = "first_position"
 """The constant of the incremental subgraph that holds position and step of its base, and -1."""
 
-DESCRIPTION = Path("assets", "incremental.json")
 
 _CHUNK_BYTES = 4 << 20
 
@@ -151,12 +156,12 @@ def _copy_graph(base: Path, bundle: Path, position: int, step: int) -> None:
     constant.attr["value"].tensor.Clear()
     tensor_proto.fill(constant.attr["value"].tensor, moved)
     (bundle / SAVED_MODEL_FILE).write_bytes(saved_model.SerializeToString(deterministic=True))
-    for directory in ("assets", "assets.extra"):
+    for directory in (ASSETS_DIRECTORY, EXTRA_DIRECTORY):
         if (base / directory).is_dir():
             shutil.copytree(base / directory, bundle / directory)
-    description = json.loads((bundle / DESCRIPTION).read_text())
+    description = json.loads((bundle / UPDATABLE_FILE).read_text())
     description |= {"position": position, "step": step}
-    (bundle / DESCRIPTION).write_text(json.dumps(description) + "\n")
+    (bundle / UPDATABLE_FILE).write_text(json.dumps(description) + "\n")
 
 
 def _first_position(saved_model: Proto) -> Proto | None:

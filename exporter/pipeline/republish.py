@@ -21,6 +21,7 @@ from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.spans import Position
 from exporter.errors import PositionUnknown, UsageError
 from exporter.files import writing
+from exporter.layout import PAIR_NAME, VARIABLES_PREFIX
 from exporter.publish.absent import nothing_published
 from exporter.publish.commit import (
     Published,
@@ -35,7 +36,7 @@ from exporter.publish.log_entries import DeltaOrigin
 from exporter.publish.manifest import Manifest, ManifestDraft, RestoredValues
 from exporter.publish.permission import Permission
 from exporter.publish.versions import VersionDir, last_position, read_head, read_manifest, version_dirs
-from exporter.verify.version_files import PAIR_PREFIX, VARIABLES_PREFIX, verify_bytes, verify_published
+from exporter.verify.version_files import verify_bytes, verify_published
 
 
 class RollbackPlan(Struct, frozen=True):
@@ -210,7 +211,7 @@ def _whole(versions: list[VersionDir], number: int) -> Manifest:
             hint="export its checkpoint once more: --updatable --again",
         )
     verify_published(found.path)
-    for prefix in (VARIABLES_PREFIX, PAIR_PREFIX):
+    for prefix in (VARIABLES_PREFIX, PAIR_NAME):
         if index_path(found.path / prefix).exists():
             verify_bytes(read_catalog(found.path / prefix))
     return manifest

@@ -24,10 +24,9 @@ from exporter.files import make_directories
 from exporter.graph.file_digests import FileDigests
 from exporter.graph.origin import GraphOrigin, changed_assets
 from exporter.graph.source_graph import GraphRequest
+from exporter.layout import ASSETS_DIRECTORY, CACHES_DIRECTORY, SOURCES_FILE
 from exporter.options import ExportRequest, Verify
-from exporter.publish.delta_log import CACHES, DeltaLog
-
-_FILE = CACHES / "sources.json"
+from exporter.publish.delta_log import DeltaLog
 
 
 class SourceFiles(Struct):
@@ -45,7 +44,7 @@ class SourceFiles(Struct):
     def read(cls, log: Path) -> SourceFiles:
         """What was kept beside a log."""
         with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError):
-            found = json.loads((log / _FILE).read_bytes())
+            found = json.loads((log / SOURCES_FILE).read_bytes())
             places = {str(name): Path(str(path)) for name, path in found["places"].items()}
             return cls(places, str(found["graph"]), FileDigests.from_json(found["digests"]))
         return cls()
@@ -57,11 +56,11 @@ class SourceFiles(Struct):
             "graph": self.graph,
             "digests": self.digests.to_json(),
         }
-        temporary = (log / _FILE).with_name(f".{_FILE.name}.{os.getpid()}")
+        temporary = (log / SOURCES_FILE).with_name(f".{SOURCES_FILE.name}.{os.getpid()}")
         with suppress(OSError, PublishError):
-            make_directories(log / CACHES)
+            make_directories(log / CACHES_DIRECTORY)
             temporary.write_text(json.dumps(document))
-            temporary.replace(log / _FILE)
+            temporary.replace(log / SOURCES_FILE)
 
 
 class SameGraph(Struct, frozen=True):
@@ -168,7 +167,7 @@ def _source_files(
         return before, []
     # A SavedModel brings its files along, whatever the one was called that the base was made of.
     names = {name: before.places.get(name, Path(name)).name for name in origin.assets}
-    places = {name: directory / "assets" / file for name, file in names.items()}
+    places = {name: directory / ASSETS_DIRECTORY / file for name, file in names.items()}
     return replace(before, places=places), []
 
 

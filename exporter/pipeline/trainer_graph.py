@@ -19,6 +19,7 @@ from exporter.graph.partition import trained_strategies
 from exporter.graph.saved_model import SERVE_TAG, is_saved_model, load_training_graph, read_saved_model
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.training_graph import TrainingGraph
+from exporter.layout import VARIABLES_DIRECTORY
 from exporter.mapping.build import MappingRules
 from exporter.options import ExportFormat, ExportRequest
 from exporter.wire.protos import Proto
@@ -40,7 +41,9 @@ def _meta(catalog: Catalog) -> Path:
 def _saved_model(catalog: Catalog) -> Path | None:
     """The SavedModel whose `variables/` the checkpoint is."""
     directory = catalog.prefix.parent.parent
-    return directory if catalog.prefix.parent.name == "variables" and is_saved_model(directory) else None
+    return (
+        directory if catalog.prefix.parent.name == VARIABLES_DIRECTORY and is_saved_model(directory) else None
+    )
 
 
 def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> MappingRules:

@@ -28,6 +28,7 @@ from exporter.errors import (
 )
 from exporter.files import make_directories, writing
 from exporter.graph.origin import check_named
+from exporter.layout import WATCH_LOCK_FILE
 from exporter.options import ExportRequest, require_exact
 from exporter.pipeline.full import Exported, GraphSource, export, run_builders_once
 from exporter.pipeline.trainer_graph import model_beside
@@ -35,9 +36,6 @@ from exporter.pipeline.watch_loop import EVERY_SECOND, Poll, Watching, follow
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import model_lock
 from exporter.publish.made_from import PublishedAlready
-
-WATCH_LOCK = ".watch"
-"""Held under the model base path from the question whether a checkpoint is published until it is."""
 
 
 def watch(
@@ -139,7 +137,7 @@ def _turn(model: Path) -> Iterator[bool]:
     """Whether it is ours to export; another watch may be at it for longer than one waits for a lock."""
     with ExitStack() as held:
         try:
-            held.enter_context(model_lock(model, seconds=0, name=WATCH_LOCK))
+            held.enter_context(model_lock(model, seconds=0, name=WATCH_LOCK_FILE))
             is_ours = True
         except TargetBusy:
             is_ours = False

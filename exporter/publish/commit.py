@@ -32,8 +32,9 @@ from exporter.errors import (
     os_error,
 )
 from exporter.files import lock_within, make_directories, open_lock, remove_tree, sync, write_durably, writing
-from exporter.publish.hold import HOLD_FILE, Hold
-from exporter.publish.manifest import FILE_NAME, FileEntry, Manifest, ManifestDraft, to_json
+from exporter.layout import HOLD_FILE, LOCK_FILE, MANIFEST_FILE
+from exporter.publish.hold import Hold
+from exporter.publish.manifest import FileEntry, Manifest, ManifestDraft, to_json
 from exporter.publish.permission import REFUSING, Permission
 from exporter.publish.retention import GRACE_SECONDS, Kept, Retired, retire
 from exporter.publish.seal import seal
@@ -56,7 +57,6 @@ __all__ = [
     "reserve_position",
 ]
 
-LOCK_NAME = ".lock"
 LOCK_SECONDS = 60.0
 """How long to wait for another exporter; it holds the lock for some milliseconds."""
 
@@ -344,7 +344,7 @@ def _complete(
 ) -> Manifest:
     """Write the manifest; the bundle is whole, and on disk."""
     manifest = draft.complete(position=position, created=datetime.fromtimestamp(now, UTC), files=files)
-    write_durably(staging.path / FILE_NAME, to_json(manifest).encode("ascii"))
+    write_durably(staging.path / MANIFEST_FILE, to_json(manifest).encode("ascii"))
     sync(staging.path)
     return manifest
 
@@ -364,7 +364,7 @@ def _install(staging: Staging, target: Path) -> tuple[ExportError, ...]:
 
 
 @contextmanager
-def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_NAME) -> Iterator[None]:
+def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE) -> Iterator[None]:
     """Lock a model against other exporters, on any machine that shares the file system.
 
     Raises:

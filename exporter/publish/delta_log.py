@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import check_values, read_catalog
 from exporter.delta.delta_files import read_delta
-from exporter.delta.format import FILE_PREFIX, Delta, Schema, log_name
+from exporter.delta.format import Delta, Schema, log_name
 from exporter.delta.row_reader import RowReader, served_in
 from exporter.delta.snapshot import Snapshot
 from exporter.delta.spans import Position, Reach, check_fits, nearest_base, plan_chain
@@ -31,17 +31,13 @@ from exporter.errors import (
     PositionUnknown,
 )
 from exporter.increments.trained import TrainerVersion
+from exporter.layout import DELTA_NAME, DELTAS_DIRECTORY, MANIFEST_FILE, VARIABLES_PREFIX
 from exporter.publish.absent import nothing_published
 from exporter.publish.hold import Hold
 from exporter.publish.log_entries import BaseEntry, DeltaEntry
-from exporter.publish.manifest import FILE_NAME, Manifest, tensor_entries
+from exporter.publish.manifest import Manifest, tensor_entries
 from exporter.publish.versions import delta_names, read_manifest, version_dirs
 
-DELTAS_DIRECTORY = "deltas"
-CACHES = Path(".state")
-HASHES = CACHES / "hashes"
-CHECKED = CACHES / "checked"
-VARIABLES_PREFIX = Path("variables", "variables")
 BROKEN_LOG_HINT = "publish a new base, which leaves this log behind: the same export with --updatable --again"
 
 
@@ -102,7 +98,7 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
         manifest = read_manifest(self.path)
         if (manifest.from_position, manifest.position) != (self.start, self.end):
             raise ManifestError(
-                f"{self.path / FILE_NAME} tells of {manifest.from_position}-{manifest.position}"
+                f"{self.path / MANIFEST_FILE} tells of {manifest.from_position}-{manifest.position}"
             )
         return manifest
 
@@ -115,7 +111,7 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
         """
         entry = self.manifest.incremental
         if not isinstance(entry, DeltaEntry):
-            raise ManifestError(f"{self.path / FILE_NAME} does not say which log the delta is of")
+            raise ManifestError(f"{self.path / MANIFEST_FILE} does not say which log the delta is of")
         return entry
 
     @property
@@ -215,7 +211,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
             raise
 
     def _open(self, delta: LogDelta) -> Delta:
-        found = read_delta(delta.path / FILE_PREFIX, self.schema)
+        found = read_delta(delta.path / DELTA_NAME, self.schema)
         header = found.header
         if (header.from_position, header.to_position) != (delta.start, delta.end):
             raise CorruptFile(f"{delta.path} leads from {header.from_position} to {header.to_position}")

@@ -11,10 +11,11 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import write_delta
 from exporter.delta.deviation import Rounded
-from exporter.delta.format import FILE_PREFIX, Change, DeltaHeader, Rows
+from exporter.delta.format import Change, DeltaHeader, Rows
 from exporter.delta.spans import Span
 from exporter.files import writing
 from exporter.increments.trained import TrainerVersion
+from exporter.layout import DELTA_NAME
 from exporter.options import DeltaDtype
 from exporter.publish.commit import TAKING_THE_LOCK, PublishedDelta, Staging, UnderLock, publish_delta
 from exporter.publish.delta_log import DeltaLog
@@ -67,7 +68,7 @@ def publish_changes(
         exact_base=span.exact_base,
         packing=what.packing,
     )
-    prefix = staging.path / FILE_PREFIX
+    prefix = staging.path / DELTA_NAME
     with writing(staging.path):
         write_delta(prefix, log.schema, header, changes)
     written = read_catalog(prefix)

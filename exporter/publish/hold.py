@@ -20,9 +20,9 @@ from msgspec import Struct
 
 from exporter.errors import ManifestError, PublishError
 from exporter.files import make_directories, read_regular, sync, write_durably, writing
+from exporter.layout import HOLD_FILE
 from exporter.publish.staging import Staging
 
-HOLD_FILE = "hold"
 _LONGEST = 64
 _LEFT_OVER = re.compile(r"\.hold\.[0-9a-f]{8}", re.ASCII)
 """Names that earlier releases left behind when they were killed."""

@@ -8,7 +8,8 @@ from msgspec import Struct
 
 from exporter.errors import NothingChanged
 from exporter.files import read_regular
-from exporter.publish.manifest import FILE_NAME, ManifestHead
+from exporter.layout import MANIFEST_FILE
+from exporter.publish.manifest import ManifestHead
 from exporter.publish.versions import read_head, version_dirs
 
 
@@ -62,6 +63,6 @@ def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
 def _mentions(version: Path, digest: str) -> bool:
     """A quick look: parsing the manifests of many versions takes long. What vanishes is not published."""
     try:
-        return digest.encode("ascii") in read_regular(version / FILE_NAME)
+        return digest.encode("ascii") in read_regular(version / MANIFEST_FILE)
     except OSError:
         return False

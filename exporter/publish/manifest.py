@@ -32,6 +32,7 @@ from msgspec.structs import asdict
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.errors import ManifestError
+from exporter.layout import MANIFEST_FILE
 from exporter.publish.log_entries import BaseDocument, BaseEntry, DeltaEntry
 from exporter.wire.json_documents import (
     Count,
@@ -49,7 +50,6 @@ from exporter.wire.json_documents import (
     format_version,
 )
 
-FILE_NAME = "manifest.json"
 FORMAT_VERSION = 1
 Time = Annotated[str, Meta(pattern=r"^[0-9]{4}(-[0-9]{2}){2}T[0-9]{2}(:[0-9]{2}){2}(\.[0-9]{6})?Z$(?!\n)")]
 
@@ -345,4 +345,4 @@ def _created(text: str) -> datetime:
 def is_inside(path: str) -> bool:
     """True if a manifest may list `path`: relative, `/` between plain names, not the manifest itself."""
     plain = all(part not in ("", ".", "..") and len(part) <= 255 for part in path.split("/"))
-    return plain and "\0" not in path and len(path) <= 4096 and path != FILE_NAME
+    return plain and "\0" not in path and len(path) <= 4096 and path != MANIFEST_FILE

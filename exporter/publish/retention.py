@@ -15,10 +15,9 @@ from exporter.delta.format import log_name
 from exporter.delta.spans import expendable
 from exporter.errors import ManifestError
 from exporter.files import open_lock, try_lock
-from exporter.publish.delta_log import DELTAS_DIRECTORY, DeltaLog, LogDelta, list_deltas
+from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE, TRASH_PREFIX
+from exporter.publish.delta_log import DeltaLog, LogDelta, list_deltas
 from exporter.publish.log_entries import BaseEntry
-from exporter.publish.manifest import FILE_NAME
-from exporter.publish.staging import TRASH_PREFIX
 from exporter.publish.versions import VersionDir, read_head, read_manifest, version_dirs
 
 GRACE_SECONDS = 300.0
@@ -199,7 +198,7 @@ def _move_away(published: Path, model: Path) -> Path:
         OSError: it may not be locked or moved.
     """
     trash = model / f"{TRASH_PREFIX}{published.name}-{os.urandom(4).hex()}"
-    manifest = open_lock(published / FILE_NAME, flags=0)
+    manifest = open_lock(published / MANIFEST_FILE, flags=0)
     try:
         if not try_lock(manifest):
             raise BlockingIOError

@@ -18,9 +18,7 @@ from types import TracebackType
 
 from exporter.errors import ExportError
 from exporter.files import make_directories, open_lock, remove_tree, still_at, try_lock, writing
-
-STAGING_PREFIX = ".staging-"
-TRASH_PREFIX = ".trash-"
+from exporter.layout import STAGING_PREFIX, TRASH_PREFIX
 
 _LOCK = "lock"
 _YOUNG_SECONDS = 10.0

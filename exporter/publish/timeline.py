@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from exporter.delta.spans import Position
 from exporter.errors import ManifestError, NotUpdatable
-from exporter.publish.delta_log import DELTAS_DIRECTORY, LogDelta, list_deltas, read_log
+from exporter.layout import DELTAS_DIRECTORY
+from exporter.publish.delta_log import LogDelta, list_deltas, read_log
 from exporter.publish.log_entries import BaseEntry, DeltaEntry, DeltaOrigin
 from exporter.publish.manifest import Manifest
 from exporter.publish.permission import held_at

@@ -15,7 +15,8 @@ from msgspec import Struct
 from exporter.delta.format import POSITION_LIMIT
 from exporter.errors import ManifestError, TargetNotWritable, UsageError
 from exporter.files import open_regular, still_at, try_lock
-from exporter.publish.manifest import FILE_NAME, Manifest, ManifestHead, from_json, head_from_json
+from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE, SAVED_MODEL_FILES
+from exporter.publish.manifest import Manifest, ManifestHead, from_json, head_from_json
 
 T = TypeVar("T")
 
@@ -56,7 +57,9 @@ def version_dirs(model: Path) -> tuple[VersionDir, ...]:
     for entry in _entries(model):
         version = served_version(entry.name)
         if version is not None:
-            has_manifest = entry.is_dir(follow_symlinks=False) and _is_regular(Path(entry.path) / FILE_NAME)
+            has_manifest = entry.is_dir(follow_symlinks=False) and _is_regular(
+                Path(entry.path) / MANIFEST_FILE
+            )
             found.append(VersionDir(version, Path(entry.path), has_manifest))
     return tuple(sorted(found, key=lambda child: child.version, reverse=True))
 
@@ -75,7 +78,7 @@ def require_base_path(model: Path) -> None:
                 cause=f"it names {place.readlink()}",
                 hint="make the directory that it names, mount it, or name another one with --out",
             )
-    if any(_is_regular(model / name) for name in (FILE_NAME, "saved_model.pb", "saved_model.pbtxt")):
+    if any(_is_regular(model / name) for name in (MANIFEST_FILE, *SAVED_MODEL_FILES)):
         raise UsageError(
             f"{model} is itself a version",
             cause="a model base path holds versions, in directories that are named by numbers",
@@ -94,7 +97,7 @@ def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
     """
     newest = next((child for child in versions if child.has_manifest), None)
     bases = [] if newest is None else [read_head(newest.path).position]
-    return max([*bases, *_delta_positions(model / "deltas")], default=None)
+    return max([*bases, *_delta_positions(model / DELTAS_DIRECTORY)], default=None)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -134,7 +137,7 @@ def lease(version: Path) -> Iterator[Manifest]:
 
 @contextmanager
 def _open_manifest(directory: Path) -> Iterator[tuple[int, Path]]:
-    path = directory / FILE_NAME
+    path = directory / MANIFEST_FILE
     try:
         descriptor = open_regular(path, follow=False)
     except OSError as exc:

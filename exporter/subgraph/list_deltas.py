@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE
 from exporter.subgraph.read_delta import attempt, first_success
 from exporter.subgraph.state import Tensor
 
-DELTAS_DIRECTORY = "deltas"
-HOLD_FILE = "hold"
 NO_LIMIT = (1 << 63) - 1
 
 _DELTA = "/00[0-9]{18}-00[0-9]{18}"

@@ -29,6 +29,7 @@ from exporter.graph.inference_graph import Asset, GraphVariable, InferenceGraph
 from exporter.graph.mutable_tables import makers
 from exporter.graph.signature_tensors import rename, tensors_of
 from exporter.graph.variable_uses import Use, read_rows_only, uses
+from exporter.layout import UPDATABLE_NAME
 from exporter.subgraph.isolation import isolate, order_handles
 from exporter.subgraph.read_delta import Expected
 from exporter.subgraph.state import StateNodes
@@ -51,7 +52,6 @@ STATUS_SIGNATURE = "incremental_status"
 DIGEST_SIGNATURE = "incremental_digest"
 CATCH_UP_REQUEST = '{"signature_name": "incremental_update", "inputs": {"up_to": [-1]}}'
 """A warm-up request in REST's JSON: a server that plays it answers from the newest position at once."""
-ASSET_NAME = "incremental.json"
 
 _SCATTERED = {
     DType.FLOAT,
@@ -131,7 +131,7 @@ def make_updatable(graph: InferenceGraph, options: IncrementalOptions, scratch: 
     signatures[STATUS_SIGNATURE].CopyFrom(add_status(editor, state, options.lineage))
     if options.digest:
         signatures[DIGEST_SIGNATURE].CopyFrom(add_digest(editor, state, served))
-    asset = _add_asset(editor, scratch / ASSET_NAME, schema, options)
+    asset = _add_asset(editor, scratch / UPDATABLE_NAME, schema, options)
     start = options.position, options.step
     init_op = add_init(editor, state, asset.node, graph.init_op, start)
     return replace(
@@ -276,4 +276,4 @@ def _add_asset(editor: GraphEditor, path: Path, schema: Schema, options: Increme
         "schema": schema.to_json(),
     }
     path.write_text(json.dumps(document) + "\n")
-    return Asset(editor.constant("asset", ASSET_NAME, DType.STRING), path)
+    return Asset(editor.constant("asset", UPDATABLE_NAME, DType.STRING), path)

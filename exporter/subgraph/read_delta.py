@@ -14,7 +14,6 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from exporter.delta.format import (
-    FILE_PREFIX,
     FORMAT_VERSION,
     LINEAGE_KEY,
     PACKINGS,
@@ -25,6 +24,7 @@ from exporter.delta.format import (
     Schema,
     ServedVariable,
 )
+from exporter.layout import DELTA_NAME
 from exporter.subgraph.state import Tensor
 from exporter.subgraph.unpack import restore, restore_rows, tensors_in
 from exporter.wire.dtypes import DType
@@ -94,7 +94,7 @@ def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expe
     """Read and check the delta `<directory>/<name>` for a state at `position`."""
     import tensorflow as tf
 
-    prefix = tf.strings.join([directory, name, FILE_PREFIX], separator="/")
+    prefix = tf.strings.join([directory, name, DELTA_NAME], separator="/")
     fields, lineage, digest = _read_header(prefix)
     step, flags, rows = fields[3], fields[4], fields[5]
     refusal = _first_of(name, _checks_of_header(name, position, fields, lineage, digest, expected))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from exporter.checkpoint.locate import STATE_FILE, candidates
+from exporter.checkpoint.locate import candidates
 from exporter.checkpoint.tensor_bundle import index_path
 from exporter.errors import CheckpointError
+from exporter.layout import CHECKPOINT_STATE_FILE
 
 Signature = tuple[int, ...]
 
@@ -26,7 +27,7 @@ class NewCheckpoints:
 
     def new(self) -> Path | None:
         """The newest checkpoint (prefix or archive) if it is another, or written anew, since the last."""
-        looked = (_signature(self._ckpt_dir), _signature(self._ckpt_dir / STATE_FILE))
+        looked = (_signature(self._ckpt_dir), _signature(self._ckpt_dir / CHECKPOINT_STATE_FILE))
         if looked == self._looked and not self._is_overwritten():
             return None
         before = self._newest

@@ -11,18 +11,22 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.locate import STATE_FILE, candidates
+from exporter.checkpoint.locate import candidates
 from exporter.checkpoint.tensor_bundle import BundleWriter, index_path, read_catalog, step_in_name
-from exporter.delta.format import FILE_PREFIX
 from exporter.errors import CheckpointError, UsageError
 from exporter.files import make_directories, remove_tree, sync, write_durably, writing
-from exporter.increments.history import DIRECTORY, CheckpointMarker, History, identify, read_history
-from exporter.increments.increment import MANIFEST, Changed, CheckpointId, Increment, StoredIncrement, to_json
-from exporter.publish.staging import TRASH_PREFIX, Staging
-
-_UNFINISHED = ".milestone-"
-_SESSION = ".session"
-"""The file that names the session that began last."""
+from exporter.increments.history import CheckpointMarker, History, identify, read_history
+from exporter.increments.increment import Changed, CheckpointId, Increment, StoredIncrement, to_json
+from exporter.layout import (
+    CHECKPOINT_STATE_FILE,
+    DELTA_NAME,
+    INCREMENTS_DIRECTORY,
+    MANIFEST_FILE,
+    SESSION_FILE,
+    TRASH_PREFIX,
+    UNFINISHED_MARKER_PREFIX,
+)
+from exporter.publish.staging import Staging
 
 IndexSignature: TypeAlias = tuple[str, int, int]
 """A full checkpoint's name, and its index's inode and modification time in nanoseconds."""
@@ -46,7 +50,7 @@ class Store:
 
     def __init__(self, ckpt_dir: Path) -> None:
         self._ckpt_dir = ckpt_dir
-        self.path = ckpt_dir / DIRECTORY
+        self.path = ckpt_dir / INCREMENTS_DIRECTORY
 
     def history(self) -> History:
         """What is there; see `read_history`."""
@@ -59,14 +63,14 @@ class Store:
             TargetNotWritable, DiskFull, PublishError: nothing was published.
         """
         with Staging(self.path) as staging, writing(self.path):
-            with BundleWriter(staging.path / FILE_PREFIX) as writer:
+            with BundleWriter(staging.path / DELTA_NAME) as writer:
                 changed = fill(writer)
             if not changed:
                 return None
             increment = replace(draft, variables=changed)
             for file in writer.files:
                 sync(file)
-            write_durably(staging.path / MANIFEST, to_json(increment).encode("ascii"))
+            write_durably(staging.path / MANIFEST_FILE, to_json(increment).encode("ascii"))
             sync(staging.path)
             target = self.path / increment.directory_name
             if target.exists():  # a trainer that was set back comes by the same steps again
@@ -89,7 +93,7 @@ class Store:
         Raises:
             TargetNotWritable, DiskFull, PublishError: it was not noted.
         """
-        self._write(_SESSION, f"{session}\n")
+        self._write(SESSION_FILE, f"{session}\n")
 
     def require_claim(self, session: str) -> None:
         """Check that no other session has begun to write here since.
@@ -98,7 +102,7 @@ class Store:
             UsageError: another one has.
         """
         try:
-            found = (self.path / _SESSION).read_text("ascii").strip()
+            found = (self.path / SESSION_FILE).read_text("ascii").strip()
         except (OSError, ValueError):  # nothing tells of another one
             return
         if found != session:
@@ -118,7 +122,7 @@ class Store:
             trash = self.path / f"{TRASH_PREFIX}{secrets.token_hex(4)}"
             stored.path.rename(trash)  # out of sight in one call, then removed piece by piece
             remove_tree(trash)
-        for leftover in self.path.glob(f"{_UNFINISHED}*"):
+        for leftover in self.path.glob(f"{UNFINISHED_MARKER_PREFIX}*"):
             leftover.unlink(missing_ok=True)
         for marker in history.markers:
             if not index_path(self._ckpt_dir / marker.checkpoint.name).exists():
@@ -136,7 +140,7 @@ class Store:
     def _write(self, name: str, text: str) -> None:
         with writing(self.path):
             make_directories(self.path)
-            temporary = self.path / f"{_UNFINISHED}{secrets.token_hex(4)}"
+            temporary = self.path / f"{UNFINISHED_MARKER_PREFIX}{secrets.token_hex(4)}"
             write_durably(temporary, text.encode("ascii"))
             temporary.rename(self.path / name)
             sync(self.path)
@@ -158,7 +162,7 @@ class Store:
     def state_signature(self) -> tuple[int, ...]:
         """Changes whenever a saver has finished a full checkpoint; costs one call of the system."""
         try:
-            found = (self._ckpt_dir / STATE_FILE).stat()
+            found = (self._ckpt_dir / CHECKPOINT_STATE_FILE).stat()
         except OSError:
             return ()
         return found.st_ino, found.st_mtime_ns, found.st_size

@@ -10,14 +10,9 @@ from msgspec import Struct
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.spans import Position
 from exporter.errors import DeltaGap, ExportError, ManifestError, NotUpdatable, VerificationError
+from exporter.layout import VARIABLES_PREFIX
 from exporter.publish.absent import nothing_published
-from exporter.publish.delta_log import (
-    BROKEN_LOG_HINT,
-    VARIABLES_PREFIX,
-    DeltaLog,
-    LogDelta,
-    read_log,
-)
+from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.versions import version_dirs
 from exporter.verify.version_files import verify_bytes, verify_published

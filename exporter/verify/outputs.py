@@ -22,6 +22,7 @@ from exporter.graph.runnable import runnable_graph
 from exporter.graph.signatures import tensor_names
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.tables import files_to_feed
+from exporter.layout import SAVED_MODEL_FILE
 from exporter.mapping.build import TensorSource
 from exporter.mapping.build import VariableMapping as TensorMapping
 from exporter.wire import protos
@@ -131,7 +132,7 @@ def generated(name: str, signature: Proto, rows: int = _BATCHES[0]) -> Request:
 
 
 def _served_signatures(bundle: Path) -> Mapping[str, Proto]:
-    saved_model = protos.message_class("SavedModel").FromString((bundle / "saved_model.pb").read_bytes())
+    saved_model = protos.message_class("SavedModel").FromString((bundle / SAVED_MODEL_FILE).read_bytes())
     return dict(saved_model.meta_graphs[0].signature_def)
 
 

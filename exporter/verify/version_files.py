@@ -13,15 +13,12 @@ from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import check_values, read_catalog
 from exporter.errors import CheckpointError, VerificationError
 from exporter.files import open_regular
+from exporter.layout import MANIFEST_FILE, PAIR_NAME, SAVED_MODEL_FILE, VARIABLES_PREFIX
 from exporter.progress import NoProgress, Progress
-from exporter.publish.manifest import FILE_NAME, FileEntry, TensorEntry
+from exporter.publish.manifest import FileEntry, TensorEntry
 from exporter.publish.versions import read_manifest
 from exporter.wire.crc32c import chunks_of, combine, extend, mask
 from exporter.wire.dtypes import DType
-
-VARIABLES_PREFIX = Path("variables", "variables")
-PAIR_PREFIX = Path("export")
-"""Cloud ML's pair, which has its bundle beside the graph (`--format metagraph`)."""
 
 _BATCH_BYTES = 32 << 20
 """What one thread reads at a time: small enough to stop soon, large enough for the hand-over not to count."""
@@ -74,13 +71,13 @@ def verify_files(
     listed = {entry.path: entry for entry in files or ()}
     for entry in listed.values():
         _verify_file(bundle, entry, found)
-    is_pair = "saved_model.pb" not in found and f"{PAIR_PREFIX}.meta" in found
-    if "saved_model.pb" not in found and not is_pair:
-        raise VerificationError(f"{bundle} has no saved_model.pb", hint=_DAMAGED_HINT)
-    prefix = PAIR_PREFIX if is_pair else VARIABLES_PREFIX
+    is_pair = SAVED_MODEL_FILE not in found and f"{PAIR_NAME}.meta" in found
+    if SAVED_MODEL_FILE not in found and not is_pair:
+        raise VerificationError(f"{bundle} has no {SAVED_MODEL_FILE}", hint=_DAMAGED_HINT)
+    prefix = Path(PAIR_NAME) if is_pair else VARIABLES_PREFIX
     if expected or f"{prefix}.index" in found:
         _verify_index(bundle, prefix, expected)
-    unlisted = () if files is None else tuple(sorted(found.keys() - listed.keys() - {FILE_NAME}))
+    unlisted = () if files is None else tuple(sorted(found.keys() - listed.keys() - {MANIFEST_FILE}))
     return FilesReport(len(found), len(expected), sum(found.values()), unlisted)
 
 

@@ -11,7 +11,8 @@ from msgspec import Struct
 
 from exporter.delta.spans import Span
 from exporter.errors import ExportError, ManifestError, NotUpdatable
-from exporter.publish.delta_log import DELTAS_DIRECTORY, LogBase, LogDelta, list_deltas, log_path
+from exporter.layout import DELTAS_DIRECTORY
+from exporter.publish.delta_log import LogBase, LogDelta, list_deltas, log_path
 from exporter.publish.hold import Hold
 from exporter.publish.versions import version_dirs
 from serving.agent.rollout import Published, PublishedLog

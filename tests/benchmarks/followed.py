@@ -16,9 +16,10 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_catalog
 from exporter.delta.delta_files import write_delta
-from exporter.delta.format import FILE_PREFIX, Change, ChangeKind, DeltaHeader, Rows, ServedVariable
+from exporter.delta.format import Change, ChangeKind, DeltaHeader, Rows, ServedVariable
 from exporter.increments.history import identify
 from exporter.increments.increment import Changed, Increment
+from exporter.layout import DELTA_NAME
 from exporter.options import Updates
 from exporter.pipeline.full import export as run_export
 from exporter.publish.delta_log import DeltaLog, read_log
@@ -88,7 +89,7 @@ def publish(log: DeltaLog, position: int, rows: int) -> Path:
     tables = [variable for variable in log.schema.variables if variable.kind is ChangeKind.TABLE]
     rng = np.random.default_rng(position)
     changes: dict[str, Change] = {v.name: _random_rows(rng, v.shape, rows // len(tables)) for v in tables}
-    write_delta(directory / FILE_PREFIX, log.schema, header, changes)
+    write_delta(directory / DELTA_NAME, log.schema, header, changes)
     return directory
 
 

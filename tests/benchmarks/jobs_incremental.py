@@ -23,10 +23,11 @@ import numpy as np
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.diff import Comparison, diff
-from exporter.delta.format import FILE_PREFIX, ChangeKind
+from exporter.delta.format import ChangeKind
 from exporter.delta.row_hashes import BlockHasher, HashIndex
 from exporter.delta.row_reader import row_readers
 from exporter.delta.snapshot import Snapshot
+from exporter.layout import DELTA_NAME
 from exporter.options import ExportRequest
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
@@ -168,7 +169,7 @@ def _apply_rows(server: Served, log: DeltaLog) -> Callable[[Path], Any]:
         for table, ids, values in zip(tables, restored[::2], restored[1::2], strict=True)
     ]
     run = server.session.make_callable(tf.group(scattered), [prefix])
-    return lambda path: run(str(path / FILE_PREFIX))
+    return lambda path: run(str(path / DELTA_NAME))
 
 
 def _small_and_large(taken: list[float], small: int, large: int) -> Figures:

@@ -11,9 +11,9 @@ import numpy as np
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta.format import ChangeKind, ServedVariable
-from exporter.increments.deeprec import DIRECTORY as DEEPREC
 from exporter.increments.history import CheckpointMarker, identify
 from exporter.increments.increment import Changed, CheckpointId, Increment
+from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY as DEEPREC
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
 

@@ -20,10 +20,11 @@ from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 from exporter.increments.history import CheckpointMarker, identify, read_history
 from exporter.increments.increment import Changed, CheckpointId, Increment
 from exporter.increments.trained import TrainerVersion
+from exporter.layout import UPDATABLE_FILE
 from exporter.mapping.build import CastRule, MappingRules, RenameRule
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import ExportRequest, Updates
-from exporter.pipeline.rebase import DESCRIPTION, FIRST_POSITION
+from exporter.pipeline.rebase import FIRST_POSITION
 from exporter.publish.commit import Published, Staging, publish_version, reserve_position
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.log_entries import BaseEntry
@@ -248,8 +249,8 @@ def _write_graph(bundle: Path, position: int, step: int) -> None:
     node = meta_graph.graph_def.node.add(name=f"incremental/{FIRST_POSITION}", op="Const")
     fill(node.attr["value"].tensor, np.array([position, step, -1], np.int64))
     (bundle / "saved_model.pb").write_bytes(saved_model.SerializeToString())
-    (bundle / DESCRIPTION).parent.mkdir()
-    (bundle / DESCRIPTION).write_text("{}")
+    (bundle / UPDATABLE_FILE).parent.mkdir()
+    (bundle / UPDATABLE_FILE).write_text("{}")
 
 
 def request(trainer: Trainer, model: Path) -> ExportRequest:

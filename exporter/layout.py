@@ -1,0 +1,55 @@
+"""Every name on disk, in one place: of SavedModels, of what is published, and of what trainers leave.
+
+<model>/<version>/saved_model.pb  variables/variables.*  assets/  assets.extra/  manifest.json
+<model>/deltas/<log>/<from>-<to>/delta.*  manifest.json
+<model>/deltas/<log>/hold                        a position that readers do not pass by themselves
+<model>/deltas/<log>/.state/                     caches of the exporter
+<model>/.lock  .watch  .staging-*  .trash-*      work in progress; a server skips what is no number
+<ckpt-dir>/checkpoint                            names the newest checkpoint
+<ckpt-dir>/increments/<from>-<to>/delta.*  manifest.json
+<ckpt-dir>/increments/<checkpoint>.json  .session
+<ckpt-dir>/.incremental_checkpoint/              DeepRec's increments
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SAVED_MODEL_FILE = "saved_model.pb"
+SAVED_MODEL_TEXT_FILE = "saved_model.pbtxt"
+SAVED_MODEL_FILES = (SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE)
+SAVED_MODEL_PARTS_FILE = "saved_model.cpb"
+"""A model of more than 2 GiB, in several protos; TensorFlow reads it, this program says that it does not."""
+
+VARIABLES_DIRECTORY = "variables"
+VARIABLES_NAME = "variables"
+VARIABLES_PREFIX = Path(VARIABLES_DIRECTORY, VARIABLES_NAME)
+ASSETS_DIRECTORY = "assets"
+EXTRA_DIRECTORY = "assets.extra"
+WARMUP_FILE = Path(EXTRA_DIRECTORY, "tf_serving_warmup_requests")
+UPDATABLE_NAME = "incremental.json"
+UPDATABLE_FILE = Path(ASSETS_DIRECTORY, UPDATABLE_NAME)
+"""An asset of a base that takes deltas: tells people what it is, and the graph where it lies."""
+
+PAIR_NAME = "export"
+"""Cloud ML's pair: `export.meta`, and a tensor bundle of this name."""
+
+MANIFEST_FILE = "manifest.json"
+DELTAS_DIRECTORY = "deltas"
+DELTA_NAME = "delta"
+HOLD_FILE = "hold"
+CACHES_DIRECTORY = Path(".state")
+HASHES_DIRECTORY = CACHES_DIRECTORY / "hashes"
+CHECKED_DIRECTORY = CACHES_DIRECTORY / "checked"
+SOURCES_FILE = CACHES_DIRECTORY / "sources.json"
+RESIDUAL_PREFIX = "left-out-"
+LOCK_FILE = ".lock"
+WATCH_LOCK_FILE = ".watch"
+STAGING_PREFIX = ".staging-"
+TRASH_PREFIX = ".trash-"
+
+CHECKPOINT_STATE_FILE = "checkpoint"
+INCREMENTS_DIRECTORY = "increments"
+SESSION_FILE = ".session"
+UNFINISHED_MARKER_PREFIX = ".milestone-"
+DEEPREC_INCREMENTS_DIRECTORY = ".incremental_checkpoint"
