@@ -102,5 +102,5 @@ def test_what_the_pair_has_no_place_for(trained: Trained, tmp_path: Path) -> Non
         planned.graph.meta_graph.signature_def["serving_default"]
     )
     del planned.graph.meta_graph.signature_def["serving_default"]
-    with pytest.raises(NotServable, match="one signature"):
+    with pytest.raises(NotServable, match="the signature 'serving_default' alone"):
         write_pair(planned.graph, planned.mapping, tmp_path)
