@@ -109,7 +109,7 @@ def test_rows_of_any_width_are_hashed(width: int) -> None:
 
 @pytest.fixture
 def index() -> HashIndex:
-    return HashIndex("l", 7, BlockHasher((1, 2)), {"a/b[0]": np.arange(3, dtype=np.uint64)}, "s")
+    return HashIndex("l", 7, BlockHasher(1), {"a/b[0]": np.arange(3, dtype=np.uint64)}, "s")
 
 
 def test_a_cache_is_read_back(tmp_path: Path, index: HashIndex) -> None:
@@ -146,7 +146,7 @@ def test_a_cache_with_a_flipped_bit_is_no_cache(data: st.DataObject) -> None:
 
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "hashes"
-        write_index(path, HashIndex("l", 7, BlockHasher((1, 2)), {"a": np.arange(3, dtype=np.uint64)}, "s"))
+        write_index(path, HashIndex("l", 7, BlockHasher(1), {"a": np.arange(3, dtype=np.uint64)}, "s"))
         content = bytearray(path.read_bytes())
         at = data.draw(st.integers(0, len(content) * 8 - 1))
         content[at // 8] ^= 1 << at % 8

@@ -23,7 +23,7 @@ from exporter.delta.format import ChangeKind, Rows, ServedVariable
 from exporter.delta.row_hashes import read_index
 from exporter.delta.tolerance import load_residual
 from exporter.increments.history import CheckpointMarker, read_history
-from exporter.increments.increment import Changed, Increment, apply_increments
+from exporter.increments.increment import Changed, Increment
 from exporter.increments.increment import from_json as increment_from_json
 from exporter.increments.increment import to_json as increment_to_json
 from exporter.layout import CACHES_DIRECTORY, HASHES_DIRECTORY
@@ -37,7 +37,7 @@ from exporter.training.store import Store
 from exporter.wire.dtypes import DType
 from tests.golden.trainer import given_id
 from tests.support.commands import export_model
-from tests.support.increments import values_of
+from tests.support.increments import apply_increments, values_of
 from tests.support.logs import assert_same_bits, values_at
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -20,13 +20,13 @@ from exporter.increments.increment import (
     CheckpointId,
     Increment,
     StoredIncrement,
-    apply_increments,
     from_json,
     rows_of,
     to_json,
 )
 from exporter.layout import DELTA_NAME, MANIFEST_FILE
 from exporter.wire.dtypes import DType
+from tests.support.increments import apply_increments
 
 HEX = st.text("0123456789abcdef", min_size=32, max_size=32)
 STEPS = st.integers(0, 10**18)

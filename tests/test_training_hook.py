@@ -11,11 +11,10 @@ import tensorflow as tf
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.errors import CorruptFile, MissingTensors, PublishError, ShapeMismatch, UsageError
 from exporter.increments.history import read_history
-from exporter.increments.increment import apply_increments
 from exporter.training import IncrementHook, MonitoredTrainingSession, restore_increments
 from exporter.training import store as store_module
 from exporter.training.store import Store
-from tests.support.increments import differing, full, starts, values_of
+from tests.support.increments import apply_increments, differing, full, starts, values_of
 from tests.support.training_graphs import LAZY, OPTIMIZERS, Training, two_towers, v1
 
 

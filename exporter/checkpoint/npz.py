@@ -9,16 +9,17 @@ Source: numpy/lib/_format_impl.py; tensorlayer/files/utils.py.
 
 from __future__ import annotations
 
-import ast
+import io
 import math
 import re
-import struct
 from collections.abc import Iterator
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from numpy.lib import format as npy
 
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.file_range import FileRange
@@ -29,11 +30,12 @@ from exporter.wire.dtypes import DType
 Array = np.ndarray[Any, Any]
 
 
-_MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 1 << 16
 _MAX_TRANSPOSED_BYTES = 256 << 20
 _MAX_LISTED = 100_000
 _LIST = "params"
+_BAD_HEADER = (ValueError, SyntaxError, TokenError, TypeError, KeyError, MemoryError, RecursionError)
+"""What numpy's reader of headers ends in, all of them for headers that no numpy wrote."""
 _NUMBERED = re.compile(r"(arr_)?(0|[1-9][0-9]*)")
 
 
@@ -148,27 +150,28 @@ def _read_header(path: Path, member: Member) -> _Header | None:
     """The header of a member, None for an array of texts."""
     data = _begin(path, member)
     where = f"{path}: {member.name!r}"
-    if data[:6] != _MAGIC or len(data) < 10:
-        raise CorruptFile(f"{where} is not an npy array", cause="it does not begin as one does")
-    wide = data[6] >= 2
-    length = struct.unpack_from("<I" if wide else "<H", data, 8)[0]
-    start = 12 if wide else 10
-    if data[6] > 3 or length > _MAX_HEADER_BYTES:
-        raise UnsupportedFormat(f"{where} has version {data[6]} and a header of {length} bytes")
-    if len(data) < start + length:
-        raise TruncatedFile(f"{where} ends within its header")
+    file = io.BytesIO(data)
     try:
-        fields = ast.literal_eval(data[start : start + length].decode("utf-8" if data[6] == 3 else "latin1"))
-        descr, is_fortran, shape = fields["descr"], fields["fortran_order"], fields["shape"]
-    except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError) as error:
+        major = npy.read_magic(file)[0]
+    except ValueError as error:
+        raise CorruptFile(f"{where} is not an npy array", cause=str(error)) from None
+    length = int.from_bytes(data[8 : 10 if major == 1 else 12], "little")
+    if major > 3 or length > _MAX_HEADER_BYTES:
+        raise UnsupportedFormat(f"{where} has version {major} and a header of {length} bytes")
+    read = npy.read_array_header_1_0 if major == 1 else npy.read_array_header_2_0
+    try:
+        shape, is_fortran, stored = read(file, max_header_size=_MAX_HEADER_BYTES)
+    except _BAD_HEADER as error:
+        if str(error).startswith("EOF"):
+            raise TruncatedFile(f"{where} ends within its header") from None
         raise CorruptFile(f"{where} has a damaged header", cause=str(error)) from None
-    if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
+    if not all(type(size) is int and size >= 0 for size in shape):
         raise CorruptFile(f"{where} has the shape {shape!r:.99}")
-    stored = _stored_type(descr, where)
+    _refuse_objects(stored, where)
     if stored.kind in "SU":
         return None
-    is_fortran = bool(is_fortran) and len(shape) > 1
-    header = _Header(start + length, stored, _known(stored, where), is_fortran, shape)
+    is_fortran = is_fortran and len(shape) > 1
+    header = _Header(file.tell(), stored, _known(stored, where), is_fortran, shape)
     expected = header.size + math.prod(shape) * stored.itemsize
     if member.size != expected:
         error_type = TruncatedFile if member.size < expected else CorruptFile
@@ -193,21 +196,16 @@ def _begin(path: Path, member: Member) -> bytes:
     return data
 
 
-def _stored_type(descr: object, where: str) -> np.dtype[Any]:
-    if isinstance(descr, str):
-        try:
-            stored = np.dtype(descr)
-        except (TypeError, ValueError, SyntaxError):
-            raise CorruptFile(f"{where} has the unknown type {descr!r:.99}") from None
-        if not stored.hasobject:
-            return stored
-    elif "O" not in repr(descr):
-        raise UnsupportedFormat(f"{where} is an array of records: {descr!r:.99}")
-    raise UnsafeArchive(
-        f"{where} is a pickle: reading it would run code that its author put there",
-        cause="save_npz pickles a list of arrays that differ in shape",
-        hint="if you trust it: np.savez(NEW, *np.load(OLD, allow_pickle=True)['params']), then export NEW",
-    )
+def _refuse_objects(stored: np.dtype[Any], where: str) -> None:
+    if stored.hasobject:
+        raise UnsafeArchive(
+            f"{where} is a pickle: reading it would run code that its author put there",
+            cause="save_npz pickles a list of arrays that differ in shape",
+            hint="if you trust it: np.savez(NEW, *np.load(OLD, allow_pickle=True)['params']), "
+            "then export NEW",
+        )
+    if stored.names or stored.subdtype:
+        raise UnsupportedFormat(f"{where} is an array of records: {stored!r:.99}")
 
 
 def _known(stored: np.dtype[Any], where: str) -> DType:

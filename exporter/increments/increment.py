@@ -19,7 +19,7 @@ How increments and full checkpoints hang together is `exporter.increments.histor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -249,24 +249,6 @@ def _changed(document: VariableDocument, path: Path) -> Changed:
 
 def _damaged(path: Path, cause: str) -> CorruptFile:
     return CorruptFile(f"{path} is damaged", cause=cause)
-
-
-def apply_increments(values: dict[str, Array], increments: Iterable[StoredIncrement]) -> None:
-    """Overlay whole variables in memory with increments, in order: what a restored trainer would hold.
-
-    Raises:
-        CorruptFile: see `StoredIncrement.changes`.
-        KeyError: rows of a variable that is not among `values`.
-    """
-    for stored in increments:
-        for changed, change in stored.changes():
-            name = changed.variable.name
-            if not isinstance(change, Rows):
-                values[name] = change
-                continue
-            if not values[name].flags.writeable:
-                values[name] = values[name].copy()
-            values[name][change.ids] = change.values
 
 
 def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:

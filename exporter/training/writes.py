@@ -85,11 +85,6 @@ def is_resource(variable: Variable) -> bool:
     return str(variable.op.type) == "VarHandleOp"
 
 
-def written_references(op: Operation) -> Iterator[Tensor]:
-    """The handles and references that a write takes."""
-    return (tensor for index, tensor in enumerate(op.inputs) if takes_reference(op, index))
-
-
 def takes_reference(op: Operation, index: int) -> bool:
     """True if input `index` lets the operation write to a variable: a handle, or a reference as such."""
     if op.inputs[index].dtype.base_dtype.name == "resource":

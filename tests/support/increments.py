@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from exporter.catalog import TensorRef
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, read_array, read_catalog
+from exporter.delta.format import Rows
 from exporter.increments.history import History, identify, read_history
-from exporter.increments.increment import CheckpointId, StoredIncrement, apply_increments
+from exporter.increments.increment import CheckpointId, StoredIncrement
 
 
 def values_of(prefix: Path) -> dict[str, np.ndarray]:
@@ -43,6 +45,19 @@ def differing(
     expected = values_of(final)
     assert values.keys() == expected.keys()
     return [name for name, value in expected.items() if values[name].tobytes() != value.tobytes()]
+
+
+def apply_increments(values: dict[str, np.ndarray], increments: Iterable[StoredIncrement]) -> None:
+    """Overlay whole variables in memory with increments, in order: what a restored trainer would hold."""
+    for stored in increments:
+        for changed, change in stored.changes():
+            name = changed.variable.name
+            if not isinstance(change, Rows):
+                values[name] = change
+                continue
+            if not values[name].flags.writeable:
+                values[name] = values[name].copy()
+            values[name][change.ids] = change.values
 
 
 def starts(history: History, directory: Path) -> list[CheckpointId]:
