@@ -1,32 +1,191 @@
-"""Recognise which family of checkpoints a path belongs to: archives by name, tensor bundles by index, else
-V1.
+"""The families of checkpoints: how each is told by its files, which of them belong together, who reads them.
 
-What reads the other families is imported when one is met: a delta is made in the time that imports take.
+What reads a family is imported when one is met: a delta is made in the time that imports take.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
+
+from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.checkpoint.trainers import recognise
-from exporter.layout import SAVED_MODEL_FILES, VARIABLES_PREFIX
+from exporter.layout import SAVED_MODEL_FILES, VARIABLES_NAME, VARIABLES_PREFIX
 
-KERAS_SUFFIXES = (".keras", ".weights.json", ".h5", ".hdf5")
-NPZ_SUFFIXES = (".npz",)
 V1_SHARD = re.compile(r"-([0-9]{5}|\?{5})-of-[0-9]{5}$")
 """Behind a prefix: which shard of how many, or, in a pattern, each of them."""
 
 
-_ARCHIVES = (*KERAS_SUFFIXES, *NPZ_SUFFIXES)
-_KERAS_SHARD = re.compile(r"(.+)_[0-9]{5}\.weights\.h5$")
-_BACKUP = "latest.weights.h5"
-"""What `keras.callbacks.BackupAndRestore` keeps up to date."""
+class Family(Protocol):
+    """One family of checkpoints. A path is that of a file, or what the names of several begin with."""
+
+    def matches(self, path: Path) -> bool:
+        """True if `path` is a checkpoint of this family, by its name and by what is there."""
+
+    def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
+        """The checkpoints of this family that a directory with these names may mean, in no order."""
+
+    def files(self, path: Path, names: Collection[str]) -> list[str]:
+        """The names, of those beside a checkpoint, that are its files."""
+
+    def read(self, path: Path) -> Catalog:
+        """The checkpoint.
+
+        Raises:
+            CheckpointError: a subclass of it says why it cannot be read.
+        """
+
+
+class TensorBundle:
+    """TensorFlow's format V2: an index, shards, and often the trainer's graph beside them."""
+
+    def matches(self, path: Path) -> bool:
+        """See `Family`."""
+        with suppress(OSError, ValueError):
+            return index_path(path).exists()
+        return False
+
+    def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
+        """See `Family`."""
+        return [directory / name.removesuffix(".index") for name in names if name.endswith(".index")]
+
+    def files(self, path: Path, names: Collection[str]) -> list[str]:
+        """See `Family`."""
+        found = [name for name in names if name.startswith(path.name) and self._is_of(path, name)]
+        return [name for name in found if name != path.name] if index_path(path).name in found else found
+
+    def _is_of(self, path: Path, name: str) -> bool:
+        rest = name.removeprefix(path.name)
+        return rest in ("", ".index", ".meta") or rest.startswith(".data-")
+
+    def read(self, path: Path) -> Catalog:
+        """See `Family`."""
+        return recognise(read_catalog(path))
+
+
+class FormatV1:
+    """TensorFlow's format V1: one file, or shards that a glob pattern names."""
+
+    def matches(self, path: Path) -> bool:
+        """See `Family`."""
+        return not BUNDLE.matches(path) and bool(v1_files(path))
+
+    def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
+        """See `Family`; a file counts if its graph is beside it: nothing else tells."""
+        found = {v1_pattern(name) for name in names if f"{V1_SHARD.sub('', name)}.meta" in names}
+        return [directory / name for name in found]
+
+    def files(self, path: Path, names: Collection[str]) -> list[str]:
+        """See `Family`."""
+        graph = f"{V1_SHARD.sub('', path.name)}.meta"
+        return [name for name in names if name == graph or _is_v1(path, name)]
+
+    def read(self, path: Path) -> Catalog:
+        """See `Family`."""
+        from exporter.checkpoint.v1 import read_v1
+
+        files = v1_files(path)
+        return read_v1(path.with_name(v1_pattern(files[0].name)), files)
+
+
+class SavedModelAlone:
+    """Where the variables of a SavedModel would be that has none."""
+
+    def matches(self, path: Path) -> bool:
+        """See `Family`."""
+        return saved_model_without_variables(path) is not None
+
+    def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
+        """See `Family`."""
+        places = (directory / VARIABLES_PREFIX, directory / VARIABLES_NAME)
+        return [prefix for prefix in places if self.matches(prefix)][:1]
+
+    def files(self, path: Path, names: Collection[str]) -> list[str]:
+        """See `Family`."""
+        return []
+
+    def read(self, path: Path) -> Catalog:
+        """See `Family`."""
+        model = saved_model_without_variables(path)
+        assert model is not None
+        return Catalog("SavedModel without variables", path, {}, (model,), (model.stat().st_size,))
+
+
+class Archives(Struct, frozen=True):
+    """Files that hold a whole checkpoint each, told by how their names end.
+
+    `shards` matches the name of a file that another one lists, whose name is then made by `listed_by`.
+    """
+
+    suffixes: tuple[str, ...]
+    reader: Callable[[Path], Catalog]
+    shards: re.Pattern[str] | None = None
+    listed_by: str = ""
+    preferred: str = ""
+
+    def matches(self, path: Path) -> bool:
+        """See `Family`."""
+        with suppress(OSError, ValueError):
+            return path.name.endswith(self.suffixes) and path.is_file() and not BUNDLE.matches(path)
+        return False
+
+    def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
+        """See `Family`: of a sharded one only its list counts, of a directory of backups only the latest."""
+        found = [name for name in names if name.endswith(self.suffixes) and not name.startswith(".")]
+        if self.preferred in found:
+            return [directory / self.preferred]
+        return [directory / name for name in found if self._list(name) not in names]
+
+    def _list(self, name: str) -> str | None:
+        shard = self.shards and self.shards.fullmatch(name)
+        return shard.expand(self.listed_by) if shard else None
+
+    def files(self, path: Path, names: Collection[str]) -> list[str]:
+        """See `Family`."""
+        return [name for name in names if name == path.name]
+
+    def read(self, path: Path) -> Catalog:
+        """See `Family`."""
+        return self.reader(path)
+
+
+def _read_keras(path: Path) -> Catalog:
+    from exporter.checkpoint.keras_archive import read_keras
+
+    return read_keras(path)
+
+
+def _read_npz(path: Path) -> Catalog:
+    from exporter.checkpoint.npz import read_npz
+
+    return read_npz(path)
+
+
+BUNDLE = TensorBundle()
+V1 = FormatV1()
+SAVED_MODEL = SavedModelAlone()
+KERAS = Archives(
+    (".keras", ".weights.json", ".h5", ".hdf5"),
+    _read_keras,
+    shards=re.compile(r"(.+)_[0-9]{5}\.weights\.h5"),
+    listed_by=r"\1.weights.json",
+    preferred="latest.weights.h5",  # what `keras.callbacks.BackupAndRestore` keeps up to date
+)
+NPZ = Archives((".npz",), _read_npz)
+ARCHIVES: tuple[Archives, ...] = (KERAS, NPZ)
+FAMILIES: tuple[Family, ...] = (*ARCHIVES, V1, SAVED_MODEL, BUNDLE)
+
+
+def family_of(path: Path) -> Family:
+    """The family that a path is of; a tensor bundle's if it is of none."""
+    return next((family for family in FAMILIES if family.matches(path)), BUNDLE)
 
 
 def read_family(path: Path) -> Catalog:
@@ -35,21 +194,35 @@ def read_family(path: Path) -> Catalog:
     Raises:
         CheckpointError: a subclass of it says why it cannot be read.
     """
-    if path.name.endswith(KERAS_SUFFIXES):
-        from exporter.checkpoint.keras_archive import read_keras
+    return family_of(path).read(path)
 
-        return read_keras(path)
-    if path.name.endswith(NPZ_SUFFIXES):
-        from exporter.checkpoint.npz import read_npz
 
-        return read_npz(path)
-    if not index_path(path).exists() and (files := v1_files(path)):
-        from exporter.checkpoint.v1 import read_v1
+def is_checkpoint(path: Path) -> bool:
+    """True if a path is a checkpoint of some family."""
+    return any(family.matches(path) for family in FAMILIES)
 
-        return read_v1(path.with_name(v1_pattern(files[0].name)), files)
-    if (model := saved_model_without_variables(path)) is not None:
-        return Catalog("SavedModel without variables", path, {}, (model,), (model.stat().st_size,))
-    return recognise(read_catalog(path))
+
+def is_archive(path: Path) -> bool:
+    """True for a file that is an archive by its name."""
+    return any(family.matches(path) for family in ARCHIVES)
+
+
+def describes_model(path: Path) -> bool:
+    """True for an archive that holds a model's config beside the weights.
+
+    Raises:
+        CheckpointError: it is damaged or hostile.
+    """
+    if not KERAS.matches(path):
+        return False
+    from exporter.checkpoint.keras_archive import read_config
+
+    return read_config(path) is not None
+
+
+def is_series(names: Collection[str]) -> bool:
+    """True if names differ in numbers alone, so that one of them is the newest."""
+    return len({re.sub(r"[0-9]+", "0", name) for name in names}) == 1
 
 
 def saved_model_without_variables(prefix: Path) -> Path | None:
@@ -63,44 +236,6 @@ def saved_model_without_variables(prefix: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def is_archive(path: Path) -> bool:
-    """True for a file that is an archive by its name."""
-    return path.name.endswith(_ARCHIVES) and path.is_file()
-
-
-def describes_model(path: Path) -> bool:
-    """True for an archive that holds a model's config beside the weights.
-
-    Raises:
-        CheckpointError: it is damaged or hostile.
-    """
-    if not is_archive(path) or path.name.endswith(NPZ_SUFFIXES):
-        return False
-    from exporter.checkpoint.keras_archive import read_config
-
-    return read_config(path) is not None
-
-
-def archives(names: Collection[str]) -> list[str]:
-    """The archives that a directory's path may mean: one, or several of a series.
-
-    Of a sharded one only its list counts; of a directory of backups only the latest.
-    """
-    found = [name for name in names if name.endswith(_ARCHIVES) and not name.startswith(".")]
-    if _BACKUP in found:
-        return [_BACKUP]
-    return [
-        name
-        for name in found
-        if not ((shard := _KERAS_SHARD.fullmatch(name)) and f"{shard[1]}.weights.json" in found)
-    ]
-
-
-def is_series(names: Collection[str]) -> bool:
-    """True if names differ in numbers alone, so that one of them is the newest."""
-    return len({re.sub(r"[0-9]+", "0", name) for name in names}) == 1
-
-
 def v1_pattern(name: str) -> str:
     """What TensorFlow calls a checkpoint of format V1 by one of its files: the file, or a pattern."""
     return V1_SHARD.sub(lambda shard: f"-?????{shard.group()[6:]}", name)
@@ -108,11 +243,13 @@ def v1_pattern(name: str) -> str:
 
 def v1_files(prefix: Path) -> list[Path]:
     """Files of a checkpoint of format V1: one named as the prefix, or shards that a glob pattern names."""
-    pattern = re.escape(prefix.name).replace(r"\?", "[0-9]")
     with suppress(OSError):
         return sorted(
-            path
-            for path in prefix.parent.iterdir()
-            if re.fullmatch(rf"{pattern}({V1_SHARD.pattern})?", path.name) and path.is_file()
+            path for path in prefix.parent.iterdir() if _is_v1(prefix, path.name) and path.is_file()
         )
     return []
+
+
+def _is_v1(prefix: Path, name: str) -> bool:
+    pattern = re.escape(prefix.name).replace(r"\?", "[0-9]")
+    return re.fullmatch(rf"{pattern}({V1_SHARD.pattern})?", name) is not None

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
-from exporter.checkpoint.families import is_archive
+from exporter.checkpoint.families import family_of
 from exporter.errors import CheckpointChanged, CheckpointNotFound
 from exporter.files import read_regular
 
@@ -92,23 +92,14 @@ def index_digest(prefix: Path) -> str:
 def look(prefix: Path) -> Looks:
     """What the files of a checkpoint, or one file, look like; nothing if it is gone, or vanishing.
 
-    These are a tensor bundle's index, graph and shards, or else the file of the very name. What others put
-    beside them (checksums, what is being downloaded) is not the checkpoint.
+    What others put beside them (checksums, what is being downloaded) is not the checkpoint.
     """
     with suppress(OSError):
-        files = {path.name: path for path in prefix.parent.iterdir() if _is_of(prefix, path.name)}
-        if index_path(prefix).name in files:
-            files.pop(prefix.name, None)
-        found = [(name, files[name].stat()) for name in sorted(files)]
-        return tuple((name, now.st_size, now.st_mtime_ns, now.st_ino) for name, now in found)
+        names = [path.name for path in prefix.parent.iterdir()]
+        found = sorted(family_of(prefix).files(prefix, names))
+        looks = [(name, prefix.with_name(name).stat()) for name in found]
+        return tuple((name, now.st_size, now.st_mtime_ns, now.st_ino) for name, now in looks)
     return ()
-
-
-def _is_of(prefix: Path, name: str) -> bool:
-    if not name.startswith(prefix.name) or is_archive(prefix):
-        return name == prefix.name
-    rest = name.removeprefix(prefix.name)
-    return rest in ("", ".index", ".meta") or rest.startswith(".data-")
 
 
 def _look_at(paths: tuple[Path, ...]) -> Looks:

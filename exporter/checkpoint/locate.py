@@ -21,14 +21,14 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.families import (
-    V1_SHARD,
-    archives,
+    ARCHIVES,
+    BUNDLE,
+    SAVED_MODEL,
+    V1,
     is_archive,
+    is_checkpoint,
     is_series,
     read_family,
-    saved_model_without_variables,
-    v1_files,
-    v1_pattern,
 )
 from exporter.checkpoint.identity import look
 from exporter.checkpoint.tensor_bundle import step_in_name
@@ -41,7 +41,7 @@ from exporter.errors import (
     UnsupportedFormat,
 )
 from exporter.files import nearest, read_regular
-from exporter.layout import CHECKPOINT_STATE_FILE, SAVED_MODEL_FILES, VARIABLES_NAME, VARIABLES_PREFIX
+from exporter.layout import CHECKPOINT_STATE_FILE, SAVED_MODEL_FILES, VARIABLES_NAME
 
 WORKER_PREFIX = "workertemp_"
 """Begins the name of a directory into which a worker saves what only the chief keeps, in that directory."""
@@ -107,8 +107,7 @@ def candidates(path: Path) -> list[Path]:
     if is_archive(path):
         return [path]
     prefix = path if _exists(index_path(path)) else path.with_name(_SUFFIX.sub("", path.name))
-    there = _exists(index_path(prefix)) or v1_files(prefix) or saved_model_without_variables(prefix)
-    if not there:
+    if not is_checkpoint(prefix):
         raise _no_index(prefix)
     return [prefix]
 
@@ -126,41 +125,40 @@ def _in_directory(directory: Path) -> list[Path]:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError as error:
         raise CheckpointError(f"cannot list {directory}", cause=str(error)) from None
-    found = [name.removesuffix(".index") for name in names if name.endswith(".index")]
-    prefixes = [directory / name for name in sorted(found, key=_order, reverse=True)]
+    found = BUNDLE.candidates(directory, names)
+    prefixes = sorted(found, key=_order, reverse=True)
     named = _named_by_state(directory)
     if named is not None:
         first = _beside(named, directory)
         prefixes = [first, *(prefix for prefix in prefixes if prefix != first)]
-    if not found and not any(_exists(index_path(prefix)) or v1_files(prefix) for prefix in prefixes):
+    if not found and not any(BUNDLE.matches(prefix) or V1.matches(prefix) for prefix in prefixes):
         return _without_index(directory, names, named)
     return prefixes
 
 
 def _without_index(directory: Path, names: list[str], named: Path | None) -> list[Path]:
     """What a directory without a tensor bundle may mean: one below, format V1, one archive, a series."""
-    for prefix in (directory / VARIABLES_PREFIX, directory / VARIABLES_NAME):
-        if saved_model_without_variables(prefix) is not None:
-            return [prefix]
+    if alone := SAVED_MODEL.candidates(directory, names):
+        return alone
     nested = next((below for mark, below in _NESTED if mark in names and below in names), None)
     if nested is not None:
         return candidates(directory / nested)
-    v1 = {v1_pattern(name) for name in names if f"{V1_SHARD.sub('', name)}.meta" in names}
-    found = [*v1] or archives(names)
+    archives = [path for family in ARCHIVES for path in family.candidates(directory, names)]
+    found = V1.candidates(directory, names) or archives
     if not found:
         raise _nothing_in(directory, names, named)
-    if not is_series(found):
+    if not is_series([path.name for path in found]):
         raise CheckpointNotFound(
-            f"{directory} holds several archives: {', '.join(found[:5])}",
-            hint=f"name one of them: --ckpt-dir {directory / found[0]}",
+            f"{directory} holds several archives: {', '.join(path.name for path in found[:5])}",
+            hint=f"name one of them: --ckpt-dir {found[0]}",
         )
-    return [directory / name for name in sorted(found, key=_order, reverse=True)]
+    return sorted(found, key=_order, reverse=True)
 
 
-def _order(name: str) -> tuple[int, list[str | int]]:
+def _order(path: Path) -> tuple[int, list[str | int]]:
     """By step; names without one by the numbers in them (`cp-9.ckpt` before `cp-10.ckpt`), and first."""
-    parts = re.split(r"([0-9]+)", name)
-    step = step_in_name(name)
+    parts = re.split(r"([0-9]+)", path.name)
+    step = step_in_name(path.name)
     return -1 if step is None else step, [int(part) if at % 2 else part for at, part in enumerate(parts)]
 
 
