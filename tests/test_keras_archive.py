@@ -18,8 +18,9 @@ from hypothesis.extra import numpy as hnp
 
 from exporter.catalog import Naming
 from exporter.checkpoint import open_checkpoint
-from exporter.checkpoint.hdf5 import Packed, Plain
+from exporter.checkpoint.hdf5 import Packed
 from exporter.checkpoint.keras_archive import read_config, read_keras
+from exporter.checkpoint.plain_values import PlainValues
 from exporter.errors import (
     CheckpointChanged,
     CheckpointNotFound,
@@ -55,7 +56,7 @@ def test_an_archive_is_read_where_it_lies(tmp_path: Path) -> None:
     path = keras_archive(tmp_path / "m.keras")
     before = sorted(tmp_path.iterdir())
     catalog = read_keras(path)
-    assert all(isinstance(ref.content, Plain) for ref in catalog.tensors.values())
+    assert all(isinstance(ref.content, PlainValues) for ref in catalog.tensors.values())
     assert sorted(tmp_path.iterdir()) == before
     for name, value in values(catalog, tmp_path).items():
         np.testing.assert_array_equal(value, EXPECTED[name], strict=True)

@@ -29,6 +29,7 @@ from msgspec import Struct
 from exporter import errors
 from exporter.checkpoint.file_range import FileRange, verify
 from exporter.checkpoint.hdf5_process import FRAME
+from exporter.checkpoint.plain_values import PlainValues
 from exporter.errors import CheckpointError, CorruptFile, UnsafeArchive
 from exporter.wire.dtypes import DType
 
@@ -60,7 +61,7 @@ class Dataset(Struct, frozen=True):
     path: str
     dtype: DType
     shape: tuple[int, ...]
-    content: Plain | Packed
+    content: PlainValues | Packed
 
 
 class FileContents(Struct, frozen=True):
@@ -73,25 +74,6 @@ class FileContents(Struct, frozen=True):
     datasets: tuple[Dataset, ...]
     attributes: Mapping[str, Mapping[str, tuple[str, ...]]]
     skipped: tuple[str, ...]
-
-
-class Plain(Struct, frozen=True):
-    """A dataset that is one run of bytes, little endian: `source` is that run, `archive` what it lies in."""
-
-    source: FileRange
-    archive: FileRange
-    dtype: DType
-
-    def blocks(self) -> Iterator[Array]:
-        """See `Content.blocks`."""
-        verify(self.archive)
-        itemsize = self.dtype.numpy.itemsize
-        rest = b""
-        for chunk in self.source.chunks():
-            data = rest + chunk if rest else chunk
-            whole = len(data) - len(data) % itemsize
-            rest = data[whole:]
-            yield np.frombuffer(data[:whole] if rest else data, self.dtype.numpy)
 
 
 class Packed(Struct, frozen=True):
@@ -162,9 +144,9 @@ def _dataset(source: FileRange, found: Mapping[str, Any]) -> Dataset | None:
     except KeyError:
         return None
     path, shape = found["path"], tuple(found["shape"])
-    content: Plain | Packed = Packed(source, path, dtype, shape)
+    content: PlainValues | Packed = Packed(source, path, dtype, shape)
     if found["offset"] is not None:
-        content = Plain(source.part(found["offset"], found["size"]), source, dtype)
+        content = PlainValues(source.part(found["offset"], found["size"]), source, dtype)
     return Dataset(path, dtype, shape, content)
 
 
