@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint.convert import write_bundle
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
@@ -103,6 +105,19 @@ def compare(a: Side, b: Side) -> Differences:
     Raises:
         ExportError: a side cannot be read, or they have nothing in common; see errors.py.
     """
+    with tempfile.TemporaryDirectory() as scratch:
+        return _compare(_as_bundle(a, Path(scratch) / "a"), _as_bundle(b, Path(scratch) / "b"), Path(scratch))
+
+
+def _as_bundle(side: Side, directory: Path) -> Side:
+    """A side whose rows can be read where they lie: an archive is streamed into a tensor bundle first."""
+    if side.catalog is None or side.catalog.is_bundle:
+        return side
+    catalog = write_bundle(side.catalog, side.catalog.tensors.values(), directory / "model.ckpt")
+    return replace(side, catalog=catalog)
+
+
+def _compare(a: Side, b: Side, scratch: Path) -> Differences:
     old, new = _variables(a, b), _variables(b, a)
     contents = _lookups(a) | _lookups(b)
     comparable = {
@@ -119,13 +134,12 @@ def compare(a: Side, b: Side) -> Differences:
         contents[name][name] if name in contents else _as_compared(old[name]) for name in common
     )
     states = (_state(a, old), _state(b, new))
-    with tempfile.TemporaryDirectory() as scratch:
-        found = diff(*states, schema, Comparison(Path(scratch)))
-        variables = tuple(
-            _difference(variable, states[0], found.changes[variable.name])
-            for variable in schema.variables
-            if variable.name in found.changes
-        )
+    found = diff(*states, schema, Comparison(scratch))
+    variables = tuple(
+        _difference(variable, states[0], found.changes[variable.name])
+        for variable in schema.variables
+        if variable.name in found.changes
+    )
     shared = set(common)
     return Differences(
         a, b, variables, len(common), tuple(sorted(old.keys() - shared)), tuple(sorted(new.keys() - shared))
