@@ -133,7 +133,7 @@ class Archives(Struct, frozen=True):
     def matches(self, path: Path) -> bool:
         """See `Family`."""
         with suppress(OSError, ValueError):
-            return path.name.endswith(self.suffixes) and path.is_file() and not BUNDLE.matches(path)
+            return path.name.endswith(self.suffixes) and path.is_file()
         return False
 
     def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
@@ -168,6 +168,12 @@ def _read_npz(path: Path) -> Catalog:
     return read_npz(path)
 
 
+def _read_safetensors(path: Path) -> Catalog:
+    from exporter.checkpoint.safetensors import read_safetensors
+
+    return read_safetensors(path)
+
+
 BUNDLE = TensorBundle()
 V1 = FormatV1()
 SAVED_MODEL = SavedModelAlone()
@@ -179,7 +185,13 @@ KERAS = Archives(
     preferred="latest.weights.h5",  # what `keras.callbacks.BackupAndRestore` keeps up to date
 )
 NPZ = Archives((".npz",), _read_npz)
-ARCHIVES: tuple[Archives, ...] = (KERAS, NPZ)
+SAFETENSORS = Archives(
+    (".safetensors", ".safetensors.index.json"),
+    _read_safetensors,
+    shards=re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors"),
+    listed_by=r"\1.safetensors.index.json",
+)
+ARCHIVES: tuple[Archives, ...] = (KERAS, NPZ, SAFETENSORS)
 FAMILIES: tuple[Family, ...] = (*ARCHIVES, V1, SAVED_MODEL, BUNDLE)
 
 

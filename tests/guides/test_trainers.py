@@ -14,6 +14,7 @@ FOLLOWED = [
     "docs/from/index.md",
     "docs/from/keras.md",
     "docs/from/tensorlayer.md",
+    "docs/from/safetensors.md",
 ]
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from exporter.bundle.warmup_requests import parse_request
 from exporter.checkpoint import open_checkpoint
@@ -197,6 +198,10 @@ def damage(path: Path, top: Path, rng: random.Random) -> None:
     elif path.suffix in (".npz", ".keras") and chance < 0.6:
         _changed_zip(path, rng)
         return
+    elif path.suffix == ".safetensors" and chance < 0.6:
+        size = int.from_bytes(data[:8], "little")
+        header = _changed_json(data[8 : 8 + size], rng)
+        data = len(header).to_bytes(8, "little") + header + data[8 + size :]
     elif data[:4].isdigit() or path.name == "checkpoint":
         data = re.sub(rb"[0-9]+", lambda _: str(rng.choice((*_NUMBERS, 10**18, 10**20))).encode(), data)
     else:
@@ -342,6 +347,17 @@ def _read_requests(directory: Path) -> None:
             parse_request(read_regular(path).decode(), {"serving_default": predict, "scores": scores})
 
 
+def _safetensors(directory: Path) -> None:
+    """A file, and the same tensors in shards with a list of them."""
+    tensors = {"w": np.ones((3, 4), np.float32), "b": np.arange(3), "global_step": np.array(7)}
+    save_file(tensors, directory / "m.safetensors", metadata={"format": "tf"})
+    (directory / "sharded").mkdir()
+    places = {name: f"m-{at:05}-of-00003.safetensors" for at, name in enumerate(tensors, 1)}
+    for name, place in places.items():
+        save_file({name: tensors[name]}, directory / "sharded" / place)
+    (directory / "sharded/m.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
 def _sharded_keras(directory: Path) -> None:
     weights_file(directory / "m_00000.weights.h5")
     groups = {"/layers/dense/vars": "m_00000.weights.h5", "/layers/dense_1/vars": ["m_00000.weights.h5"]}
@@ -387,6 +403,15 @@ KINDS: Mapping[str, Kind] = {
         ),
         ("m.npz",),
         (*_commands("inspect @/m.npz --tensors"), _read_all("m.npz")),
+    ),
+    "safetensors": Kind(
+        _safetensors,
+        ("m.safetensors", "sharded/*"),
+        (
+            *_commands("inspect @/m.safetensors --tensors", "inspect @/sharded --json"),
+            _read_all("m.safetensors"),
+            _read_all("sharded"),
+        ),
     ),
     "keras": Kind(
         lambda directory: keras_archive(directory / "m.keras"),

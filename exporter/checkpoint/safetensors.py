@@ -1,0 +1,208 @@
+"""Hugging Face's `.safetensors`: a JSON header, then every tensor's bytes as they are; and lists of shards.
+
+    <header size: u64> <header: JSON, filled up with spaces> <bytes of tensors>
+    header: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}
+
+Offsets count from the end of the header; tensors cover the bytes without gaps and share none. A list,
+`model.safetensors.index.json`, says in which file beside it each tensor is: {"weight_map": {"name": file}}.
+The library of that name gives values and no offsets, so the header is read here; values are streamed from
+where they lie. (Source: safetensors/src/tensor.rs; huggingface_hub/serialization/_base.py.)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Raw, Struct
+
+from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.file_range import FileRange
+from exporter.checkpoint.plain_values import PlainValues
+from exporter.checkpoint.tensor_bundle import GLOBAL_STEP, step_in_name
+from exporter.errors import CorruptFile, MissingShard, TruncatedFile, UnsafeArchive, UnsupportedFormat
+from exporter.wire.dtypes import DType
+from exporter.wire.json_documents import Count, DocumentError, Text, decode
+
+LIST = ".safetensors.index.json"
+_SUFFIX = ".safetensors"
+_SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.safetensors")
+_SIZE_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # what the library itself takes
+_MAX_RANK = 254  # TensorShape::MaxDimensions
+_METADATA = "__metadata__"
+_DTYPES = {
+    "BOOL": DType.BOOL,
+    "U8": DType.UINT8,
+    "I8": DType.INT8,
+    "U16": DType.UINT16,
+    "I16": DType.INT16,
+    "F16": DType.HALF,
+    "BF16": DType.BFLOAT16,
+    "U32": DType.UINT32,
+    "I32": DType.INT32,
+    "F32": DType.FLOAT,
+    "U64": DType.UINT64,
+    "I64": DType.INT64,
+    "F64": DType.DOUBLE,
+    "C64": DType.COMPLEX64,
+    "F8_E4M3": DType.FLOAT8_E4M3FN,
+    "F8_E5M2": DType.FLOAT8_E5M2,
+}
+_STEP_DTYPES = (DType.INT32, DType.INT64)
+
+
+class _Entry(Struct, frozen=True):
+    """A tensor in a header."""
+
+    dtype: Text
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
+
+
+class _List(Struct, frozen=True):
+    weight_map: dict[Text, Text]
+
+
+def read_safetensors(path: Path) -> Catalog:
+    """The tensors of a file, or of all files that a list names.
+
+    Raises:
+        CheckpointNotFound: it is not there.
+        MissingShard: a list names a file that is not beside it, or `path` is one of several shards.
+        CorruptFile, TruncatedFile, UnsupportedFormat, UnsafeArchive: see errors.py.
+    """
+    if path.name.endswith(LIST):
+        return _catalog(path, "safetensors, sharded", *_sharded(path))
+    shard = _SHARD.fullmatch(path.name)
+    if shard is not None and int(shard[2]) > 1:
+        raise MissingShard(
+            f"{path} is one of {int(shard[2])} shards",
+            hint=f"name the list of them: {path.with_name(f'{shard[1]}{LIST}')}",
+        )
+    whole = FileRange.whole(path)
+    return _catalog(path, "safetensors", _tensors(whole), [whole])
+
+
+def _catalog(
+    path: Path,
+    family: str,
+    tensors: Mapping[str, TensorRef],
+    files: list[FileRange],
+) -> Catalog:
+    if not tensors:
+        raise CorruptFile(f"{path} holds no tensors")
+    found: dict[str, TensorRef] = {}
+    for ref in tensors.values():
+        name = ref.name.partition(":")[0]  # as `{variable.name: ...}` writes them
+        if not name or name in found:
+            raise CorruptFile(f"{path} holds {'two tensors' if name else 'a tensor'} named {name!r:.99}")
+        found[name] = TensorRef(name, ref.dtype, ref.shape, content=ref.content)
+    paths, sizes = tuple(file.path for file in files), tuple(file.size for file in files)
+    return Catalog(family, path, found, paths, sizes, _step(path, found))
+
+
+def _step(path: Path, tensors: Mapping[str, TensorRef]) -> int | None:
+    """What a tensor tells, or else the file's name: 1200 of `model-1200.safetensors`."""
+    ref = tensors.get(GLOBAL_STEP)
+    if ref is not None and ref.content is not None and ref.shape == () and ref.dtype in _STEP_DTYPES:
+        step = int(next(ref.content.blocks())[0])
+        if step >= 0:
+            return step
+    return step_in_name(path.name.removesuffix(LIST).removesuffix(_SUFFIX))
+
+
+def _sharded(path: Path) -> tuple[dict[str, TensorRef], list[FileRange]]:
+    """The tensors that a list names, each out of the file that it names for it; and these files."""
+    source = FileRange.whole(path)
+    places = _weight_map(path, source)
+    shards = {name: FileRange.whole(_beside(path, name)) for name in dict.fromkeys(places.values())}
+    held = {name: _tensors(shard) for name, shard in shards.items()}
+    for name, file in places.items():
+        if name not in held[file]:
+            raise CorruptFile(f"{path} places {name!r:.99} in {file!r}, which does not hold it")
+    return {name: held[file][name] for name, file in places.items()}, [source, *shards.values()]
+
+
+def _weight_map(path: Path, source: FileRange) -> dict[str, str]:
+    if source.size > _MAX_HEADER_BYTES:
+        raise UnsafeArchive(f"{path} has {source.size} bytes, expected {_MAX_HEADER_BYTES} at most")
+    listed: _List = _decoded(source.read(), _List, path, "list of safetensors shards")
+    return listed.weight_map
+
+
+def _beside(path: Path, name: str) -> Path:
+    if Path(name).name != name or name in ("", ".", "..") or "\0" in name or not name.endswith(_SUFFIX):
+        raise UnsafeArchive(f"{path} names the shard {name!r:.99}, expected a {_SUFFIX} file beside it")
+    shard = path.with_name(name)
+    if not shard.is_file():
+        raise MissingShard(f"there is no {shard}", cause=f"{path.name} names it")
+    return shard
+
+
+def _tensors(whole: FileRange) -> dict[str, TensorRef]:
+    """The tensors of one file by their names; their bytes fill it without a gap."""
+    entries, start = _header(whole)
+    values = whole.part(start, whole.size - start)
+    found = {name: _tensor(name, entry, values) for name, entry in entries.items()}
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        if entry.data_offsets[0] != end:
+            what = "overlaps another one" if entry.data_offsets[0] < end else "leaves bytes before it to none"
+            raise CorruptFile(f"{whole.path} is damaged at {name!r:.99}: it {what}")
+        end = entry.data_offsets[1]
+    if end != values.size:
+        raise CorruptFile(f"{whole.path} has {values.size} bytes of tensors, its header tells of {end}")
+    return found
+
+
+def _header(whole: FileRange) -> tuple[dict[str, _Entry], int]:
+    """What the header of a file says of each tensor, and where the header ends."""
+    if whole.size < _SIZE_BYTES:
+        raise TruncatedFile(f"{whole.path} has {whole.size} bytes: it is no safetensors file")
+    (size,) = struct.unpack("<Q", whole.part(0, _SIZE_BYTES).read())
+    if size > _MAX_HEADER_BYTES:
+        raise CorruptFile(
+            f"{whole.path} is no safetensors file",
+            cause=f"it begins with {size}, which is no header's size: expected {_MAX_HEADER_BYTES} at most",
+        )
+    text = whole.part(_SIZE_BYTES, size).read()
+    found: dict[str, Raw] = _decoded(text, dict[str, Raw], whole.path, "safetensors file")
+    found.pop(_METADATA, None)
+    return {name: _entry(name, raw, whole.path) for name, raw in found.items()}, _SIZE_BYTES + size
+
+
+def _entry(name: str, raw: Raw, path: Path) -> _Entry:
+    try:
+        entry: _Entry = decode(bytes(raw), _Entry, "", written=lambda _: bytes(raw))
+    except DocumentError as error:
+        raise CorruptFile(f"{path} is damaged at {name!r:.99}", cause=str(error)) from None
+    return entry
+
+
+def _decoded(text: bytes, type_: Any, path: Path, what: str) -> Any:
+    try:
+        return decode(text, type_, path.name, written=lambda _: b"")
+    except DocumentError as error:
+        raise CorruptFile(f"{path} is no {what}", cause=str(error)) from None
+
+
+def _tensor(name: str, entry: _Entry, values: FileRange) -> TensorRef:
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise UnsupportedFormat(
+            f"{values.path}: {name!r:.99} has the data type {entry.dtype!r:.20}, which no variable has",
+            cause=f"expected {', '.join(_DTYPES)}",
+        )
+    (begin, end), rank = entry.data_offsets, len(entry.shape)
+    size = math.prod(entry.shape) * dtype.numpy.itemsize
+    if rank > _MAX_RANK or begin > end or end - begin != size:
+        raise CorruptFile(
+            f"{values.path} is damaged at {name!r:.99}",
+            cause=f"{entry.dtype} of {rank} dimensions has {size} bytes, it lies at {begin} to {end}",
+        )
+    return TensorRef(name, dtype, entry.shape, content=PlainValues(values.part(begin, size), values, dtype))
