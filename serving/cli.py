@@ -69,7 +69,7 @@ Examples:
   serve-model run models/ranker
   serve-model run models/ranker --port 8500 --host 0.0.0.0 --model-name prod --poll-seconds 5"""
 
-_STATUS_HELP = """Say which versions of a model a server has, the state of each, and where it stands.
+_STATUS_HELP = """Show a model's versions on a server: their states and positions.
 
 With --published, the model base path as this machine sees it, also: the hold, how many deltas and training
 steps each version is behind, and how old the values are that it serves (since they were published).
@@ -112,7 +112,7 @@ def serve_model(own_version: VersionFlag = False) -> None:
 
 @app.subcommand("run", help=_RUN_HELP, short_help="Serve a model base path over gRPC.")
 def run_server(
-    model_base_path: Annotated[Path, Argument("MODEL_BASE_PATH", "Holds the versions.")],
+    model_base_path: Annotated[Path, Argument("MODEL_BASE_PATH", "Directory that holds the versions.")],
     model_name: Annotated[
         str | None,
         Option(metavar="NAME", help="Name in requests. [default: MODEL_BASE_PATH's last part]"),
@@ -130,11 +130,11 @@ def run_server(
         Option(
             metavar="BYTES",
             min=0,
-            help="Refuse requests that have more than this filled in, to the shape they name.",
+            help="Refuse requests that grow by more than this when tensors are filled to their shapes.",
         ),
     ] = 64 << 20,
     wait: Annotated[
-        float, Option(metavar="SECONDS", min=0, help="Give up when no version is available by then.")
+        float, Option(metavar="SECONDS", min=0, help="Give up if no version is available after this time.")
     ] = 60.0,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -177,7 +177,9 @@ def status(
     model: Annotated[str, Option(metavar="NAME", help="The model's name there.")] = "default",
     published: Annotated[
         Path | None,
-        Option(metavar="MODEL_BASE_PATH", help="What is published: how far behind is a version?"),
+        Option(
+            metavar="MODEL_BASE_PATH", help="Also show how far each version is behind what is published here."
+        ),
     ] = None,
     deadline: Deadline = 10.0,
     json_: JsonFlag = False,

@@ -19,8 +19,6 @@ from exporter.cli.edge import (
     pairs,
     run,
 )
-from exporter.cli.markup import escape
-from exporter.cli.output import Output
 from exporter.cli.parameters import App, Option
 from exporter.errors import UsageError
 from exporter.options import (
@@ -33,7 +31,7 @@ from exporter.options import (
     Verify,
 )
 from exporter.pipeline.watch_loop import StopWhen, Watching, parse_duration
-from exporter.roles import Role, node_role
+from exporter.roles import node_role
 
 app = App("export-model")
 
@@ -69,48 +67,51 @@ def export(
     context: click.Context,
     ckpt_dir: Annotated[
         Path | None,
-        Option(group=_PLACES, metavar="DIR|PREFIX", help="Checkpoint directory, or one checkpoint's prefix."),
+        Option(
+            group=_PLACES,
+            metavar="DIR|PREFIX",
+            help="Checkpoint directory (its newest one), or one checkpoint's prefix.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        Option(group=_PLACES, metavar="MODEL", help="Model base path; a version directory appears in it."),
+        Option(group=_PLACES, metavar="MODEL", help="Model base path: the directory of the versions."),
     ] = None,
     model: Annotated[
         str | None,
         Option(
             group=_SERVED,
             metavar="WHAT",
-            help="pkg.mod:fn, path/file.py:fn, a .meta file or a SavedModel directory.",
+            help="What to serve: pkg.mod:fn, path/file.py:fn, a .meta file or a SavedModel directory.",
         ),
     ] = None,
     model_arg: Annotated[
-        tuple[str, ...], Option(group=_SERVED, metavar="NAME=VALUE", help="Argument for the builder. Repeat.")
+        tuple[str, ...],
+        Option(group=_SERVED, metavar="NAME=VALUE", help="Builder's argument. Repeatable."),
     ] = (),
     input_: Annotated[
         tuple[str, ...],
-        Option(
-            "--input", group=_SERVED, metavar="NAME=TENSOR", help="Signature input by tensor name. Repeat."
-        ),
+        Option("--input", group=_SERVED, metavar="NAME=TENSOR", help="Input, by tensor name. Repeatable."),
     ] = (),
     output: Annotated[
         tuple[str, ...],
-        Option(group=_SERVED, metavar="NAME=TENSOR", help="Signature output by tensor name. Repeat."),
+        Option(group=_SERVED, metavar="NAME=TENSOR", help="Output, by tensor name. Repeatable."),
     ] = (),
     signatures: Annotated[
-        Path | None, Option(group=_SERVED, metavar="FILE", help="JSON file with several signatures.")
+        Path | None, Option(group=_SERVED, metavar="FILE", help="JSON file that defines several signatures.")
     ] = None,
     tag: Annotated[
         str | None,
-        Option(group=_SERVED, metavar="TAG,TAG", help="Of a SavedModel's graphs, the one with these tags."),
+        Option(group=_SERVED, metavar="TAG,TAG", help="Serve a SavedModel's graph with these tags."),
     ] = None,
     train_tag: Annotated[
         str | None,
-        Option(group=_SERVED, metavar="TAG", help="Keep the source SavedModel's training graph, too."),
+        Option(group=_SERVED, metavar="TAG", help="Also keep the SavedModel's training graph of this tag."),
     ] = None,
     feed: Annotated[
         tuple[str, ...],
         Option(
-            group=_SERVED, metavar="PLACEHOLDER=VALUE", help="Freeze a placeholder, as keep_prob=1.0. Repeat."
+            group=_SERVED, metavar="PLACEHOLDER=VALUE", help="Fix a placeholder: keep_prob=1.0. Repeatable."
         ),
     ] = (),
     rename: Annotated[
@@ -118,28 +119,26 @@ def export(
         Option(
             group=_NAMES,
             metavar="PATTERN=NAME",
-            help="Variable name (regular expression) to tensor name. Repeat.",
+            help="Map variables (regular expression) to tensor names. Repeatable.",
         ),
     ] = (),
     rename_file: Annotated[
         Path | None,
-        Option(
-            group=_NAMES, metavar="FILE", help="Table of names, one 'variable tensor' a line; # for comments."
-        ),
+        Option(group=_NAMES, metavar="FILE", help="File with lines 'variable tensor'; # begins a comment."),
     ] = None,
     by_order: Annotated[
         bool,
-        Option(group=_NAMES, help="Match a list of arrays without names by the graph's order."),
+        Option(group=_NAMES, help="Match arrays without names to variables by the graph's order."),
     ] = False,
     allow_code: Annotated[
         bool,
-        Option(group=_SERVED, help="Trust a Keras archive: run the code that it carries or names."),
+        Option(group=_SERVED, help="Trust a Keras archive: run code that it carries or names."),
     ] = False,
     allow_batch_statistics: Annotated[
         bool,
         Option(
             group=_SERVED,
-            help="Normalise by each request's own batch on purpose, though there are moving statistics.",
+            help="Serve batch normalisation by each request's own batch, although moving statistics exist.",
         ),
     ] = False,
     custom_objects: Annotated[
@@ -147,87 +146,90 @@ def export(
         Option(
             group=_SERVED,
             metavar="PKG.MOD|FILE.PY",
-            help="Module whose classes a Keras archive may name. Repeat.",
+            help="Module with classes that a Keras archive may use. Repeatable.",
         ),
     ] = (),
     average: Annotated[
         str | None,
-        Option(group=_NAMES, metavar="ema|NAME", help="Serve moving averages in place of raw weights."),
+        Option(group=_NAMES, metavar="ema|NAME", help="Serve moving averages instead of raw weights."),
     ] = None,
     partition_strategy: Annotated[
         tuple[str, ...],
-        Option(
-            group=_NAMES, metavar="NAME=mod|div", help="How training looked a partitioned table up. Repeat."
-        ),
+        Option(group=_NAMES, metavar="NAME=mod|div", help="How training looked up a table. Repeatable."),
     ] = (),
     object_path: Annotated[
         str | None,
-        Option(
-            group=_NAMES, metavar="PATH", help="The served model among a TF2 checkpoint's objects: net/tower."
-        ),
+        Option(group=_NAMES, metavar="PATH", help="Path to the served model in a TF2 checkpoint: net/tower."),
     ] = None,
     cast: Annotated[
         tuple[str, ...],
         Option(
             group=_STORAGE,
             metavar="[PATTERN=]bfloat16|float16",
-            help="Store matching variables smaller. Repeat.",
+            help="Store matching variables in 16 bits. Repeatable.",
         ),
     ] = (),
     format_: Annotated[
         ExportFormat,
-        Option(
-            "--format",
-            group=_PLACES,
-            help="What a version holds: a SavedModel, Cloud ML's export.meta pair, both.",
-        ),
+        Option("--format", group=_PLACES, help="Write a SavedModel, Cloud ML's pair, or both."),
     ] = ExportFormat.SAVED_MODEL,
     data: Annotated[
-        DataMode, Option(group=_STORAGE, help="How variable bytes reach the bundle.")
+        DataMode,
+        Option(group=_STORAGE, help="How values reach the version; compact copies the needed bytes alone."),
     ] = DataMode.AUTO,
     warmup: Annotated[
         Path | None,
-        Option(group=_STORAGE, metavar="FILE", help="Warm-up requests, one in REST's JSON a line."),
+        Option(
+            group=_STORAGE, metavar="FILE", help="Warm-up requests: one request in REST's JSON on each line."
+        ),
     ] = None,
     no_warmup: Annotated[
-        bool, Option(group=_STORAGE, help="No made-up warm-up requests in a base that takes deltas.")
+        bool, Option(group=_STORAGE, help="Make no warm-up requests for a base that takes deltas.")
     ] = False,
     version: Annotated[
         str | None,
-        Option(group=_PLACES, metavar="N|time", help="Version directory; otherwise the step while it grows."),
+        Option(
+            group=_PLACES,
+            metavar="N|time",
+            help="Version number; `time`: the clock's. [default: the training step while it grows]",
+        ),
     ] = None,
     keep: Annotated[
-        int | None, Option(group=_STORAGE, metavar="N", min=1, help="Remove all but the newest N versions.")
+        int | None, Option(group=_STORAGE, metavar="N", min=1, help="Keep only the newest N versions.")
     ] = None,
     verify: Annotated[Verify, Option(group=_CHECKS, help="What to check before publishing.")] = Verify.FILES,
     verify_inputs: Annotated[
         Path | None,
-        Option(group=_CHECKS, metavar="FILE", help="Requests for --verify outputs, as for --warmup."),
+        Option(group=_CHECKS, metavar="FILE", help="Requests for --verify outputs, in the form of --warmup."),
     ] = None,
     tolerance: Annotated[
         float, Option(group=_CHECKS, metavar="X", help="Largest difference that --verify outputs accepts.")
     ] = 1e-6,
     incr: Annotated[
-        bool, Option(group=_DELTAS, help="Publish what changed as a delta; the first time, the base.")
+        bool, Option(group=_DELTAS, help="Publish what changed as a delta; the first time, publish a base.")
     ] = False,
     updatable: Annotated[bool, Option(group=_DELTAS, help="Publish a new base that takes deltas.")] = False,
     isolation: Annotated[
-        Isolation, Option(group=_DELTAS, help="What a response may mix while a delta is applied.")
+        Isolation,
+        Option(
+            group=_DELTAS, help="Consistency during an update: snapshot never mixes two positions; row may."
+        ),
     ] = Isolation.SNAPSHOT,
     snapshot_max_rows: Annotated[
-        int, Option(group=_DELTAS, metavar="N", min=0, help="Larger deltas are applied in visible pieces.")
+        int,
+        Option(group=_DELTAS, metavar="N", min=0, help="Apply larger deltas in visible pieces."),
     ] = 4_000_000,
     stamp: Annotated[
-        bool, Option(group=_DELTAS, help="Predict answers with model_position and model_step.")
+        bool, Option(group=_DELTAS, help="Add model_position and model_step to predict responses.")
     ] = False,
     with_digest: Annotated[
-        bool, Option(group=_DELTAS, help="Add a signature that gives checksums of what is served.")
+        bool, Option(group=_DELTAS, help="Add a signature that returns checksums of the served values.")
     ] = False,
     require_finite: Annotated[
-        bool, Option(group=_DELTAS, help="The model refuses deltas that hold NaN or infinity.")
+        bool, Option(group=_DELTAS, help="Make the model refuse deltas with NaN or infinity.")
     ] = False,
     full_on_mismatch: Annotated[
-        bool, Option(group=_DELTAS, help="With --incr: publish a new base where no delta fits.")
+        bool, Option(group=_DELTAS, help="With --incr: publish a new base if no delta fits.")
     ] = False,
     min_change: Annotated[
         float,
@@ -235,37 +237,48 @@ def export(
             group=_DELTAS,
             metavar="X",
             min=0.0,
-            help="With --incr: rows that moved less (norm) wait for a later delta.",
+            help="With --incr: hold back rows that are less than X (Euclidean norm) from what is published.",
         ),
     ] = 0.0,
     delta_dtype: Annotated[
         DeltaDtype | None,
-        Option(group=_DELTAS, help="With --incr: send rows of tables rounded, and say by how much at most."),
+        Option(
+            group=_DELTAS, help="With --incr: send table rows as bfloat16 or int8; reports the largest error."
+        ),
     ] = None,
     rebase: Annotated[
-        bool, Option(group=_DELTAS, help="With --incr: merge base and deltas into a new base, too.")
+        bool, Option(group=_DELTAS, help="With --incr: also publish a new base that includes all deltas.")
     ] = False,
     plain: Annotated[
-        bool, Option(group=_PLACES, help="Publish a version without deltas over one that takes them.")
+        bool,
+        Option(group=_PLACES, help="Publish a version that takes no deltas, although the newest one does."),
     ] = False,
     check_graph: Annotated[
-        bool, Option(group=_DELTAS, help="With --incr: build the graph again, compare with the base.")
+        bool, Option(group=_DELTAS, help="With --incr: build the graph again and compare it with the base's.")
     ] = False,
     despite_hold: Annotated[
         bool, Option(group=_PLACES, help="Publish a version although the model is held.")
     ] = False,
     again: Annotated[
-        bool, Option(group=_PLACES, help="Publish a checkpoint once more that is published already.")
+        bool, Option(group=_PLACES, help="Publish a checkpoint again that is already published.")
     ] = False,
     watch: Annotated[
-        bool, Option(group=_FOLLOWING, help="Go on: export each new checkpoint, or with --incr each change.")
+        bool,
+        Option(
+            group=_FOLLOWING, help="Keep running: export each new checkpoint or, with --incr, each change."
+        ),
     ] = False,
     interval: Annotated[
-        float, Option(group=_FOLLOWING, metavar="SECONDS", min=0.05, help="How often --watch looks.")
+        float,
+        Option(group=_FOLLOWING, metavar="SECONDS", min=0.05, help="How long --watch pauses between looks."),
     ] = 1.0,
     stop_after: Annotated[
         str | None,
-        Option(group=_FOLLOWING, metavar="DURATION", help="End --watch after 90 (seconds), 15m, 2h or 1d."),
+        Option(
+            group=_FOLLOWING,
+            metavar="DURATION",
+            help="End --watch after this time: 90 (seconds), 15m, 2h, 1d.",
+        ),
     ] = None,
     stop_count: Annotated[
         int | None, Option(group=_FOLLOWING, metavar="N", min=1, help="End --watch after N publications.")
@@ -276,13 +289,13 @@ def export(
     ] = None,
     stop_idle: Annotated[
         str | None,
-        Option(group=_FOLLOWING, metavar="DURATION", help="End --watch when nothing new came for so long."),
+        Option(group=_FOLLOWING, metavar="DURATION", help="End --watch after this time without news."),
     ] = None,
     any_role: Annotated[
         bool,
-        Option(group=_PLACES, help="Export even if this node of the cluster is not the chief."),
+        Option(group=_PLACES, help="Export even if this node of a cluster is not the chief."),
     ] = False,
-    dry_run: Annotated[bool, Option(group=_CHECKS, help="Print the plan, write nothing.")] = False,
+    dry_run: Annotated[bool, Option(group=_CHECKS, help="Print the plan and write nothing.")] = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -350,7 +363,9 @@ def export(
             raise UsageError("--stop-after, --stop-count, --stop-step and --stop-idle go with --watch")
         sink.json_lines = watch
         if not any_role and not (role := node_role()).is_chief:
-            _stand_by(role, sink)
+            from exporter.cli.stand_by import stand_by
+
+            stand_by(role, sink)
             return
         watching = Watching(interval, stop) if watch else None
         if incr and not updatable:
@@ -371,15 +386,6 @@ def _stop_when(after: str | None, count: int | None, step: int | None, idle: str
         math.inf if step is None else step,
         math.inf if idle is None else parse_duration("--stop-idle", idle),
     )
-
-
-def _stand_by(role: Role, sink: Output) -> None:
-    """What a node says that leaves the export to its chief."""
-    from exporter.cli.documents.exported import StandBy
-
-    document = StandBy("nothing_to_do", None, role.type, role.index, role.source)
-    why = f"this node is {role} ({role.source}), and the chief exports; --any-role exports here, too"
-    sink.result(document, [f"[bold]{'nothing to do':<14}[/]{escape(why)}"], is_done=True)
 
 
 def _refuse_root_options(context: click.Context) -> None:

@@ -26,11 +26,11 @@ def doctor(
     model: Annotated[Path, Argument("MODEL", "Model base path.")],
     ckpt_dir: Annotated[
         Path | None,
-        Option(metavar="DIR|PREFIX", help="Where it is exported from: what the next export would read."),
+        Option(metavar="DIR|PREFIX", help="Also check the checkpoints that the next export would read."),
     ] = None,
     target: Annotated[
         tuple[str, ...],
-        Option(metavar="HOST[:PORT]", help="A model server that should serve it. Repeat."),
+        Option(metavar="HOST[:PORT]", help="Also check this model server. Repeatable."),
     ] = (),
     model_name: Annotated[
         str | None, Option(metavar="NAME", help="The model's name there. [default: MODEL's last part]")
@@ -46,7 +46,7 @@ def doctor(
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Say what is wrong with a published model, or will be, and which command helps.
+    """List what is wrong with a published model, or soon will be, with the command that helps.
 
     Looks at files and checksums, ways from each base to the newest position, holds, permissions, clocks and
     left-overs; with --ckpt-dir at what the next export reads, with --target at what servers serve. Nothing is

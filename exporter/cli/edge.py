@@ -19,8 +19,10 @@ from exporter.cli.quiet_import import quiet_tensorflow
 from exporter.errors import Exit, ExportError, UsageError, unreachable
 from exporter.pipeline.watch_loop import is_waiting
 
-JsonFlag = Annotated[bool, Option("--json", help="One JSON document on stdout, errors as JSON on stderr.")]
-QuietFlag = Annotated[bool, Option("--quiet", "-q", help="Say nothing but errors.")]
+JsonFlag = Annotated[
+    bool, Option("--json", help="Print one JSON document on stdout, and errors as JSON on stderr.")
+]
+QuietFlag = Annotated[bool, Option("--quiet", "-q", help="Print nothing but errors.")]
 
 
 def _print_version(is_asked: bool) -> None:
@@ -31,7 +33,7 @@ def _print_version(is_asked: bool) -> None:
 
 VersionFlag = Annotated[
     bool,
-    Option("-V", callback=_print_version, help="Show this program's own version."),
+    Option("-V", callback=_print_version, help="Print the program's version."),
 ]
 DebugFlag = Annotated[bool, Option("--debug", help="Show tracebacks.")]
 

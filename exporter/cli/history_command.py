@@ -24,12 +24,12 @@ def register(app: App) -> None:
 
 def history(
     model: Annotated[Path, Argument("MODEL", "Model base path.")],
-    last: Annotated[int | None, Option(metavar="N", min=1, help="The newest N events alone.")] = None,
+    last: Annotated[int | None, Option(metavar="N", min=1, help="Show only the newest N events.")] = None,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Show what was published: versions, bases, deltas, mergers, rollbacks, resumptions, and the hold.
+    """List what was published, in order: versions, bases, deltas, mergers, rollbacks; and the hold.
 
     \b
     Examples:

@@ -22,7 +22,8 @@ def inspect(
     unmatched: Annotated[
         str | None,
         Option(
-            metavar="MODEL", help="Compare a checkpoint with a graph, as --model names it: what fits nowhere."
+            metavar="MODEL",
+            help="Compare a checkpoint with this graph (as --model names it), and list what has no partner.",
         ),
     ] = None,
     model_arg: Annotated[

@@ -11,7 +11,7 @@ from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command
 from exporter.cli.parameters import App, Argument, Option
 from exporter.errors import Exit
 
-DryRunFlag = Annotated[bool, Option("--dry-run", help="Say what would be done, write nothing.")]
+DryRunFlag = Annotated[bool, Option("--dry-run", help="Print what would be done and write nothing.")]
 ModelArgument = Annotated[Path, Argument("MODEL", "Model base path.")]
 
 
@@ -24,9 +24,11 @@ def register(app: App) -> None:
 def merge(
     model: ModelArgument,
     from_: Annotated[
-        int | None, Option("--from", metavar="POSITION", help="Where the first delta begins.")
+        int | None, Option("--from", metavar="POSITION", help="Position at which the first delta begins.")
     ] = None,
-    to: Annotated[int | None, Option(metavar="POSITION", help="Where the last delta leads.")] = None,
+    to: Annotated[
+        int | None, Option(metavar="POSITION", help="Position at which the last delta ends.")
+    ] = None,
     rebase: Annotated[bool, Option(help="Merge base and deltas into a new base instead.")] = False,
     keep: Annotated[
         int | None, Option(metavar="N", min=1, help="With --rebase: keep the newest N versions.")
@@ -67,14 +69,14 @@ def merge(
 def rollback(
     model: ModelArgument,
     to: Annotated[
-        int, Option(metavar="POSITION", help="The position, or plain version, whose values come back.")
+        int, Option(metavar="POSITION", help="Position (or plain version) whose values to restore.")
     ],
     dry_run: DryRunFlag = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Publish the values of an earlier position as the next one, and hold the model there.
+    """Publish an earlier position's values as the newest, and hold the model there.
 
     Where versions take no deltas, an earlier version is published again as the newest; its data is linked.
 
@@ -97,14 +99,14 @@ def resume(
     model: ModelArgument,
     lift_only: Annotated[
         bool,
-        Option(help="Leave the values as they are, as after the trainer was set back."),
+        Option(help="Lift the hold and leave the values as they are."),
     ] = False,
     dry_run: DryRunFlag = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Lift the hold; after a rollback, publish the values of before it again unless newer ones are there.
+    """Lift the hold; after a rollback, restore the values from before it, unless newer ones are published.
 
     \b
     Examples:
@@ -123,8 +125,8 @@ def resume(
 
 def diff(
     a: Annotated[str, Argument("A", help="Checkpoint, version, MODEL or MODEL@POSITION.")],
-    b: Annotated[str, Argument("B", help="The same.")],
-    exit_code: Annotated[bool, Option(help="Exit with 10 if there are differences.")] = False,
+    b: Annotated[str, Argument("B", help="What to compare A with.")],
+    exit_code: Annotated[bool, Option(help="Exit with 10 if A and B differ.")] = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -149,7 +151,7 @@ def diff(
 
 def verify(
     model: ModelArgument,
-    bytes_: Annotated[bool, Option("--bytes", help="Read all values of the versions, too.")] = False,
+    bytes_: Annotated[bool, Option("--bytes", help="Also read all values of the versions.")] = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
