@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from exporter.increments.increment import (
     to_json,
 )
 from exporter.layout import DELTA_NAME, MANIFEST_FILE
+from exporter.training.store import Store
 from exporter.wire.dtypes import DType
 from tests.support.increments import apply_increments
 
@@ -227,6 +229,17 @@ def names(found: tuple[StoredIncrement, ...]) -> list[str]:
     return [stored.increment.id for stored in found]
 
 
+def test_of_two_forks_the_younger_one_is_restored_though_it_has_come_less_far() -> None:
+    """A trainer that was set back trains on from there; what it abandoned may have been further."""
+    forks = history(("new", FIRST, 2), ("newer", "new", 2), ("old", FIRST, 1), ("older", "old", 1))
+    assert names(forks.after(FIRST)) == ["new", "newer"]
+
+
+def test_an_increment_up_to_the_oldest_full_checkpoint_is_needed_by_none() -> None:
+    chain = history(("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1))
+    assert {stored.increment.id for stored in chain.expired(2)} == {"a", "b"}
+
+
 def test_a_chain_is_followed_from_parent_to_child() -> None:
     chain = history(("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), ("x", "unknown", 1))
     assert names(chain.after(FIRST)) == ["a", "b", "c"]
@@ -322,3 +335,23 @@ def test_identity_is_content(tmp_path: Path) -> None:
     assert identify(prefix, 7) != first
     with pytest.raises(CheckpointNotFound):
         identify(tmp_path / "gone", 7)
+
+
+def test_a_trainer_that_comes_by_the_same_steps_again_keeps_what_was_there(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    def fill(value: int) -> Callable[[BundleWriter], tuple[Changed, ...]]:
+        def write(writer: BundleWriter) -> tuple[Changed, ...]:
+            writer.add("w/value", np.array([value], np.int64))
+            return EXAMPLE.variables[1:]
+
+        return write
+
+    for number in (1, 2):
+        draft = structs.replace(EXAMPLE, id=str(number) * 32, session=str(number) * 32)
+        assert store.publish(draft, fill(number)) is not None
+    found = {stored.increment.id[0]: stored for stored in store.history().increments}
+    assert sorted(found) == ["1", "2"]
+    for number, stored in found.items():
+        ((_, value),) = stored.changes()
+        assert value == int(number)

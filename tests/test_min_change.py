@@ -16,9 +16,10 @@ from msgspec.structs import replace
 from exporter.delta.delta_files import read_delta
 from exporter.delta.deviation import LeftOut
 from exporter.delta.format import ChangeKind
+from exporter.delta.tolerance import load_residual
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
-from exporter.publish.delta_log import LogDelta, read_log
+from exporter.publish.delta_log import CACHES, LogDelta, read_log
 from exporter.wire.json_documents import DocumentError, decode, encode
 from tests.support.commands import export_model
 from tests.support.logs import (
@@ -285,3 +286,34 @@ def test_increments_tell_what_changed_as_long_as_what_was_left_out_is_remembered
     assert done.left_out.rows == sum(np.count_nonzero(rows) for rows in found.values())
     assert export(trainer, model).left_out is None
     assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
+
+
+def test_a_row_that_is_as_far_as_the_bound_is_sent(trainer: Trainer, tmp_path: Path) -> None:
+    users = np.zeros_like(trainer.values["net/users"])
+    trainer.values["net/users"], trainer.step = users, 11
+    trainer.save()
+    export(trainer, tmp_path / "model")
+    moved = users.copy()
+    moved[3, 0], moved[4, 0] = 0.5, 0.25
+    trainer.values["net/users"], trainer.step = moved, 12
+    trainer.save()
+    done = export(trainer, tmp_path / "model", 0.5)
+    assert done.left_out is not None
+    assert (done.rows, done.left_out.rows, done.left_out.largest) == (1, 1, 0.25)
+
+
+def test_rows_that_were_left_out_of_another_delta_are_not_taken_for_its_own(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    """A cache that somebody has given another name, or that another log's directory has had."""
+    drift(trainer, 0.01)
+    trainer.save()
+    export(trainer, tmp_path / "model", 0.5)
+    log = read_log(tmp_path / "model")
+    at = {"lineage": log.lineage, "position": log.at.position, "state": log.newest.manifest.state_id}
+    kept = log.path / CACHES
+    assert load_residual(kept, log.schema, **at)
+    assert load_residual(kept, log.schema, **at | {"lineage": "another"}) is None
+    for path in kept.glob(f"left-out-{log.at.position}-*"):
+        path.rename(path.with_name(path.name.replace(f"-{log.at.position}-", "-99-")))
+    assert load_residual(kept, log.schema, **at | {"position": 99}) is None

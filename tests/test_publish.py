@@ -26,9 +26,10 @@ from exporter.errors import (
     VerificationError,
     VersionExists,
 )
-from exporter.files import writing
+from exporter.files import open_lock, remove_tree, writing
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import execute_incremental, export_incremental, plan_incremental
+from exporter.publish import staging as staging_module
 from exporter.publish.commit import Staging, VersionRule, next_position, publish_version, reserve_position
 from exporter.publish.delta_log import read_log
 from exporter.publish.permission import Permission
@@ -501,3 +502,23 @@ def test_a_reserved_version_that_somebody_made_meanwhile_is_lost(tmp_path: Path)
         fill(staging.path)
         publish_version(staging, draft(20), place=place)
     assert list((model / "20").iterdir()) == []
+
+
+def test_a_staging_that_is_cleaned_away_as_it_begins_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process took it for what a killed run left: it had no lock yet."""
+    model, cleaned = tmp_path / "model", []
+
+    def late(path: Path, *flags: int) -> int:
+        lock = open_lock(path, *flags)
+        if not cleaned:
+            cleaned.append(path.parent)
+            remove_tree(path.parent)
+        return lock
+
+    monkeypatch.setattr(staging_module, "open_lock", late)
+    with Staging(model) as staging:
+        assert staging.path.is_dir()
+        assert staging.path.parent not in cleaned
+    assert len(cleaned) == 1 and hidden(model) == []

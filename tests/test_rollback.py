@@ -276,3 +276,35 @@ def test_what_comes_after_the_delta_is_there_does_not_undo_its_hold(
     log = read_log(model)
     assert log.at.position == log.hold() == 31
     is_at(log, known[10])
+
+
+def test_a_rollback_lets_nobody_past_a_lower_hold_while_it_works(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_hold(read_log(model), 10)
+    held: list[int | None] = []
+    restore = log_maintenance._restore
+
+    def noting(log: DeltaLog, *more: object) -> object:
+        held.append(log.hold())
+        return restore(log, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(log_maintenance, "_restore", noting)
+    log_maintenance.rollback(model, 20)
+    assert held == [10]
+    assert read_log(model).hold() == 31
+
+
+def test_nothing_is_removed_of_a_log_that_is_held_while_it_is_tidied(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is held may still be taken back, delta by delta."""
+
+    def held_meanwhile(spans: object) -> tuple[()]:
+        set_hold(read_log(model), 20)
+        return ()
+
+    monkeypatch.setattr(log_maintenance, "merge_due", held_meanwhile)
+    monkeypatch.setattr(log_maintenance, "retire_deltas", lambda log, now: pytest.fail("it is held"))
+    _, retired = log_maintenance.tidy(model, clock=lambda: 1e12)
+    assert retired.removed == ()

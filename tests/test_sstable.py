@@ -131,6 +131,12 @@ def test_garbage_with_right_checksums_is_read_or_refused(contents: bytes, handle
             "out of order",
             id="blocks",
         ),
+        pytest.param(
+            table([block([(0, b"a", b"")]), block([(0, b"a", b"")])]),
+            CorruptFile,
+            "out of order",
+            id="repeated in the next block",
+        ),
         pytest.param(table([b"\0\0\0"]), CorruptFile, "lies at bytes", id="no restarts"),
         pytest.param(
             table([block([], range(9))[:-4] + b"\xff\xff\xff\xff"]), CorruptFile, "restarts", id="restarts"

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_array
+from exporter.delta.diff import differing_rows
 from exporter.delta.format import ChangeKind, Rows, ServedVariable
 from exporter.increments.increment import Changed, StoredIncrement, rows_of
 from exporter.training.access import CHUNK_BYTES, Access, PartAccess, access
@@ -206,7 +207,7 @@ class Collector:
         ids = []
         for start, values in source.all_rows(entry):
             piece = known[start : start + len(values)]
-            moved = np.arange(len(values)) if is_new else np.flatnonzero(_differ(piece, values))
+            moved = np.arange(len(values)) if is_new else differing_rows(piece, values)
             piece[moved] = values[moved]
             ids.append(moved + start)
         rows = np.concatenate(ids) if ids else np.empty(0, np.int64)
@@ -244,16 +245,6 @@ def _pieces(values: Array, ids: Array) -> Iterator[Array]:
     step = max(1, CHUNK_BYTES // row)
     for start in range(0, len(ids), step):
         yield values[ids[start : start + step]]
-
-
-def _differ(known: Array, values: Array) -> Array:
-    """Rows that differ in their bytes, so that NaN equals itself and 0.0 differs from -0.0."""
-    rows = len(values)
-    if not rows:
-        return np.empty(0, bool)
-    left = np.ascontiguousarray(known).reshape(rows, -1).view(np.uint8)
-    right = np.ascontiguousarray(values).reshape(rows, -1).view(np.uint8)
-    return np.asarray((left != right).any(axis=1))
 
 
 def _join(entry: VariableTracking, values: Iterable[Array]) -> Array:
