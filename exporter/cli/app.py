@@ -191,7 +191,7 @@ def export(
         Option(
             group=_PLACES,
             metavar="N|time",
-            help="Version number; `time`: the clock's. [default: the training step while it grows]",
+            help="Version number, or time (seconds since 1970). [default: the training step while it grows]",
         ),
     ] = None,
     keep: Annotated[
