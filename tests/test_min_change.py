@@ -17,9 +17,10 @@ from exporter.delta.delta_files import read_delta
 from exporter.delta.deviation import LeftOut
 from exporter.delta.format import ChangeKind
 from exporter.delta.tolerance import load_residual
+from exporter.layout import CACHES_DIRECTORY
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
-from exporter.publish.delta_log import CACHES, LogDelta, read_log
+from exporter.publish.delta_log import LogDelta, read_log
 from exporter.wire.json_documents import DocumentError, decode, encode
 from tests.support.commands import export_model
 from tests.support.logs import (
@@ -311,7 +312,7 @@ def test_rows_that_were_left_out_of_another_delta_are_not_taken_for_its_own(
     export(trainer, tmp_path / "model", 0.5)
     log = read_log(tmp_path / "model")
     at = {"lineage": log.lineage, "position": log.at.position, "state": log.newest.manifest.state_id}
-    kept = log.path / CACHES
+    kept = log.path / CACHES_DIRECTORY
     assert load_residual(kept, log.schema, **at)
     assert load_residual(kept, log.schema, **at | {"lineage": "another"}) is None
     for path in kept.glob(f"left-out-{log.at.position}-*"):
