@@ -24,7 +24,7 @@
     │   ├── TrainingModeServed           batch normalisation without the moving statistics that are there
     │   ├── AmbiguousRename              two variables claim one tensor, or two rules disagree
     │   ├── NoCertainMatch               values without names of their own fit in no way, or in several
-    │   └── PartitionStrategyUnknown     a re-partitioned lookup table whose row order nobody knows
+    │   └── PartitionStrategyUnknown     a re-partitioned lookup table whose row order is unknown
     ├── PositionError                5   a delta or base does not continue what is published
     │   ├── NotUpdatable                 nothing is published that takes deltas
     │   ├── DeltaGap                     no chain of deltas leads from one position to another
@@ -417,7 +417,7 @@ def os_error(exc: OSError, path: Path) -> ExportError:
 
 
 def unreachable(exc: OSError) -> ExportError:
-    """The named error for a failure of the operating system that nobody has named before."""
+    """The named error for a failure of the operating system that has no other name."""
     path, cause = exc.filename2 or exc.filename, exc.strerror or str(exc)
     if path is None:
         return ExportError(f"the operating system refused: {cause}")

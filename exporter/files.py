@@ -73,7 +73,7 @@ def sync(path: Path) -> None:
 
 
 def open_regular(path: Path, *, follow: bool = True) -> int:
-    """A descriptor to read a regular file with: whoever opens a pipe or a device may wait for ever.
+    """A descriptor to read a regular file with: opening a pipe or a device may block for ever.
 
     Raises:
         OSError: as `os.open`; EISDIR for a directory, EINVAL for whatever else is no file.

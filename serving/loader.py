@@ -124,7 +124,7 @@ def _require_files(directory: Path) -> None:
 
 
 def _lock(manifest: Path) -> int | None:
-    """A shared lock by which whoever removes versions sees that this one is in use."""
+    """A shared lock that keeps the version from being removed."""
     try:
         descriptor = open_regular(manifest)
     except FileNotFoundError:

@@ -218,7 +218,7 @@ class _Table:
     def _compare_with_known(self, old: Array, blocks: Array, start: int) -> None:
         """See whether the old rows, those of these blocks of a chunk, have the hashes that are known.
 
-        If not, they are damaged; or rows among them were held back, whose hashes nobody knows.
+        If not, they are damaged; or rows among them were held back, whose hashes are unknown.
         """
         if self._known is not None:
             known = self._known[blocks + start // self._block]

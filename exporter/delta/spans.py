@@ -189,7 +189,7 @@ def merge_due(spans: Iterable[SpanT], *, fanout: int = FANOUT) -> tuple[SpanT, .
 def expendable(
     spans: Iterable[SpanT], bases: Collection[int], *, needed: Collection[int] = ()
 ) -> tuple[SpanT, ...]:
-    """The deltas that nobody needs. Without them, and by the same chains,
+    """The deltas that are not needed. Without them, and by the same chains,
 
     - every base still reaches the newest position and each of `needed`, as far as it did before;
     - so does every state that a base led to, and every one of `needed`, reach the newest position.

@@ -30,7 +30,7 @@ _MAX_STEPS = 64
 
 
 def lookup_strategies(graph_def: Proto, variables: Iterable[GraphVariable]) -> dict[str, PartitionStrategy]:
-    """The strategy of each variable by its key; one that nobody can tell is left out.
+    """The strategy of each variable by its key; unknown ones are left out.
 
     A whole variable that rows are gathered from counts as `DIV` over one part. `graph_def` may be an
     inference graph or a whole training graph, with reference or resource variables.

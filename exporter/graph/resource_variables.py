@@ -110,7 +110,7 @@ def graph_variables(nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey])
     Objects may share a name (`Variable`), which would give them one tensor: such go by their nodes' names.
 
     Raises:
-        NotServable: one has no static shape, so nobody can tell whether a tensor fits.
+        NotServable: one has no static shape, so that it is unknown whether a tensor fits.
     """
     found = []
     for name, node in nodes.items():

@@ -114,7 +114,7 @@ def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag
     or the only graph, whatever its tags.
 
     Raises:
-        UsageError: there is none, or nothing tells which of several.
+        UsageError: there is none, or several and none was chosen.
     """
     graphs = [*model.meta_graphs]
     if tag is None and len(graphs) == 1:

@@ -69,7 +69,7 @@ class DeepRecIncrement(Struct, frozen=True):
     def covers(self, increment: str) -> bool:
         """True if everything in another increment, given by its id, is in this one, too.
 
-        So it is if both are of one training since the same full save; if the other one is gone, nobody knows.
+        So it is if both are of one training since the same full save. Unknown if the other one is gone.
         """
         try:
             before = self._find(increment)

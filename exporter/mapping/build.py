@@ -66,7 +66,7 @@ class TensorSource(Struct, frozen=True):
 
 
 class VariableMapping(Struct, frozen=True, dict=True):
-    """Every served variable's source, and the tensors that nobody needs.
+    """Every served variable's source, and the tensors that are not needed.
 
     `tables` are those that are restored, under the names that their two tensors have in the bundle.
     """
@@ -78,7 +78,7 @@ class VariableMapping(Struct, frozen=True, dict=True):
 
     @cached_property
     def extras(self) -> tuple[Extra, ...]:
-        """The tensors that nobody needs, by kind; for reports, so found when one is made."""
+        """The tensors that are not needed, by kind; computed only when a report asks."""
         return tuple(classify_extras(self.catalog, {source.tensor.name for source in self.sources}))
 
     @property

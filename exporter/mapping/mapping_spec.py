@@ -119,7 +119,7 @@ class MappingSpec(Struct, frozen=True):
         """The recipe that a manifest tells of.
 
         Raises:
-            DocumentError: a rule or a part of a variable is none.
+            DocumentError: a rule or a part of a variable is malformed.
         """
         return cls(
             tuple(variable.read() for variable in document.variables),

@@ -46,7 +46,7 @@ class TrainedObjects(Struct, frozen=True, dict=True):
         """The object that the user names.
 
         Raises:
-            UsageError: there is none of that path.
+            UsageError: there is no object of that path.
         """
         if self.object_path is None:
             return None

@@ -39,7 +39,7 @@ class Fit(Struct, frozen=True):
 
 
 class PartialMapping(Struct, frozen=True):
-    """What fits, by the variables' keys; why the others do not; and the tensors that nobody needs."""
+    """What fits, by the variables' keys; why the others do not; and the tensors that are left over."""
 
     fits: Mapping[str, Fit]
     misfits: Mapping[str, str]

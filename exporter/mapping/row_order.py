@@ -36,10 +36,10 @@ def row_order(
 ) -> RowOrder:
     """The moves between a table as it was trained and as it will be looked up.
 
-    `trained` and `served` are None where nobody knows; a table that no id looks up is `NONE`.
+    `trained` and `served` are None where unknown; a table that no id looks up is `NONE`.
 
     Raises:
-        PartitionStrategyUnknown: rows would have to move and nobody knows how, or the parts cannot be mod's.
+        PartitionStrategyUnknown: rows would have to move and it is unknown how, or the parts cannot be mod's.
     """
     stored_boxes = [part.spec for part in tensor.slices]
     served_boxes = [variable.part for variable in variables if variable.part is not None]

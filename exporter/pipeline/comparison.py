@@ -81,7 +81,7 @@ def parse_side(text: str) -> Side:
     """What an argument of `diff` names.
 
     Raises:
-        UsageError: a position that is none.
+        UsageError: the position is malformed.
         ExportError: what is named cannot be read, see errors.py.
     """
     text = local_name("side", text)

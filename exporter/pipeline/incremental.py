@@ -143,7 +143,7 @@ Incremental: TypeAlias = "Exported | ExportedDelta"
 def plan_incremental(request: ExportRequest, *, is_watching: bool = False) -> IncrementalPlan:
     """Find the newest position under the target and what leads there from the trainer's files.
 
-    Who is watching waits for the increment after a full checkpoint, instead of comparing.
+    A watch waits for the increment after a full checkpoint, instead of comparing.
 
     Raises:
         NotUpdatable: nothing is published that takes deltas.

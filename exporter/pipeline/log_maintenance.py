@@ -10,7 +10,7 @@ the deltas that fit they take the one that leads furthest without passing the ho
 
 1. The model's lock is taken: nobody else publishes, merges or tidies until the end. It may take as long as
    the rows since G take to read; a watch waits, or says so and tries again.
-2. The hold goes to G, unless it is lower. Who is at G or before stops there; the others stay where they are.
+2. The hold goes to G, unless it is lower. Servers at G or before stop there; the others stay where they are.
 3. The delta to R is staged. It fits everybody from the earliest position on from which some delta leads past
    G, and holds all rows touched since then: so nobody passes B on the way to R.
 4. The hold becomes a link to the file `hold` of the staged delta's future place. It cannot be read: nobody
@@ -21,8 +21,8 @@ the deltas that fit they take the one that leads furthest without passing the ho
 
 A process that is killed in 1-4 has not rolled back, and no server has moved towards B; running the command
 again, or `resume`, goes on from there. Killed in 5-6, it has. A server lists the deltas after it has read the
-hold: whoever knows the hold of 5 sees the delta, too. Where links cannot be made, 4 sets the hold to R, and a
-server that is before G can be led on to B until 5; its next call leads to R.
+hold: one that knows the hold of 5 sees the delta, too. Where links cannot be made, 4 sets the hold to R, and
+a server that is before G can be led on to B until 5; its next call leads to R.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _passed(spans: Sequence[SpanLike], start: int) -> set[int]:
 
 
 def tidy(model: Path, *, clock: Callable[[], float] = time.time) -> tuple[tuple[Merged, ...], RetiredDeltas]:
-    """Merge what is due, remove what nobody needs any more; nothing of both while the log is held.
+    """Merge what is due and remove what is not needed; neither while the log is held.
 
     Raises:
         CheckpointError: a delta is damaged.

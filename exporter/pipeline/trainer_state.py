@@ -93,7 +93,7 @@ def read_trainer(
     is_watching: bool = False,
 ) -> TrainerState:
     """What is in a checkpoint directory (or at a prefix), seen from the state that was published last, of
-    which rows may stay behind by less than `within`. Who is watching waits for the increment that comes
+    which rows may stay behind by less than `within`. A watch waits for the increment that comes
     after a new full checkpoint.
 
     Raises:

@@ -115,8 +115,8 @@ _BY_POSITION = VersionRule()
 class ReservedPosition(Struct, frozen=True):
     """A position that is known before publishing, because it is baked into what is published.
 
-    `last` was the greatest position then: if another is found under the lock, the place is lost. For a base
-    in a log that goes on (`is_passed`) it may be passed by deltas meanwhile, which then lead on from it.
+    `last` was the greatest position then. Publishing fails with PositionMoved if the log advanced since,
+    except for a base in a log that goes on (`is_passed`): deltas that were published since lead on from it.
     """
 
     position: int
@@ -237,7 +237,7 @@ def publish_version(
         VersionExists: see `VersionRule.choose`, or a version of the place's position or above is there.
         PositionMoved: something was published since the place was found.
         TargetBusy: another exporter held the lock for `lock_seconds`.
-        ManifestError: the newest version's manifest is damaged, so that nobody knows the next position.
+        ManifestError: the newest version's manifest is damaged, so that the next position is unknown.
         VerificationError: the staged tree holds something that is neither a file nor a directory.
         TargetNotWritable, DiskFull, PublishError: the operating system refused; nothing was published.
     """

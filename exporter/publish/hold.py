@@ -29,7 +29,7 @@ _LEFT_OVER = re.compile(r"\.hold\.[0-9a-f]{8}", re.ASCII)
 
 
 class Hold(Struct, frozen=True):
-    """The hold in a directory; whoever changes it has the model's lock."""
+    """The hold in a directory; it is changed under the model's lock."""
 
     directory: Path
 

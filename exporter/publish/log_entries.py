@@ -81,7 +81,7 @@ class BaseEntry(Struct, frozen=True):
         """What the manifest says.
 
         Raises:
-            DocumentError: its schema or a rule is none.
+            DocumentError: its schema or a rule is malformed.
         """
         try:
             schema = Schema.from_json(document.schema)

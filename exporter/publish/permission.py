@@ -51,7 +51,7 @@ class Permission(Struct, frozen=True):
 
 
 REFUSING = Permission()
-"""For whoever was told nothing."""
+"""The default: nothing is allowed that a hold or a log forbids."""
 
 
 def binding(model: Path, log: int | None) -> tuple[Hold, ...]:

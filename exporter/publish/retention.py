@@ -171,7 +171,7 @@ _LOG = re.compile(r"[0-9]{20}", re.ASCII)
 
 
 def _created(delta: LogDelta) -> float:
-    """When a delta was published; for ever young if nobody knows."""
+    """When a delta was published; infinity, as if it were always new, if that is unknown."""
     try:
         return delta.manifest.created.timestamp()
     except ManifestError:

@@ -22,7 +22,7 @@ class ListedDeltas(Struct, frozen=True):
     """What the log's directory lists: names and the positions they stand for, and one entry that never fits.
 
     `hold` is the position that is not to be passed; negative if its file cannot be read. `unlisted` is true
-    if nobody can say what is published: the model's directory is not there any more, or cannot be read.
+    if what is published is unknown: the model's directory is not there any more, or cannot be read.
     """
 
     directory: Tensor

@@ -10,7 +10,7 @@ A status is `<word>: <why>`; the words:
     gap          deltas lead further, but none of them begins at or before the position
     inside       the wanted position lies between the ends of the deltas that lead on
     unpublished  nothing is published that leads as far as wanted
-    unlisted     the log's directory is gone or cannot be read: nobody can say what is published
+    unlisted     the log's directory is gone or cannot be read: what is published is unknown
     merged       a batching server merged the call with one for a smaller target: call again
     interrupted  an earlier update died half-way, and no delta leads as far as it was going
     damaged, format, lineage, schema, range, only-from, rows, finite

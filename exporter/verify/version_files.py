@@ -27,7 +27,7 @@ _DAMAGED_HINT = "publish it again from the checkpoint; if the source is damaged,
 
 
 class FilesReport(Struct, frozen=True):
-    """What `verify_files` compared; `unlisted` are files that nobody expected, which do no harm."""
+    """What `verify_files` compared; `unlisted` are unexpected files, which do no harm."""
 
     files: int
     tensors: int

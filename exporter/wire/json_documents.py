@@ -1,7 +1,7 @@
 """JSON documents on disk: each field declared once, as a `msgspec.Struct`, with its type, range and meaning.
 
 What a file says is checked against the declaration as it is decoded, and whatever differs is named with its
-path; fields that nobody knows are passed over. Documents are written in ASCII. Nothing here does I/O.
+path; unknown fields are ignored. Documents are written in ASCII. Nothing here does I/O.
 """
 
 from __future__ import annotations
