@@ -32,6 +32,11 @@ class SliceSpec(Struct, frozen=True):
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> SliceSpec:
+        """The box that is the whole tensor."""
+        return cls(shape, (0,) * len(shape), shape)
+
     @property
     def is_full(self) -> bool:
         """True if the box is the whole tensor."""

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from exporter.bundle.source_shard import open_shard
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
+from exporter.checkpoint.cast_values import cast_values
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError
 from exporter.mapping.build import TensorSource
 from exporter.wire import crc32c
@@ -133,16 +134,11 @@ def _has_whole_rows(source: TensorSource) -> bool:
 
 
 def _boxes_stored(tensor: TensorRef) -> list[SliceSpec]:
-    return [part.spec for part in tensor.slices if part.extent is not None] or [_whole(tensor.shape)]
+    return [part.spec for part in tensor.slices if part.extent is not None] or [SliceSpec.whole(tensor.shape)]
 
 
 def _boxes_served(source: TensorSource) -> list[SliceSpec]:
-    boxes = (variable.part or _whole(variable.shape) for variable in source.variables)
-    return sorted(boxes, key=lambda box: box.starts)
-
-
-def _whole(shape: tuple[int, ...]) -> SliceSpec:
-    return SliceSpec(shape, (0,) * len(shape), shape)
+    return sorted((variable.box for variable in source.variables), key=lambda box: box.starts)
 
 
 def _move_rows(source: TensorSource, catalog: Catalog, outputs: list[_Output]) -> None:
@@ -188,19 +184,8 @@ def _interleave(inputs: list[_Input], rows: int, width: int, block_rows: int) ->
 
 
 def _cast(values: Array, source: TensorSource) -> Array:
-    if source.cast is None:
-        return values
-    with np.errstate(over="ignore"):  # found below, and reported with the variable's name
-        converted = values.astype(source.cast.numpy)
-    if np.isfinite(converted).all():
-        return converted
-    lost = np.isfinite(values) & ~np.isfinite(converted)
-    if lost.any():
-        raise MappingError(
-            f"variable {source.key!r} holds {values[lost][0]:g}, which is too large for {source.cast.label}",
-            hint="cast it to bfloat16, or leave that variable out of --cast",
-        )
-    return converted
+    hint = "cast it to bfloat16, or leave that variable out of --cast"
+    return cast_values(values, source.dtype, source.key, hint=hint)
 
 
 @contextmanager

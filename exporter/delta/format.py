@@ -58,12 +58,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, convert
 
 from exporter.catalog import Catalog
 from exporter.delta.packing import RowValues, shrinks
 from exporter.options import DeltaDtype
 from exporter.wire.dtypes import DType
+from exporter.wire.json_documents import DtypeLabel
 
 Array = np.ndarray[Any, Any]
 
@@ -99,7 +100,7 @@ class TableSide(StrEnum):
     VALUES = "values"
 
 
-class TableContents(Struct, frozen=True):
+class TableContents(Struct, frozen=True, array_like=True):
     """Which part of a lookup table a variable holds; `table` is the node that makes the table.
 
     With `has_all_buckets` it has an entry for each bucket, which are a power of two.
@@ -112,16 +113,6 @@ class TableContents(Struct, frozen=True):
     def to_json(self) -> list[Any]:
         """The fields as a JSON value."""
         return [self.table, self.role.value, self.has_all_buckets]
-
-    @classmethod
-    def from_json(cls, value: Any) -> TableContents:
-        """What `to_json` gave.
-
-        Raises:
-            ValueError, TypeError: it is something else.
-        """
-        table, role, has_all_buckets = value
-        return cls(str(table), TableSide(role), has_all_buckets is True)
 
 
 class Flag(IntFlag):
@@ -204,6 +195,16 @@ class ServedVariable(Struct, frozen=True):
         return (places, codes) if packing is DeltaDtype.BFLOAT16 else (places, codes, scales)
 
 
+class SchemaRow(Struct, frozen=True, array_like=True):
+    """A served variable in the JSON form of a schema."""
+
+    name: str
+    dtype: DtypeLabel
+    shape: tuple[int, ...]
+    kind: ChangeKind
+    contents: TableContents | None = None
+
+
 class Schema(Struct, frozen=True, dict=True):
     """The served variables in the order of their names."""
 
@@ -280,19 +281,10 @@ class Schema(Struct, frozen=True, dict=True):
         Raises:
             ValueError: it is something else.
         """
-        try:
-            return cls.of(
-                ServedVariable(
-                    str(name),
-                    DType.of(dtype),
-                    tuple(map(int, shape)),
-                    ChangeKind(kind),
-                    *(TableContents.from_json(each) for each in contents[:1]),
-                )
-                for name, dtype, shape, kind, *contents in value
-            )
-        except (TypeError, KeyError, AttributeError) as exc:
-            raise ValueError(f"not a schema: {exc}") from exc
+        rows = convert(value, list[SchemaRow])
+        return cls.of(
+            ServedVariable(row.name, DType.of(row.dtype), row.shape, row.kind, row.contents) for row in rows
+        )
 
 
 class DeltaHeader(Struct, frozen=True):

@@ -20,10 +20,10 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
+from exporter.checkpoint.cast_values import cast_values
 from exporter.checkpoint.tensor_bundle import check_values, memory_map, read_array
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
-from exporter.errors import CorruptFile, MappingError
-from exporter.graph.inference_graph import GraphVariable
+from exporter.errors import CorruptFile
 from exporter.mapping.build import TensorSource
 from exporter.wire.dtypes import DType
 
@@ -115,7 +115,7 @@ class RowReader(Struct, frozen=True, dict=True):
     @cached_property
     def _pieces(self) -> list[_Piece]:
         if self.tensor.extent is not None:
-            whole = SliceSpec(self.tensor.shape, (0,) * len(self.tensor.shape), self.tensor.shape)
+            whole = SliceSpec.whole(self.tensor.shape)
             return [_Piece(whole, memory_map(self.catalog, self.tensor))]
         stored = (part for part in self.tensor.slices if part.extent is not None)
         ordered = sorted(stored, key=lambda part: part.spec.starts)
@@ -166,7 +166,7 @@ class RowReader(Struct, frozen=True, dict=True):
             values[index] = piece.values[offsets][:, *source[1:]]
 
     def _cast(self, values: Array) -> Array:
-        return cast_values(values, self.dtype, self.name)
+        return _cast(values, self.dtype, self.name)
 
 
 class StoredRun(Struct, frozen=True):
@@ -207,23 +207,8 @@ class _Piece(Struct, frozen=True):
     values: Array
 
 
-def cast_values(values: Array, dtype: DType, name: str) -> Array:
-    """Values as they are served; the array itself if it has the dtype already.
-
-    Raises:
-        MappingError: a finite value is too large for `dtype`.
-    """
-    if dtype is DType.STRING or values.dtype == dtype.numpy:
-        return values
-    with np.errstate(over="ignore"):
-        converted = values.astype(dtype.numpy)
-    lost = np.isfinite(values) & ~np.isfinite(converted)
-    if lost.any():
-        raise MappingError(
-            f"variable {name!r} holds {values[lost][0]:g}, which is too large for {dtype.label}",
-            hint="begin a new log without that cast: --full-on-mismatch",
-        )
-    return converted
+def _cast(values: Array, dtype: DType, name: str) -> Array:
+    return cast_values(values, dtype, name, hint="begin a new log without that cast: --full-on-mismatch")
 
 
 def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
@@ -232,9 +217,7 @@ def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
         yield _contents(catalog, source.tensor)
     order = SliceOrder(source.gather_parts, source.scatter_parts)
     for part, variable in enumerate(source.variables):
-        yield RowReader(
-            variable.served_name, catalog, source.tensor, _box(variable), source.dtype, order, part
-        )
+        yield RowReader(variable.served_name, catalog, source.tensor, variable.box, source.dtype, order, part)
 
 
 def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
@@ -245,12 +228,12 @@ def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
     if not source.variables:
         yield _contents(catalog, tensor)
     for variable in source.variables:
-        yield RowReader(variable.served_name, catalog, tensor, _box(variable), source.dtype)
+        yield RowReader(variable.served_name, catalog, tensor, variable.box, source.dtype)
 
 
 def _contents(catalog: Catalog, tensor: TensorRef) -> RowReader:
     """The keys or values of a lookup table: a tensor as it is, of whatever length."""
-    box = SliceSpec(tensor.shape, (0,) * len(tensor.shape), tensor.shape)
+    box = SliceSpec.whole(tensor.shape)
     return RowReader(tensor.name, catalog, tensor, box, tensor.dtype)
 
 
@@ -265,10 +248,10 @@ def translate(
     if not isinstance(change, Rows):
         return dict(_parts_of_whole(source, change, schema))
     natural = _natural(source, change.ids)
-    values = cast_values(np.asarray(change.values), source.dtype, source.key)
+    values = _cast(np.asarray(change.values), source.dtype, source.key)
     translated: dict[str, Change] = {}
     for part, variable in enumerate(source.variables):
-        name, box = variable.served_name, _box(variable)
+        name, box = variable.served_name, variable.box
         if source.scatter_parts:
             inside = natural % source.scatter_parts == part
             ids = natural[inside] // source.scatter_parts
@@ -285,14 +268,14 @@ def translate(
 def _parts_of_whole(
     source: TensorSource, values: Array, schema: Mapping[str, ServedVariable]
 ) -> Iterator[tuple[str, Change]]:
-    values = cast_values(values, source.dtype, source.key)
+    values = _cast(values, source.dtype, source.key)
     if source.gather_parts:
         natural = _natural(source, np.arange(len(values)))
         ordered = np.empty_like(values)
         ordered[natural] = values
         values = ordered
     for part, variable in enumerate(source.variables):
-        name, box = variable.served_name, _box(variable)
+        name, box = variable.served_name, variable.box
         if source.scatter_parts:
             found = values[part :: source.scatter_parts]
         else:
@@ -312,11 +295,6 @@ def _natural(source: TensorSource, stored: Array) -> Array:
     starts = np.array(sorted(part.spec.starts[0] for part in source.tensor.slices), np.int64)
     piece = np.searchsorted(starts, stored, side="right") - 1
     return np.asarray((stored - starts[piece]) * source.gather_parts + piece)
-
-
-def _box(variable: GraphVariable) -> SliceSpec:
-    shape = variable.shape
-    return variable.part or SliceSpec(shape, (0,) * len(shape), shape)
 
 
 def _overlaps(a: SliceSpec, b: SliceSpec) -> bool:

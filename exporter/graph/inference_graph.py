@@ -45,6 +45,11 @@ class GraphVariable(Struct, frozen=True):
         return self.part.full_shape if self.part else self.shape
 
     @property
+    def box(self) -> SliceSpec:
+        """What it is of the whole variable."""
+        return self.part or SliceSpec.whole(self.shape)
+
+    @property
     def served_name(self) -> str:
         """Its name in a delta: its key, and behind it its slice if it is a part."""
         part = self.part

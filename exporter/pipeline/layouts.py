@@ -36,7 +36,7 @@ def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, RowReader]:
     found = {}
     for name, ref in tensors.items():
         gather = len(ref.slices) if name in moved and _is_mod(ref, _strategy(strategies, name)) else 0
-        whole = SliceSpec(ref.shape, (0,) * len(ref.shape), ref.shape)
+        whole = SliceSpec.whole(ref.shape)
         found[name] = RowReader(name, catalog, ref, whole, ref.dtype, SliceOrder(gather))
     return found
 
