@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from exporter.errors import os_error
 
@@ -141,6 +142,38 @@ def still_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
+
+
+class FileIdentity(NamedTuple):
+    """Tells a file from another one that takes its name, and from itself once it was written to."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> FileIdentity:
+        """The identity of the file that was looked at."""
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def identity_of(path: Path) -> FileIdentity | None:
+    """The identity of the file that has this name now, None if it cannot be reached."""
+    try:
+        return FileIdentity.of(path.stat())
+    except OSError:
+        return None
+
+
+def kept_identity(path: Path) -> list[int]:
+    """An identity to be kept on disk: the time at which the inode changed, too, which nobody can set back.
+
+    Raises:
+        OSError: the file cannot be reached.
+    """
+    found = path.stat()
+    return [*FileIdentity.of(found), found.st_ctime_ns]
 
 
 def nearest(path: Path) -> Path | None:

@@ -12,8 +12,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from exporter.bundle.source_shard import check_size, open_shard
+from exporter.checkpoint.source_shard import check_size, open_shard
 from exporter.errors import CheckpointChanged, os_error
+from exporter.files import FileIdentity
 from exporter.progress import Progress
 
 BATCH_BYTES = 16 << 20
@@ -62,7 +63,7 @@ def copy_ranges(
         finally:
             drain(tasks)  # before the descriptors close: their numbers are reused
         after = os.fstat(reader)
-        if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        if FileIdentity.of(after) != FileIdentity.of(before):
             raise CheckpointChanged(f"{source} was written to while it was copied")
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from exporter.bundle.source_shard import check_size, shard_status, vanished
+from exporter.checkpoint.source_shard import check_size, shard_status, vanished
 from exporter.errors import CheckpointChanged
+from exporter.files import FileIdentity
 
 _IMPOSSIBLE = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 """Other file system or mount; not ours under `protected_hardlinks`; too many links; no links at all."""
@@ -76,10 +77,7 @@ def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> s
         if exc.errno not in _IMPOSSIBLE:
             raise
         return f"{source}: {os.strerror(exc.errno)} ({errno.errorcode[exc.errno]})"
-    if _identity(target.stat()) != _identity(before):
+    linked = FileIdentity.of(target.stat())
+    if linked[1:] != FileIdentity.of(before)[1:]:  # an overlay may show its copy under another device
         raise CheckpointChanged(f"{source} was replaced or written to while it was linked")
     return ""
-
-
-def _identity(found: os.stat_result) -> tuple[int, int, int]:
-    return found.st_ino, found.st_size, found.st_mtime_ns

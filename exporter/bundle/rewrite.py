@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from exporter.bundle.source_shard import open_shard
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.cast_values import cast_values
+from exporter.checkpoint.source_shard import open_shard
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError
 from exporter.mapping.build import TensorSource
 from exporter.wire import crc32c

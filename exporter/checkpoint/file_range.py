@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, CorruptFile, TruncatedFile
-from exporter.files import open_regular
+from exporter.files import FileIdentity, open_regular
 from exporter.wire.crc32c import CHUNK, chunks_of
 
 
@@ -27,7 +27,7 @@ class FileRange(Struct, frozen=True):
     path: Path
     offset: int
     size: int
-    identity: tuple[int, ...]
+    identity: FileIdentity
     crc32: int | None = None
 
     @classmethod
@@ -47,7 +47,7 @@ class FileRange(Struct, frozen=True):
             raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
         if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
             raise CorruptFile(f"{path} is not a regular file")
-        return cls(path, 0, found.st_size, _identity(found))
+        return cls(path, 0, found.st_size, FileIdentity.of(found))
 
     def part(self, offset: int, size: int, crc32: int | None = None) -> FileRange:
         """`size` bytes from `offset` of this range.
@@ -76,7 +76,7 @@ class FileRange(Struct, frozen=True):
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}", cause=str(error)) from None
         try:
-            if _identity(os.fstat(descriptor)) != self.identity:
+            if FileIdentity.of(os.fstat(descriptor)) != self.identity:
                 raise CheckpointChanged(f"{self.path} was replaced or written to after it was read")
             yield descriptor
         finally:
@@ -155,7 +155,3 @@ class RangeReader(io.RawIOBase):
             done += got
         self._position += done
         return done
-
-
-def _identity(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size

@@ -35,7 +35,7 @@ from exporter.errors import (
     TruncatedFile,
     UnsupportedFormat,
 )
-from exporter.files import read_regular
+from exporter.files import FileIdentity, read_regular
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 
@@ -123,13 +123,13 @@ def step_in_name(name: str) -> int | None:
     return int(found[1]) if found and int(found[1]) < _STEP_LIMIT else None
 
 
-def _read_index_file(path: Path) -> tuple[bytes, tuple[int, ...]]:
+def _read_index_file(path: Path) -> tuple[bytes, FileIdentity]:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise CorruptFile(f"{path} is not a regular file")
         identity = _identity(path)
-        if identity[-1] > _MAX_INDEX_BYTES:
-            raise UnsupportedFormat(f"{path} has {identity[-1]} bytes; the largest index read is 1 GiB")
+        if identity.size > _MAX_INDEX_BYTES:
+            raise UnsupportedFormat(f"{path} has {identity.size} bytes; the largest index read is 1 GiB")
         return read_regular(path), identity
     except FileNotFoundError:
         raise CheckpointNotFound(f"there is no {path}") from None
@@ -137,12 +137,11 @@ def _read_index_file(path: Path) -> tuple[bytes, tuple[int, ...]]:
         raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
 
 
-def _identity(path: Path) -> tuple[int, ...]:
+def _identity(path: Path) -> FileIdentity:
     try:
-        found = path.stat()
+        return FileIdentity.of(path.stat())
     except FileNotFoundError:
         raise CheckpointChanged(f"{path} vanished while it was read") from None
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _check_header(table: list[Entry], path: Path) -> int:

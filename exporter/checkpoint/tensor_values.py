@@ -25,9 +25,9 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
+from exporter.checkpoint.source_shard import open_shard
 from exporter.checkpoint.sstable import varint
-from exporter.errors import CheckpointChanged, CheckpointError, CorruptFile, UnsupportedFormat
-from exporter.files import open_regular
+from exporter.errors import CheckpointChanged, CorruptFile, UnsupportedFormat
 from exporter.wire.crc32c import CHUNK, chunks_of, extend, mask, read_into
 from exporter.wire.dtypes import DType
 
@@ -50,7 +50,7 @@ def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -
     extent, shape = _stored(ref, part)
     if ref.dtype.itemsize is None:
         raise UnsupportedFormat(f"{ref.name!r} is a {ref.dtype.label} tensor: it cannot be mapped")
-    with _open_shard(catalog, extent) as fd:
+    with _open_extent(catalog, extent) as fd:
         raw = _map_bytes(fd, extent)
     return raw.view(ref.dtype.numpy).reshape(shape)
 
@@ -87,7 +87,7 @@ def check_values(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None)
     """
     extent, shape = _stored(ref, part)
     place = _Place(catalog.path_of(extent), ref.name)
-    with _open_shard(catalog, extent) as fd:
+    with _open_extent(catalog, extent) as fd:
         if ref.dtype is DType.STRING:
             found = _string_crc(_map_bytes(fd, extent), math.prod(shape), place)
         elif ref.dtype is DType.VARIANT:
@@ -108,21 +108,13 @@ def encode_strings(strings: Iterable[bytes]) -> tuple[bytes, int]:
 
 
 @contextmanager
-def _open_shard(catalog: Catalog, extent: Extent) -> Iterator[int]:
+def _open_extent(catalog: Catalog, extent: Extent) -> Iterator[int]:
     """The descriptor of a shard that is still long enough for an extent."""
     path = catalog.path_of(extent)
-    try:
-        fd = open_regular(path)
-    except FileNotFoundError:
-        raise CheckpointChanged(f"{path} vanished after its index was read") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
-    try:
+    with open_shard(path) as fd:
         if os.fstat(fd).st_size < extent.offset + extent.size:
             raise CheckpointChanged(f"{path} became shorter after its index was read")
         yield fd
-    finally:
-        os.close(fd)
 
 
 def _stored(ref: TensorRef, part: SliceRef | None) -> tuple[Extent, tuple[int, ...]]:
@@ -142,7 +134,7 @@ def _map_bytes(fd: int, extent: Extent) -> Array:
 
 def _read_extent(catalog: Catalog, ref: TensorRef, extent: Extent, shape: tuple[int, ...]) -> Array:
     path = catalog.path_of(extent)
-    with _open_shard(catalog, extent) as fd:
+    with _open_extent(catalog, extent) as fd:
         if ref.dtype is DType.STRING:
             return _read_strings(_map_bytes(fd, extent), extent, shape, _Place(path, ref.name))
         if ref.dtype.itemsize is None:

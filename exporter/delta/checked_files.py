@@ -18,6 +18,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.delta.row_reader import RowReader, StoredRun
+from exporter.files import kept_identity
 
 _Identity = list[int]
 _RunKey = tuple[str, int, int, int]
@@ -59,10 +60,9 @@ class CheckedFiles(Struct, frozen=True):
 
 def _identity(path: Path) -> _Identity:
     try:
-        found = path.stat()
+        return kept_identity(path)
     except OSError:
         return []
-    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def _key(run: StoredRun) -> _RunKey:

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from exporter.files import open_regular
+from exporter.files import kept_identity, open_regular
 
 _SETTLED_NS = 2_000_000_000
 """Age above which a file's times tell whether it was changed; clocks of file servers differ a little."""
@@ -44,12 +44,12 @@ class FileDigests(Struct):
         Raises:
             OSError: it cannot be read, or is no regular file.
         """
-        name, looks = str(path.absolute()), _looks(path)
+        name, looks = str(path.absolute()), kept_identity(path)
         was, digest = self.known.get(name, ([], ""))
         if was == looks:
             return digest
         digest = of(path)
-        if time.time_ns() - max(looks[-2:]) > _SETTLED_NS and _looks(path) == looks:
+        if time.time_ns() - max(looks[-2:]) > _SETTLED_NS and kept_identity(path) == looks:
             self.known[name] = (looks, digest)
             self.is_new = True
         return digest
@@ -63,8 +63,3 @@ class FileDigests(Struct):
         """The digests that `to_json` gave; what is of another form is left out."""
         entries = {name: entry for name, entry in document.items() if isinstance(entry, list) and entry}
         return cls({name: (looks, str(digest)) for name, (*looks, digest) in entries.items()})
-
-
-def _looks(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]

@@ -7,9 +7,8 @@ from pathlib import Path
 from exporter.checkpoint.locate import candidates
 from exporter.checkpoint.tensor_bundle import index_path
 from exporter.errors import CheckpointError
+from exporter.files import FileIdentity, identity_of
 from exporter.layout import CHECKPOINT_STATE_FILE
-
-Signature = tuple[int, ...]
 
 
 class NewCheckpoints:
@@ -17,8 +16,8 @@ class NewCheckpoints:
 
     def __init__(self, ckpt_dir: Path) -> None:
         self._ckpt_dir = ckpt_dir
-        self._looked: tuple[Signature, ...] | None = None
-        self._newest: tuple[Path, Signature] | None = None
+        self._looked: tuple[FileIdentity | None, ...] | None = None
+        self._newest: tuple[Path, FileIdentity] | None = None
 
     @property
     def newest(self) -> Path | None:
@@ -27,7 +26,7 @@ class NewCheckpoints:
 
     def new(self) -> Path | None:
         """The newest checkpoint (prefix or archive) if it is another, or written anew, since the last."""
-        looked = (_signature(self._ckpt_dir), _signature(self._ckpt_dir / CHECKPOINT_STATE_FILE))
+        looked = (identity_of(self._ckpt_dir), identity_of(self._ckpt_dir / CHECKPOINT_STATE_FILE))
         if looked == self._looked and not self._is_overwritten():
             return None
         before = self._newest
@@ -38,21 +37,13 @@ class NewCheckpoints:
         """An archive may be written anew in place; then its directory stays as it was."""
         return self._newest is not None and _saved(self._newest[0]) != self._newest[1]
 
-    def _find(self) -> tuple[Path, Signature] | None:
+    def _find(self) -> tuple[Path, FileIdentity] | None:
         try:
             newest = candidates(self._ckpt_dir)[0]
         except CheckpointError:
             return None
-        return (newest, signature) if (signature := _saved(newest)) else None
+        return (newest, identity) if (identity := _saved(newest)) else None
 
 
-def _saved(checkpoint: Path) -> Signature:
-    return _signature(index_path(checkpoint)) or _signature(checkpoint)
-
-
-def _signature(path: Path) -> Signature:
-    try:
-        found = path.stat()
-    except OSError:
-        return ()
-    return found.st_ino, found.st_mtime_ns, found.st_size
+def _saved(checkpoint: Path) -> FileIdentity | None:
+    return identity_of(index_path(checkpoint)) or identity_of(checkpoint)

@@ -14,7 +14,15 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.locate import candidates
 from exporter.checkpoint.tensor_bundle import BundleWriter, index_path, read_catalog, step_in_name
 from exporter.errors import CheckpointError, UsageError
-from exporter.files import make_directories, remove_tree, sync, write_durably, writing
+from exporter.files import (
+    FileIdentity,
+    identity_of,
+    make_directories,
+    remove_tree,
+    sync,
+    write_durably,
+    writing,
+)
 from exporter.increments.history import CheckpointMarker, History, identify, read_history
 from exporter.increments.increment import Changed, CheckpointId, Increment, StoredIncrement, to_json
 from exporter.layout import (
@@ -28,7 +36,7 @@ from exporter.layout import (
 )
 from exporter.publish.staging import Staging
 
-IndexSignature: TypeAlias = tuple[str, int, int]
+IndexSignature: TypeAlias = tuple[str, FileIdentity]
 """A full checkpoint's name, and its index's inode and modification time in nanoseconds."""
 
 Fill = Callable[[BundleWriter], tuple[Changed, ...]]
@@ -153,16 +161,9 @@ class Store:
     @staticmethod
     def index_signature(prefix: Path) -> IndexSignature | None:
         """The signature of one full checkpoint; None if it is gone."""
-        try:
-            found = index_path(prefix).stat()
-        except OSError:
-            return None
-        return prefix.name, found.st_ino, found.st_mtime_ns
+        identity = identity_of(index_path(prefix))
+        return None if identity is None else (prefix.name, identity)
 
-    def state_signature(self) -> tuple[int, ...]:
+    def state_signature(self) -> FileIdentity | None:
         """Changes whenever a saver has finished a full checkpoint; costs one call of the system."""
-        try:
-            found = (self._ckpt_dir / CHECKPOINT_STATE_FILE).stat()
-        except OSError:
-            return ()
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return identity_of(self._ckpt_dir / CHECKPOINT_STATE_FILE)
