@@ -11,9 +11,12 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:  # importing it takes as long as a small command
+    from importlib.abc import Loader
 
 _PACKAGE = "tensorflow"
 
@@ -26,7 +29,7 @@ def quiet_tensorflow() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -34,11 +37,11 @@ class _Finder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _QuietLoader(spec.loader)
+            spec.loader = cast("Loader", _QuietLoader(spec.loader))
         return spec
 
 
-class _QuietLoader(Loader):
+class _QuietLoader:
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 

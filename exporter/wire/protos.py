@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from google.protobuf import descriptor_pool
 
 
-_FILES = ("tensorflow/core/protobuf/saved_model.proto", "tensorflow/core/protobuf/tensor_bundle.proto")
+_FILES = ("tensorflow/core/protobuf/tensor_bundle.proto", "tensorflow/core/protobuf/saved_model.proto")
+"""In the order in which they are looked through: an index of tensors needs five small files, a graph all."""
 _SERVING_FILES = (
     "tensorflow_serving/apis/prediction_log.proto",
     "tensorflow_serving/apis/get_model_metadata.proto",
@@ -50,26 +52,19 @@ def message_class(name: str) -> Any:
     """
     from google.protobuf import message_factory
 
-    pool = _serving_pool() if name.startswith("serving.") else _pool()
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"tensorflow.{name}"))
+    files = _SERVING_FILES if name.startswith("serving.") else _FILES
+    for file in files:
+        _add_file(_pool(), file)
+        with suppress(KeyError):
+            return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"tensorflow.{name}"))
+    raise KeyError(name)
 
 
 @cache
 def _pool() -> descriptor_pool.DescriptorPool:
     from google.protobuf import descriptor_pool
 
-    pool = descriptor_pool.DescriptorPool()
-    for file in _FILES:
-        _add_file(pool, file)
-    return pool
-
-
-@cache
-def _serving_pool() -> descriptor_pool.DescriptorPool:
-    pool = _pool()
-    for file in _SERVING_FILES:
-        _add_file(pool, file)
-    return pool
+    return descriptor_pool.DescriptorPool()
 
 
 def _add_file(pool: descriptor_pool.DescriptorPool, file: str) -> None:
