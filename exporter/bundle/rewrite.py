@@ -95,7 +95,7 @@ def rewrite(source: TensorSource, catalog: Catalog, planned: TensorRef, target: 
         for extent, output in zip(source.tensor.extents, outputs, strict=True):
             with _open(catalog, source.tensor, extent) as values:
                 for block in values.blocks(BLOCK_BYTES // values.itemsize):
-                    output.write(_cast(block, source))
+                    output.write(cast_values(block, source.dtype, source.key))
     if planned.extent is not None:
         return replace(planned, extent=outputs[0].stamp(planned.extent))
     stamped = (
@@ -150,7 +150,7 @@ def _move_rows(source: TensorSource, catalog: Catalog, outputs: list[_Output]) -
             else:
                 start = box.starts[0] - first
                 rows = block[max(0, start) : max(0, start + box.lengths[0])]
-            output.write(_cast(rows, source))
+            output.write(cast_values(rows, source.dtype, source.key))
         first += len(block)
 
 
@@ -181,11 +181,6 @@ def _interleave(inputs: list[_Input], rows: int, width: int, block_rows: int) ->
             into = block[part::parts]
             into[...] = values.read(into.size).reshape(into.shape)
         yield block
-
-
-def _cast(values: Array, source: TensorSource) -> Array:
-    hint = "cast it to bfloat16, or leave that variable out of --cast"
-    return cast_values(values, source.dtype, source.key, hint=hint)
 
 
 @contextmanager

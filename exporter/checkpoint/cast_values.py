@@ -12,11 +12,11 @@ from exporter.wire.dtypes import DType
 Array = np.ndarray[Any, Any]
 
 
-def cast_values(values: Array, dtype: DType, name: str, *, hint: str) -> Array:
+def cast_values(values: Array, dtype: DType, name: str) -> Array:
     """The values of variable `name` in `dtype`; the array itself if it has the dtype already.
 
     Raises:
-        MappingError: a finite value is too large for `dtype`; `hint` says what to do.
+        MappingError: a finite value is too large for `dtype`.
     """
     if dtype is DType.STRING or values.dtype == dtype.numpy:
         return values
@@ -26,6 +26,9 @@ def cast_values(values: Array, dtype: DType, name: str, *, hint: str) -> Array:
         return converted
     lost = np.isfinite(values) & ~np.isfinite(converted)
     if lost.any():
-        found = f"variable {name!r} holds {values[lost][0]:g}"
-        raise MappingError(f"{found}, which is too large for {dtype.label}", hint=hint)
+        raise MappingError(
+            f"variable {name!r} holds {values[lost][0]:g}, which is too large for {dtype.label}",
+            hint="cast it to bfloat16, or leave that variable out of --cast; a model that takes deltas then "
+            "begins a new log: --full-on-mismatch",
+        )
     return converted

@@ -166,7 +166,7 @@ class RowReader(Struct, frozen=True, dict=True):
             values[index] = piece.values[offsets][:, *source[1:]]
 
     def _cast(self, values: Array) -> Array:
-        return _cast(values, self.dtype, self.name)
+        return cast_values(values, self.dtype, self.name)
 
 
 class StoredRun(Struct, frozen=True):
@@ -207,10 +207,6 @@ class _Piece(Struct, frozen=True):
     values: Array
 
 
-def _cast(values: Array, dtype: DType, name: str) -> Array:
-    return cast_values(values, dtype, name, hint="begin a new log without that cast: --full-on-mismatch")
-
-
 def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
     """The served variables of one source of a mapping, read from the trainer's checkpoint."""
     if not source.variables:
@@ -248,7 +244,7 @@ def translate(
     if not isinstance(change, Rows):
         return dict(_parts_of_whole(source, change, schema))
     natural = _natural(source, change.ids)
-    values = _cast(np.asarray(change.values), source.dtype, source.key)
+    values = cast_values(np.asarray(change.values), source.dtype, source.key)
     translated: dict[str, Change] = {}
     for part, variable in enumerate(source.variables):
         name, box = variable.served_name, variable.box
@@ -268,7 +264,7 @@ def translate(
 def _parts_of_whole(
     source: TensorSource, values: Array, schema: Mapping[str, ServedVariable]
 ) -> Iterator[tuple[str, Change]]:
-    values = _cast(values, source.dtype, source.key)
+    values = cast_values(values, source.dtype, source.key)
     if source.gather_parts:
         natural = _natural(source, np.arange(len(values)))
         ordered = np.empty_like(values)
