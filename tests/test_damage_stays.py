@@ -15,12 +15,14 @@ from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta import row_reader
 from exporter.delta.row_reader import row_readers
 from exporter.delta.snapshot import Snapshot
-from exporter.errors import CorruptFile
+from exporter.errors import CorruptFile, VerificationError
 from exporter.options import DeltaDtype
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.comparison import compare, parse_side
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import BROKEN_LOG_HINT, list_deltas, read_log
+from exporter.publish.versions import version_dirs
 from tests.support.logs import (
     Serving,
     Trainer,
@@ -285,3 +287,12 @@ def test_rows_left_out_of_a_delta_that_was_made_anew_are_not_taken_for_its_own(w
     found = behind(values_at(read_log(world.model)), served_now(trainer, Serving()))
     assert again.left_out is not None
     assert again.left_out.rows == sum(np.count_nonzero(rows) for rows in found.values())
+
+
+def test_a_damaged_base_is_not_made_into_a_new_one(world: World) -> None:
+    """Rows that no delta touched would get checksums that call them right."""
+    damage_tensor(world.base, "s/users")
+    before = [child.version for child in version_dirs(world.model)]
+    with pytest.raises(VerificationError, match="s/users"):
+        rebase(world.model)
+    assert [child.version for child in version_dirs(world.model)] == before

@@ -16,6 +16,7 @@ import pytest
 from exporter.errors import ServerError
 from exporter.wire.protos import message_class
 from exporter.wire.tensor_proto import fill
+from serving.loader import LoadedModel
 from serving.manager import VersionManager
 from serving.status import Code, StatusError, VersionState, VersionStatus
 from serving.version_policy import Every, Latest, Specific
@@ -418,3 +419,14 @@ def test_stopping_cuts_off_what_does_not_end(peer: Peer) -> None:
     thread.join(DEADLINE_SECONDS)
     assert not thread.is_alive()
     assert type(failures[0]).__name__ == "CancelledError"
+
+
+def test_a_version_whose_warm_up_fails_is_closed(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is never served, and would stay in memory."""
+    closed: list[object] = []
+    close = LoadedModel.close
+    monkeypatch.setattr(LoadedModel, "close", lambda model: (closed.append(model), close(model))[1])
+    peer.publish(1, lambda path: write_warmup(path, [NEGATIVE]))
+    peer.manager.start()
+    peer.until(1, VersionState.END)
+    assert len(closed) == 1

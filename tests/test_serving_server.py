@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from exporter.errors import Exit, ModelPathNotFound, ServerError, UsageError
+from serving import services
 from serving.server import ModelServer
 from tests.support.serving_models import CLASSIFY, REGRESS, write_saved_model
 
@@ -514,3 +515,16 @@ def test_a_taken_port(server: ModelServer, model: Path) -> None:
 def test_numbers_out_of_range(model: Path, options: Any) -> None:
     with pytest.raises(UsageError):
         ModelServer(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "milliseconds"), [(None, None), (2.5, 2500), (0.0004, 0), (9e9, None)], ids=str
+)
+def test_the_session_gets_what_is_left_of_the_deadline(
+    seconds: float | None, milliseconds: int | None
+) -> None:
+    class Context:
+        def time_remaining(self) -> float | None:
+            return seconds
+
+    assert services._timeout_ms(Context()) == milliseconds  # type: ignore[arg-type]

@@ -15,9 +15,12 @@ from exporter.options import ExportRequest
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
+from serving.behind import PublishedModel, VersionStanding, compare
 from serving.cli import app
 from serving.server import ModelServer
+from serving.status import VersionState, VersionStatus
 from tests.support.printed_documents import checked
+from tests.support.setting import Setting, followed
 from tests.test_holds import MODEL, request_of, save
 
 
@@ -109,3 +112,14 @@ def test_versions_without_deltas_have_a_position_and_an_age(request_: ExportRequ
         (version,) = status(server, "--published", request_.out)["versions"]
         assert (version["position"], version["step"], version["newer_version"]) == (10, 10, None)
         assert version["age_seconds"] > 0
+
+
+def test_a_server_of_another_log_under_the_same_number_is_not_compared(tmp_path: Path) -> None:
+    """The model was removed and begun anew: the position means something else."""
+    followed(tmp_path, (20,), published=20)
+    published = PublishedModel.read(Setting(tmp_path).model)
+    assert published.log is not None
+    status = VersionStatus(10, VersionState.AVAILABLE)
+    own, other = (VersionStanding(status, 10, 10, lineage) for lineage in (published.log.lineage, "another"))
+    assert [found.behind_deltas for found in compare([own, other], published)] == [1, None]
+    assert "of another log" in compare([other], published)[0].problem

@@ -112,6 +112,7 @@ def test_a_rebased_base_stands_where_its_deltas_led_and_goes_on(
     assert export_model("verify", model, "--bytes", "-q").code == 0
     assert read_manifest(model / "40").source.digest is None, "no checkpoint holds what increments made of it"
     with loaded(model / "20") as old, loaded(model / "40") as new:
+        assert set(new.predict(**FEEDS)["model_step"]) == {40}
         assert old.update()["position"] == new.position() == 40
         np.testing.assert_array_equal(old.predict(**FEEDS)["click"], new.predict(**FEEDS)["click"])
         train(checkpoints, 10)
