@@ -47,8 +47,8 @@ SERVING_SHARES = {
     "exporter.cli.parameters",
     "exporter.delta.spans",
 }
-# A command of the exporter that asks servers. No other module may, and none when a file is imported.
-ASKS_SERVERS = {"exporter.cli.doctor_command"}
+# Commands of the exporter that ask servers. No other module may, and none when a file is imported.
+ASKS_SERVERS = {"exporter.cli.doctor_command", "exporter.cli.notify"}
 HEAVY = {"tensorflow", "tensorflow_serving", "keras", "tf_keras", "h5py"}
 LONGEST = 420
 LONGEST_LIST = {"exporter/errors.py": 600}  # the tree of errors is one list

@@ -9,27 +9,10 @@ from typing import Annotated
 import click
 
 from exporter.cli import completion, doctor_command, history_command, inspect_command, log_commands
-from exporter.cli.edge import (
-    EXIT_CODES,
-    DebugFlag,
-    JsonFlag,
-    QuietFlag,
-    VersionFlag,
-    command,
-    pairs,
-    run,
-)
+from exporter.cli.edge import EXIT_CODES, DebugFlag, JsonFlag, QuietFlag, VersionFlag, command, pairs, run
 from exporter.cli.parameters import App, Option
 from exporter.errors import UsageError
-from exporter.options import (
-    DataMode,
-    DeltaDtype,
-    ExportFormat,
-    ExportRequest,
-    Isolation,
-    Updates,
-    Verify,
-)
+from exporter.options import DataMode, DeltaDtype, ExportFormat, ExportRequest, Isolation, Updates, Verify
 from exporter.pipeline.watch_loop import StopWhen, Watching, parse_duration
 from exporter.roles import node_role
 
@@ -249,6 +232,14 @@ def export(
     rebase: Annotated[
         bool, Option(group=_DELTAS, help="With --incr: also publish a new base that includes all deltas.")
     ] = False,
+    notify: Annotated[
+        tuple[str, ...],
+        Option(
+            group=_DELTAS,
+            metavar="HOST[:PORT]",
+            help="With --incr: ask this model server to apply what was published. Repeat it for several.",
+        ),
+    ] = (),
     plain: Annotated[
         bool,
         Option(group=_PLACES, help="Publish a version that takes no deltas, although the newest one does."),
@@ -351,8 +342,8 @@ def export(
             again=again,
             updates=updates if updatable or incr else None,
         )
-        if not incr and (min_change or delta_dtype or rebase or full_on_mismatch or check_graph):
-            options = "--min-change, --delta-dtype, --rebase, --full-on-mismatch and --check-graph"
+        if not incr and (min_change or delta_dtype or rebase or full_on_mismatch or check_graph or notify):
+            options = "--min-change, --delta-dtype, --rebase, --full-on-mismatch, --check-graph and --notify"
             raise UsageError(f"{options} go with --incr")
         if again and (watch or (incr and not updatable)):
             raise UsageError("--again publishes one version: it does not go with --watch and --incr")
@@ -371,7 +362,7 @@ def export(
         if incr and not updatable:
             from exporter.cli import incremental_command
 
-            how = incremental_command.RunOptions(full_on_mismatch, rebase, watching)
+            how = incremental_command.RunOptions(full_on_mismatch, rebase, watching, notify)
             incremental_command.run(request, sink, how, dry_run=dry_run)
             return
         from exporter.cli import full_command

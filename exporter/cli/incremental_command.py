@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
 from msgspec import Struct, structs
 
-from exporter.cli.documents.exported import DeltaExport, DeltaPlan, RowsLeftOut, RowsRounded
+from exporter.cli.documents.exported import DeltaExport, DeltaPlan, Notified, RowsLeftOut, RowsRounded
 from exporter.cli.documents.values import Status
 from exporter.cli.edge import outlived, watch_ended
 from exporter.cli.markup import escape
@@ -25,11 +25,15 @@ from exporter.publish.permission import Permission
 
 
 class RunOptions(Struct, frozen=True):
-    """What an incremental export does besides; without `watching` it ends after one publication."""
+    """What an incremental export does besides; without `watching` it ends after one publication.
+
+    `notify` are model servers that are asked to apply what is published.
+    """
 
     full_on_mismatch: bool = False
     rebase: bool = False
     watching: Watching | None = None
+    notify: tuple[str, ...] = ()
 
 
 def run(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool) -> None:
@@ -49,14 +53,14 @@ def run(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool)
         if how.rebase:  # refused before anything is published; while watching, deltas go on behind a hold
             Permission(request.despite_hold).check(request.out, takes_deltas=True)
         done = _publish(request, sink, how)
-        _report(done, sink)
+        _report(done, sink, how)
         if how.rebase:
             _rebase(request, done)
     else:
         check_named(request.model)
         tell, ended = partial(outlived, sink), partial(watch_ended, sink)
         for done in follow(lambda: _look(request, sink, how), how.watching, tell, ended=ended):
-            _report(done, sink)
+            _report(done, sink, how)
             if how.rebase:
                 _rebase_or_tell(request, done, sink)
 
@@ -111,17 +115,17 @@ def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output) -> 
         outlived(sink, error)
 
 
-def _report(done: Incremental, sink: Output) -> None:
+def _report(done: Incremental, sink: Output, how: RunOptions) -> None:
     if isinstance(done, ExportedDelta):
-        exported(done, sink)
+        exported(done, sink, how.notify)
         return
     from exporter.cli import render
 
     render.exported(done, sink)
 
 
-def exported(done: ExportedDelta, sink: Output) -> None:
-    """What an incremental export prints when it is done."""
+def exported(done: ExportedDelta, sink: Output, notify: Sequence[str] = ()) -> None:
+    """Tell servers of what was published, if any are named, and print what an incremental export did."""
     plan = done.plan
     left_out, rounded = done.left_out, done.rounded
     document = DeltaExport(
@@ -139,6 +143,7 @@ def exported(done: ExportedDelta, sink: Output) -> None:
         bytes_compared=done.compared_bytes,
         seconds=round(done.seconds, 4),
         warnings=[warning.message for warning in done.warnings],
+        notified=_notified(done, notify),
     )
     lines = list(_plan_lines(plan))
     if done.published is None:
@@ -153,10 +158,26 @@ def exported(done: ExportedDelta, sink: Output) -> None:
             off = f"to {rounded.dtype.value}, off by {rounded.largest:.3g} at most"
             lines.append(_line("rounded", f"{rounded.rows} rows {off}"))
         lines.append(_line("published", f"{done.published.path} in {done.seconds:.2f} s"))
-        lines += _next_lines(plan)
+        lines += [_line("notified", _told(one)) for one in document.notified] or _next_lines(plan)
     sink.result(document, lines, is_done=True)
     for warning in done.warnings:
         sink.warn(f"the delta is published; {warning.message} (hint: {warning.hint})")
+    for one in document.notified:
+        if one.problem is not None:
+            sink.warn(f"the delta is published; {one.address} did not take it: {one.problem}")
+
+
+def _notified(done: ExportedDelta, addresses: Sequence[str]) -> list[Notified]:
+    if done.published is None or not addresses:
+        return []
+    from exporter.cli.notify import notify
+
+    return notify(addresses, done.plan.log.model.name)
+
+
+def _told(one: Notified) -> str:
+    where = f"{one.address}: " + ("" if one.position is None else f"at {one.position} ")
+    return f"{where}after {one.seconds:.2f} s" if one.problem is None else f"{where}{one.problem}"
 
 
 def _hold(plan: IncrementalPlan) -> int | None:

@@ -231,6 +231,26 @@ def test_a_token_guards_all_but_the_probes(published: Published, tmp_path: Path)
         assert "127.0.0.1" not in text
 
 
+def test_without_an_agent_a_command_tells_the_servers_that_it_is_given(
+    published: Published, servers: list[Server]
+) -> None:
+    version = base_of(published)
+    published.train()
+    addresses = [*(server.address for server in servers), "127.0.0.1:9"]
+    told = [part for address in addresses for part in ("--notify", address)]
+    done = export_model(*published.arguments(), *told, "--json")
+    assert done.code == 0, "it is published, whoever answers"
+    *answered, silent = done.document["notified"]
+    assert [one["position"] for one in answered] == [published.position] * 2
+    assert not any(one["problem"] for one in answered)
+    assert (silent["position"], silent["problem"][:11]) == (None, "UNAVAILABLE")
+    assert all(server.position(version) == published.position for server in servers)
+    again = export_model(*published.arguments(), *told, "--json").document
+    assert (again["status"], again["notified"]) == ("nothing_to_do", [])
+    plain = [argument for argument in published.arguments() if argument != "--incr"]
+    assert export_model(*plain, *told).code == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -130,6 +130,19 @@ class StandBy(Struct, frozen=True):
     """The environment variable that says so."""
 
 
+class Notified(Struct, frozen=True):
+    """What became of a server that `--notify` names."""
+
+    address: str
+    """As it was given."""
+    position: int | None
+    """Where the server stands now; null if it did not say."""
+    seconds: float
+    """How long it took."""
+    problem: str | None
+    """Why it is not where it should be; null if it is."""
+
+
 class RowsLeftOut(Struct, frozen=True):
     """Rows that `--min-change` holds back."""
 
@@ -208,3 +221,5 @@ class DeltaExport(DeltaPlan, frozen=True, kw_only=True):
     """How long it took, without the start of the program."""
     warnings: Sequence[str]
     """What went wrong after it was published."""
+    notified: Sequence[Notified] = ()
+    """The servers that were asked to apply it (`--notify`)."""
