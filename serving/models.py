@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from exporter.errors import ServerError
+from exporter.errors import ServerError, UsageError
+from exporter.local_paths import local_path
 from exporter.wire.protos import Proto
 from serving.loader import LoadedModel
 from serving.manager import VersionManager
@@ -90,9 +91,10 @@ class ServedModels:
         for model in wanted.values():
             if not model.name or not model.base_path:
                 raise invalid("Every model of a ModelConfigList needs a name and a base_path.")
+        places = {name: _base_path(model) for name, model in wanted.items()}
         with self._configuring:
             for name, model in wanted.items():
-                self._serve(name, Path(model.base_path), _policy(model), timeout_seconds)
+                self._serve(name, places[name], _policy(model), timeout_seconds)
             for name in self._managers.keys() - wanted.keys():
                 self._managers.pop(name).stop(UNLOAD_GRACE_SECONDS)
             labels = {name: dict(model.version_labels) for name, model in wanted.items()}
@@ -140,6 +142,13 @@ class ServedModels:
             return self._labels[spec.name][spec.version_label]
         except KeyError:
             raise invalid(f"Unrecognized servable version label: {spec.version_label}") from None
+
+
+def _base_path(model: Proto) -> Path:
+    try:
+        return local_path(f"The base_path of {model.name!r}:", model.base_path)
+    except UsageError as error:
+        raise invalid(f"{error.message} ({error.cause}); {error.hint}") from error
 
 
 def _policy(model: Proto) -> Policy:

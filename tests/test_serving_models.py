@@ -150,6 +150,8 @@ def test_a_model_that_cannot_be_served_changes_nothing(
         (lambda c: c.ClearField("model_config_list"), "Only ModelConfigList is currently supported"),
         (lambda c: c.model_config_list.config.add(name="x"), "needs a name and a base_path"),
         (lambda c: c.model_config_list.config.add(base_path="/x"), "needs a name and a base_path"),
+        (lambda c: c.model_config_list.config.add(name="x", base_path="gs://b/m"), "gs://b/m: only local"),
+        (lambda c: c.model_config_list.config.add(name="x", base_path="file://far/m"), "file://far/m"),
     ],
 )
 def test_refused_configurations(models: ServedModels, made: Path, change: Any, text: str) -> None:
@@ -159,3 +161,8 @@ def test_refused_configurations(models: ServedModels, made: Path, change: Any, t
         models.configure(wanted, WAIT_SECONDS)
     assert caught.value.code is Code.INVALID_ARGUMENT
     assert answer(models, "a") == (2, 2.0)
+
+
+def test_a_base_path_may_be_a_local_url(models: ServedModels, made: Path) -> None:
+    models.configure(config(a=f"file://{made / 'b'}"), WAIT_SECONDS)
+    assert answer(models, "a")[0] == 5
