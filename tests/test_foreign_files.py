@@ -251,6 +251,45 @@ def test_the_layer_that_owns_a_legacy_files_weight_decides(tmp_path: Path, renam
     np.testing.assert_allclose(answers[output], expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "renamed",
+    [
+        {},
+        {
+            "both_1/forward_rnn/lstm_cell": "both_1/forward_rnn",
+            "both_1/backward_rnn/lstm_cell": "both_1/backward_rnn",
+        },
+        {"both_1/forward_rnn/lstm_cell": "both_1/forward_rnn/lstm_cell_7", "both_2": "both_1"},
+        {"both_1": "both_2", "both_2": "both_1"},
+    ],
+    ids=["same", "old", "counted", "crossed"],
+)
+def test_each_direction_of_a_bidirectional_layer_keeps_its_weights(
+    tmp_path: Path, renamed: dict[str, str]
+) -> None:
+    import tf_keras
+    from tf_keras import layers
+
+    model = tf_keras.Sequential(
+        [
+            layers.Input([6, 8]),
+            layers.Bidirectional(layers.LSTM(4, return_sequences=True, name="rnn"), name="both_1"),
+            layers.Bidirectional(layers.LSTM(4, name="rnn"), name="both_2"),
+        ]
+    )
+    path = tmp_path / "model.h5"
+    model.save(path)
+    rename_weights(path, renamed)
+    x = np.random.default_rng(1).normal(size=(3, 6, 8)).astype(np.float32)
+    expected = tf_keras.models.load_model(path)(x).numpy()
+    np.testing.assert_array_equal(expected, model(x).numpy())
+    done = export(ExportRequest(path, tmp_path / "m"))
+    (signature,) = done.plan.graph.meta_graph.signature_def.values()
+    (name,), (output,) = signature.inputs, signature.outputs
+    answers = answers_in_session(done.published.path, {name: x})
+    np.testing.assert_allclose(answers[output], expected, rtol=1e-5)
+
+
 def rename_weights(path: Path, renamed: dict[str, str]) -> None:
     """Call the variables of layers otherwise, as another release of Keras would have done."""
     with h5py.File(path, "a") as file:

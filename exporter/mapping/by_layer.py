@@ -31,6 +31,7 @@ _ORDERS = {
 _NO_LAYER = re.compile(r"^metrics/|(^|/)(optimizer|optimizer_weights|seed_generator(_[0-9]+)?)/")
 """What is no layer's value, or is not there in the files of each version of Keras."""
 
+_DIRECTION = re.compile(r"(?:^|/)(forward|backward)_[^/]+/")
 _SHOWN = 6
 
 
@@ -77,24 +78,32 @@ def _by_owner(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str
 
     Keras named variables in its own ways over time: `conv2d_1_1/kernel` in the layer `conv2d_1`,
     `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`. None if layers differ, or a layer has several
-    tensors of one last name and shape.
+    tensors of one last name and shape (of which those of a Bidirectional layer say their direction).
     """
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for ref in catalog.tensors.values():
         if ref.owner:
-            stored[ref.owner, _last(ref.name), *_kind(ref)].append(ref.name)
+            inner = ref.name.partition("/")[2]
+            stored[ref.owner, _direction(inner), _last(ref.name), *_kind(ref)].append(ref.name)
     layers = {key.partition("/")[0] for key in wanted}
     if not stored or layers != {owner for owner, *_ in stored}:
         return None
     found: dict[str, str] = {}
     taken: set[str] = set()
     for key, variable in wanted.items():
-        names = stored.get((key.partition("/")[0], _last(key), *_kind(variable)), [])
+        layer, _, inner = key.partition("/")
+        names = stored.get((layer, _direction(inner), _last(key), *_kind(variable)), [])
         if len(names) != 1 or names[0] in taken:
             return None
         found[key] = names[0]
         taken.add(names[0])
     return found
+
+
+def _direction(name: str) -> str:
+    """`forward` or `backward` if a Bidirectional layer made a variable: it calls its two layers so."""
+    found = _DIRECTION.search(name)
+    return found[1] if found else ""
 
 
 def _last(name: str) -> str:
