@@ -138,10 +138,10 @@ def test_a_rounded_delta_is_not_taken_from_inside() -> None:
 
 
 def test_only_neighbours_merge_and_a_merger_fits_every_state_inside() -> None:
-    assert merged([Span(1, 4), Span(4, 6)]) == Span(1, 6, parts=2)
+    assert merged([Span(1, 4), Span(4, 6)]) == Span(1, 6, merged_count=2)
     for inexact in ((True, False), (False, True), (True, True)):
         parts = [Span(1, 4, exact_base=inexact[0]), Span(4, 6, exact_base=inexact[1])]
-        assert merged(parts) == Span(1, 6, parts=2)
+        assert merged(parts) == Span(1, 6, merged_count=2)
     with pytest.raises(DeltaGap, match="1-4 and 5-6 do not follow each other"):
         merged([Span(1, 4), Span(5, 6)])
     with pytest.raises(ValueError, match="nothing to merge"):
@@ -156,7 +156,7 @@ def test_merging_as_it_becomes_due_keeps_chains_short_and_work_small(count: int,
         spans.append(Span(end - 1, end, exact_base))
         while run := merge_due(spans):
             spans.append(merged(run))
-            work += sum(span.parts for span in run)
+            work += sum(span.merged_count for span in run)
             for span in run:
                 spans.remove(span)
     magnitudes = 1
@@ -168,7 +168,7 @@ def test_merging_as_it_becomes_due_keeps_chains_short_and_work_small(count: int,
 
 def test_a_merger_of_as_many_as_are_merged_at_once_is_of_the_next_magnitude() -> None:
     """Else its rows would be merged again with the first deltas that come after it."""
-    large = Span(0, FANOUT, parts=FANOUT)
+    large = Span(0, FANOUT, merged_count=FANOUT)
     small = [Span(end - 1, end) for end in range(FANOUT + 1, 2 * FANOUT)]
     assert merge_due([large, *small]) == ()
     last = Span(2 * FANOUT - 1, 2 * FANOUT)

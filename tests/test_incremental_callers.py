@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from exporter.delta.format import Change, ChangeKind, Rows
-from exporter.subgraph.make_updatable import IsolationMode
+from exporter.options import Isolation
 from tests.support.budget import times
 from tests.support.updatable import Loaded, Model, assert_holds, loaded, updatable_model
 
@@ -50,7 +50,7 @@ def fill(model: Model, position: int) -> None:
     }
 
 
-@pytest.fixture(scope="module", params=list(IsolationMode))
+@pytest.fixture(scope="module", params=list(Isolation))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     directory = tmp_path_factory.mktemp(request.param.value)
     model = updatable_model(directory, constant_everywhere, {"ids": [0]}, isolation=request.param)
@@ -185,4 +185,4 @@ def test_callers_with_deadlines_of_all_lengths(server: Loaded, model: Model) -> 
 
 
 def _is_snapshot(model: Model) -> bool:
-    return model.options.isolation is IsolationMode.SNAPSHOT
+    return model.options.isolation is Isolation.SNAPSHOT

@@ -19,7 +19,8 @@ from exporter.delta.format import Rows
 from exporter.errors import NotServable
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph
-from exporter.subgraph.make_updatable import IsolationMode, make_updatable, schema_of
+from exporter.options import Isolation
+from exporter.subgraph.make_updatable import make_updatable, schema_of
 from tests.support.graph_runs import v1_graph
 from tests.support.trained import export, inference_graph, train
 from tests.support.updatable import (
@@ -259,8 +260,8 @@ def every_dtype() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return {"ids": ids}, outputs
 
 
-@pytest.mark.parametrize("isolation", list(IsolationMode))
-def test_tables_of_every_dtype(tmp_path: Path, isolation: IsolationMode) -> None:
+@pytest.mark.parametrize("isolation", list(Isolation))
+def test_tables_of_every_dtype(tmp_path: Path, isolation: Isolation) -> None:
     model = updatable_model(tmp_path, every_dtype, {"ids": [0]}, isolation=isolation)
     by_rows = {name for name, kind in kinds(model).items() if kind == "table"}
     assert by_rows == {f"rows_{name}" for name in SCATTERED.split()}
@@ -282,8 +283,8 @@ def without_elements() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return {"ids": ids}, {**read, "whole": tf.reduce_sum(whole, keepdims=True)}
 
 
-@pytest.mark.parametrize("isolation", list(IsolationMode))
-def test_variables_without_elements(tmp_path: Path, isolation: IsolationMode) -> None:
+@pytest.mark.parametrize("isolation", list(Isolation))
+def test_variables_without_elements(tmp_path: Path, isolation: Isolation) -> None:
     model = updatable_model(tmp_path, without_elements, {"ids": [0]}, isolation=isolation)
     model.evolve(100, 110)
     with loaded(model) as server:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from exporter.delta.format import Change, ChangeKind, Rows
 from exporter.graph.saved_model import read_saved_model
-from exporter.subgraph.make_updatable import IsolationMode
+from exporter.options import Isolation
 from tests.support.updatable import Loaded, Model, loaded, updatable_model
 
 tf1 = tf.compat.v1
@@ -43,14 +43,14 @@ def filled(model: Model, value: float) -> dict[str, Change]:
     return changes
 
 
-@pytest.fixture(scope="module", params=list(IsolationMode))
-def mode(request: pytest.FixtureRequest) -> IsolationMode:
-    mode: IsolationMode = request.param
+@pytest.fixture(scope="module", params=list(Isolation))
+def mode(request: pytest.FixtureRequest) -> Isolation:
+    mode: Isolation = request.param
     return mode
 
 
 @pytest.fixture(scope="module")
-def model(mode: IsolationMode, tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(mode: Isolation, tmp_path_factory: pytest.TempPathFactory) -> Model:
     directory = tmp_path_factory.mktemp(mode.value)
     return updatable_model(
         directory, constant_everywhere, {"ids": [0]}, isolation=mode, patience_seconds=PATIENCE_SECONDS
@@ -94,7 +94,7 @@ def while_running(read: Callable[[], None], write: Callable[[], None], readers: 
         assert all(loop.result() > 1 for loop in loops)
 
 
-def test_each_response_comes_from_one_position(server: Loaded, model: Model, mode: IsolationMode) -> None:
+def test_each_response_comes_from_one_position(server: Loaded, model: Model, mode: Isolation) -> None:
     ids = np.random.default_rng(1).integers(0, ROWS, 200)
     seen = set()
 
@@ -103,7 +103,7 @@ def test_each_response_comes_from_one_position(server: Loaded, model: Model, mod
         low, high = answer["low"].min(), answer["high"].max()
         position = set(answer["model_position"].tolist())
         seen.update(position)
-        if mode is IsolationMode.SNAPSHOT:
+        if mode is Isolation.SNAPSHOT:
             assert {low} == {high} == position
             assert set(answer["model_step"].tolist()) == {10 * p for p in position}
         else:  # rows of several positions may meet, but each is one that existed, and none is half-written
@@ -132,7 +132,7 @@ def test_concurrent_updates_take_turns(server: Loaded, model: Model) -> None:
 
 
 def test_a_deadline_at_any_moment_leaves_a_state_that_the_next_update_completes(
-    server: Loaded, model: Model, mode: IsolationMode
+    server: Loaded, model: Model, mode: Isolation
 ) -> None:
     position, cut = 101, 0
     for milliseconds in range(1, 25):
@@ -145,7 +145,7 @@ def test_a_deadline_at_any_moment_leaves_a_state_that_the_next_update_completes(
         before = time.monotonic()
         answer = server.predict(ids=np.arange(100))
         assert time.monotonic() - before < PATIENCE_SECONDS + 5, "readers do not stall"
-        if mode is IsolationMode.SNAPSHOT and answer["model_position"][0] >= 0:
+        if mode is Isolation.SNAPSHOT and answer["model_position"][0] >= 0:
             assert set(answer["low"]) == set(answer["high"]) == set(answer["model_position"])
         position += 3
         assert server.update()["position"] == position
@@ -199,10 +199,8 @@ def kill_half_way(server: Loaded, *, position: int, target: int, odd: bool) -> N
         )
 
 
-def test_an_update_that_died_does_not_stall_readers(
-    server: Loaded, model: Model, mode: IsolationMode
-) -> None:
-    if mode is not IsolationMode.SNAPSHOT:
+def test_an_update_that_died_does_not_stall_readers(server: Loaded, model: Model, mode: Isolation) -> None:
+    if mode is not Isolation.SNAPSHOT:
         pytest.skip("row isolation has no readers that wait")
     kill_half_way(server, position=101, target=102, odd=True)
     answer = server.predict(ids=[1, 2])
@@ -217,9 +215,9 @@ def test_an_update_that_died_does_not_stall_readers(
 
 
 def test_only_a_delta_that_leads_as_far_makes_a_dead_update_good(
-    server: Loaded, model: Model, mode: IsolationMode
+    server: Loaded, model: Model, mode: Isolation
 ) -> None:
-    kill_half_way(server, position=101, target=105, odd=mode is IsolationMode.SNAPSHOT)
+    kill_half_way(server, position=101, target=105, odd=mode is Isolation.SNAPSHOT)
     model.publish(101, 103, filled(model, 103))
     assert server.update()["status"] == "interrupted: an update to 105 died half-way; still at 101"
     for target in (101, 103):
@@ -259,10 +257,10 @@ def test_chunks_are_written_under_the_lock_of_their_table(model: Model) -> None:
     [(6, 6, True), (7, 7, False), (6, 8, False), (6, 7, False), (7, 8, False)],
 )
 def test_a_response_is_clean_if_one_even_sequence_stood_before_and_after_it(
-    server: Loaded, mode: IsolationMode, before: int, after: int, is_clean: bool
+    server: Loaded, mode: Isolation, before: int, after: int, is_clean: bool
 ) -> None:
     """(6, 7): an update began while the response was computed, and may have written already."""
-    if mode is not IsolationMode.SNAPSHOT:
+    if mode is not Isolation.SNAPSHOT:
         pytest.skip("row isolation compares nothing")
     nodes = server.session.graph.as_graph_def().node
     (clean,) = [node.name for node in nodes if node.name.endswith("serving_default/clean")]

@@ -182,7 +182,7 @@ def test_a_replica_inside_a_merger_of_inexact_deltas_goes_on(tmp_path: Path) -> 
     world.do("tidy", np.random.default_rng(0))
     log = read_log(world.model)
     first = log.deltas[0]
-    assert first.start < lagging.position < first.end and first.parts == 8
+    assert first.start < lagging.position < first.end and first.merged_count == 8
     assert not any(delta.start == lagging.position for delta in log.deltas)
     lagging.apply(world.model)
     assert_same_bits(lagging.values, values_at(log))

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from exporter.errors import NotServable
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.subgraph.make_updatable import IsolationMode, schema_of
+from exporter.options import Isolation
+from exporter.subgraph.make_updatable import schema_of
 from tests.support.commands import export_model
 from tests.support.trained import inference_graph, train
 from tests.support.updatable import Model, assert_holds, loaded, two_tables_and_dense, updatable_base
@@ -26,7 +27,7 @@ def named(graph: InferenceGraph) -> InferenceGraph:
     return graph
 
 
-@pytest.fixture(scope="module", params=[IsolationMode.SNAPSHOT, IsolationMode.ROW], ids=str)
+@pytest.fixture(scope="module", params=[Isolation.SNAPSHOT, Isolation.ROW], ids=str)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     directory = tmp_path_factory.mktemp("names")
     feeds = {"user": [0], "item": [0]}

@@ -57,7 +57,7 @@ class SpanLike(Protocol):
         """True if it fits `start` alone."""
 
     @property
-    def parts(self) -> int:
+    def merged_count(self) -> int:
         """How many publications it holds."""
 
     def accepts(self, position: int) -> bool:
@@ -84,7 +84,7 @@ class Span(Struct, Reach, frozen=True, order=True):
     start: int
     end: int
     exact_base: bool = False
-    parts: int = 1
+    merged_count: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:
@@ -166,7 +166,7 @@ def merged(spans: Sequence[SpanLike]) -> Span:
     for before, after in pairwise(spans):
         if not after.accepts(before.end):
             raise DeltaGap(f"deltas {_text(before)} and {_text(after)} do not follow each other")
-    return Span(spans[0].start, spans[-1].end, parts=sum(span.parts for span in spans))
+    return Span(spans[0].start, spans[-1].end, merged_count=sum(span.merged_count for span in spans))
 
 
 def merge_due(spans: Iterable[SpanT], *, fanout: int = FANOUT) -> tuple[SpanT, ...]:
@@ -254,7 +254,7 @@ def _tiles(spans: Iterable[SpanT]) -> list[SpanT]:
 
 def _magnitude(span: SpanLike, fanout: int) -> int:
     """0 for a delta of fewer than `fanout` publications, 1 from `fanout` on, 2 from its square on."""
-    count, magnitude = span.parts, 0
+    count, magnitude = span.merged_count, 0
     while count >= fanout:
         count //= fanout
         magnitude += 1

@@ -22,7 +22,6 @@ from exporter.publish.log_entries import BaseEntry
 from exporter.subgraph.make_updatable import (
     CATCH_UP_REQUEST,
     IncrementalOptions,
-    IsolationMode,
     make_updatable,
     schema_of,
 )
@@ -71,7 +70,7 @@ def make_base(
         log=place.position,
         position=place.position,
         step=checkpoint.step,
-        isolation=IsolationMode(updates.isolation.value),
+        isolation=updates.isolation,
         snapshot_max_rows=updates.snapshot_max_rows,
         stamp=updates.stamp,
         digest=updates.digest,

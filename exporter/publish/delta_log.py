@@ -125,7 +125,7 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
         return self.entry.exact_base
 
     @property
-    def parts(self) -> int:
+    def merged_count(self) -> int:
         """How many publications it holds."""
         return self.entry.parts
 

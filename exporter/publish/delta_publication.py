@@ -88,7 +88,7 @@ def publish_changes(
             made=what.made,
             rows=count_rows(changes),
             trained=trained,
-            parts=span.parts,
+            parts=span.merged_count,
             exact_base=span.exact_base,
             back_to=what.back_to,
             before=what.before,

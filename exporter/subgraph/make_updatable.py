@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 
 from msgspec import Struct
@@ -30,6 +29,7 @@ from exporter.graph.mutable_tables import makers
 from exporter.graph.signature_tensors import rename, tensors_of
 from exporter.graph.variable_uses import Use, read_rows_only, uses
 from exporter.layout import UPDATABLE_NAME
+from exporter.options import Isolation
 from exporter.subgraph.isolation import isolate, order_handles
 from exporter.subgraph.read_delta import Expected
 from exporter.subgraph.state import StateNodes
@@ -73,13 +73,6 @@ _SCATTERED = {
 """Types whose rows stock kernels scatter."""
 
 
-class IsolationMode(StrEnum):
-    """What a response may mix: nothing (`SNAPSHOT`), or rows of two positions, but no half rows (`ROW`)."""
-
-    SNAPSHOT = "snapshot"
-    ROW = "row"
-
-
 class IncrementalOptions(Struct, frozen=True):
     """What is baked into a base: its place in a log, and how it takes updates.
 
@@ -94,7 +87,7 @@ class IncrementalOptions(Struct, frozen=True):
     log: int
     position: int
     step: int
-    isolation: IsolationMode = IsolationMode.SNAPSHOT
+    isolation: Isolation = Isolation.SNAPSHOT
     snapshot_max_rows: int = 1_000_000
     stamp: bool = False
     digest: bool = False
@@ -125,7 +118,7 @@ def make_updatable(graph: InferenceGraph, options: IncrementalOptions, scratch: 
         editor, state, signatures, [node for nodes in served.values() for node in nodes], options
     )
     expected = Expected(options.lineage, schema, options.finite)
-    largest = options.snapshot_max_rows if options.isolation is IsolationMode.SNAPSHOT else -1
+    largest = options.snapshot_max_rows if options.isolation is Isolation.SNAPSHOT else -1
     rules = UpdateRules(editor.resource_name("updates"), log_name(options.log), expected, largest)
     signatures[UPDATE_SIGNATURE].CopyFrom(add_update(editor, state, served, rules))
     signatures[STATUS_SIGNATURE].CopyFrom(add_status(editor, state, options.lineage))
@@ -240,7 +233,7 @@ def _isolate_signatures(
     handles: list[str],
     options: IncrementalOptions,
 ) -> None:
-    snapshot = options.isolation is IsolationMode.SNAPSHOT
+    snapshot = options.isolation is Isolation.SNAPSHOT
     isolation = order_handles(editor, state, handles, options.patience_seconds) if snapshot else None
     for name in sorted(signatures):
         signature = signatures[name]
