@@ -234,7 +234,13 @@ class _BlockBuilder:
             shared = _common_prefix(self._last, key)
         elif self.count:
             self._restarts.append(len(self._buffer))
-        self._buffer += varint(shared) + varint(len(key) - shared) + varint(len(value)) + key[shared:] + value
+        sizes = (shared, len(key) - shared, len(value))
+        if max(sizes) < 0x80:  # nearly always: each is a varint of one byte
+            self._buffer += bytes(sizes)
+        else:
+            self._buffer += b"".join(map(varint, sizes))
+        self._buffer += key[shared:]
+        self._buffer += value
         self._last = key
         self.count += 1
 

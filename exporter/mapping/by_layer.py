@@ -123,6 +123,8 @@ def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[st
     for ref in catalog.tensors.values():
         if ref.owner:
             stored[stems(ref.name), *_kind(ref)].append(ref.name)
+    if not stored:
+        return {}
     served: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for key, variable in wanted.items():
         served[stems(key), *_kind(variable)].append(key)
