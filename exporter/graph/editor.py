@@ -152,6 +152,7 @@ class GraphEditor(Struct):
         renames = {f.signature.name: f"{full}_{n}" if n else full for n, f in enumerate(own)}
         for function in own:
             rename_functions(function, renames)
+            _merge_constants(function)
             if as_written:
                 _keep_as_written(function)
             self.graph_def.library.function.add().CopyFrom(function)
@@ -176,6 +177,36 @@ class PlacedFunction(Struct, frozen=True):
 
 class _Function(Struct, frozen=True):
     name: str
+
+
+def _merge_constants(function: Proto) -> None:
+    """Keep one node of those that are the same constant: what is traced has one for each place."""
+    kept: dict[bytes, str] = {}
+    merged: dict[str, str] = {}
+    nodes = []
+    for node in function.node_def:
+        if node.op == "Const" and not node.input and "_class" not in node.attr:
+            anonymous = type(node)(op=node.op, device=node.device, attr=node.attr)
+            name = kept.setdefault(anonymous.SerializeToString(deterministic=True), node.name)
+            if name != node.name:
+                merged[node.name] = name
+                continue
+        nodes.append(node)
+    for node in nodes:
+        for index, reference in enumerate(node.input):
+            node.input[index] = _with_producer(reference, merged)
+    for name, reference in function.ret.items():
+        function.ret[name] = _with_producer(reference, merged)
+    kept_nodes = [type(node).FromString(node.SerializeToString()) for node in nodes]
+    del function.node_def[:]
+    function.node_def.extend(kept_nodes)
+
+
+def _with_producer(reference: str, renamed: Mapping[str, str]) -> str:
+    """A reference to a node's output, or to the node (`^node`), with the node's new name."""
+    control = "^" if reference.startswith("^") else ""
+    node, colon, output = reference.removeprefix("^").partition(":")
+    return control + renamed.get(node, node) + colon + output
 
 
 def _keep_as_written(function: Proto) -> None:

@@ -10,6 +10,7 @@ first: if it dies after all, only a delta that leads at least that far makes the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from msgspec import Struct
 
@@ -20,6 +21,9 @@ from exporter.subgraph.unpack import tensors_in
 
 CHUNK_ROWS = 4096
 """Rows written under one hold of a table's lock: about a millisecond for 64 floats a row."""
+
+_AT_ONCE = 4
+"""Parts of tables that are written at the same time, where a model has fewer tables."""
 
 
 class UpdateTarget(Struct, frozen=True):
@@ -74,7 +78,11 @@ def write_snapshot(
     import tensorflow as tf
 
     writes = target.writes(delta)
-    with tf.control_dependencies([*writes.tensors, start, end]):
+    # What readers wait for is writing alone: all that can be prepared is.
+    tables = _in_parts(writes.tables)
+    dense = [(handle, _value_if(handle, changed, value)) for handle, changed, value in writes.dense]
+    prepared = [*writes.tensors, start, end, *(value for _, *values in (*tables, *dense) for value in values)]
+    with tf.control_dependencies(prepared):
         noted = [assign(state.since, tf.timestamp()), assign(state.position, start)]
         odd = tf.bitwise.bitwise_or(state.read_sequence(), 1)
     with tf.control_dependencies(noted):
@@ -82,11 +90,30 @@ def write_snapshot(
     with tf.control_dependencies([begun]):
         written = [
             tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=ids, updates=rows)
-            for handle, ids, rows in writes.tables
+            for handle, ids, rows in tables
         ]
-        written += [_assign_if(*write) for write in writes.dense]
+        written += [assign(handle, value) for handle, value in dense]
         written += [_import_if(*write) for write in writes.lookups]
     return _settle(state, end, written, odd + 1)
+
+
+def _in_parts(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The rows of a few tables in parts, which are written at the same time; many tables as they are.
+
+    The kernel copies row by row in one thread (source: tensorflow/core/kernels/scatter_functor.h).
+    """
+    import tensorflow as tf
+
+    count = _AT_ONCE // len(tables) if tables else 1
+    if count < 2:
+        return list(tables)
+    parts = []
+    for handle, ids, rows in tables:
+        size = tf.shape(ids)[0]
+        edges = [size * n // count for n in range(count + 1)]
+        for begin, end in pairwise(edges):
+            parts.append((handle, ids[begin:end], rows[begin:end]))
+    return parts
 
 
 def write_rows(
@@ -100,10 +127,12 @@ def write_rows(
         sequence = state.read_sequence()
         noted = assign(state.position, start)
     with tf.control_dependencies([noted]):
-        written = [_assign_if(*write) for write in writes.dense]
+        written = [
+            assign(handle, _value_if(handle, changed, value)) for handle, changed, value in writes.dense
+        ]
         written += [_import_if(*write) for write in writes.lookups]
         if writes.tables:
-            written.append(_scatter_chunks(writes.tables))
+            written.append(_scatter_chunks(target, delta))
     # Odd here is what an update left that died: these rows have made it whole.
     return _settle(state, end, written, sequence + tf.bitwise.bitwise_and(sequence, 1))
 
@@ -117,8 +146,8 @@ def _settle(state: UpdateState, end: Tensor, written: Sequence[Tensor], sequence
         return assign(state.sequence, sequence)
 
 
-def _assign_if(handle: Tensor, changed: Tensor, value: Tensor) -> Tensor:
-    """Assign `value` [1, ...], or what the variable holds, without a copy, if that is [0, ...].
+def _value_if(handle: Tensor, changed: Tensor, value: Tensor) -> Tensor:
+    """What is to be assigned: `value` [1, ...], or what the variable holds (no copy) if it is [0, ...].
 
     The choice is made of the value, not of the assignment: raw ops and no `tf.cond`, which makes two
     functions for each variable that a server takes seconds to inline; and nothing waits for an assignment in
@@ -129,7 +158,7 @@ def _assign_if(handle: Tensor, changed: Tensor, value: Tensor) -> Tensor:
     held = tf.raw_ops.ReadVariableOp(resource=handle, dtype=value.dtype)
     kept = tf.raw_ops.Switch(data=held, pred=changed).output_false
     taken = tf.raw_ops.Switch(data=value, pred=changed).output_true
-    return assign(handle, tf.raw_ops.Merge(inputs=[kept, taken[0]]).output)
+    return tf.raw_ops.Merge(inputs=[kept, taken[0]]).output
 
 
 def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -153,22 +182,31 @@ def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) ->
     return tf.cond(changed, replace, lambda: tf.identity(changed))
 
 
-def _scatter_chunks(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """Scatter (handle, ids, values), the next chunk of every table in each turn of one loop."""
+def _scatter_chunks(target: UpdateTarget, delta: ReadDelta) -> Tensor:
+    """Scatter the rows of all tables, the next chunk of every table in each turn of one loop.
+
+    A few nodes for each table, and the loop takes the delta as one: what a table adds here, the first update
+    of a hundred tables waits for.
+    """
     import tensorflow as tf
 
     def write(start: Tensor) -> Tensor:
-        chunk = slice(start, start + CHUNK_ROWS)
+        end = start + CHUNK_ROWS
+        rows = {"begin": start[tf.newaxis], "end": end[tf.newaxis], "strides": tf.constant([1])}
+        columns = {key: tf.concat([edge, [int(key == "strides")]], 0) for key, edge in rows.items()}
         scatters = [
             tf.raw_ops.ResourceScatterNdUpdate(
-                ref=handle, indices=ids[chunk, tf.newaxis], updates=values[chunk], use_locking=True
+                ref=handle,
+                indices=tf.raw_ops.StridedSlice(input=ids, new_axis_mask=0b10, **columns),
+                updates=tf.raw_ops.StridedSlice(input=values, **rows),
+                use_locking=True,
             )
-            for handle, ids, values in tables
+            for handle, ids, values in target.writes(delta).tables
         ]
         with tf.control_dependencies(scatters):
-            return start + CHUNK_ROWS
+            return tf.identity(end)
 
-    lengths = tf.raw_ops.ShapeN(input=[ids for _, ids, _ in tables])
+    lengths = tf.raw_ops.ShapeN(input=[ids for _, ids, _ in target.writes(delta).tables])
     rows = tf.reduce_max(tf.concat(lengths, 0))
     (end,) = tf.while_loop(lambda start: start < rows, write, [tf.constant(0)], parallel_iterations=1)
     return end
