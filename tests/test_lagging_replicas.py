@@ -188,6 +188,17 @@ def test_a_replica_inside_a_merger_of_inexact_deltas_goes_on(tmp_path: Path) -> 
     assert_same_bits(lagging.values, values_at(log))
 
 
+def test_what_a_merger_replaces_stays_while_the_merger_is_young(tmp_path: Path) -> None:
+    """Who listed the directory before it came must find what was listed."""
+    world = World(tmp_path, seed=3)
+    for _ in range(3):
+        world.export()
+    log_maintenance.merge(world.model)
+    log, now = read_log(world.model), time.time()
+    assert retire_deltas(log, now=now, rollback_positions=1).removed == ()
+    assert retire_deltas(log, now=now + 2 * GRACE_SECONDS, rollback_positions=1).removed != ()
+
+
 def test_a_delta_of_a_clock_that_is_ahead_keeps_those_that_lead_on_from_it(tmp_path: Path) -> None:
     """It is young for long, and young deltas count for nothing yet; but servers take it."""
     world = World(tmp_path, seed=3)

@@ -281,3 +281,17 @@ def test_files_that_name_no_session_of_a_trainer_that_was_set_back(tmp_path: Pat
         world.do(each)
     forget_sessions(trainer.directory)
     assert world.export().compared_bytes > 0
+
+
+def test_no_increment_has_the_step_of_a_full_checkpoint_that_was_read_before_it(tmp_path: Path) -> None:
+    """Who has the checkpoint would pass over it, though it may hold rows that came later."""
+    trainer = NumpyTrainer(tmp_path / "train", seed=1)
+    trainer.begin(restores=False, saver_first=False, is_live=False)
+    trainer.train()
+    trainer.save()
+    before = trainer.ids()
+    trainer.increment()
+    assert trainer.ids() == before
+    trainer.train()
+    trainer.increment()
+    assert len(trainer.ids() - before) == 1

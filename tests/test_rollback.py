@@ -308,3 +308,13 @@ def test_nothing_is_removed_of_a_log_that_is_held_while_it_is_tidied(
     monkeypatch.setattr(log_maintenance, "retire_deltas", lambda log, now: pytest.fail("it is held"))
     _, retired = log_maintenance.tidy(model, clock=lambda: 1e12)
     assert retired.removed == ()
+
+
+def test_a_hold_beyond_every_position_is_none(model: Path) -> None:
+    """Positions have 18 digits: a server reads more of them as what nobody can publish."""
+    log = read_log(model)
+    set_hold(log, 10**18 - 1)
+    assert log.hold() == 10**18 - 1
+    set_hold(log, 10**18)
+    with pytest.raises(ManifestError, match="expected a position"):
+        log.hold()
