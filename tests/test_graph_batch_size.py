@@ -297,3 +297,17 @@ def test_a_batch_of_one(build: Any, tmp_path: Path) -> None:
         x = np.random.default_rng(1).normal(size=(count, STEPS, WIDTH)).astype(np.float32)
         served = serve(graph, trained.value, {"x": x})["scores"]
         np.testing.assert_allclose(served, own_answers(trained, x, 1), atol=1e-6)
+
+
+def test_a_damaged_constant_is_no_reason_to_fall_over(tmp_path: Path) -> None:
+    """Contents that do not fit the shape that they say: whatever reads them would say so by name."""
+    trained, _ = trained_and_loaded(tmp_path, averaged_by_hand)
+    meta_graph = v1.MetaGraphDef.FromString(Path(trained.meta).read_bytes())
+    for node in meta_graph.graph_def.node:
+        if node.op == "Const" and node.name.startswith("truediv"):
+            node.attr["value"].tensor.tensor_content = b"abc"
+        if node.op == "Const" and node.name.startswith("strided_slice"):
+            node.attr["value"].tensor.tensor_shape.dim.add(size=2**62)
+    Path(trained.meta).write_bytes(meta_graph.SerializeToString())
+    request = GraphRequest(trained.meta, inputs={"x": "IteratorGetNext"}, outputs={"scores": "scores"})
+    assert load_graph(request).notes is not None

@@ -190,8 +190,11 @@ class _Opening:
     def _widen_constant(self, name: str, opened: Mapping[int, Rows]) -> None:
         """A constant whose rows are equal becomes one of them, repeated for each row of the request."""
         old = self._nodes[name]
-        value, dtype = const_value(old), attr_dtype(old, "dtype")
-        if value is None or dtype not in _READ_AS_WRITTEN or not all(rows_are_equal(old, a) for a in opened):
+        dtype = attr_dtype(old, "dtype")
+        if dtype not in _READ_AS_WRITTEN or not all(rows_are_equal(old, axis) for axis in opened):
+            raise _CannotOpen(name)
+        value = const_value(old)
+        if value is None or dtype is None:
             raise _CannotOpen(name)
         shape = value.shape
         for axis in opened:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
 import numpy as np
 
@@ -77,13 +79,15 @@ def _is_suspect(node: Proto, batch: int) -> bool:
     if node.op != "Const" or value is None:
         return False
     shape = shape_of(value.tensor.tensor_shape) or ()
+    if min(shape, default=0) < 0:
+        return False
     if len(shape) > 1 and _may_be(shape[0], batch) and rows_are_equal(node, 0):
         return True
-    if len(shape) > 1 or int(np.prod(shape)) > _MAX_SUSPECT_ELEMENTS:
+    if len(shape) > 1 or math.prod(shape) > _MAX_SUSPECT_ELEMENTS:
         return False
     if base_dtype(value.tensor.dtype).itemsize is None:
         return False
-    array = const_value(node)
+    array = _value(node)
     return array is not None and array.dtype.kind in "iuf" and any(_may_be(n, batch) for n in array.ravel())
 
 
@@ -95,8 +99,15 @@ def rows_are_equal(node: Proto, axis: int) -> bool:
         fields = ("float_val", "double_val", "int_val", "int64_val", "bool_val", "half_val")
         if all(len(getattr(tensor, name)) <= 1 for name in fields):
             return True
-    array = const_value(node)
-    if array is None or array.shape != shape:
+    array = _value(node)
+    if array is None or array.shape != shape or not array.size:
         return False
     first = np.take(array, [0], axis)
     return bool((array == first).all())
+
+
+def _value(node: Proto) -> np.ndarray | None:
+    """A constant's value; None also if it is damaged."""
+    with suppress(ValueError):
+        return const_value(node)
+    return None

@@ -111,8 +111,8 @@ class _Pass(Struct):
             return rule(call)
         except Stuck:
             self.stuck.append(node.name)
-        except (Unclear, ValueError, IndexError):
-            pass
+        except (Unclear, ValueError, LookupError, ArithmeticError):
+            pass  # the last three: a damaged graph
         return self._recorded_shapes(node) if not asks else []
 
     def _merged(self, node: Proto) -> Known | None:
@@ -136,7 +136,7 @@ class _Pass(Struct):
             return None
         try:
             dims = [self.meeting.equal(one, two) for one, two in zip(left.shape, right.shape, strict=True)]
-        except (Unclear, Stuck):
+        except (Unclear, Stuck, ArithmeticError):
             return None
         return Known(tuple(dims), None, left.handle)
 
