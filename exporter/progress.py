@@ -37,3 +37,8 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def count(number: int, thing: str) -> str:
+    """`1 delta`, `2 deltas`."""
+    return f"{number} {thing}{'s' * (number != 1)}"

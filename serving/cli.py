@@ -20,6 +20,7 @@ from exporter.cli.output import Output
 from exporter.cli.parameters import App, Argument, Option
 from exporter.errors import Exit, ServerError, UsageError
 from exporter.local_paths import local_path
+from exporter.progress import count
 from serving import agent_command
 from serving.address import with_port
 from serving.documents import ColumnPrediction, ExampleResults, RowPrediction, Serving, Update
@@ -262,7 +263,7 @@ def update(
             done = updates.update(client, up_to=up_to, version=version)
         line = (
             f"{model} version {done.version} is at position {done.position} (step {done.step}): "
-            f"{done.deltas} deltas, {done.rows} rows; {done.status}"
+            f"{count(done.deltas, 'delta')}, {count(done.rows, 'row')}; {done.status}"
         )
         document = Update(address=address, model=model, **asdict(done))
         _print(sink, document, line, is_done=True)

@@ -35,7 +35,7 @@ STAGES = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(STAGES) for room in rooms}
 # What serving may know of the exporter: values and the wire, never the stages that make a model.
-SERVING_MAY_IMPORT = {"errors", "layout", "wire", "files", "local_paths", "publish"}
+SERVING_MAY_IMPORT = {"errors", "progress", "layout", "wire", "files", "local_paths", "publish"}
 # What both command lines share, the algebra of positions, by which the agent plans as the graph does,
 # and the name of what it compares.
 SERVING_SHARES = {

@@ -278,6 +278,21 @@ def test_options_of_incremental_exports_go_with_incr(setting: Log) -> None:
         assert "go with --incr" in ran.err
 
 
+def test_a_rebase_is_reported_also_beside_nothing_to_do(setting: Log) -> None:
+    done = setting.export("--rebase").document
+    assert done["status"] == "published"
+    assert Path(done["new_base"]).name == str(done["position"])
+    again = setting.export("--rebase").document
+    assert (again["status"], again["new_base"]) == ("nothing_to_do", None)
+
+
+def test_a_rebase_alone_is_told_to_people(setting: Log) -> None:
+    assert setting.export().code == 0
+    ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr", "--rebase")
+    assert "nothing to do" in ran.out
+    assert f"new base      {setting.model}/40: the base and 3 deltas" in ran.out
+
+
 @pytest.mark.parametrize(
     "name", ["999", "a-b", "1-2", f"{30:020d}-{20:020d}", f"{7:020d}-{10**19:020d}", "*"]
 )

@@ -143,7 +143,7 @@ def _target(replica: Replica) -> documents.Target:
 def _lines(
     seen: Examination, findings: list[Finding], replicas: list[Replica], ckpt_dir: Path | None
 ) -> Iterator[str]:
-    from exporter.doctor.finding import count
+    from exporter.progress import count
 
     found = seen.found
     deltas = f", {count(len(found.log.deltas), 'delta')}" if found.log else ", which takes no deltas"

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
 
@@ -20,8 +21,11 @@ from exporter.options import ExportRequest
 from exporter.pipeline import incremental
 from exporter.pipeline.incremental import ExportedDelta, Incremental, IncrementalPlan
 from exporter.pipeline.watch_loop import Poll, Watching, follow, is_for_a_person
-from exporter.progress import human_bytes
+from exporter.progress import count, human_bytes
 from exporter.publish.permission import Permission
+
+if TYPE_CHECKING:
+    from exporter.pipeline.rebase import Rebased
 
 
 class RunOptions(Struct, frozen=True):
@@ -52,10 +56,7 @@ def run(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool)
     elif how.watching is None:
         if how.rebase:  # refused before anything is published; while watching, deltas go on behind a hold
             Permission(request.despite_hold).check(request.out, takes_deltas=True)
-        done = _publish(request, sink, how)
-        _report(done, sink, how)
-        if how.rebase:
-            _rebase(request, done)
+        _once(request, sink, how)
     else:
         check_named(request.model)
         tell, ended = partial(outlived, sink), partial(watch_ended, sink)
@@ -63,6 +64,16 @@ def run(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool)
             _report(done, sink, how)
             if how.rebase:
                 _rebase_or_tell(request, done, sink)
+
+
+def _once(request: ExportRequest, sink: Output, how: RunOptions) -> None:
+    """Publish, rebase, and print one document of both; what was published is reported if the rebase fails."""
+    done, based = _publish(request, sink, how), None
+    try:
+        if how.rebase:
+            based = _rebase(request, done)
+    finally:
+        _report(done, sink, how, based)
 
 
 def _publish(request: ExportRequest, sink: Output, how: RunOptions) -> Incremental:
@@ -85,8 +96,8 @@ def _look(request: ExportRequest, sink: Output, how: RunOptions) -> Poll[Increme
     return Poll(None, done.at.step)
 
 
-def _rebase(request: ExportRequest, done: Incremental) -> None:
-    """Publish a new base, too. The delta has been published and reported: a failure says so.
+def _rebase(request: ExportRequest, done: Incremental) -> Rebased | None:
+    """Publish a new base, too, unless the newest one stands there. A failure says if a delta is published.
 
     Raises:
         ExportError: see `rebase`.
@@ -94,7 +105,7 @@ def _rebase(request: ExportRequest, done: Incremental) -> None:
     from exporter.pipeline.rebase import rebase
 
     try:
-        rebase(request.out, keep=request.keep, despite_hold=request.despite_hold)
+        return rebase(request.out, keep=request.keep, despite_hold=request.despite_hold)
     except ExportError as error:
         if done.published is not None:
             error.message = f"{done.published.path} is published, but no new base: {error.message}"
@@ -102,29 +113,36 @@ def _rebase(request: ExportRequest, done: Incremental) -> None:
 
 
 def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output) -> None:
-    """As `_rebase`; what another look may mend ends no watch.
+    """As `_rebase`, and print it; what another look may mend ends no watch.
 
     Raises:
         ExportError: an error that needs a person.
     """
     try:
-        _rebase(request, done)
+        based = _rebase(request, done)
     except ExportError as error:
         if is_for_a_person(error):
             raise
         outlived(sink, error)
+        return
+    if based is not None:
+        from exporter.cli.render_log import rebased
+
+        rebased(based, sink)
 
 
-def _report(done: Incremental, sink: Output, how: RunOptions) -> None:
+def _report(done: Incremental, sink: Output, how: RunOptions, based: Rebased | None = None) -> None:
     if isinstance(done, ExportedDelta):
-        exported(done, sink, how.notify)
+        exported(done, sink, how.notify, based)
         return
     from exporter.cli import render
 
     render.exported(done, sink)
 
 
-def exported(done: ExportedDelta, sink: Output, notify: Sequence[str] = ()) -> None:
+def exported(
+    done: ExportedDelta, sink: Output, notify: Sequence[str] = (), based: Rebased | None = None
+) -> None:
     """Tell servers of what was published, if any are named, and print what an incremental export did."""
     plan = done.plan
     left_out, rounded = done.left_out, done.rounded
@@ -144,6 +162,7 @@ def exported(done: ExportedDelta, sink: Output, notify: Sequence[str] = ()) -> N
         seconds=round(done.seconds, 4),
         warnings=[warning.message for warning in done.warnings],
         notified=_notified(done, notify),
+        new_base=None if based is None else str(based.published.path),
     )
     lines = list(_plan_lines(plan))
     if done.published is None:
@@ -159,6 +178,9 @@ def exported(done: ExportedDelta, sink: Output, notify: Sequence[str] = ()) -> N
             lines.append(_line("rounded", f"{rounded.rows} rows {off}"))
         lines.append(_line("published", f"{done.published.path} in {done.seconds:.2f} s"))
         lines += [_line("notified", _told(one)) for one in document.notified] or _next_lines(plan)
+    if based is not None:
+        holds = f"the base and {count(based.deltas, 'delta')}"
+        lines.append(_line("new base", f"{based.published.path}: {holds}"))
     sink.result(document, lines, is_done=True)
     for warning in done.warnings:
         sink.warn(f"the delta is published; {warning.message} (hint: {warning.hint})")
@@ -246,7 +268,7 @@ def _document(planned: IncrementalPlan, status: Status, *, dry_run: bool = False
 def _plan_lines(planned: IncrementalPlan) -> Iterator[str]:
     plan, log = planned.trainer.plan, planned.log
     yield _line("so far", f"position {log.at}; this log of deltas began with version {log.base.entry.log}")
-    tail = f", {len(plan.increments)} increments" if plan.increments else ""
+    tail = f", {count(len(plan.increments), 'increment')}" if plan.increments else ""
     yield _line("checkpoint", f"{planned.trainer.catalog.prefix.name}, step {plan.step}{tail}")
     yield _line("graph", f"and assets: {planned.graph.said}")
     if not plan.is_known:

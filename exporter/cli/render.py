@@ -33,7 +33,7 @@ from exporter.pipeline.inspection import (
     TensorSpec,
     signatures_of,
 )
-from exporter.progress import human_bytes
+from exporter.progress import count, human_bytes
 from exporter.publish.manifest import Origin
 from exporter.wire.dtypes import DType
 
@@ -128,7 +128,11 @@ def _inspection(found: Inspection, *, tensors: bool) -> tuple[inspections.Inspec
             )
             held = "" if found.hold is None else f", held at {found.hold}"
             where = f"newest position {found.at or 'unknown'}{held}"
-            return model, [_line("model", f"{found.path}: {len(found.versions)} versions, {where}"), *lines]
+            versions = count(len(found.versions), "version")
+            return model, [
+                _line("model", f"{found.path}: {versions}, {where}"),
+                *lines,
+            ]
 
 
 def _graph_document(found: GraphView, *, tensors: bool) -> inspections.GraphInspection:

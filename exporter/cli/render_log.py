@@ -15,7 +15,7 @@ from exporter.pipeline.comparison import Differences, Side
 from exporter.pipeline.log_maintenance import Merged, Merging
 from exporter.pipeline.rebase import Rebased, Rebasing
 from exporter.pipeline.republish import RollbackPlan, RollbackResult
-from exporter.progress import human_bytes
+from exporter.progress import count, human_bytes
 from exporter.verify.log import VerifiedModel
 
 
@@ -26,7 +26,7 @@ def merged(done: Merged | None, sink: Output) -> None:
         return
     size = sum(file.bytes_ for file in done.published.manifest.files)
     lines = [
-        _line("merged", f"{len(done.parts)} deltas, {human_bytes(size)}"),
+        _line("merged", f"{count(len(done.parts), 'delta')}, {human_bytes(size)}"),
         _line("published", str(done.published.path)),
     ]
     sink.result(_merge(done, Status.PUBLISHED, size), lines, is_done=True)
@@ -38,7 +38,7 @@ def merging(plan: Merging | None, sink: Output) -> None:
     if plan is None:
         sink.result(Merge(dry_run=True, status=Status.NOTHING_TO_DO), [_NOTHING_TO_MERGE])
         return
-    lines = [_line("would merge", f"{len(plan.parts)} deltas"), _line("would publish", str(plan.path))]
+    lines = [_line("would merge", count(len(plan.parts), "delta")), _line("would publish", str(plan.path))]
     sink.result(_merge(plan, Status.PLANNED, None), lines)
 
 
@@ -71,7 +71,7 @@ def rebased(done: Rebased | None, sink: Output) -> None:
         versions_kept=[KeptVersion(kept.version, kept.reason) for kept in published.kept],
     )
     lines = [
-        _line("merged", f"the base and {done.deltas} deltas"),
+        _line("merged", f"the base and {count(done.deltas, 'delta')}"),
         *(_line("removed", f"version {number}") for number in published.removed),
         *(_line("kept", f"version {kept.version}, too: {kept.reason}") for kept in published.kept),
         _line("published", str(published.path)),
@@ -94,7 +94,7 @@ def rebasing(plan: Rebasing | None, sink: Output) -> None:
         deltas=plan.deltas,
     )
     lines = [
-        _line("would merge", f"the base and {plan.deltas} deltas"),
+        _line("would merge", f"the base and {count(plan.deltas, 'delta')}"),
         _line("would publish", str(plan.path)),
     ]
     sink.result(document, lines)

@@ -10,6 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.errors import CheckpointError, ExportError, ServerError, VerificationError
+from exporter.progress import count
 
 
 class Level(StrEnum):
@@ -48,11 +49,6 @@ class Finding(Struct, frozen=True):
 def command(*words: str | Path) -> str:
     """A command line to paste into a shell."""
     return shlex.join(map(str, words))
-
-
-def count(number: int, thing: str) -> str:
-    """`1 delta`, `2 deltas`."""
-    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def diagnosis(model: Path, findings: Iterable[Finding]) -> ExportError | None:

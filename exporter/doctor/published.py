@@ -7,10 +7,10 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from exporter.doctor.finding import Check, Finding, Level, command, count
+from exporter.doctor.finding import Check, Finding, Level, command
 from exporter.errors import DeltaGap, ManifestError, PositionError
 from exporter.layout import DELTAS_DIRECTORY, SAVED_MODEL_FILES
-from exporter.progress import human_bytes
+from exporter.progress import count, human_bytes
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.hold import Hold
 from exporter.publish.permission import binding

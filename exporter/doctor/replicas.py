@@ -11,8 +11,9 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from exporter.delta.spans import plan_chain
-from exporter.doctor.finding import Check, Finding, Level, command, count
+from exporter.doctor.finding import Check, Finding, Level, command
 from exporter.errors import CallFailed, ManifestError, PositionError
+from exporter.progress import count
 from exporter.publish.delta_log import LogDelta
 from exporter.publish.versions import read_head, version_dirs
 from exporter.verify.log import VerifiedModel

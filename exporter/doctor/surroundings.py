@@ -10,12 +10,12 @@ from pathlib import Path
 from exporter.bundle.link import NewFile, link_shard
 from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
-from exporter.doctor.finding import Check, Finding, Level, command, count
+from exporter.doctor.finding import Check, Finding, Level, command
 from exporter.doctor.published import FUTURE_SECONDS, size_of
 from exporter.errors import CheckpointError, PublishError
 from exporter.files import writing
 from exporter.layout import DELTAS_DIRECTORY, LOCK_FILE
-from exporter.progress import human_bytes
+from exporter.progress import count, human_bytes
 from exporter.publish.staging import Staging, dead_leftovers
 from exporter.publish.versions import version_dirs
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from exporter.errors import CallFailed
+from exporter.progress import count
 from serving.agent import rollout
 from serving.agent.audit import Audited
 from serving.agent.directory import ModelDirectory
@@ -239,9 +240,10 @@ class Worker:
     def _applied(self, action: Apply, done: Updated, seconds: float) -> None:
         commit = self.publications.directory.commit(action.lineage, done.position)
         age = None if commit is None else (datetime.now(UTC) - commit.created).total_seconds()
+        took = f"{count(done.deltas, 'delta')}, {count(done.rows, 'row')}"
         self._tell(
             What.APPLIED,
-            f"version {done.version} is at position {done.position}: {done.deltas} deltas, {done.rows} rows",
+            f"version {done.version} is at position {done.position}: {took}",
             version=done.version,
             position=done.position,
             step=done.step,

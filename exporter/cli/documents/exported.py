@@ -223,3 +223,5 @@ class DeltaExport(DeltaPlan, frozen=True, kw_only=True):
     """What went wrong after it was published."""
     notified: Sequence[Notified] = ()
     """The servers that were asked to apply it (`--notify`)."""
+    new_base: str | None = None
+    """The base that `--rebase` published."""
