@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from exporter.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from exporter.catalog import Catalog as Catalog
     from exporter.checkpoint import open_checkpoint as open_checkpoint
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from exporter.roles import node_role as node_role
     from exporter.verify.log import verify_model as verify_model
 
-__version__ = "0.1.0"
 
 _HOMES = {
     "Catalog": "exporter.catalog",

@@ -12,12 +12,12 @@ from typing import Annotated, NoReturn
 
 import click
 
-from exporter import __version__
 from exporter.cli.output import Output, OutputMode, silence
 from exporter.cli.parameters import App, Option
 from exporter.cli.quiet_import import quiet_tensorflow
 from exporter.errors import Exit, ExportError, UsageError, unreachable
 from exporter.pipeline.watch_loop import is_waiting
+from exporter.version import __version__
 
 JsonFlag = Annotated[
     bool, Option("--json", help="Print one JSON document on stdout, and errors as JSON on stderr.")

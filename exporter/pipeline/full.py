@@ -11,7 +11,6 @@ from typing import TypeAlias
 from msgspec import Struct, structs
 from msgspec.structs import replace
 
-from exporter import __version__
 from exporter.bundle.metagraph_pair import keep_pair_alone, write_pair
 from exporter.bundle.saved_model_writer import write_saved_model
 from exporter.bundle.variables import VariablesReport, as_rewritten, write_variables
@@ -58,6 +57,7 @@ from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.publish.versions import require_base_path
 from exporter.verify.outputs import Difference, Request, compare_outputs
 from exporter.verify.version_files import verify_bytes, verify_files
+from exporter.version import __version__
 
 _ATTEMPTS = 3
 """Checkpoints that may vanish under our hands before we give up."""

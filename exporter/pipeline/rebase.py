@@ -15,7 +15,6 @@ import numpy as np
 from msgspec import Struct, structs
 from msgspec.structs import replace
 
-from exporter import __version__
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.delta.snapshot import Array, Snapshot
@@ -37,6 +36,7 @@ from exporter.publish.manifest import ManifestDraft, tensor_entries
 from exporter.publish.permission import Permission
 from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
 from exporter.verify.version_files import verify_bytes, verify_files
+from exporter.version import __version__
 from exporter.wire import tensor_proto
 from exporter.wire.protos import Proto
 

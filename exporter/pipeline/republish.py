@@ -16,7 +16,6 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from exporter import __version__
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.spans import Position
 from exporter.errors import PositionUnknown, UsageError
@@ -37,6 +36,7 @@ from exporter.publish.manifest import Manifest, ManifestDraft, RestoredValues
 from exporter.publish.permission import Permission
 from exporter.publish.versions import VersionDir, last_position, read_head, read_manifest, version_dirs
 from exporter.verify.version_files import verify_bytes, verify_published
+from exporter.version import __version__
 
 
 class RollbackPlan(Struct, frozen=True):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
-from exporter import __version__
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import write_delta
@@ -21,6 +20,7 @@ from exporter.publish.commit import TAKING_THE_LOCK, PublishedDelta, Staging, Un
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
 from exporter.publish.manifest import Kind, ManifestDraft, Origin, tensor_entries
+from exporter.version import __version__
 
 
 class Publication(Struct, frozen=True):
