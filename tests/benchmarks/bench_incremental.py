@@ -141,6 +141,9 @@ def open_loop(lab: Lab) -> Iterator[Row]:
         f"(0 of {responses:,} responses mixed)"
     )
     yield cost(what, _figure(found, "busy"), _figure(found, "idle"), at_most=1.2)
+    yield Row(
+        "  what readers wait for: from the first write of an update to its last", _figure(found, "wait")
+    )
 
 
 def _figure(found: Medians, name: str) -> Quantity:

@@ -252,9 +252,10 @@ def open_loop(timer: Timer, model: str, rows: str, seconds: str) -> Figures:
     last = BASE + len(published_deltas(Path(model)))
     with serving(log.base.path) as server:
         known = [server.predict(ids).tobytes()]
-        for position in range(BASE + 1, last + 1):
-            server.step_to(position)
-            known.append(server.predict(ids).tobytes())
+        with _waits(server) as waits:
+            for position in range(BASE + 1, last + 1):
+                server.step_to(position)
+                known.append(server.predict(ids).tobytes())
     assert len(set(known)) == len(known)
     with serving(log.base.path) as server, timer:
         server.update(BASE)  # a server plays the warm-up record, which does the same
@@ -262,7 +263,43 @@ def open_loop(timer: Timer, model: str, rows: str, seconds: str) -> Figures:
         busy, answers = _drive(server, ids, float(seconds), range(BASE + 1, last + 1))
     assert set(before) == {known[0]}
     mixed = sum(answer not in known for answer in answers)
-    return {"idle": idle, "busy": busy, "mixed": mixed, "seen": len(set(answers)), "responses": len(answers)}
+    found = {"idle": idle, "busy": busy, "wait": statistics.median(waits)}
+    return {**found, "mixed": mixed, "seen": len(set(answers)), "responses": len(answers)}
+
+
+@contextmanager
+def _waits(server: Served) -> Iterator[list[float]]:
+    """How long each update kept readers waiting: from its own note of the time until its end was seen."""
+    import tensorflow as tf
+
+    def handle(name: str) -> Any:
+        return server.session.graph.get_tensor_by_name(f"incremental/{name}:0")
+
+    reads = [
+        tf.raw_ops.ReadVariableOp(resource=handle("sequence"), dtype=tf.int64),
+        tf.raw_ops.ReadVariableOp(resource=handle("since"), dtype=tf.float64),
+    ]
+    look, waits, done = server.session.make_callable(reads), [], threading.Event()
+
+    def watch() -> None:
+        last, _ = look()
+        begun = looked = time.time()
+        while not done.is_set():
+            sequence, since = look()
+            now = time.time()
+            if sequence & 1:
+                begun = float(since)
+            elif sequence != last:  # an update that was never seen writing took less than from look to look
+                waits.append(now - (begun if last & 1 else looked))
+            last, looked = sequence, now
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
+        try:
+            yield waits
+        finally:
+            done.set()
+            watching.result()
 
 
 def _drive(
