@@ -14,7 +14,6 @@ batch's; else the signatures tell the one size that the graph answers.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeGuard
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -178,10 +177,6 @@ class _Pass(Struct):
         return [
             Known(shape) if shape is not None and min(shape, default=0) >= 0 else None for shape in shapes
         ]
-
-
-def _is_whole(shape: tuple[int, ...] | None) -> TypeGuard[tuple[int, ...]]:
-    return shape is not None and min(shape, default=0) >= 0
 
 
 def _recorded(node: Proto, at: int) -> tuple[int, ...] | None:

@@ -1,0 +1,98 @@
+"""What is under deploy/ fits the real schemas, and names options and metrics that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from serving.agent.audit import Audited
+from serving.agent.journal import Event, What
+from serving.agent.metrics import PREFIX, Metrics
+from serving.agent.view import FleetView, ModelView, ReplicaView, VersionView
+from serving.cli import app as serving_app
+from tests.support.commands import export_model, run_app
+
+DEPLOY = Path(__file__).parent.parent / "deploy"
+KUBERNETES = sorted(path for path in (DEPLOY / "kubernetes").glob("*.yaml") if path.stem != "kustomization")
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
+def test_manifests_fit_kubernetes_schema(path: Path) -> None:
+    for document in documents(path):
+        kubernetes_validate.validate(document, "1.31", strict=True)
+
+
+def test_the_kustomization_names_every_manifest() -> None:
+    (found,) = documents(DEPLOY / "kubernetes/kustomization.yaml")
+    assert sorted(found["resources"]) == [path.name for path in KUBERNETES]
+
+
+def commands() -> Iterator[list[str]]:
+    """Every command line of ours: containers of Kubernetes, services of compose."""
+    for path in KUBERNETES:
+        for document in documents(path):
+            template = document["spec"].get("template", {})
+            for container in template.get("spec", {}).get("containers", []):
+                yield [*container["command"], *container["args"]]
+    (compose,) = documents(DEPLOY / "compose.yaml")
+    for service in compose["services"].values():
+        yield [*service.get("entrypoint", []), *service["command"]]
+
+
+def test_commands_take_the_options_that_they_are_given() -> None:
+    ours = [line for line in commands() if line[0] in ("export-model", "serve-model")]
+    assert len(ours) == 3
+    for line in ours:
+        words = [word for word in line[1:] if not word.startswith("-")]
+        run = export_model if line[0] == "export-model" else lambda *given: run_app(serving_app, *given)
+        options = set(re.findall(r"--[a-z-]+", run(*words, "--help").out))
+        given = {word.partition("=")[0] for word in line if word.startswith("--")}
+        assert given <= options, f"{line[0]} has no {given - options}"
+
+
+def test_rules_and_dashboard_name_metrics_that_exist() -> None:
+    known = set(re.findall(rf"^{PREFIX}_[a-z_]+", every_metric(), re.MULTILINE))
+    assert len(known) > 15
+    for path in (DEPLOY / "prometheus/alerts.yaml", DEPLOY / "grafana/export-model.json"):
+        named = set(re.findall(rf"{PREFIX}_[a-z_]+", path.read_text()))
+        assert len(named) > 5
+        assert named <= known, f"{path.name} names {named - known}"
+
+
+def test_the_dashboard_is_one() -> None:
+    board = json.loads((DEPLOY / "grafana/export-model.json").read_text())
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    kinds = set(re.search(r'kind=~"([^"]+)"', json.dumps(board).replace('\\"', '"'))[1].split("|"))  # type: ignore[index]
+    assert kinds <= set(What)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_prometheus_takes_the_rules() -> None:
+    rules = DEPLOY / "prometheus/alerts.yaml"
+    done = subprocess.run(["promtool", "check", "rules", rules], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def every_metric() -> str:
+    """The text of a fleet about which everything is known."""
+    version = VersionView(1, "AVAILABLE", 5, 5, 0, 0.0, 1.0, "")
+    replica = ReplicaView("m", "h:1", True, "", (version,), Audited(5, 1))
+    model = ModelView("m", "/m", "", 1, 5, None, (), False, (replica,))
+    metrics = Metrics(lambda: FleetView(datetime.now(UTC), (model,)))
+    applied = Event(What.APPLIED, "", "m", "h:1", rows=1, deltas=1, seconds=0.1, behind_seconds=0.1)
+    metrics(applied)
+    return metrics.text().decode()
