@@ -20,7 +20,7 @@ from tests.support.family_trainers import POLICIES
 from tests.support.forks import run_warm
 from tests.support.once import once_a_run
 
-ROOT = Path(__file__).parent.parent.parent
+TRAINERS = Path(__file__).parent.parent / "support"
 NUMBERS = {"atol": 1e-5, "rtol": 0}
 
 
@@ -52,7 +52,7 @@ def ask(source: Path, out: Path, model: str | None = None, **options: Any) -> Ex
         file, _, name = model.rpartition("/")
         name, _, policy = name.partition(":")
         arguments = {"policy": policy} if policy else {}
-        model = f"{ROOT / 'tests' / (file or 'family_trainers.py')}:{name}"
+        model = f"{TRAINERS / (file or 'family_trainers.py')}:{name}"
     options = {"verify": Verify.OUTPUTS, "model_args": arguments, **options}
     return ExportRequest(source, out, model=model, **options)
 
