@@ -122,13 +122,14 @@ class Archives(Struct, frozen=True):
     """Files that hold a whole checkpoint each, told by how their names end.
 
     `shards` matches the name of a file that another one lists, whose name is then made by `listed_by`.
+    `latest` is the name that a framework keeps for the newest of a directory.
     """
 
     suffixes: tuple[str, ...]
     reader: Callable[[Path], Catalog]
     shards: re.Pattern[str] | None = None
     listed_by: str = ""
-    preferred: str = ""
+    latest: str = ""
 
     def matches(self, path: Path) -> bool:
         """See `Family`."""
@@ -137,10 +138,8 @@ class Archives(Struct, frozen=True):
         return False
 
     def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
-        """See `Family`: of a sharded one only its list counts, of a directory of backups only the latest."""
+        """See `Family`: of a sharded one only its list counts."""
         found = [name for name in names if name.endswith(self.suffixes) and not name.startswith(".")]
-        if self.preferred in found:
-            return [directory / self.preferred]
         return [directory / name for name in found if self._list(name) not in names]
 
     def _list(self, name: str) -> str | None:
@@ -182,7 +181,7 @@ KERAS = Archives(
     _read_keras,
     shards=re.compile(r"(.+)_[0-9]{5}\.weights\.h5"),
     listed_by=r"\1.weights.json",
-    preferred="latest.weights.h5",  # what `keras.callbacks.BackupAndRestore` keeps up to date
+    latest="latest.weights.h5",  # what `keras.callbacks.BackupAndRestore` keeps up to date
 )
 NPZ = Archives((".npz",), _read_npz)
 SAFETENSORS = Archives(
@@ -212,6 +211,12 @@ def read_family(path: Path) -> Catalog:
 def is_checkpoint(path: Path) -> bool:
     """True if a path is a checkpoint of some family."""
     return any(family.matches(path) for family in FAMILIES)
+
+
+def archives(directory: Path, names: Collection[str]) -> list[Path]:
+    """The archives that a directory with these names may mean; the one called latest before all."""
+    latest = [directory / family.latest for family in ARCHIVES if family.latest in names]
+    return latest or [path for family in ARCHIVES for path in family.candidates(directory, names)]
 
 
 def is_archive(path: Path) -> bool:

@@ -21,10 +21,10 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.families import (
-    ARCHIVES,
     BUNDLE,
     SAVED_MODEL,
     V1,
+    archives,
     is_archive,
     is_checkpoint,
     is_series,
@@ -143,8 +143,7 @@ def _without_index(directory: Path, names: list[str], named: Path | None) -> lis
     nested = next((below for mark, below in _NESTED if mark in names and below in names), None)
     if nested is not None:
         return candidates(directory / nested)
-    archives = [path for family in ARCHIVES for path in family.candidates(directory, names)]
-    found = V1.candidates(directory, names) or archives
+    found = V1.candidates(directory, names) or archives(directory, names)
     if not found:
         raise _nothing_in(directory, names, named)
     if not is_series([path.name for path in found]):
