@@ -87,9 +87,13 @@ class Exit(IntEnum):
 
 
 class ExportError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base of every error this project raises on purpose.
+
+    `may_pass` is true for what a watch waits for: nothing is saved yet, or the trainer is writing or pruning.
+    """
 
     exit_code = Exit.FAILURE
+    may_pass = False
     default_hint = "run the command again with --debug and read the traceback"
 
     def __init__(self, message: str, *, cause: str = "", hint: str = "") -> None:
@@ -121,6 +125,8 @@ class CheckpointError(ExportError):
 
 class CheckpointNotFound(CheckpointError):
     """No complete checkpoint where one was named."""
+
+    may_pass = True
 
 
 class MissingShard(CheckpointError):
@@ -158,6 +164,7 @@ class UnsafeArchive(CheckpointError):
 class CheckpointChanged(CheckpointError):
     """Files changed or vanished while they were read (a trainer prunes or overwrites)."""
 
+    may_pass = True
     default_hint = "run the command again: a newer checkpoint is probably complete by now"
 
 

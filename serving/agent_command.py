@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec.structs import asdict
 
-from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command
-from exporter.cli.output import Output, OutputMode
-from exporter.cli.parameters import App, Option
 from exporter.errors import Exit, UsageError
 from exporter.files import read_regular
 from exporter.local_paths import local_path
+from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
+from exporter.terminal.output import Output, OutputMode
+from exporter.terminal.parameters import App, Option
 from serving.documents import AgentEvent, AgentStarted
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
 

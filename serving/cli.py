@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-from exporter.cli import completion
-from exporter.cli.edge import (
+from exporter.errors import Exit, ServerError, UsageError
+from exporter.local_paths import local_path
+from exporter.progress import count
+from exporter.terminal import completion
+from exporter.terminal.edge import (
     EXIT_CODES,
     DebugFlag,
     JsonFlag,
@@ -16,11 +19,8 @@ from exporter.cli.edge import (
     command,
     run,
 )
-from exporter.cli.output import Output
-from exporter.cli.parameters import App, Argument, Option
-from exporter.errors import Exit, ServerError, UsageError
-from exporter.local_paths import local_path
-from exporter.progress import count
+from exporter.terminal.output import Output
+from exporter.terminal.parameters import App, Argument, Option
 from serving import agent_command
 from serving.address import with_port
 from serving.documents import ColumnPrediction, ExampleResults, RowPrediction, Serving, Update

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from exporter.cli.output import Output
 from exporter.errors import ServerError
 from exporter.publish.timeline import Timeline
+from exporter.terminal.output import Output
 from serving.behind import PublishedModel, VersionStanding, ask, compare
 from serving.client import ModelClient
 from serving.documents import ModelStatus, Published, ServedVersion

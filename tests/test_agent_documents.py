@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 
-from exporter.cli.output import Output, OutputMode
+from exporter.terminal.output import Output, OutputMode
 from serving.agent.journal import Event, What
 from serving.agent_command import _tell
 from serving.documents import AgentStarted

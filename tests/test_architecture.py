@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 STAGES = [
     {"errors", "layout", "progress", "version", "wire"},
     {"catalog", "files", "local_paths", "roles"},
-    {"options"},
+    {"options", "terminal"},
     {"checkpoint"},
     {"graph"},
     {"mapping"},
@@ -35,16 +35,11 @@ STAGES = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(STAGES) for room in rooms}
 # What serving may know of the exporter: values and the wire, never the stages that make a model.
-SERVING_MAY_IMPORT = {"errors", "progress", "layout", "wire", "files", "local_paths", "publish"}
+SERVING_MAY_IMPORT = {"errors", "progress", "layout", "wire", "files", "local_paths", "publish", "terminal"}
 # What both command lines share, the algebra of positions, by which the agent plans as the graph does,
 # and the name of what it compares.
 SERVING_SHARES = {
-    "exporter.cli.completion",
-    "exporter.cli.edge",
-    "exporter.cli.markup",
-    "exporter.cli.output",
     "exporter.delta.chunk_digest",
-    "exporter.cli.parameters",
     "exporter.delta.spans",
 }
 # Commands of the exporter that ask servers. No other module may, and none when a file is imported.

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exporter import errors
-from exporter.cli.markup import escape, rendered
 from exporter.errors import ExportError
+from exporter.terminal.markup import escape, rendered
 from tests.support.commands import export_model
 
 

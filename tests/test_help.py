@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from exporter.cli.app import app
-from exporter.cli.parameters import OTHER
+from exporter.terminal.parameters import OTHER
 from serving import cli as serving_cli
 from tests.support.commands import export_model, run_app
 

@@ -10,9 +10,9 @@ import pytest
 
 from exporter import ExportRequest
 from exporter.cli import app as cli
-from exporter.cli.parameters import App
 from exporter.errors import UsageError
 from exporter.local_paths import local_path
+from exporter.terminal.parameters import App
 from exporter.training.arguments import ExportArguments
 from exporter.training.chief import checkpoint_dir
 from exporter.training.hook import IncrementHook

@@ -17,9 +17,9 @@ from msgspec.structs import fields, replace
 
 from exporter import roles
 from exporter.cli import app as cli
-from exporter.cli.edge import run
 from exporter.errors import ExportFailed, UsageError
 from exporter.options import DataMode, DeltaDtype, ExportFormat, ExportRequest, Isolation, Updates, Verify
+from exporter.terminal.edge import run
 from exporter.training import ExportCallback, ExportHook
 from exporter.training.arguments import ExportArguments
 from exporter.training.exports import Exports, export_environment

@@ -8,13 +8,23 @@ from typing import Annotated
 
 import click
 
-from exporter.cli import completion, doctor_command, history_command, inspect_command, log_commands
-from exporter.cli.edge import EXIT_CODES, DebugFlag, JsonFlag, QuietFlag, VersionFlag, command, pairs, run
-from exporter.cli.parameters import App, Option
+from exporter.cli import doctor_command, history_command, inspect_command, log_commands
 from exporter.errors import UsageError
 from exporter.options import DataMode, DeltaDtype, ExportFormat, ExportRequest, Isolation, Updates, Verify
 from exporter.pipeline.watch_loop import StopWhen, Watching, parse_duration
 from exporter.roles import node_role
+from exporter.terminal import completion
+from exporter.terminal.edge import (
+    EXIT_CODES,
+    DebugFlag,
+    JsonFlag,
+    QuietFlag,
+    VersionFlag,
+    command,
+    pairs,
+    run,
+)
+from exporter.terminal.parameters import App, Option
 
 app = App("export-model")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from exporter.cli.documents import logs as documents
-from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command
-from exporter.cli.markup import escape
-from exporter.cli.output import Output
-from exporter.cli.parameters import Argument, Option
+from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
+from exporter.terminal.markup import escape
+from exporter.terminal.output import Output
+from exporter.terminal.parameters import Argument, Option
 
 if TYPE_CHECKING:
     from exporter.doctor.examination import Examination

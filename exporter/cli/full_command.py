@@ -6,15 +6,15 @@ from functools import partial
 
 from exporter.cli import render
 from exporter.cli.documents import exported as documents
-from exporter.cli.edge import outlived, watch_ended
-from exporter.cli.markup import escape
-from exporter.cli.output import Output
 from exporter.options import ExportRequest
 from exporter.pipeline import full
 from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import Watching
 from exporter.publish.made_from import PublishedAlready
 from exporter.publish.permission import held_at
+from exporter.terminal.edge import outlived, watch_ended
+from exporter.terminal.markup import escape
+from exporter.terminal.output import Output
 
 
 def run(request: ExportRequest, sink: Output, watching: Watching | None, *, dry_run: bool) -> None:

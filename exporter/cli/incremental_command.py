@@ -12,9 +12,6 @@ from msgspec import Struct, structs
 
 from exporter.cli.documents.exported import DeltaExport, DeltaPlan, Notified, RowsLeftOut, RowsRounded
 from exporter.cli.documents.values import Status
-from exporter.cli.edge import outlived, watch_ended
-from exporter.cli.markup import escape
-from exporter.cli.output import Output
 from exporter.errors import ExportError, ManifestError, PositionError, UsageError
 from exporter.graph.origin import check_named
 from exporter.options import ExportRequest
@@ -23,6 +20,9 @@ from exporter.pipeline.incremental import ExportedDelta, Incremental, Incrementa
 from exporter.pipeline.watch_loop import Poll, Watching, follow, is_for_a_person
 from exporter.progress import count, human_bytes
 from exporter.publish.permission import Permission
+from exporter.terminal.edge import outlived, watch_ended
+from exporter.terminal.markup import escape
+from exporter.terminal.output import Output
 
 if TYPE_CHECKING:
     from exporter.pipeline.rebase import Rebased

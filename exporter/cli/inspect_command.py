@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command, pairs
-from exporter.cli.parameters import App, Argument, Option
 from exporter.errors import UsageError
 from exporter.options import ExportRequest
+from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command, pairs
+from exporter.terminal.parameters import App, Argument, Option
 
 
 def register(app: App) -> None:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import click
 
-from exporter.cli.edge import DebugFlag, JsonFlag, QuietFlag, command
-from exporter.cli.parameters import App, Argument, Option
 from exporter.errors import Exit
+from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
+from exporter.terminal.parameters import App, Argument, Option
 
 DryRunFlag = Annotated[bool, Option("--dry-run", help="Print what would be done and write nothing.")]
 ModelArgument = Annotated[Path, Argument("MODEL", "Model base path.")]

@@ -15,8 +15,6 @@ from exporter.cli.documents import exported as documents
 from exporter.cli.documents import inspections, values
 from exporter.cli.documents.exported import Export, ExportPlan, Variable
 from exporter.cli.documents.values import Status
-from exporter.cli.markup import escape
-from exporter.cli.output import Output
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import TensorSource
 from exporter.mapping.extras import Extra, ExtraKind
@@ -35,6 +33,8 @@ from exporter.pipeline.inspection import (
 )
 from exporter.progress import count, human_bytes
 from exporter.publish.manifest import Origin
+from exporter.terminal.markup import escape
+from exporter.terminal.output import Output
 from exporter.wire.dtypes import DType
 
 

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from exporter.cli.documents import logs as documents
 from exporter.cli.documents.logs import Merge, Rebase, Rollback
 from exporter.cli.documents.values import KeptVersion, Status
-from exporter.cli.markup import escape
-from exporter.cli.output import Output
 from exporter.errors import ExportError
 from exporter.pipeline.comparison import Differences, Side
 from exporter.pipeline.log_maintenance import Merged, Merging
 from exporter.pipeline.rebase import Rebased, Rebasing
 from exporter.pipeline.republish import RollbackPlan, RollbackResult
 from exporter.progress import count, human_bytes
+from exporter.terminal.markup import escape
+from exporter.terminal.output import Output
 from exporter.verify.log import VerifiedModel
 
 

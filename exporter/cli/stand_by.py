@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from exporter.cli.documents.exported import StandBy
-from exporter.cli.markup import escape
-from exporter.cli.output import Output
 from exporter.roles import Role
+from exporter.terminal.markup import escape
+from exporter.terminal.output import Output
 
 
 def stand_by(role: Role, sink: Output) -> None:

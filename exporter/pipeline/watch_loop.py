@@ -17,8 +17,6 @@ from typing import Generic, TypeVar
 from msgspec import Struct
 
 from exporter.errors import (
-    CheckpointChanged,
-    CheckpointNotFound,
     ExportError,
     GraphError,
     LinkRefused,
@@ -124,11 +122,6 @@ class Poll(Struct, Generic[T], frozen=True):
     step: int | None
 
 
-def is_waiting(error: ExportError) -> bool:
-    """True for what is no failure: nothing is saved yet, or the trainer is just writing or pruning."""
-    return isinstance(error, CheckpointNotFound | CheckpointChanged)
-
-
 def is_for_a_person(error: ExportError) -> bool:
     """True for an error that neither time nor the next checkpoint mends."""
     return isinstance(error, _FOR_A_PERSON) and not isinstance(error, PositionMoved | ModelHeld)
@@ -164,7 +157,7 @@ def follow(
             if error.message != said:
                 said = error.message
                 tell(error)
-            failure = None if is_waiting(error) else error
+            failure = None if error.may_pass else error
             is_repeated = failure is not None and not isinstance(failure, ModelHeld)  # that ends at any time
             failures = failures + 1 if is_repeated else 0
         else:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any, Self
 
-from exporter.cli.quiet_import import quiet_tensorflow
+from exporter.terminal.quiet_import import quiet_tensorflow
 
 _BLOCK = 512  # the unit of ru_oublock: bytes of pages dirtied, as in /proc/self/io
 

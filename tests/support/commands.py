@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from exporter.cli import app as cli
-from exporter.cli.edge import run
-from exporter.cli.parameters import App
+from exporter.terminal.edge import run
+from exporter.terminal.parameters import App
 from tests.support.printed_documents import checked, checked_error
 
 

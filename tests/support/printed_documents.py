@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
-from exporter.cli.output import FORMAT_VERSION, Failure, to_json
+from exporter.terminal.output import FORMAT_VERSION, Failure, to_json
 from tools.reference.documents import PRINTED_BY, descriptions
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from exporter.cli.parameters import OTHER, App, group_of
+from exporter.terminal.parameters import OTHER, App, group_of
 from tools.reference.markdown import code, code_block, table, text
 
 _COMMON = ("--json", "--quiet", "--debug", "--help", "-V")

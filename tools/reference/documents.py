@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from exporter.cli.documents import exported, inspections, logs
-from exporter.cli.output import FORMAT_VERSION, Failure
+from exporter.terminal.output import FORMAT_VERSION, Failure
 from serving import documents as served
 from tools.reference.markdown import code, table, text
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import click
 
-from exporter.cli.parameters import App, Argument
+from exporter.terminal.parameters import App, Argument
 
 
 class Shell(StrEnum):

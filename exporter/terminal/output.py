@@ -19,9 +19,9 @@ from typing import IO, TYPE_CHECKING, Any
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
-from exporter.cli.markup import escape, rendered
 from exporter.errors import ExportError
 from exporter.progress import NoProgress, Progress
+from exporter.terminal.markup import escape, rendered
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,11 +12,10 @@ from typing import Annotated, NoReturn
 
 import click
 
-from exporter.cli.output import Output, OutputMode, silence
-from exporter.cli.parameters import App, Option
-from exporter.cli.quiet_import import quiet_tensorflow
 from exporter.errors import Exit, ExportError, UsageError, unreachable
-from exporter.pipeline.watch_loop import is_waiting
+from exporter.terminal.output import Output, OutputMode, silence
+from exporter.terminal.parameters import App, Option
+from exporter.terminal.quiet_import import quiet_tensorflow
 from exporter.version import __version__
 
 JsonFlag = Annotated[
@@ -93,7 +92,7 @@ def command(json_: bool, quiet: bool, debug: bool) -> Iterator[Output]:
 
 def outlived(sink: Output, error: ExportError) -> None:
     """Say what went wrong, or is waited for, and that the command goes on all the same."""
-    if is_waiting(error):
+    if error.may_pass:
         sink.note(f"waiting: {error.message}")
     else:
         sink.error(error)

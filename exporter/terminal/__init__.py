@@ -1,0 +1,1 @@
+"""The terminal, for both commands: parameters, what is printed, errors and exit codes, completion."""
