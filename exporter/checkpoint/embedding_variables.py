@@ -1,0 +1,298 @@
+"""Read DeepRec's embedding variables, whose rows have arbitrary integers as keys, from a checkpoint.
+
+An embedding variable `<ev>`, or each part `<ev>/part_<p>` of it, is a handful of tensors:
+
+    <ev>-keys                     int64|int32 [N]      admitted keys
+    <ev>-values                   float [N, dim]       their rows
+    <ev>-versions                 int64 [N] or [0]     step of each key's last update
+    <ev>-freqs                    int64 [N] or [0]     how often each key was seen; may be absent
+    <ev>-partition_offset         int32 [1001]         keys are grouped by key % 1000; old files lack it
+    <ev>-{keys,versions,freqs}_filtered, -partition_filter_offset     keys that were seen too seldom: no rows
+
+`-versions` is always there; the tables of stock TensorFlow, which are `-keys` and `-values`, have none.
+An optimizer's slot is an embedding variable of its own, `<ev>/Adagrad` or `<ev>/part_<p>/Adagrad`, and its
+keys need not be the variable's. A key counts wherever it lies: DeepRec, too, finds it in any part when it
+restores. No key may lie in two places. Rows that DeepRec moved to a disk (`<prefix>-<ev>-ssd_record`) are
+in no tensor: such a checkpoint is refused.
+
+Source: DeepRec, tensorflow/core/framework/embedding/embedding_var_ckpt_data.cc (EmbeddingVarCkptData) and
+embedding_var_restore.cc (CheckpointLoader).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from glob import escape
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.tensor_values import read_array
+from exporter.errors import CorruptFile, UnsupportedFormat
+from exporter.wire.dtypes import DType
+
+Array = np.ndarray[Any, Any]
+
+BUCKETS = 1000
+"""DeepRec's kSavedPartitionNum: rows are grouped by the remainder of their key."""
+
+KEYS, VALUES, VERSIONS, FREQS = "-keys", "-values", "-versions", "-freqs"
+OFFSETS, FILTERED_OFFSETS, FILTERED = "-partition_offset", "-partition_filter_offset", "_filtered"
+
+_PART = re.compile(r"(.+)/part_([0-9]{1,6})((?:/.+)?)", re.ASCII)
+_KEY_DTYPES = (DType.INT64, DType.INT32)
+_VALUE_DTYPES = (DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
+
+
+class FilteredKeys(Struct, frozen=True):
+    """Keys that were seen, but too seldom to get a row."""
+
+    keys: TensorRef
+    versions: TensorRef | None = None
+    freqs: TensorRef | None = None
+    offsets: TensorRef | None = None
+
+
+class EmbeddingPart(Struct, frozen=True):
+    """One part of an embedding variable: row i of `values` is that of key i of `keys`.
+
+    `versions` and `freqs` are None if the trainer did not record them, `offsets` if the file has none.
+    """
+
+    number: int
+    keys: TensorRef
+    values: TensorRef
+    versions: TensorRef | None = None
+    freqs: TensorRef | None = None
+    offsets: TensorRef | None = None
+    filtered: FilteredKeys | None = None
+
+    @property
+    def rows(self) -> int:
+        """The number of its keys."""
+        return self.keys.shape[0]
+
+    @property
+    def tensors(self) -> Iterator[TensorRef]:
+        """Every tensor that it is stored in, but those that are empty."""
+        found = [self.keys, self.values, self.versions, self.freqs, self.offsets]
+        if self.filtered is not None:
+            found += [
+                self.filtered.keys,
+                self.filtered.versions,
+                self.filtered.freqs,
+                self.filtered.offsets,
+            ]
+        return (ref for ref in found if ref is not None)
+
+
+class EmbeddingVariable(Struct, frozen=True):
+    """A table by keys, its parts in their order; `slot_of` names the variable whose optimizer slot it is."""
+
+    name: str
+    key_dtype: DType
+    value_dtype: DType
+    dim: int
+    parts: tuple[EmbeddingPart, ...]
+    slot_of: str | None = None
+
+    @property
+    def rows(self) -> int:
+        """The number of admitted keys."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def filtered_keys(self) -> int:
+        """The number of keys without a row."""
+        return sum(part.filtered.keys.shape[0] for part in self.parts if part.filtered is not None)
+
+    @property
+    def bytes_(self) -> int:
+        """Bytes of the rows."""
+        return sum(part.values.bytes_ for part in self.parts)
+
+
+def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
+    """A checkpoint's embedding variables, slots among them, by name; nothing is read but the index.
+
+    Raises:
+        CorruptFile: tensors of one have other lengths, ranks or types than they should, or a part is missing.
+        UnsupportedFormat: rows lie outside the checkpoint's tensors.
+    """
+    parts: dict[str, dict[int | None, EmbeddingPart]] = {}
+    for tensor in catalog.tensors:
+        stem = tensor.removesuffix(VERSIONS)
+        if stem == tensor or not {stem + KEYS, stem + VALUES} <= catalog.tensors.keys():
+            continue
+        name, number = part_of(stem)
+        parts.setdefault(name, {})[number] = _Part(catalog, stem).read(number or 0)
+    found = {name: _joined(catalog, name, numbered) for name, numbered in parts.items()}
+    if found:
+        _refuse_rows_elsewhere(catalog)
+    return {name: _with_owner(variable, found) for name, variable in sorted(found.items())}
+
+
+def part_of(stem: str) -> tuple[str, int | None]:
+    """An embedding variable's name and the number of its part, None if it is stored as a whole.
+
+    A slot of a part, `emb/part_1/Adagrad`, is part 1 of `emb/Adagrad`.
+    """
+    match = _PART.fullmatch(stem)
+    return (stem, None) if match is None else (match[1] + match[3], int(match[2]))
+
+
+def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
+    """The admitted keys, int64 [rows], in stored order, part by part; row i of all values is that of key i.
+
+    Raises:
+        CorruptFile: a checksum is wrong, the offsets do not fit the keys, or a key is there twice.
+        CheckpointChanged: a shard vanished or shrank since the catalog was read.
+    """
+    keys = np.empty(variable.rows, np.int64)
+    start = 0
+    for part in variable.parts:
+        found = keys[start : start + part.rows]
+        found[:] = read_array(catalog, part.keys)
+        if part.offsets is not None:
+            _check_offsets(catalog, part.keys, part.offsets, found)
+        start += part.rows
+    _check_unique(catalog, variable, keys)
+    return keys
+
+
+def read_counts(catalog: Catalog, variable: EmbeddingVariable, what: str) -> Array | None:
+    """`versions` or `freqs` of the admitted keys, int64 [rows] in the order of `read_keys`.
+
+    None if some part has none, as when the trainer does not record them.
+    """
+    refs = [part.versions if what == "versions" else part.freqs for part in variable.parts]
+    known = [ref for ref in refs if ref is not None]
+    if len(known) < len(refs):
+        return None
+    return np.concatenate([read_array(catalog, ref).astype(np.int64, copy=False) for ref in known])
+
+
+class _Part:
+    """The tensors of one part, each checked against the keys."""
+
+    def __init__(self, catalog: Catalog, stem: str) -> None:
+        self._catalog, self._stem = catalog, stem
+
+    def read(self, number: int) -> EmbeddingPart:
+        keys, values = self._find(KEYS), self._find(VALUES)
+        assert keys is not None and values is not None  # the caller looked
+        if keys.dtype not in _KEY_DTYPES or len(keys.shape) != 1:
+            raise self._corrupt(keys, "int64 or int32 keys, one dimension")
+        rows = keys.shape[0]
+        if values.dtype not in _VALUE_DTYPES or len(values.shape) != 2 or values.shape[0] != rows:
+            raise self._corrupt(values, f"a row of numbers for each of {rows} keys")
+        return EmbeddingPart(
+            number,
+            keys,
+            values,
+            self._counts(VERSIONS, rows),
+            self._counts(FREQS, rows),
+            self._offsets(OFFSETS),
+            self._filtered(keys.dtype),
+        )
+
+    def _filtered(self, key_dtype: DType) -> FilteredKeys | None:
+        keys = self._find(KEYS + FILTERED)
+        if keys is None:
+            return None
+        if keys.dtype is not key_dtype or len(keys.shape) != 1:
+            raise self._corrupt(keys, f"{key_dtype.label} keys, one dimension")
+        versions = self._counts(VERSIONS + FILTERED, keys.shape[0])
+        freqs = self._counts(FREQS + FILTERED, keys.shape[0])
+        return FilteredKeys(keys, versions, freqs, self._offsets(FILTERED_OFFSETS))
+
+    def _counts(self, suffix: str, rows: int) -> TensorRef | None:
+        """Numbers beside the keys; None if they are absent, or none were recorded."""
+        ref = self._find(suffix)
+        if ref is None or (ref.shape == (0,) and rows):
+            return None
+        if ref.dtype is not DType.INT64 or ref.shape != (rows,):
+            raise self._corrupt(ref, f"int64, one for each of {rows} keys, or none")
+        return ref
+
+    def _offsets(self, suffix: str) -> TensorRef | None:
+        ref = self._find(suffix)
+        if ref is not None and (ref.dtype is not DType.INT32 or ref.shape != (BUCKETS + 1,)):
+            raise self._corrupt(ref, f"int32 of {BUCKETS + 1} offsets")
+        return ref
+
+    def _find(self, suffix: str) -> TensorRef | None:
+        ref = self._catalog.tensors.get(self._stem + suffix)
+        if ref is not None and ref.extent is None:
+            raise CorruptFile(
+                f"{self._catalog.prefix}: {ref.name!r} is stored in slices, expected as a whole"
+            )
+        return ref
+
+    def _corrupt(self, ref: TensorRef, expected: str) -> CorruptFile:
+        found = f"{ref.dtype.label}{list(ref.shape)}"
+        return CorruptFile(f"{self._catalog.prefix}: {ref.name!r} is {found}, expected {expected}")
+
+
+def _joined(catalog: Catalog, name: str, parts: Mapping[int | None, EmbeddingPart]) -> EmbeddingVariable:
+    numbers = [number for number in parts if number is not None]
+    if None in parts and numbers:
+        raise CorruptFile(f"{catalog.prefix}: {name!r} is stored as a whole and in parts")
+    missing = sorted(set(range(max(numbers, default=-1) + 1)) - set(numbers))
+    if missing:
+        raise CorruptFile(f"{catalog.prefix}: {name!r} has {len(numbers)} parts, and not part {missing[0]}")
+    ordered = tuple(sorted(parts.values(), key=lambda part: part.number))
+    kinds = {(part.keys.dtype, part.values.dtype, part.values.shape[1]) for part in ordered}
+    if len(kinds) > 1:
+        listed = sorted(f"{key.label} -> {value.label}[{dim}]" for key, value, dim in kinds)
+        raise CorruptFile(f"{catalog.prefix}: the parts of {name!r} differ: {', '.join(listed)}")
+    ((key_dtype, value_dtype, dim),) = kinds
+    return EmbeddingVariable(name, key_dtype, value_dtype, dim, ordered)
+
+
+def _with_owner(variable: EmbeddingVariable, known: Mapping[str, EmbeddingVariable]) -> EmbeddingVariable:
+    """The variable, marked as a slot if it lies below another one."""
+    owner = variable.name.rpartition("/")[0]
+    while owner and owner not in known:
+        owner = owner.rpartition("/")[0]
+    return replace(variable, slot_of=owner or None)
+
+
+def _check_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef, keys: Array) -> None:
+    """See that the keys of each bucket lie where the offsets say."""
+    offsets = read_array(catalog, offsets_ref)
+    what = f"{catalog.prefix}: {offsets_ref.name!r}"
+    if offsets[0] != 0 or offsets[-1] != len(keys) or (np.diff(offsets) < 0).any():
+        raise CorruptFile(f"{what} does not divide the {len(keys)} keys of {ref.name!r}")
+    expected = np.repeat(np.arange(BUCKETS, dtype=np.int16), np.diff(offsets))
+    wrong = np.flatnonzero(keys % BUCKETS != expected)
+    if len(wrong):
+        key, bucket = keys[wrong[0]], expected[wrong[0]]
+        raise CorruptFile(f"{what} places key {key} in bucket {bucket}, it belongs in {key % BUCKETS}")
+
+
+def _check_unique(catalog: Catalog, variable: EmbeddingVariable, keys: Array) -> None:
+    ordered = np.sort(keys)
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if not len(twice):
+        return
+    key = ordered[twice[0]]
+    bounds = np.cumsum([part.rows for part in variable.parts])
+    places = np.searchsorted(bounds, np.flatnonzero(keys == key)[:2], side="right")
+    names = [variable.parts[place].keys.name for place in places]
+    where = f"twice in {names[0]!r}" if names[0] == names[1] else f"in {names[0]!r} and in {names[1]!r}"
+    raise CorruptFile(f"{catalog.prefix}: key {key} is {where}")
+
+
+def _refuse_rows_elsewhere(catalog: Catalog) -> None:
+    for path in sorted(catalog.prefix.parent.glob(f"{escape(catalog.prefix.name)}-*")):
+        if path.name.endswith(("-ssd_record.index", "-emb_files")):
+            raise UnsupportedFormat(
+                f"{path} holds rows of an embedding variable outside the checkpoint's tensors",
+                cause="DeepRec keeps rows of this variable on a disk (storage_type with SSDHASH or LEVELDB)",
+                hint="restore it in DeepRec with storage_type DRAM, and write another checkpoint",
+            )
