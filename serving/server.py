@@ -123,6 +123,7 @@ class ModelServer:
     def _listen(self, port: int, max_filled_bytes: int | None) -> tuple[Any, int]:
         import grpc
 
+        from serving.calls import Calls
         from serving.inference import MAX_FILLED_BYTES
         from serving.services import add_services
 
@@ -135,7 +136,7 @@ class ModelServer:
             ],
         )
         limit = MAX_FILLED_BYTES if max_filled_bytes is None else max_filled_bytes
-        add_services(server, self._models, limit)
+        add_services(server, Calls(self._models, limit))
         try:
             bound = server.add_insecure_port(f"{self.host}:{port}")
         except RuntimeError:

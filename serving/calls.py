@@ -1,0 +1,126 @@
+"""What a model server can be asked, whatever a request came through: requests to responses, errors by status.
+
+`services` has these calls for gRPC, `rest` for HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from exporter.wire.protos import Proto
+from serving.inference import (
+    DEFAULT_SIGNATURE,
+    MAX_FILLED_BYTES,
+    Model,
+    classify,
+    multi_inference,
+    predict,
+    regress,
+)
+from serving.models import ServedModels
+from serving.status import invalid
+
+_SIGNATURE_DEF = "signature_def"
+Run = Callable[[Model, Proto, Proto, int | None, int], None]
+
+
+class Calls:
+    """TF Serving's calls over the models of a server. Each raises a StatusError, or what the graph raises."""
+
+    def __init__(self, models: ServedModels, max_filled_bytes: int = MAX_FILLED_BYTES) -> None:
+        from tensorflow_serving.apis import (
+            classification_pb2,
+            get_model_metadata_pb2,
+            get_model_status_pb2,
+            inference_pb2,
+            model_management_pb2,
+            predict_pb2,
+            regression_pb2,
+        )
+
+        self.models = models
+        self._max_filled_bytes = max_filled_bytes
+        self._predict_response = predict_pb2.PredictResponse
+        self._classification_response = classification_pb2.ClassificationResponse
+        self._regression_response = regression_pb2.RegressionResponse
+        self._multi_inference_response = inference_pb2.MultiInferenceResponse
+        self._metadata_response = get_model_metadata_pb2.GetModelMetadataResponse
+        self._signature_def_map = get_model_metadata_pb2.SignatureDefMap
+        self._status_response = get_model_status_pb2.GetModelStatusResponse
+        self._reload_response = model_management_pb2.ReloadConfigResponse
+
+    def predict(self, request: Proto, timeout_ms: int | None = None) -> Proto:
+        """Run a signature on tensors."""
+        return self._infer(predict, self._predict_response(), request, timeout_ms)
+
+    def classify(self, request: Proto, timeout_ms: int | None = None) -> Proto:
+        """Run a classify signature on examples."""
+        return self._infer(classify, self._classification_response(), request, timeout_ms)
+
+    def regress(self, request: Proto, timeout_ms: int | None = None) -> Proto:
+        """Run a regress signature on examples."""
+        return self._infer(regress, self._regression_response(), request, timeout_ms)
+
+    def multi_inference(self, request: Proto, timeout_ms: int | None = None) -> Proto:
+        """Run several classify and regress signatures on the same examples."""
+        if not request.tasks:
+            raise invalid("MultiInferenceRequest has no tasks.")
+        response = self._multi_inference_response()
+        with self.models.borrow(request.tasks[0].model_spec) as (version, model):
+            multi_inference(model, request, response, timeout_ms, self._max_filled_bytes)
+            for task, result in zip(request.tasks, response.results, strict=True):
+                _name_version(result.model_spec, task.model_spec, version)
+        return response
+
+    def metadata(self, request: Proto) -> Proto:
+        """The signatures of a version."""
+        _require_spec(request)
+        if not request.metadata_field:
+            raise invalid("GetModelMetadataRequest must specify at least one metadata_field")
+        for field in request.metadata_field:
+            if field != _SIGNATURE_DEF:
+                raise invalid(f"Metadata field {field} is not supported")
+        response = self._metadata_response()
+        with self.models.borrow(request.model_spec) as (version, model):
+            response.model_spec.name = request.model_spec.name
+            response.model_spec.version.value = version
+            signatures = self._signature_def_map()
+            for name, signature in model.signatures.items():
+                signatures.signature_def[name].CopyFrom(signature)
+            response.metadata[_SIGNATURE_DEF].Pack(signatures)
+        return response
+
+    def status(self, request: Proto) -> Proto:
+        """Where each version of a model is in its life."""
+        _require_spec(request)
+        response = self._status_response()
+        for status in self.models.statuses(request.model_spec):
+            entry = response.model_version_status.add(version=status.version, state=int(status.state))
+            entry.status.error_code = int(status.code)
+            entry.status.error_message = status.message
+        return response
+
+    def configure(self, request: Proto, timeout_seconds: float) -> Proto:
+        """Serve other models, versions or labels; returns when all of them are available."""
+        self.models.configure(request.config, timeout_seconds)
+        response = self._reload_response()
+        response.status.SetInParent()
+        return response
+
+    def _infer(self, run: Run, response: Proto, request: Proto, timeout_ms: int | None) -> Proto:
+        _require_spec(request)
+        with self.models.borrow(request.model_spec) as (version, model):
+            run(model, request, response, timeout_ms, self._max_filled_bytes)
+            _name_version(response.model_spec, request.model_spec, version)
+        return response
+
+
+def _require_spec(request: Proto) -> None:
+    if not request.HasField("model_spec"):
+        raise invalid("Missing ModelSpec")
+
+
+def _name_version(answer: Proto, asked: Proto, version: int) -> None:
+    answer.name = asked.name
+    answer.signature_name = asked.signature_name or DEFAULT_SIGNATURE
+    answer.version.value = version
