@@ -51,21 +51,31 @@ def predict(
         StatusError: FAILED_PRECONDITION for an unknown signature, INTERNAL for one with an unknown method,
             INVALID_ARGUMENT for inputs or an output filter that do not fit it.
     """
-    name = request.model_spec.signature_name or DEFAULT_SIGNATURE
-    if name not in model.signatures:
-        raise StatusError(Code.FAILED_PRECONDITION, f'Serving signature key "{name}" not found.')
-    signature = model.signatures[name]
-    if signature.method_name not in (PREDICT, CLASSIFY, REGRESS):
-        raise StatusError(
-            Code.INTERNAL,
-            f"Expected prediction signature method_name to be one of {{{PREDICT}, {CLASSIFY}, {REGRESS}}}. "
-            f"Was: {signature.method_name}",
-        )
+    signature = _predict_signature(model, request.model_spec.signature_name)
     feeds = _feeds(signature, request.inputs, max_filled_bytes)
     aliases = _output_aliases(signature, request.output_filter)
     values = model.run(feeds, [signature.outputs[alias].name for alias in aliases], timeout_ms)
     for alias, value in zip(aliases, values, strict=True):
         fill(response.outputs[alias], np.asarray(value), as_fields=True)
+
+
+def predict_arrays(
+    model: Model, signature_name: str, inputs: Mapping[str, NDArray[Any]], timeout_ms: int | None = None
+) -> dict[str, NDArray[Any]]:
+    """A predict signature's outputs by name, from inputs by name: `predict` without messages.
+
+    Raises:
+        StatusError: as `predict`.
+    """
+    signature = _predict_signature(model, signature_name)
+    _check_aliases(signature, set(inputs))
+    feeds = {
+        info.name: inputs[alias] if alias in inputs else _value(alias, signature.defaults[alias])
+        for alias, info in signature.inputs.items()
+    }
+    aliases = sorted(signature.outputs)
+    values = model.run(feeds, [signature.outputs[alias].name for alias in aliases], timeout_ms)
+    return {alias: np.asarray(value) for alias, value in zip(aliases, values, strict=True)}
 
 
 def classify(
@@ -146,8 +156,33 @@ def multi_inference(
             _fill_regressions(len(examples), values[_regress_tensors(signature)[1]], result.regression_result)
 
 
+def _predict_signature(model: Model, name: str) -> Proto:
+    name = name or DEFAULT_SIGNATURE
+    if name not in model.signatures:
+        raise StatusError(Code.FAILED_PRECONDITION, f'Serving signature key "{name}" not found.')
+    signature = model.signatures[name]
+    if signature.method_name not in (PREDICT, CLASSIFY, REGRESS):
+        raise StatusError(
+            Code.INTERNAL,
+            f"Expected prediction signature method_name to be one of {{{PREDICT}, {CLASSIFY}, {REGRESS}}}. "
+            f"Was: {signature.method_name}",
+        )
+    return signature
+
+
 def _feeds(signature: Proto, inputs: Mapping[str, Proto], max_filled_bytes: int) -> dict[str, NDArray[Any]]:
-    wanted, sent = set(signature.inputs), set(inputs)
+    sent = set(inputs)
+    _check_aliases(signature, sent)
+    return {
+        info.name: _value(alias, inputs[alias], max_filled_bytes)
+        if alias in sent
+        else _value(alias, signature.defaults[alias])
+        for alias, info in signature.inputs.items()
+    }
+
+
+def _check_aliases(signature: Proto, sent: set[str]) -> None:
+    wanted = set(signature.inputs)
     if len(sent) > len(wanted) or (len(sent) < len(wanted) and not signature.defaults):
         raise invalid(
             f"input size does not match signature: {len(sent)}!={len(wanted)} len({_set(sent)}) != "
@@ -166,12 +201,6 @@ def _feeds(signature: Proto, inputs: Mapping[str, Proto], max_filled_bytes: int)
             f"and no default value provided. Inputs expected to be in the request {_set(sent)}, "
             f"or default input alias set: {_set(signature.defaults)}"
         )
-    return {
-        info.name: _value(alias, inputs[alias], max_filled_bytes)
-        if alias in sent
-        else _value(alias, signature.defaults[alias])
-        for alias, info in signature.inputs.items()
-    }
 
 
 def _value(alias: str, proto: Proto, max_filled_bytes: int | None = None) -> NDArray[Any]:
