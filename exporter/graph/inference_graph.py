@@ -6,12 +6,18 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 
+import numpy as np
 from msgspec import Struct, field
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
+
+TABLE_VARIABLES = ("index_keys", "index_rows", "values")
+"""The variables that a dynamic table is served from, by the last part of their names."""
+BUCKET_SLOTS = 8
+"""Keys in a bucket of a dynamic table's index: a cache line of them."""
 
 
 class PartitionStrategy(Enum):
@@ -73,6 +79,32 @@ class GraphTable(Struct, frozen=True):
     key_shape: tuple[int, ...] | None = None
 
 
+class GraphDynamicTable(Struct, frozen=True, eq=False):
+    """A table whose rows have arbitrary integers as keys; it is served from three ordinary variables.
+
+    `name` is what a checkpoint calls it, without a part's number. `nodes` are the VarHandleOps of its three
+    variables in the order of `TABLE_VARIABLES`. A key that it does not hold reads a row of `defaults`, an
+    array [d, dim] of `value_dtype`: row `key mod d`.
+    """
+
+    name: str
+    nodes: tuple[str, str, str]
+    key_dtype: DType
+    value_dtype: DType
+    dim: int
+    defaults: np.ndarray
+
+    @property
+    def variables(self) -> tuple[GraphVariable, ...]:
+        """Its three variables, with -1 for the numbers of buckets and rows, which the checkpoint tells."""
+        dtypes = (DType.INT64, DType.INT32, self.value_dtype)
+        widths = (BUCKET_SLOTS, BUCKET_SLOTS, self.dim)
+        return tuple(
+            GraphVariable(node, f"{self.name}/{suffix}", dtype, (-1, width))
+            for node, suffix, dtype, width in zip(self.nodes, TABLE_VARIABLES, dtypes, widths, strict=True)
+        )
+
+
 class Asset(Struct, frozen=True):
     """A file that the graph reads while its tables initialise: `node` is the constant that holds its path.
 
@@ -126,7 +158,8 @@ class InferenceGraph(Struct, frozen=True):
     part); one that is missing there is looked up in a way that nobody knows. `objects` are those that the
     graph was made from, their variables naming its nodes (some of which are gone). `layers` tells where
     Keras would look for each variable of its model (by key; also for those that are not served): path, dtype,
-    shape, and the layer's name. `tables` are those that are restored. `training` tells what in the graph
+    shape, and the layer's name. `tables` are those that are restored; `dynamic_tables` are served from
+    variables, which are among `variables` once their shapes are known. `training` tells what in the graph
     computes as training does. `notes` are for the person who exports. `traced_rows` is the number of rows
     that the source graph takes, if it takes one number alone.
     """
@@ -143,3 +176,4 @@ class InferenceGraph(Struct, frozen=True):
     objects: ObjectGraph | None = None
     layers: Mapping[str, TensorRef] = field(default_factory=dict)
     traced_rows: int | None = None
+    dynamic_tables: tuple[GraphDynamicTable, ...] = ()
