@@ -10,6 +10,7 @@ An embedding variable `<ev>`, or each part `<ev>/part_<p>` of it, is a handful o
     <ev>-{keys,versions,freqs}_filtered, -partition_filter_offset     keys that were seen too seldom: no rows
 
 `-versions` is always there; the tables of stock TensorFlow, which are `-keys` and `-values`, have none.
+Rows are taken as they are, NaN included, like those of any other variable.
 An optimizer's slot is an embedding variable of its own, `<ev>/Adagrad` or `<ev>/part_<p>/Adagrad`, and its
 keys need not be the variable's. A key counts wherever it lies: DeepRec, too, finds it in any part when it
 restores. No key may lie in two places. Rows that DeepRec moved to a disk (`<prefix>-<ev>-ssd_record`) are
@@ -42,7 +43,12 @@ BUCKETS = 1000
 
 KEYS, VALUES, VERSIONS, FREQS = "-keys", "-values", "-versions", "-freqs"
 OFFSETS, FILTERED_OFFSETS, FILTERED = "-partition_offset", "-partition_filter_offset", "_filtered"
+_SUFFIXES = (
+    *(KEYS, VALUES, VERSIONS, FREQS, OFFSETS, FILTERED_OFFSETS),
+    *(suffix + FILTERED for suffix in (KEYS, VERSIONS, FREQS)),
+)
 
+_MOST_ROWS = (1 << 31) - 1  # offsets, and row numbers in a served index, are int32
 _PART = re.compile(r"(.+)/part_([0-9]{1,6})((?:/.+)?)", re.ASCII)
 _KEY_DTYPES = (DType.INT64, DType.INT32)
 _VALUE_DTYPES = (DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
@@ -77,17 +83,10 @@ class EmbeddingPart(Struct, frozen=True):
         return self.keys.shape[0]
 
     @property
-    def tensors(self) -> Iterator[TensorRef]:
-        """Every tensor that it is stored in, but those that are empty."""
-        found = [self.keys, self.values, self.versions, self.freqs, self.offsets]
-        if self.filtered is not None:
-            found += [
-                self.filtered.keys,
-                self.filtered.versions,
-                self.filtered.freqs,
-                self.filtered.offsets,
-            ]
-        return (ref for ref in found if ref is not None)
+    def tensor_names(self) -> tuple[str, ...]:
+        """Every name that a tensor of the part may have."""
+        stem = self.keys.name.removesuffix(KEYS)
+        return tuple(stem + suffix for suffix in _SUFFIXES)
 
 
 class EmbeddingVariable(Struct, frozen=True):
@@ -124,16 +123,26 @@ def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
         UnsupportedFormat: rows lie outside the checkpoint's tensors.
     """
     parts: dict[str, dict[int | None, EmbeddingPart]] = {}
-    for tensor in catalog.tensors:
-        stem = tensor.removesuffix(VERSIONS)
-        if stem == tensor or not {stem + KEYS, stem + VALUES} <= catalog.tensors.keys():
-            continue
+    for stem in _stems(catalog):
         name, number = part_of(stem)
         parts.setdefault(name, {})[number] = _Part(catalog, stem).read(number or 0)
     found = {name: _joined(catalog, name, numbered) for name, numbered in parts.items()}
     if found:
         _refuse_rows_elsewhere(catalog)
     return {name: _with_owner(variable, found) for name, variable in sorted(found.items())}
+
+
+def _stems(catalog: Catalog) -> Iterator[str]:
+    """What the tensors of each part are called before the suffix."""
+    for tensor in catalog.tensors:
+        stem = tensor.removesuffix(VERSIONS)
+        if stem == tensor:
+            continue
+        missing = [stem + suffix for suffix in (KEYS, VALUES) if stem + suffix not in catalog.tensors]
+        if not missing:
+            yield stem
+        elif len(missing) == 1 and stem + OFFSETS in catalog.tensors:  # nothing else has such a tensor
+            raise CorruptFile(f"{catalog.prefix}: {tensor!r} has no {missing[0]!r} beside it")
 
 
 def part_of(stem: str) -> tuple[str, int | None]:
@@ -164,6 +173,23 @@ def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
     return keys
 
 
+def bucket_sizes(catalog: Catalog, variable: EmbeddingVariable) -> Array:
+    """int64 [1000]: how many admitted keys have each remainder; the keys are read only if offsets lack.
+
+    Raises:
+        CorruptFile: a checksum is wrong.
+        CheckpointChanged: a shard vanished or shrank since the catalog was read.
+    """
+    sizes = np.zeros(BUCKETS, np.int64)
+    for part in variable.parts:
+        if part.offsets is not None:
+            offsets: Array = read_array(catalog, part.offsets)
+            sizes += offsets[1:].astype(np.int64) - offsets[:-1]
+        else:
+            sizes += np.bincount(read_array(catalog, part.keys) % BUCKETS, minlength=BUCKETS)
+    return sizes
+
+
 def read_counts(catalog: Catalog, variable: EmbeddingVariable, what: str) -> Array | None:
     """`versions` or `freqs` of the admitted keys, int64 [rows] in the order of `read_keys`.
 
@@ -188,6 +214,8 @@ class _Part:
         if keys.dtype not in _KEY_DTYPES or len(keys.shape) != 1:
             raise self._corrupt(keys, "int64 or int32 keys, one dimension")
         rows = keys.shape[0]
+        if rows > _MOST_ROWS:
+            raise self._corrupt(keys, f"{_MOST_ROWS} keys at most")
         if values.dtype not in _VALUE_DTYPES or len(values.shape) != 2 or values.shape[0] != rows:
             raise self._corrupt(values, f"a row of numbers for each of {rows} keys")
         return EmbeddingPart(

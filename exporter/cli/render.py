@@ -15,6 +15,7 @@ from exporter.cli.documents import exported as documents
 from exporter.cli.documents import inspections, values
 from exporter.cli.documents.exported import Export, ExportPlan, Variable
 from exporter.cli.documents.values import Status
+from exporter.cli.render_tables import embedding_document, embedding_lines
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import TensorSource
 from exporter.mapping.extras import Extra, ExtraKind
@@ -86,6 +87,8 @@ def exported(done: Exported, sink: Output) -> None:
 def inspected(found: Inspection, sink: Output, *, tensors: bool) -> None:
     """What `inspect` prints; `tensors` adds one row for each tensor."""
     document, lines = _inspection(found, tensors=tensors)
+    if isinstance(found, CheckpointView) and found.problem is not None:
+        sink.note(f"note: its embedding variables cannot be read: {found.problem.message}")
     sink.result(document, lines)
     if not tensors or isinstance(found, ModelView):
         return
@@ -104,11 +107,13 @@ def _inspection(found: Inspection, *, tensors: bool) -> tuple[inspections.Inspec
             lines = [
                 _line("checkpoint", _catalog_text(found.catalog)),
                 *(_line("", text) for text in _kind_texts(found.kinds, other="weights and others")),
+                *(_line(*line) for view in found.tables for line in embedding_lines(view)),
             ]
             document = inspections.CheckpointInspection(
                 **asdict(_checkpoint(found.catalog)),
                 kind="checkpoint",
                 kinds=_groups(found.kinds),
+                embeddings=list(map(embedding_document, found.tables)),
                 tensors=list(map(_tensor, _by_name(found.catalog))) if tensors else None,
             )
             return document, lines

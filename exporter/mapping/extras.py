@@ -9,8 +9,10 @@ from enum import Enum
 from msgspec import Struct
 
 from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.object_graph import SUFFIX
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
+from exporter.errors import CheckpointError
 
 TF_AVERAGE = "ExponentialMovingAverage"
 """The slot name of `tf.train.ExponentialMovingAverage` unless the trainer chose another."""
@@ -23,6 +25,7 @@ class ExtraKind(Enum):
     GLOBAL_STEP = "global step"
     MOVING_AVERAGE = "moving average"
     COUNTER = "counter"
+    BOOKKEEPING = "embedding bookkeeping"
     OBJECT_GRAPH = "object graph"
     OTHER = "other"
 
@@ -45,9 +48,26 @@ _ITERATIONS = frozenset({"global_step", "_iterations", "iterations"})
 
 def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Extra]:
     """Every tensor that is not `used`, with what it was probably for."""
+    embedding = _embedding_kinds(catalog)
     for name, tensor in catalog.tensors.items():
         if name not in used:
-            yield Extra(tensor, _kind(name, tensor, catalog))
+            yield Extra(tensor, embedding.get(name) or _kind(name, tensor, catalog))
+
+
+def _embedding_kinds(catalog: Catalog) -> dict[str, ExtraKind]:
+    """What the tensors of embedding variables are for; those of damaged ones are judged by name."""
+    try:
+        variables = embedding_variables(catalog)
+    except CheckpointError:
+        return {}
+    kinds: dict[str, ExtraKind] = {}
+    for variable in variables.values():
+        for part in variable.parts:
+            rows = {part.keys.name, part.values.name}
+            for name in part.tensor_names:
+                own = ExtraKind.OTHER if name in rows else ExtraKind.BOOKKEEPING
+                kinds[name] = own if variable.slot_of is None else ExtraKind.SLOT
+    return kinds
 
 
 def _kind(name: str, tensor: TensorRef, catalog: Catalog) -> ExtraKind:

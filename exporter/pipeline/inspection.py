@@ -12,7 +12,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.spans import Position
-from exporter.errors import CheckpointNotFound, ManifestError, NotUpdatable
+from exporter.errors import CheckpointError, CheckpointNotFound, ManifestError, NotUpdatable
 from exporter.files import nearest
 from exporter.graph.feeds import hands_over_batches
 from exporter.graph.likely_ends import input_placeholders, likely_outputs
@@ -21,6 +21,7 @@ from exporter.graph.nodes import Endpoint, GraphIndex
 from exporter.graph.saved_model import SERVE_TAG, is_saved_model, read_saved_model
 from exporter.layout import MANIFEST_FILE, SAVED_MODEL_FILES, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.extras import Extra, classify_extras
+from exporter.pipeline.table_views import EmbeddingView, embedding_views
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import Manifest
 from exporter.publish.permission import held_at
@@ -61,10 +62,15 @@ class Signature(Struct, frozen=True):
 
 
 class CheckpointView(Struct, frozen=True):
-    """A checkpoint: all its tensors, with what each is probably for."""
+    """A checkpoint: all its tensors, with what each is probably for, and its tables by keys.
+
+    `problem` says why these cannot be told.
+    """
 
     catalog: Catalog
     kinds: tuple[Extra, ...]
+    tables: tuple[EmbeddingView, ...] = ()
+    problem: CheckpointError | None = None
 
 
 class GraphView(Struct, frozen=True):
@@ -138,8 +144,15 @@ def inspect(path: Path) -> Inspection:
         close = nearest(path.parent)
         hint = f"did you mean {close / path.name}?" if close else ""
         raise CheckpointNotFound(f"there is nothing at {path}", hint=hint)
-    catalog = open_checkpoint(path)
-    return CheckpointView(catalog, tuple(classify_extras(catalog)))
+    return _checkpoint(open_checkpoint(path))
+
+
+def _checkpoint(catalog: Catalog) -> CheckpointView:
+    kinds = tuple(classify_extras(catalog))
+    try:
+        return CheckpointView(catalog, kinds, tuple(embedding_views(catalog)))
+    except CheckpointError as error:
+        return CheckpointView(catalog, kinds, problem=error)
 
 
 def _newest_position(model: Path, newest: BundleView) -> Position | None:

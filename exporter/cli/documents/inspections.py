@@ -17,6 +17,31 @@ class UnmatchedTensor(Tensor, frozen=True):
     """The layer or object that it belongs to, where the checkpoint tells."""
 
 
+class EmbeddingTable(Struct, frozen=True):
+    """An embedding variable: a table whose rows have arbitrary integers as keys."""
+
+    name: str
+    """The variable's name, without its part."""
+    key_dtype: str
+    """The type of its keys."""
+    dtype: str
+    """The type of its rows."""
+    dimension: int
+    """How many numbers a row has."""
+    keys: int
+    """How many keys have a row."""
+    bytes: int
+    """Bytes of the rows."""
+    filtered_keys: int
+    """How many more keys were seen, but too seldom to get a row."""
+    parts: int
+    """In how many parts it is stored."""
+    slots: Sequence[str]
+    """The optimizer's slots beside it."""
+    keys_by_remainder: Sequence[int]
+    """For 0 to 999: how many keys have this remainder of a division by 1000."""
+
+
 class CheckpointInspection(Checkpoint, frozen=True):
     """What `inspect` prints of a checkpoint."""
 
@@ -24,6 +49,8 @@ class CheckpointInspection(Checkpoint, frozen=True):
     """What was inspected."""
     kinds: Mapping[str, TensorGroup]
     """Its tensors by kind: optimizer slots, averages, the global step, other."""
+    embeddings: Sequence[EmbeddingTable]
+    """Its embedding variables."""
     tensors: Sequence[Tensor] | None
     """Every tensor, with `--tensors`."""
 
