@@ -409,3 +409,14 @@ def test_a_forgotten_incr_does_not_end_the_log(setting: Log, ranker: Path, ranke
     assert export_model(*options, "--updatable", "--plain").code == 2
     assert note in export_model(*options, "--plain").err
     assert "note" not in export_model(*options).err, "what is replaced now takes none either"
+
+
+def test_a_model_that_goes_back_is_told(tmp_path: Path) -> None:
+    trainer = followed(tmp_path, (20, 30), published=30, by_saving=True)
+    trainer.go_back(next(saved for saved in trainer.saved if saved.step == 20))
+    log = Log(tmp_path)
+    back = "the model goes back from step 30, which is published, to step 20"
+    assert json.loads(log.export("--dry-run").stdout)["notes"] == [back]
+    ran = export_model("--ckpt-dir", log.train, "--out", log.model, "--incr")
+    assert f"note          {back}" in ran.stdout
+    assert json.loads(log.export().stdout)["notes"] == []

@@ -270,6 +270,8 @@ def _plan_lines(planned: IncrementalPlan) -> Iterator[str]:
     yield _line("so far", f"position {log.at}; this log of deltas began with version {log.base.entry.log}")
     tail = f", {count(len(plan.increments), 'increment')}" if plan.increments else ""
     yield _line("checkpoint", f"{planned.trainer.catalog.prefix.name}, step {plan.step}{tail}")
+    if planned.goes_back:
+        yield _line("note", planned.goes_back)
     yield _line("graph", f"and assets: {planned.graph.said}")
     if not plan.is_known:
         yield _line("compared", f"all rows: {plan.reason}")

@@ -84,8 +84,15 @@ class IncrementalPlan(Struct, frozen=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know about the deltas of this log."""
-        return self.log.schema.notes
+        """What a person should know about the deltas of this log, and of one that leads back."""
+        return (*self.log.schema.notes, *([self.goes_back] if self.goes_back else []))
+
+    @property
+    def goes_back(self) -> str:
+        """Which step takes the place of which later one; empty if the model goes on."""
+        step, published = self.trainer.plan.step, self.log.at.step
+        is_back = not self.is_nothing and self.trainer.catalog.step is not None and step < (published or 0)
+        return f"the model goes back from step {published}, which is published, to step {step}" * is_back
 
     @property
     def span(self) -> Span:
