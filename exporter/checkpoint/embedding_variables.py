@@ -167,7 +167,7 @@ def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
         found = keys[start : start + part.rows]
         found[:] = read_array(catalog, part.keys)
         if part.offsets is not None:
-            _check_offsets(catalog, part.keys, part.offsets, found)
+            check_offsets(catalog, part.keys, part.offsets, found)
         start += part.rows
     _check_unique(catalog, variable, keys)
     return keys
@@ -290,8 +290,12 @@ def _with_owner(variable: EmbeddingVariable, known: Mapping[str, EmbeddingVariab
     return replace(variable, slot_of=owner or None)
 
 
-def _check_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef, keys: Array) -> None:
-    """See that the keys of each bucket lie where the offsets say."""
+def check_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef, keys: Array) -> None:
+    """See that the keys of each bucket, read from `ref`, lie where the offsets say.
+
+    Raises:
+        CorruptFile: they do not, or the checksum of the offsets is wrong.
+    """
     offsets = read_array(catalog, offsets_ref)
     what = f"{catalog.prefix}: {offsets_ref.name!r}"
     if offsets[0] != 0 or offsets[-1] != len(keys) or (np.diff(offsets) < 0).any():

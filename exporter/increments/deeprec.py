@@ -1,4 +1,4 @@
-"""Read DeepRec's incremental checkpoints, for ordinary variables.
+"""Read DeepRec's incremental checkpoints, full checkpoint + increment = the trainer's state.
 
     <ckpt-dir>/.incremental_checkpoint/incremental_model.ckpt-<step>.{index,data-*}
 
@@ -13,14 +13,14 @@ and a table that nobody touched is absent. None says which full save it builds o
 another full checkpoint's step builds on that one, if any. A trainer that was set back leaves what it wrote
 before, so what was published is led on from only if all of its rows are in the newest increment, too.
 Source: DeepRec's incremental_saver and its documentation.
-Embedding variables, whose keys are no row numbers, are not read here.
+Embedding variables, whose keys are no row numbers, have the same suffixes: see `deeprec_tables`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,14 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.locate import candidates
 from exporter.checkpoint.tensor_bundle import index_path, read_array, read_catalog, step_in_name
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
+from exporter.delta.keyed_rows import KeyedRows
 from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, CorruptFile, MissingShard
 from exporter.files import read_regular
+from exporter.increments.deeprec_tables import INCR_KEYS, INCR_VALUES, touched_rows
 from exporter.increments.increment import Changed, CheckpointId
 from exporter.increments.plan import LEFT_OUT, ROUNDED, ChangePlan
 from exporter.increments.trained import TrainerVersion
@@ -42,7 +45,6 @@ Array = np.ndarray[Any, Any]
 
 
 _PREFIX = re.compile(r"(incremental_.+-([0-9]{1,18}))\.index", re.ASCII)
-_KEYS, _VALUES = "-sparse_incr_keys", "-sparse_incr_values"
 _PART = re.compile(r"(.+)/part_([0-9]{1,6})", re.ASCII)
 _ID = "deeprec:"
 _HIGHEST = 10**18
@@ -87,7 +89,7 @@ class DeepRecIncrement(Struct, frozen=True):
 
     def _has_all(self, before: Catalog, name: str) -> bool:
         ref = self.catalog.tensors.get(name)
-        if ref is None or not name.endswith(_KEYS):
+        if ref is None or not name.endswith(INCR_KEYS):
             return ref is not None
         known, wanted = read_array(self.catalog, ref), read_array(before, before.tensors[name])
         return bool(np.isin(wanted, known).all())
@@ -101,11 +103,11 @@ class DeepRecIncrement(Struct, frozen=True):
         """
         rows: dict[str, list[Rows]] = {}
         for name, ref in self.catalog.tensors.items():
-            if name.endswith(_KEYS):
-                owner, part = self._owner(name.removesuffix(_KEYS))
+            if name.endswith(INCR_KEYS):
+                owner, part = self._owner(name.removesuffix(INCR_KEYS))
                 if (tensor := self.full.tensors.get(owner)) is not None:
                     rows.setdefault(owner, []).append(self._rows(name, tensor, part))
-            elif name.endswith(_VALUES):
+            elif name.endswith(INCR_VALUES):
                 self._require_keys(name)
             elif (whole := self.full.tensors.get(name)) is not None:
                 yield _changed(whole, ChangeKind.DENSE, 1), read_array(self.catalog, ref)
@@ -118,18 +120,35 @@ class DeepRecIncrement(Struct, frozen=True):
                 Rows(unique, values[first]),
             )
 
+    def keyed(self, names: Collection[str]) -> Iterator[KeyedRows]:
+        """The touched rows of some of the full checkpoint's embedding variables, every checksum verified.
+
+        Raises:
+            CorruptFile: a checksum is wrong, or the rows do not fit the variable.
+        """
+        known = embedding_variables(self.full)
+        return touched_rows(self.catalog, {name: known[name] for name in names if name in known})
+
+    def published_before(self, increment: str | None, names: Collection[str]) -> Mapping[str, KeyedRows]:
+        """What another increment, given by its id, holds of embedding variables; nothing if it is gone."""
+        if increment is None or (before := self._find(increment)) is None:
+            return {}
+        known = embedding_variables(self.full)
+        variables = {name: known[name] for name in names if name in known}
+        return {rows.name: rows for rows in touched_rows(before, variables)}
+
     def _owner(self, name: str) -> tuple[str, int | None]:
         """The variable, as the full checkpoint has it, and which part of it: None for all of it."""
         part = _PART.fullmatch(name)
         return (name, None) if name in self.full.tensors or part is None else (part[1], int(part[2]))
 
     def _require_keys(self, name: str) -> None:
-        owner = name.removesuffix(_VALUES)
-        if self._owner(owner)[0] in self.full.tensors and owner + _KEYS not in self.catalog.tensors:
+        owner = name.removesuffix(INCR_VALUES)
+        if self._owner(owner)[0] in self.full.tensors and owner + INCR_KEYS not in self.catalog.tensors:
             raise CorruptFile(f"{self.path}: {name!r} has no keys beside it")
 
     def _rows(self, name: str, tensor: TensorRef, part: int | None) -> Rows:
-        values_ref = self.catalog.tensors.get(name.removesuffix(_KEYS) + _VALUES)
+        values_ref = self.catalog.tensors.get(name.removesuffix(INCR_KEYS) + INCR_VALUES)
         if values_ref is None:
             raise CorruptFile(f"{self.path}: {name!r} has no values beside it")
         ids = read_array(self.catalog, self.catalog.tensors[name]).astype(np.int64)

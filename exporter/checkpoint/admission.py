@@ -1,0 +1,80 @@
+"""Which keys of an embedding variable are served: those seen often enough, and not too long ago.
+
+What the trainer recorded decides: `-freqs` how often a key was seen, `-versions` the step of its last update.
+A table of which nothing was recorded is not filtered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from exporter.catalog import Catalog
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, read_counts
+from exporter.errors import UsageError
+
+Array = np.ndarray[Any, Any]
+
+
+class Admission(Struct, frozen=True):
+    """Serve keys that were seen `min_freq` times, and updated within `max_age_steps`; None: of any age."""
+
+    min_freq: int = 0
+    max_age_steps: int | None = None
+
+    @property
+    def is_everyone(self) -> bool:
+        """True if every key is served."""
+        return self.min_freq <= 0 and self.max_age_steps is None
+
+    def enough(self, freqs: Array | None) -> Array | bool:
+        """Which keys were seen often enough; True if it was not recorded."""
+        return True if freqs is None else np.asarray(freqs >= self.min_freq)
+
+    def recent(self, versions: Array | None, step: int | None) -> Array | bool:
+        """Which keys were updated recently enough, seen from a step; True if it was not recorded."""
+        if versions is None or step is None or self.max_age_steps is None:
+            return True
+        return np.asarray(versions >= step - self.max_age_steps)
+
+    def require_recorded(self, catalog: Catalog, variables: tuple[EmbeddingVariable, ...]) -> None:
+        """Refuse a filter that no table of a checkpoint has numbers for.
+
+        Raises:
+            UsageError: the trainer recorded nothing that it could act on.
+        """
+        asked = {"--min-freq": ("freqs", self.min_freq > 0)}
+        asked["--max-age-steps"] = ("versions", self.max_age_steps is not None)
+        for option, (what, is_asked) in asked.items():
+            if is_asked and not any(_has(variable, what) for variable in variables):
+                raise UsageError(
+                    f"{option} filters keys, and no table of {catalog.prefix.name} has their {what}",
+                    hint=f"leave {option} out, or let the trainer record them "
+                    "(DeepRec: EmbeddingVariableOption with record_freq, record_version)",
+                )
+
+
+def admitted(
+    catalog: Catalog, variable: EmbeddingVariable, admission: Admission, step: int | None
+) -> Array | None:
+    """Which rows of a full checkpoint's table are served, as a mask in stored order; None if all are.
+
+    Raises:
+        CorruptFile: a checksum is wrong.
+        CheckpointChanged: a shard vanished or shrank since the catalog was read.
+    """
+    if admission.is_everyone:
+        return None
+    mask = np.ones(variable.rows, bool)
+    if admission.min_freq > 0:
+        mask &= admission.enough(read_counts(catalog, variable, "freqs"))
+    if admission.max_age_steps is not None:
+        mask &= admission.recent(read_counts(catalog, variable, "versions"), step)
+    return None if mask.all() else mask
+
+
+def _has(variable: EmbeddingVariable, what: str) -> bool:
+    found = [part.freqs if what == "freqs" else part.versions for part in variable.parts]
+    return variable.rows == 0 or None not in found
