@@ -416,7 +416,7 @@ def test_a_model_that_goes_back_is_told(tmp_path: Path) -> None:
     trainer.go_back(next(saved for saved in trainer.saved if saved.step == 20))
     log = Log(tmp_path)
     back = "the model goes back from step 30, which is published, to step 20"
-    assert json.loads(log.export("--dry-run").stdout)["notes"] == [back]
+    assert log.export("--dry-run").document["notes"] == [back]
     ran = export_model("--ckpt-dir", log.train, "--out", log.model, "--incr")
-    assert f"note          {back}" in ran.stdout
-    assert json.loads(log.export().stdout)["notes"] == []
+    assert f"note          {back}" in ran.out
+    assert log.export().document["notes"] == []
