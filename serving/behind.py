@@ -27,7 +27,8 @@ class VersionStanding(Struct, frozen=True):
 
     `behind_deltas` are those that an update would apply now, and no further than the hold; `behind_steps` are
     training steps from here to the newest position. `since` is when the values that are served were
-    published. `problem` says why something is not known.
+    published, `event_time` when the newest event happened that they were trained on. `problem` says why
+    something is not known.
     """
 
     status: VersionStatus
@@ -38,11 +39,16 @@ class VersionStanding(Struct, frozen=True):
     behind_steps: int | None = None
     newer_version: int | None = None
     since: datetime | None = None
+    event_time: datetime | None = None
     problem: str = ""
 
     def age_seconds(self, now: datetime) -> float | None:
         """Since what is served was published."""
         return None if self.since is None else max(0.0, (now - self.since).total_seconds())
+
+    def event_age_seconds(self, now: datetime) -> float | None:
+        """Since the newest event that what is served was trained on."""
+        return None if self.event_time is None else max(0.0, (now - self.event_time).total_seconds())
 
 
 class PublishedModel(Struct, frozen=True):
@@ -100,23 +106,37 @@ def _compare(found: VersionStanding, target: PublishedModel) -> VersionStanding:
     if found.position is None:
         return replace(found, position=own.position, step=own.step, since=own.created, newer_version=newer)
     since = _published_at(events, own.log, found.position)
+    event_time = _event_time(events, own.log, found.position)
     log = target.log
     if log is None or log.base.entry.log != own.log:
         problem = "" if newer is None else "its log has ended"
-        return replace(found, since=since, newer_version=newer, problem=problem)
+        return replace(found, since=since, event_time=event_time, newer_version=newer, problem=problem)
     if log.lineage != found.lineage:
         return replace(found, problem="it is of another log than what is published there")
     steps = None
     if found.step is not None and log.at.step is not None:
         steps = log.at.step - found.step
     deltas, problem = _deltas_left(log, found.position, target.history.hold)
-    return replace(found, behind_deltas=deltas, behind_steps=steps, since=since, problem=problem)
+    return replace(
+        found,
+        behind_deltas=deltas,
+        behind_steps=steps,
+        since=since,
+        event_time=event_time,
+        problem=problem,
+    )
 
 
 def _published_at(events: Sequence[Event], log: int | None, position: int) -> datetime | None:
     """When a position was first published: a merger and a base may lead there later."""
     times = [event.created for event in events if (event.log, event.position) == (log, position)]
     return min((time for time in times if time is not None), default=None)
+
+
+def _event_time(events: Sequence[Event], log: int | None, position: int) -> datetime | None:
+    """When the newest event happened that a position was trained on, as whatever leads there says."""
+    there = (event.event_time for event in events if (event.log, event.position) == (log, position))
+    return next((time for time in there if time is not None), None)
 
 
 def _deltas_left(log: DeltaLog, position: int, hold: int | None) -> tuple[int | None, str]:

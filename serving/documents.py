@@ -60,6 +60,10 @@ class ServedVersion(Struct, frozen=True):
     """When the values that it serves were published."""
     age_seconds: float | None
     """How long ago that was."""
+    event_time: datetime | None
+    """When the newest event happened that those values were trained on."""
+    event_age_seconds: float | None
+    """How long ago that was."""
     problem: str | None
     """Why something is not known."""
 
@@ -168,5 +172,7 @@ class AgentEvent(Struct, frozen=True):
     """How long the call took."""
     behind_seconds: float | None
     """From the publication of the delta until it was served."""
+    event_age_seconds: float | None
+    """From the newest event that it was trained on until it was served."""
     at: datetime
     """When it happened."""

@@ -36,12 +36,17 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
         versions=[_document(one, now) for one in found],
     )
     sink.result(document)
-    sink.table(f"{client.model} on {client.address}{_newest(target)}", _COLUMNS, _rows(found, now))
+    columns, rows = _COLUMNS, _rows(found, now)
+    if not any(one.event_time for one in found):  # few trainers tell, and a terminal is narrow
+        columns = {name: columns[name] for name in columns if name != _EVENT}
+        rows = [(*row[:_EVENT_AT], *row[_EVENT_AT + 1 :]) for row in rows]
+    sink.table(f"{client.model} on {client.address}{_newest(target)}", columns, rows)
     if target is None and any(one.position is not None for one in found):
         sink.note("to see how far behind a version is: --published MODEL_BASE_PATH")
     _require_available(client, statuses)
 
 
+_EVENT = "event"
 _COLUMNS = {
     "version": "right",
     "state": "left",
@@ -49,8 +54,10 @@ _COLUMNS = {
     "step": "right",
     "behind": "left",
     "age": "right",
+    _EVENT: "right",
     "": "left",
 }
+_EVENT_AT = list(_COLUMNS).index(_EVENT)
 
 
 def _published(history: Timeline) -> Published:
@@ -59,7 +66,7 @@ def _published(history: Timeline) -> Published:
 
 
 def _document(one: VersionStanding, now: datetime) -> ServedVersion:
-    age = one.age_seconds(now)
+    age, event_age = one.age_seconds(now), one.event_age_seconds(now)
     return ServedVersion(
         version=one.status.version,
         state=one.status.state.name,
@@ -73,6 +80,8 @@ def _document(one: VersionStanding, now: datetime) -> ServedVersion:
         newer_version=one.newer_version,
         published=one.since,
         age_seconds=None if age is None else round(age, 3),
+        event_time=one.event_time,
+        event_age_seconds=None if event_age is None else round(event_age, 3),
         problem=one.problem or None,
     )
 
@@ -93,6 +102,7 @@ def _rows(found: Sequence[VersionStanding], now: datetime) -> list[tuple[Any, ..
             _or_blank(one.step),
             _behind(one),
             _age(one.age_seconds(now)),
+            _age(one.event_age_seconds(now)),
             error_text(one.status) or one.problem,
         )
         for one in found

@@ -89,10 +89,20 @@ def test_prometheus_takes_the_rules() -> None:
 
 def every_metric() -> str:
     """The text of a fleet about which everything is known."""
-    version = VersionView(1, "AVAILABLE", 5, 5, 0, 0.0, 1.0, "")
+    version = VersionView(1, "AVAILABLE", 5, 5, 0, 0.0, 1.0, 2.0, "")
     replica = ReplicaView("m", "h:1", True, "", (version,), Audited(5, 1))
     model = ModelView("m", "/m", "", 1, 5, None, (), False, (replica,))
     metrics = Metrics(lambda: FleetView(datetime.now(UTC), (model,)))
-    applied = Event(What.APPLIED, "", "m", "h:1", rows=1, deltas=1, seconds=0.1, behind_seconds=0.1)
+    applied = Event(
+        What.APPLIED,
+        "",
+        "m",
+        "h:1",
+        rows=1,
+        deltas=1,
+        seconds=0.1,
+        behind_seconds=0.1,
+        event_age_seconds=0.2,
+    )
     metrics(applied)
     return metrics.text().decode()

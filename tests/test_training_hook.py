@@ -4,7 +4,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -325,7 +324,7 @@ def test_threads_that_train_without_a_lock_lose_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_contradicting_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="one positive number"):
+    with pytest.raises(UsageError, match="one positive"):
         IncrementHook(tmp_path, **arguments)
 
 
@@ -343,7 +342,7 @@ def test_a_directory_is_needed() -> None:
             "turned off",
         ),
         ({"incremental_save_restore": True}, "nothing writes increments"),
-        ({"save_increment_secs": 3, "save_incremental_checkpoint_secs": 3}, "one positive number"),
+        ({"save_increment_secs": 3, "save_incremental_checkpoint_secs": 3}, "one positive"),
     ],
 )
 def test_the_session_refuses_what_it_cannot_honour(
@@ -448,4 +447,4 @@ def test_full_checkpoints_do_not_hold_the_recording(tmp_path: Path) -> None:
 
 def test_a_store_without_a_step_in_its_checkpoints_finds_none(tmp_path: Path) -> None:
     assert Store(tmp_path).newest_full() is None
-    assert np.array_equal(Store(tmp_path).state_signature(), ())
+    assert Store(tmp_path).state_signature() is None

@@ -104,5 +104,5 @@ def test_a_model_without_variables_is_refused(tmp_path: Path) -> None:
 
 
 def test_how_often_is_needed() -> None:
-    with pytest.raises(UsageError, match="one positive number"):
+    with pytest.raises(UsageError, match="one positive"):
         IncrementCallback(None)

@@ -77,6 +77,7 @@ def _document(event: Event) -> documents.Event:
         is_past_hold=event.is_past_hold,
         is_current=event.is_current,
         problem=event.problem,
+        event_time=event.event_time,
     )
 
 

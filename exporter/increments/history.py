@@ -29,11 +29,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from exporter.checkpoint.identity import index_digest
 from exporter.errors import CheckpointError
@@ -47,7 +48,7 @@ from exporter.increments.increment import (
     read_document,
 )
 from exporter.layout import INCREMENTS_DIRECTORY, MANIFEST_FILE
-from exporter.wire.json_documents import Count, Id, doc, encode_indented
+from exporter.wire.json_documents import Count, Id, Moment, doc, encode_indented
 
 _MAX_MANIFEST_BYTES = 256 << 20
 
@@ -60,7 +61,8 @@ _NAME = re.compile(r"[0-9]{20}-[0-9]{20}(-[0-9a-f]{8})?")
 class CheckpointMarker(Struct, frozen=True):
     """A full checkpoint: written by `session` after increment `after` (None: before the run's first).
 
-    `is_equal` says that nothing had changed between the two. `session` is None if it is not known.
+    `is_equal` says that nothing had changed between the two. `session` is None if it is not known, and so is
+    `event_time`, when the newest event happened that the checkpoint was trained on.
     """
 
     checkpoint: CheckpointId
@@ -68,6 +70,7 @@ class CheckpointMarker(Struct, frozen=True):
     after: str | None
     is_equal: bool
     session: str | None = None
+    event_time: datetime | None = None
 
     @property
     def file_name(self) -> str:
@@ -99,6 +102,7 @@ class CheckpointMarker(Struct, frozen=True):
             session=self.session,
             after=self.after,
             is_equal=self.is_equal,
+            event_time=UNSET if self.event_time is None else self.event_time,
         )
         return encode_indented(document).decode()
 
@@ -111,7 +115,8 @@ class CheckpointMarker(Struct, frozen=True):
             UnsupportedFormat: another format version.
         """
         found = read_document(text, path, MarkerDocument)
-        return cls(found.checkpoint, found.run, found.after, found.is_equal, found.session)
+        known = None if isinstance(found.event_time, UnsetType) else found.event_time
+        return cls(found.checkpoint, found.run, found.after, found.is_equal, found.session, known)
 
 
 class MarkerDocument(Struct, frozen=True, kw_only=True):
@@ -124,6 +129,9 @@ class MarkerDocument(Struct, frozen=True, kw_only=True):
     session: Annotated[Id | None, doc("the trainer's session that wrote it; null: not known")] = None
     after: Annotated[Id | None, doc("the increment before it; null: it came before the run's first")]
     is_equal: Annotated[bool, doc("true: nothing had changed since that increment")] = False
+    event_time: Annotated[
+        Moment | UnsetType, doc("when the newest event happened that it was trained on; absent: not known")
+    ] = UNSET
 
 
 class History(Struct, frozen=True, dict=True):
@@ -181,6 +189,13 @@ class History(Struct, frozen=True, dict=True):
             names = names.union(*more)
         return names
 
+    def newest_event(self, state: StateId) -> datetime | None:
+        """When the newest event happened that a state was trained on; None if no file tells."""
+        names = self.same(state)
+        times = [marker.event_time for marker in self.markers if marker.checkpoint in names]
+        times += [stored.increment.event_time for stored in self.increments if stored.increment.id in names]
+        return newest(times)
+
     def expired(self, oldest_step: int) -> Iterator[StoredIncrement]:
         """The increments that no full checkpoint from `oldest_step` on needs."""
         return (stored for stored in self.increments if stored.increment.to_step <= oldest_step)
@@ -219,6 +234,11 @@ class History(Struct, frozen=True, dict=True):
                     or (not surely and marker.may_lead_to(stored.increment))
                 ]
         return children
+
+
+def newest(times: Iterable[datetime | None]) -> datetime | None:
+    """The latest of those that are known."""
+    return max((time for time in times if time is not None), default=None)
 
 
 def _youngest(children: Iterable[StoredIncrement]) -> StoredIncrement | None:

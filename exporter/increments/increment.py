@@ -20,11 +20,12 @@ How increments and full checkpoints hang together is `exporter.increments.histor
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from exporter.catalog import Catalog, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import memory_map, read_array, read_catalog
@@ -37,6 +38,7 @@ from exporter.wire.json_documents import (
     DocumentError,
     DtypeLabel,
     Id,
+    Moment,
     Shape,
     Text,
     decode,
@@ -87,6 +89,7 @@ class Increment(Struct, frozen=True, kw_only=True):
 
     `session` is the id of the trainer's session that wrote it, None if it is not known (releases before it
     was noted). `generation` is one more than that of every increment that was there when the session began.
+    `event_time` is when the newest event happened that its steps were trained on; None if it is not known.
     """
 
     id: str
@@ -97,6 +100,7 @@ class Increment(Struct, frozen=True, kw_only=True):
     to_step: int
     variables: tuple[Changed, ...]
     session: str | None = None
+    event_time: datetime | None = None
 
     @property
     def directory_name(self) -> str:
@@ -167,6 +171,9 @@ class IncrementDocument(Struct, frozen=True, kw_only=True):
     parent: Annotated[ParentDocument, doc("what it leads on from")]
     from_step: Annotated[Count, doc("the step of what it leads on from")]
     to_step: Annotated[Count, doc("every write up to this step is in it or before it")]
+    event_time: Annotated[
+        Moment | UnsetType, doc("when the newest event happened that it was trained on; absent: not known")
+    ] = UNSET
     variables: Annotated[tuple[VariableDocument, ...], doc("what changed")]
 
 
@@ -181,6 +188,7 @@ def to_json(increment: Increment) -> str:
         parent=ParentDocument(parent) if isinstance(parent, str) else ParentDocument(checkpoint=parent),
         from_step=increment.from_step,
         to_step=increment.to_step,
+        event_time=UNSET if increment.event_time is None else increment.event_time,
         variables=tuple(
             VariableDocument(v.name, v.dtype.label, v.shape, v.kind, changed.rows)
             for changed in increment.variables
@@ -216,6 +224,7 @@ def from_json(text: bytes, path: Path) -> Increment:
         to_step=document.to_step,
         variables=changed,
         session=document.session,
+        event_time=None if isinstance(document.event_time, UnsetType) else document.event_time,
     )
 
 

@@ -6,15 +6,16 @@ Changes between an increment and the next full checkpoint are only known from th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
 from msgspec import Struct
 
 from exporter.delta.format import Change
-from exporter.increments.history import CheckpointMarker, History, StateId
-from exporter.increments.increment import Changed, CheckpointId
+from exporter.increments.history import CheckpointMarker, History, StateId, newest
+from exporter.increments.increment import Changed, CheckpointId, StoredIncrement
 from exporter.increments.trained import TrainerVersion
 
 LEFT_OUT = "rows that moved little were left out of what was published last"
@@ -79,14 +80,17 @@ def plan_changes(
         plan = _plan_before(published, full, history)
         if plan is not None:
             return plan
-    target = TrainerVersion(full, tip)
+    last_event = newest([history.newest_event(full), *[stored.increment.event_time for stored in after]])
+    target = TrainerVersion.of(full, tip, last_event)
     step = after[-1].increment.to_step if after else full.step
     is_there = published.increment == tip and (tip is not None or published.checkpoint == full)
     if is_there and published.is_within(within):
-        return ChangePlan(target, step)
+        event_time = newest([last_event, published.newest_event])
+        return ChangePlan(TrainerVersion.of(full, tip, event_time), step)
     chain = history.chain(_state(published), tip) if tip is not None and published.is_exact else None
     if chain is not None:
-        return ChangePlan(target, step, chain)
+        event_time = newest([last_event, _last_event(published, chain)])
+        return ChangePlan(TrainerVersion.of(full, tip, event_time), step, chain)
     return ChangePlan(target, step, after, is_known=False, reason=_reason(published, full, history))
 
 
@@ -100,7 +104,8 @@ def _plan_before(published: TrainerVersion, full: CheckpointId, history: History
         if before is not None and chain is not None:
             found = history.find(before)
             step = found.increment.to_step if found else full.step
-            return ChangePlan(TrainerVersion(published.checkpoint, before), step, chain)
+            target = TrainerVersion.of(published.checkpoint, before, _last_event(published, chain))
+            return ChangePlan(target, step, chain)
     return None
 
 
@@ -112,6 +117,11 @@ def _is_next_the_same(marker: CheckpointMarker, other: CheckpointMarker) -> bool
     """True if one increment leads on from both of two full checkpoints."""
     is_one_session = marker.session is not None and marker.session == other.session
     return is_one_session and marker.after == other.after
+
+
+def _last_event(published: TrainerVersion, chain: Sequence[StoredIncrement]) -> datetime | None:
+    """When the newest event happened that the end of a chain was trained on."""
+    return newest([published.newest_event, *[stored.increment.event_time for stored in chain]])
 
 
 def _state(published: TrainerVersion) -> StateId:

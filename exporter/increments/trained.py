@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
 from exporter.delta.deviation import LeftOut, Rounded
 from exporter.increments.increment import CheckpointId
 from exporter.options import DeltaDtype
-from exporter.wire.json_documents import doc
+from exporter.wire.json_documents import Moment, doc
 
 IncrementName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z:._-]{1,200}$(?!\n)")]
 
@@ -20,12 +21,30 @@ class TrainerVersion(Struct, frozen=True):
 
     `increment` is an id of the trainer's, or what a reader of another kind of increments calls its own.
     `left_out` and `rounded` tell of rows that are not what the trainer had then; without them every bit is.
+    `event_time` is `UNSET`, and not in the file, where it is not known.
     """
 
     checkpoint: Annotated[CheckpointId, doc("the full checkpoint")]
     increment: Annotated[IncrementName | None, doc("the last increment on top of it")] = None
     left_out: Annotated[LeftOut | None, doc("rows that were not sent; null: none")] = None
     rounded: Annotated[Rounded | None, doc("rows that are served rounded; null: none")] = None
+    event_time: Annotated[
+        Moment | UnsetType, doc("when the newest event happened that was trained on; absent: not known")
+    ] = UNSET
+
+    @classmethod
+    def of(
+        cls, checkpoint: CheckpointId, increment: str | None, event_time: datetime | None
+    ) -> TrainerVersion:
+        """The exact state of a checkpoint and an increment, whose event time may not be known."""
+        if event_time is None:
+            return cls(checkpoint, increment)
+        return cls(checkpoint, increment, event_time=event_time.astimezone(UTC))
+
+    @property
+    def newest_event(self) -> datetime | None:
+        """When the newest event happened that was trained on; None if it is not known."""
+        return None if isinstance(self.event_time, UnsetType) else self.event_time
 
     @property
     def is_exact(self) -> bool:

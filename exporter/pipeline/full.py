@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeAlias
@@ -19,14 +20,16 @@ from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.convert import write_bundle
 from exporter.checkpoint.identity import Identity
-from exporter.errors import CheckpointChanged, LinkRefused, UsageError
+from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused, UsageError
 from exporter.files import writing
 from exporter.graph.feeds import mode_switches
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, SourceGraph, clean, load_source
 from exporter.graph.origin import GraphOrigin
 from exporter.graph.training_graph import TrainingGraph
+from exporter.increments.history import read_history
 from exporter.increments.increment import CheckpointId
+from exporter.increments.trained import TrainerVersion
 from exporter.layout import ASSETS_DIRECTORY
 from exporter.mapping.batch_statistics import check_batch_statistics
 from exporter.mapping.build import MappingRules, VariableMapping, build_mapping, check_casts
@@ -346,12 +349,22 @@ def _updatable(planned: Plan, staging: Staging) -> UpdatableBase:
         planned.graph,
         planned.mapping,
         MappingSpec.of(planned.graph, planned.rules, planned.mapping),
-        CheckpointId(planned.catalog.prefix.name, step or 0, planned.checkpoint.digest),
+        _trained(planned),
         reserve_position(planned.request.out, step),
         updates,
         scratch,
         planned.warmup if planned.request.warmup or planned.request.no_warmup else None,
     )
+
+
+def _trained(planned: Plan) -> TrainerVersion:
+    """The state that is exported; increments beside the checkpoint may tell how new its events are."""
+    prefix = planned.catalog.prefix
+    checkpoint = CheckpointId(prefix.name, planned.catalog.step or 0, planned.checkpoint.digest)
+    event_time = None
+    with suppress(CheckpointError):  # whoever needs the increments says what is wrong with them
+        event_time = read_history(prefix.parent).newest_event(checkpoint)
+    return TrainerVersion.of(checkpoint, None, event_time)
 
 
 def _with_origin(entry: BaseEntry, planned: Plan, bundle: Path) -> BaseEntry:

@@ -12,7 +12,6 @@ from exporter.bundle.warmup_requests import MAX_RECORDS, WarmupRequest, parse_re
 from exporter.errors import NotServable, UsageError
 from exporter.graph.cast_variables import cast_variables
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.increments.increment import CheckpointId
 from exporter.increments.trained import TrainerVersion
 from exporter.mapping.build import VariableMapping
 from exporter.mapping.mapping_spec import MappingSpec
@@ -43,7 +42,7 @@ def make_base(
     graph: InferenceGraph,
     mapping: VariableMapping,
     mapping_spec: MappingSpec,
-    checkpoint: CheckpointId,
+    trained: TrainerVersion,
     place: ReservedPosition,
     updates: Updates,
     scratch: Path,
@@ -69,7 +68,7 @@ def make_base(
         lineage=lineage,
         log=place.position,
         position=place.position,
-        step=checkpoint.step,
+        step=trained.checkpoint.step,
         isolation=updates.isolation,
         snapshot_max_rows=updates.snapshot_max_rows,
         stamp=updates.stamp,
@@ -78,7 +77,7 @@ def make_base(
         warmed=frozenset(request.signature for request in requests),
     )
     updatable = make_updatable(graph, options, scratch)
-    entry = BaseEntry(place.position, schema, mapping_spec, TrainerVersion(checkpoint), updates)
+    entry = BaseEntry(place.position, schema, mapping_spec, trained, updates)
     catch_up = parse_request(CATCH_UP_REQUEST, updatable.meta_graph.signature_def)
     records = (catch_up, *requests, catch_up) if requests else (catch_up,)
     if len(records) > MAX_RECORDS:

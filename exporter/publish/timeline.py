@@ -45,6 +45,7 @@ class Event(Struct, frozen=True):
     the publications that a merger holds, of which `merged_away` are not there any more by themselves;
     `merged_into` names a merger that leads past this delta. `is_past_hold`: servers do not go there by
     themselves. `is_current`: it is of the log, or a version without one, that is followed now.
+    `event_time`: when the newest event happened that its values were trained on; None if it is not known.
     """
 
     what: What
@@ -64,6 +65,7 @@ class Event(Struct, frozen=True):
     is_past_hold: bool = False
     is_current: bool = True
     problem: str = ""
+    event_time: datetime | None = None
 
 
 class Timeline(Struct, frozen=True):
@@ -141,6 +143,7 @@ def _event(what: What, path: Path, manifest: Manifest) -> Event:
         manifest.step,
         start=manifest.from_position,
         checkpoint=manifest.source.checkpoint,
+        event_time=None if manifest.incremental is None else manifest.incremental.trained.newest_event,
     )
 
 

@@ -20,6 +20,7 @@ from exporter.local_paths import local_path
 from exporter.progress import human_bytes
 from exporter.training.change_tracking import TrackingMode, VariableTracking, plan_tracking
 from exporter.training.collector import Collector
+from exporter.training.event_time import EventClock, EventTime
 from exporter.training.publisher import Publisher
 from exporter.training.recording import Recording, counts_every_step, record
 from exporter.training.store import Store
@@ -49,7 +50,9 @@ class IncrementHook:
     `save_increment_secs` or `save_increment_steps` says how often; DeepRec's
     `save_incremental_checkpoint_secs` and `incremental_save_secs` mean the first. With
     `incremental_save_restore` the chief's sessions go on where the last increment ended, instead of at the
-    last full checkpoint. Pass it to every worker, in `hooks=`.
+    last full checkpoint. `event_time`, a function or a variable (see `exporter.training.event_time`), tells
+    when the newest event happened that was trained on; by default it is the time of the newest step. Pass the
+    hook to every worker, in `hooks=`.
 
     Raises:
         UsageError: the arguments contradict each other. Later, from the session: no global step, a variable
@@ -68,6 +71,7 @@ class IncrementHook:
         incremental_save_restore: bool = False,
         save_incremental_checkpoint_secs: float | None = None,
         incremental_save_secs: float | None = None,
+        event_time: EventTime | None = None,
     ) -> None:
         given = (save_increment_secs, save_incremental_checkpoint_secs, incremental_save_secs)
         self._secs, self._steps = schedule(*given, steps=save_increment_steps)
@@ -79,6 +83,7 @@ class IncrementHook:
         self._ckpt_dir = local_path("ckpt_dir", ckpt_dir)
         self._is_chief = is_chief
         self._restores = incremental_save_restore
+        self._clock = EventClock(event_time)
         self._chief: _Chief | None = None
         self._unrecorded = 0
 
@@ -99,7 +104,9 @@ class IncrementHook:
             _report(tracked, v1.get_collection(v1.GraphKeys.SAVEABLE_OBJECTS))
             collector = Collector.of_graph(tracked, self._recording)
             timer = v1.train.SecondOrStepTimer(every_secs=self._secs, every_steps=self._steps)
-            publisher = Publisher(Store(self._ckpt_dir), collector, timer, restores=self._restores)
+            publisher = Publisher(
+                Store(self._ckpt_dir), collector, timer, restores=self._restores, clock=self._clock
+            )
             self._chief = _Chief(publisher, global_step)
 
     def after_create_session(self, session: Session, coord: Any) -> None:

@@ -25,6 +25,7 @@ from exporter.progress import human_bytes
 from exporter.training.callbacks import callback_base
 from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking
 from exporter.training.collector import Collector
+from exporter.training.event_time import EventClock, EventTime
 from exporter.training.hook import schedule
 from exporter.training.publisher import Publisher
 from exporter.training.store import Store
@@ -43,12 +44,14 @@ def IncrementCallback(
     *,
     save_checkpoint_steps: int | None = None,
     incremental_save_restore: bool = False,
+    event_time: EventTime | None = None,
 ) -> Any:
     """A Keras callback (Keras 3 or tf-keras).
 
     It saves full checkpoints by `manager` (`tf.train.CheckpointManager`) when `fit` begins and ends, and
     every `save_checkpoint_steps` if given, and increments in between. With `incremental_save_restore`, `fit`
-    goes on where the last increment ended. The step is the optimizer's `iterations`.
+    goes on where the last increment ended. The step is the optimizer's `iterations`. `event_time` tells when
+    the newest event happened that was trained on (`exporter.training.event_time`).
 
     Raises:
         UsageError: the arguments contradict each other; later, from `fit`: the model is not built, or its
@@ -59,7 +62,8 @@ def IncrementCallback(
 
     secs, steps = schedule(save_increment_secs, steps=save_increment_steps)
     timer = tf.compat.v1.train.SecondOrStepTimer(every_secs=secs, every_steps=steps)
-    increments = _Fit(manager, timer, save_checkpoint_steps, incremental_save_restore)
+    clock = EventClock(event_time)
+    increments = _Fit(manager, timer, save_checkpoint_steps, incremental_save_restore, clock)
 
     class Callback(callback_base()):  # type: ignore[misc]  # Keras is untyped
         """Hands the calls of `fit` over."""
@@ -79,11 +83,14 @@ def IncrementCallback(
 class _Fit:
     """One `fit` after the other."""
 
-    def __init__(self, manager: Any, timer: Any, save_checkpoint_steps: int | None, restores: bool) -> None:
+    def __init__(
+        self, manager: Any, timer: Any, save_checkpoint_steps: int | None, restores: bool, clock: EventClock
+    ) -> None:
         self._manager = manager
         self._timer = timer
         self._save_checkpoint_steps = save_checkpoint_steps
         self._restores = restores
+        self._clock = clock
         self._store = Store(local_path("the CheckpointManager's directory", manager.directory))
         self._last_full = 0
 
@@ -104,6 +111,7 @@ class _Fit:
             _collector(self._manager.checkpoint, newest.catalog()),
             self._timer,
             restores=self._restores,
+            clock=self._clock,
         )
         self._publisher.begin_session(None, self._step)
         self._last_full = newest.id.step

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import logging
 import time
+from datetime import datetime
 from typing import Any
+
+from msgspec.structs import replace
 
 from exporter.errors import PublishError, UsageError
 from exporter.increments.history import CheckpointMarker
 from exporter.training.collector import CheckpointSource, Collector, RowSource
+from exporter.training.event_time import EventClock
 from exporter.training.restore import overlay
 from exporter.training.run import RunTip, continued, started
 from exporter.training.store import FullCheckpoint, Store
@@ -32,14 +36,24 @@ class Publisher:
     """Increments of one training, over the chief's sessions.
 
     `timer` is TensorFlow's SecondOrStepTimer. `restores` says that a session goes on where the last increment
-    ended. All methods may raise what `Store` and `Collector` raise.
+    ended. `clock` tells the event time of what was trained. All methods may raise what `Store` and
+    `Collector` raise.
     """
 
-    def __init__(self, store: Store, collector: Collector, timer: Any, *, restores: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        collector: Collector,
+        timer: Any,
+        *,
+        restores: bool,
+        clock: EventClock | None = None,
+    ) -> None:
         self._store = store
         self._collector = collector
         self._timer = timer
         self._restores = restores
+        self._clock = clock or EventClock()
         self._tip: RunTip | None = None
         self._full = store.newest_full()
         self._own: FullCheckpoint | None = None
@@ -55,6 +69,7 @@ class Publisher:
         another one already: that holds the same values, and rows that other workers have recorded since.
         """
         restored, self._tip, self._own = self._full, None, None
+        self._clock.begin(step)
         self._look()
         self._before = self._store.index_signatures()
         self._collector.forget()
@@ -76,6 +91,7 @@ class Publisher:
         is known, was there before, or is of an older step than what was written since, is not its own.
         Rows that somebody restored by hand are not recorded: increments go on from the next full checkpoint.
         """
+        self._clock.notice(step)
         if self._tip is not None and step < self._tip.step:
             log.warning(
                 "increments: the step went back from %d to %d: waiting for a full checkpoint",
@@ -91,7 +107,7 @@ class Publisher:
             self._begin_at(self._full)
         elif self._is_new(self._full, self._tip):
             self._own = self._full
-            self._note(self._full, self._tip, is_equal=False)
+            self._note(self._full, self._tip, is_equal=False, event_time=self._clock.read(None))
         else:
             self._store.require_claim(self._tip.session)
             log.warning(
@@ -112,9 +128,10 @@ class Publisher:
         if step == tip.step or (self._own is not None and self._own.id.step >= step):
             return
         self._store.require_claim(tip.session)
+        event_time = self._clock.read(session)
         self._collector.collect(session)
         try:
-            self._publish(tip, step, self._collector.source(session))
+            self._publish(tip, step, self._collector.source(session), event_time)
             self._failures = 0
         except PublishError as error:
             self._failures += 1
@@ -130,18 +147,19 @@ class Publisher:
             self._check_full()
             return
         self._store.require_claim(tip.session)
+        event_time = self._clock.read(session)
         self._collector.collect(session)
         if step == tip.step and not self._collector.knows_more:
             return
         full = self._own if self._own is not None and self._own.id.step == step else None
         source: RowSource = CheckpointSource(full.catalog()) if full else self._collector.source(session)
-        self._publish(tip, step, source)
+        self._publish(tip, step, source, event_time)
         if full is not None and self._tip is not None:
             self._note(full, self._tip, is_equal=True)
 
-    def _publish(self, tip: RunTip, step: int, source: RowSource) -> None:
+    def _publish(self, tip: RunTip, step: int, source: RowSource, event_time: datetime | None) -> None:
         begun = time.monotonic()
-        draft = tip.draft(step)
+        draft = replace(tip.draft(step), event_time=event_time)
         try:
             stored = self._store.publish(draft, lambda writer: self._collector.write(writer, source))
         except BaseException:
@@ -196,8 +214,10 @@ class Publisher:
             return False
         return full.id.step >= tip.step and not self._store.history().markers_of(full.id)
 
-    def _note(self, full: FullCheckpoint, tip: RunTip, *, is_equal: bool) -> None:
-        found = CheckpointMarker(full.id, tip.run, tip.last_increment, is_equal, tip.session)
+    def _note(
+        self, full: FullCheckpoint, tip: RunTip, *, is_equal: bool, event_time: datetime | None = None
+    ) -> None:
+        found = CheckpointMarker(full.id, tip.run, tip.last_increment, is_equal, tip.session, event_time)
         self._store.note(found)
 
     def _look(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from exporter.errors import UsageError
+from exporter.training.event_time import EventTime
 from exporter.training.hook import IncrementHook, schedule
 
 
@@ -20,6 +21,7 @@ def MonitoredTrainingSession(
     save_increment_steps: int | None = None,
     save_incremental_checkpoint_secs: float | None = None,
     incremental_save_restore: bool = False,
+    event_time: EventTime | None = None,
     **stock: Any,
 ) -> Any:
     """`tf.compat.v1.train.MonitoredTrainingSession` with an `IncrementHook`; `stock` are its other arguments.
@@ -44,6 +46,7 @@ def MonitoredTrainingSession(
                 steps,
                 is_chief=is_chief,
                 incremental_save_restore=incremental_save_restore,
+                event_time=event_time,
             )
         )
     elif incremental_save_restore:

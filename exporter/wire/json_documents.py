@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from datetime import datetime
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,6 +26,7 @@ Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{16,64}$(?!\n)")]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
 Crc = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}$(?!\n)")]
 Shape = tuple[Count, ...]
+Moment = Annotated[datetime, Meta(tz=True)]
 if TYPE_CHECKING:
     DtypeLabel = str
 else:

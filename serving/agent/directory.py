@@ -21,11 +21,15 @@ _UNREADABLE_HOLD = -1
 
 
 class Commit(Struct, frozen=True):
-    """What the manifest of something published tells: when it was, of which training step, and its size."""
+    """What the manifest of something published tells: when it was, of which training step, and its size.
+
+    `event_time` is when the newest event happened that it was trained on; None if it is not known.
+    """
 
     created: datetime
     step: int | None
     bytes_: int
+    event_time: datetime | None = None
 
 
 class ModelDirectory:
@@ -95,7 +99,8 @@ class ModelDirectory:
             except ManifestError:
                 return None
             self._bases[path] = base
-            self._remember(base.manifest.lineage or "", base.at.position, base.manifest.created, base.at.step)
+            commit = Commit(base.manifest.created, base.at.step, 0, base.entry.trained.newest_event)
+            self._remember(base.manifest.lineage or "", base.at.position, commit)
         return self._bases[path]
 
     def _log(self, base: LogBase, lineage: str) -> PublishedLog:
@@ -119,15 +124,12 @@ class ModelDirectory:
                 return None  # perhaps removed just now, perhaps damaged: nobody is sent there
             span = Span(delta.start, delta.end, entry.exact_base, entry.parts)
             size = sum(file.bytes_ for file in manifest.files)
-            commit = self._remember(lineage, delta.end, manifest.created, manifest.step, size)
+            commit = Commit(manifest.created, manifest.step, size, entry.trained.newest_event)
+            self._remember(lineage, delta.end, commit)
             self._deltas[delta.path] = (span, commit)
         return self._deltas[delta.path]
 
-    def _remember(
-        self, lineage: str, position: int, created: datetime, step: int | None, bytes_: int = 0
-    ) -> Commit:
-        commit = Commit(created, step, bytes_)
+    def _remember(self, lineage: str, position: int, commit: Commit) -> None:
         known = self._commits.get((lineage, position))
-        if known is None or created < known.created:
+        if known is None or commit.created < known.created:
             self._commits[lineage, position] = commit
-        return commit

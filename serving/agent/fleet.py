@@ -239,7 +239,9 @@ class Worker:
 
     def _applied(self, action: Apply, done: Updated, seconds: float) -> None:
         commit = self.publications.directory.commit(action.lineage, done.position)
-        age = None if commit is None else (datetime.now(UTC) - commit.created).total_seconds()
+        now = datetime.now(UTC)
+        age = None if commit is None else (now - commit.created).total_seconds()
+        newest = None if commit is None else commit.event_time
         took = f"{count(done.deltas, 'delta')}, {count(done.rows, 'row')}"
         self._tell(
             What.APPLIED,
@@ -251,6 +253,7 @@ class Worker:
             deltas=done.deltas,
             seconds=seconds,
             behind_seconds=age,
+            event_age_seconds=None if newest is None else (now - newest).total_seconds(),
         )
 
     def _refused(self, replica: Replica, action: Apply, reason: str) -> None:
@@ -306,6 +309,7 @@ class Worker:
         deltas: int | None = None,
         seconds: float | None = None,
         behind_seconds: float | None = None,
+        event_age_seconds: float | None = None,
     ) -> None:
         self._journal.write(
             Event(
@@ -320,6 +324,7 @@ class Worker:
                 deltas,
                 seconds,
                 behind_seconds,
+                event_age_seconds,
             )
         )
 

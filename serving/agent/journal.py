@@ -52,7 +52,8 @@ TROUBLE = frozenset(
 class Event(Struct, frozen=True):
     """Something that happened; fields that do not apply are None.
 
-    `seconds` is how long a call took, `behind_seconds` the time from a delta's commit until it was served.
+    `seconds` is how long a call took, `behind_seconds` the time from a delta's commit until it was served,
+    `event_age_seconds` the time since the newest event that it was trained on.
     """
 
     what: What
@@ -66,6 +67,7 @@ class Event(Struct, frozen=True):
     deltas: int | None = None
     seconds: float | None = None
     behind_seconds: float | None = None
+    event_age_seconds: float | None = None
     at: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property

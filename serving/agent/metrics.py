@@ -10,6 +10,7 @@ from serving.agent.view import FleetView
 
 PREFIX = "export_model_agent"
 _APPLY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+_EVENT_BUCKETS_S = (0.1, 0.3, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _FRESHNESS_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60, 300)
 
 
@@ -42,6 +43,13 @@ class Metrics:
             buckets=_FRESHNESS_BUCKETS_S,
             registry=self.registry,
         )
+        self._event_served = Histogram(
+            f"{PREFIX}_event_to_served_seconds",
+            "From the newest event that a delta was trained on until a replica served it.",
+            by_replica,
+            buckets=_EVENT_BUCKETS_S,
+            registry=self.registry,
+        )
         self.registry.register(_Standing(view))
 
     def __call__(self, event: Event) -> None:
@@ -56,6 +64,8 @@ class Metrics:
             self._apply.labels(*labels).observe(event.seconds)
         if event.behind_seconds is not None:
             self._served.labels(*labels).observe(max(0.0, event.behind_seconds))
+        if event.event_age_seconds is not None:
+            self._event_served.labels(*labels).observe(max(0.0, event.event_age_seconds))
 
     def text(self) -> bytes:
         """All of them in Prometheus' text format."""
@@ -82,6 +92,8 @@ class _Standing:
         wanted = gauge("base_wanted", "1 if replicas cannot go on without a new base.", *of_model)
         quarantined = gauge("quarantined_deltas", "Deltas that no replica takes.", *of_model)
         worst = gauge("worst_stale_seconds", "The largest stale_seconds of all replicas.", *of_model)
+        oldest = gauge("worst_served_age_seconds", "The largest served_age_seconds of all.", *of_model)
+        last_event = gauge("worst_event_age_seconds", "The largest event_age_seconds of all.", *of_model)
         up = gauge("replica_up", "1 if the replica answered last.", *of_replica)
         by_version = (*of_replica, "version")
         right = gauge(
@@ -94,14 +106,24 @@ class _Standing:
             "stale_seconds", "Since a delta was published that a version does not serve yet.", *by_version
         )
         age = gauge("served_age_seconds", "Since what a version serves was published.", *by_version)
+        event_age = gauge(
+            "event_age_seconds",
+            "Since the newest event that a version was trained on; absent where the trainer does not tell.",
+            *by_version,
+        )
         for model in self._view().models:
             visible.add_metric([model.name], float(not model.problem))
             wanted.add_metric([model.name], float(model.base_wanted))
             quarantined.add_metric([model.name], len(model.quarantined))
             if model.position is not None:
                 published.add_metric([model.name], model.position)
-            if model.stale_s is not None:
-                worst.add_metric([model.name], model.stale_s)
+            for metric, seconds in (
+                (worst, model.stale_s),
+                (oldest, model.served_age_s),
+                (last_event, model.event_age_s),
+            ):
+                if seconds is not None:
+                    metric.add_metric([model.name], seconds)
             for replica in model.replicas:
                 up.add_metric([model.name, replica.address], float(replica.is_answering))
                 if replica.audited is not None and replica.audited.chunks:
@@ -114,8 +136,9 @@ class _Standing:
                         (behind, version.behind_deltas),
                         (stale, version.stale_s),
                         (age, version.served_age_s),
+                        (event_age, version.event_age_s),
                     ):
                         if value is not None:
                             metric.add_metric(labels, value)
-        yield from (visible, published, wanted, quarantined, worst, up, right)
-        yield from (position, step, behind, stale, age)
+        yield from (visible, published, wanted, quarantined, worst, oldest, last_event, up, right)
+        yield from (position, step, behind, stale, age, event_age)

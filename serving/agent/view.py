@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,7 +20,8 @@ from serving.status import VersionState
 class VersionView(Struct, frozen=True):
     """A version on a replica.
 
-    `served_age_s`: since what it serves was published. `stale_s`: since the oldest delta was published that
+    `served_age_s`: since what it serves was published. `event_age_s`: since the newest event happened that it
+    was trained on, None if the trainer does not tell. `stale_s`: since the oldest delta was published that
     it has yet to take, 0 if there is none. None where a version takes no deltas, or nobody knows.
     """
 
@@ -31,6 +32,7 @@ class VersionView(Struct, frozen=True):
     behind_deltas: int | None
     stale_s: float | None
     served_age_s: float | None
+    event_age_s: float | None
     message: str
 
 
@@ -71,10 +73,22 @@ class ModelView(Struct, frozen=True):
 
     @property
     def stale_s(self) -> float | None:
-        """Of the replica that is furthest behind; None if there is one that nobody knows about."""
-        found = [None if r.served is None else r.served.stale_s for r in self.replicas if r.versions]
-        known = [seconds for seconds in found if seconds is not None]
-        return max(known, default=None)
+        """Of the replica that is furthest behind; None if nobody knows of any."""
+        return self._worst(lambda served: served.stale_s)
+
+    @property
+    def served_age_s(self) -> float | None:
+        """Of the replica whose values were published first; None if nobody knows of any."""
+        return self._worst(lambda served: served.served_age_s)
+
+    @property
+    def event_age_s(self) -> float | None:
+        """Of the replica whose newest event is the oldest; None if nobody knows of any."""
+        return self._worst(lambda served: served.event_age_s)
+
+    def _worst(self, seconds: Callable[[VersionView], float | None]) -> float | None:
+        found = (seconds(replica.served) for replica in self.replicas if replica.served is not None)
+        return max((each for each in found if each is not None), default=None)
 
 
 class FleetView(Struct, frozen=True):
@@ -168,13 +182,15 @@ def _replica(worker: Worker, directory: ModelDirectory, now: datetime) -> Replic
 
 def _version(version: Version, published: Published, directory: ModelDirectory, now: datetime) -> VersionView:
     behind: int | None = None
-    stale = served_age = None
+    stale = served_age = event_age = None
     if version.position is not None and version.lineage in published.logs:
         left = rollout.behind(version, published)
         behind = len(left)
         stale = 0.0
         served = directory.commit(version.lineage, version.position)
-        served_age = None if served is None else _since(served.created, now)
+        if served is not None:
+            served_age = _since(served.created, now)
+            event_age = None if served.event_time is None else _since(served.event_time, now)
         if left:
             ahead = [
                 commit.created
@@ -191,6 +207,7 @@ def _version(version: Version, published: Published, directory: ModelDirectory, 
         behind,
         stale,
         served_age,
+        event_age,
         version.message,
     )
 

@@ -37,11 +37,13 @@ class Published:
     directory: Path
     options: tuple[str, ...] = ()
     plain: bool = False
+    event_time: Callable[[], Any] | None = None
 
     def __post_init__(self) -> None:
         self.model, self.graph = self.directory / "ranker", self.directory / "graph.meta"
         write_graph(self.graph)
         self.trainer = NumpyTrainer(self.directory / "train", 0)
+        self.trainer.event_time = self.event_time
         self.trainer.begin(restores=False, saver_first=False, is_live=False)
         self.publish()
 

@@ -7,7 +7,7 @@ runs, parents, generations or milestones: those are what is tested.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from exporter.increments.history import StateId, identify, read_history
 from exporter.increments.increment import CheckpointId
 from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking
 from exporter.training.collector import Collector
+from exporter.training.event_time import EventClock
 from exporter.training.publisher import Publisher
 from exporter.training.recording import RowGroup
 from exporter.training.store import Store
@@ -113,6 +114,7 @@ class NumpyTrainer:
         self.kept: list[str] = []
         self.sessions = 0
         self.session: Session | None = None
+        self.event_time: Callable[[], Any] | None = None
         values = {name: self.normal(shape) for name, shape in {**TABLES, **DENSE}.items()}
         self.save_files(Variables({**values, STEP: np.array(10, np.int64)}))
 
@@ -163,7 +165,8 @@ class NumpyTrainer:
             self.point_to(f"model.ckpt-{self.newest().step}")
         restored = self.newest()
         variables = Variables(self.values_of(self.directory / self.named))
-        publisher = Publisher(Store(self.directory), collector(), Timer(), restores=restores)
+        clock = EventClock(self.event_time)
+        publisher = Publisher(Store(self.directory), collector(), Timer(), restores=restores, clock=clock)
         tip = self.newest_state(restored) if restores else restored
         start = restored
         if saver_first:

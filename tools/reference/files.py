@@ -147,6 +147,7 @@ _ALWAYS = ("format_version", "kind")
 _WORDS: Mapping[type[types.Type], str] = {
     types.AnyType: "any",
     types.BoolType: "true or false",
+    types.DateTimeType: "time (RFC 3339)",
     types.FloatType: "number",
     types.IntType: "integer",
     types.NoneType: "null",

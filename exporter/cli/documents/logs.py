@@ -186,6 +186,8 @@ class Event(Struct, frozen=True):
     """False if it belongs to a log that has ended."""
     problem: str
     """What is wrong with it; empty if nothing is."""
+    event_time: datetime | None
+    """When the newest event happened that its values were trained on."""
 
 
 class History(Struct, frozen=True):
