@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +16,7 @@ from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
 from exporter.terminal.output import Output, OutputMode
 from exporter.terminal.parameters import App, Option
 from serving.documents import AgentEvent, AgentStarted
+from serving.http_port import require_libraries
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def agent(
 ) -> None:
     """Look after the fleet until a signal comes."""
     with command(json_, quiet, debug) as sink:
-        _require_libraries()
+        require_libraries("agent", "the agent", *_LIBRARIES)
         stop_on_sigterm()
         from serving.agent import http, page, view
         from serving.agent.fleet import Fleet, Model, Settings
@@ -198,13 +198,3 @@ def _token(file: str) -> str:
     if not text:
         raise UsageError(f"--token-file {file} is empty", hint="write the token into it")
     return text
-
-
-def _require_libraries() -> None:
-    missing = [name for name in _LIBRARIES if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"the agent needs {', '.join(missing)}",
-            cause="it is an extra of this package",
-            hint="install it: python3 -m pip install 'export-model[agent]'",
-        )

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from numpy.typing import NDArray
 
 from exporter.wire.protos import Proto
 from serving.inference import (
@@ -15,6 +18,7 @@ from serving.inference import (
     classify,
     multi_inference,
     predict,
+    predict_arrays,
     regress,
 )
 from serving.models import ServedModels
@@ -52,6 +56,12 @@ class Calls:
     def predict(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run a signature on tensors."""
         return self._infer(predict, self._predict_response(), request, timeout_ms)
+
+    def predict_arrays(
+        self, model: Model, signature: str, inputs: Mapping[str, NDArray[Any]], timeout_ms: int | None
+    ) -> dict[str, NDArray[Any]]:
+        """Run a signature of a borrowed model on arrays."""
+        return predict_arrays(model, signature, inputs, timeout_ms)
 
     def classify(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run a classify signature on examples."""

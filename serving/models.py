@@ -39,6 +39,10 @@ class ServedModels:
         for manager in self._managers.values():
             manager.stop(grace_seconds)
 
+    def served(self) -> dict[str, VersionManager]:
+        """The models that are configured now, by name."""
+        return dict(self._managers)
+
     @contextmanager
     def borrow(self, spec: Proto) -> Iterator[tuple[int, LoadedModel]]:
         """The version that a `ModelSpec` asks for, and its number; it stays loaded inside the `with` block.

@@ -22,7 +22,9 @@ from serving.version_policy import Latest, Policy
 if TYPE_CHECKING:
     from os import PathLike
 
+    from serving.http_port import HttpPort
     from serving.manager import Listener, VersionManager
+    from serving.rest import RestOptions
 
 MAX_MESSAGE_BYTES = (1 << 31) - 1
 GRACE_SECONDS = 5.0
@@ -47,6 +49,7 @@ class ModelServer:
         threads: int = 8,
         max_filled_bytes: int | None = None,
         listener: Listener | None = None,
+        rest: RestOptions | None = None,
     ) -> None:
         """Listen, and begin to load the newest version.
 
@@ -59,6 +62,7 @@ class ModelServer:
             threads: how many calls are worked on at a time.
             max_filled_bytes: a request is refused if more would be filled in where it sends fewer values than
                 its shapes have; 64 MiB by default.
+            rest: how to listen for HTTP, too.
             listener: called with each change of a version's status, from the threads that make it.
 
         Raises:
@@ -84,7 +88,15 @@ class ModelServer:
         self._stopped = False
         self._models = ServedModels(create)
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="call")
-        self._server, self.port = self._listen(port, max_filled_bytes)
+        from serving.calls import Calls
+        from serving.inference import MAX_FILLED_BYTES
+        from serving.server_metrics import ServerMetrics
+
+        self._calls = Calls(self._models, MAX_FILLED_BYTES if max_filled_bytes is None else max_filled_bytes)
+        self._metrics = ServerMetrics(self._models)
+        self._server, self.port = self._listen(port)
+        self._http = None if rest is None else self._listen_http(rest)
+        self.rest_port = None if self._http is None else self._http.port
         self._manager = self._models.add(self.name, path, Latest())
 
     @property
@@ -110,7 +122,10 @@ class ModelServer:
             return
         self._stopped = True
         deadline = time.monotonic() + grace_seconds
-        self._server.stop(grace_seconds).wait()
+        ended = self._server.stop(grace_seconds)
+        if self._http is not None:
+            self._http.stop(grace_seconds)
+        ended.wait()
         self._models.stop(max(0.0, deadline - time.monotonic()))
         self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -120,11 +135,9 @@ class ModelServer:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def _listen(self, port: int, max_filled_bytes: int | None) -> tuple[Any, int]:
+    def _listen(self, port: int) -> tuple[Any, int]:
         import grpc
 
-        from serving.calls import Calls
-        from serving.inference import MAX_FILLED_BYTES
         from serving.services import add_services
 
         server = grpc.server(
@@ -135,8 +148,7 @@ class ModelServer:
                 ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss
             ],
         )
-        limit = MAX_FILLED_BYTES if max_filled_bytes is None else max_filled_bytes
-        add_services(server, Calls(self._models, limit))
+        add_services(server, self._calls, self._metrics)
         try:
             bound = server.add_insecure_port(f"{self.host}:{port}")
         except RuntimeError:
@@ -149,3 +161,21 @@ class ModelServer:
             )
         server.start()
         return server, bound
+
+    def _listen_http(self, options: RestOptions) -> HttpPort:
+        from serving.http_port import HttpPort, require_libraries
+        from serving.rest import MAX_BODY_BYTES, Rest
+
+        require_libraries("server", "the REST interface", "cheroot", "prometheus_client")
+        try:
+            return HttpPort(
+                Rest(self._calls, self._metrics, options),
+                self.host,
+                options.port,
+                option="--rest_api_port",
+                threads=options.threads,
+                max_body_bytes=MAX_BODY_BYTES,
+            )
+        except BaseException:
+            self._server.stop(None)
+            raise

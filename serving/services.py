@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,7 @@ import grpc
 
 from exporter.wire.protos import Proto
 from serving.calls import Calls
+from serving.server_metrics import ServerMetrics
 from serving.status import MAX_MESSAGE_CHARACTERS, Code, status_of
 
 Context = grpc.ServicerContext
@@ -17,44 +19,60 @@ _CONFIGURE_SECONDS = 60.0
 _FOREVER_SECONDS = 1e9
 
 
-def add_services(server: grpc.Server, calls: Calls) -> None:
+def add_services(server: grpc.Server, calls: Calls, metrics: ServerMetrics) -> None:
     """Register PredictionService and ModelService, through TF Serving's own stubs."""
     from tensorflow_serving.apis import model_service_pb2_grpc, prediction_service_pb2_grpc
 
-    prediction_service_pb2_grpc.add_PredictionServiceServicer_to_server(PredictionService(calls), server)
+    prediction_service_pb2_grpc.add_PredictionServiceServicer_to_server(
+        PredictionService(calls, metrics), server
+    )
     model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(calls), server)
 
 
 class PredictionService:
     """Inference and metadata (source: tensorflow_serving/apis/prediction_service.proto)."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, metrics: ServerMetrics) -> None:
         self._calls = calls
+        self._metrics = metrics
 
     def Predict(self, request: Proto, context: Context) -> Proto:
         """Run a signature on tensors."""
-        with _status_to(context):
+        with _status_to(context), self._counted("Predict", request.model_spec):
             return self._calls.predict(request, _timeout_ms(context))
 
     def Classify(self, request: Proto, context: Context) -> Proto:
         """Run a classify signature on examples."""
-        with _status_to(context):
+        with _status_to(context), self._counted("Classify", request.model_spec):
             return self._calls.classify(request, _timeout_ms(context))
 
     def Regress(self, request: Proto, context: Context) -> Proto:
         """Run a regress signature on examples."""
-        with _status_to(context):
+        with _status_to(context), self._counted("Regress", request.model_spec):
             return self._calls.regress(request, _timeout_ms(context))
 
     def MultiInference(self, request: Proto, context: Context) -> Proto:
         """Run several classify and regress signatures on the same examples."""
-        with _status_to(context):
+        spec = request.tasks[0].model_spec if request.tasks else None
+        with _status_to(context), self._counted("MultiInference", spec):
             return self._calls.multi_inference(request, _timeout_ms(context))
 
     def GetModelMetadata(self, request: Proto, context: Context) -> Proto:
         """The signatures of a version."""
-        with _status_to(context):
+        with _status_to(context), self._counted("GetModelMetadata", request.model_spec):
             return self._calls.metadata(request)
+
+    @contextmanager
+    def _counted(self, api: str, spec: Proto | None) -> Iterator[None]:
+        began, code = time.monotonic(), Code.OK
+        try:
+            yield
+        except Exception as error:
+            code = status_of(error).code or Code.UNKNOWN
+            raise
+        finally:
+            name = "" if spec is None else spec.name
+            self._metrics.count(name, api, "GRPC", code, time.monotonic() - began)
 
 
 class ModelService:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from exporter.wire.protos import Proto, message_class
 Json = Any
 """What `json.loads` gives."""
 
+_INT64_MIN, _UINT64_MAX = -(1 << 63), (1 << 64) - 1
 _FLOATS = {DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16}
 _INTEGERS = {
     DType.INT8,
@@ -35,8 +38,63 @@ _INTEGERS = {
 }
 
 
-def predict_inputs(document: Mapping[str, Json], signature: Proto) -> dict[str, NDArray[Any]]:
+_MAY_OVERFLOW = re.compile(r"[eE]\+?\d{3}|\d{309}")
+"""Where a JSON text may have a number beyond float64; looked for because a hook for each number is slow."""
+
+
+def parse_request(body: bytes) -> dict[str, Json]:
+    """The object that a request's body holds; `NaN`, `Infinity` and `-Infinity` are numbers.
+
+    Raises:
+        ValueError: where it is no JSON, or that it is no object.
+    """
+    if not body:
+        raise ValueError("JSON Parse error: The document is empty")
+    try:
+        text = body.decode("utf-8-sig")
+        document = json.loads(text, parse_float=_finite if _MAY_OVERFLOW.search(text) else None)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"JSON Parse error: {error.msg} at offset: {error.pos}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"JSON Parse error: not UTF-8 at offset: {error.start}") from None
+    except RecursionError:
+        raise ValueError("JSON Parse error: nested too deeply") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ValueError(f"JSON Parse error: {error}") from None
+    if not isinstance(document, dict):
+        raise ValueError(f"JSON Value: {_brief(document)} Is not object")
+    return document
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:60]} is too big to be stored in double")
+    return number
+
+
+def signature_name(document: Mapping[str, Json]) -> str:
+    """The signature that a request names; empty if it names none.
+
+    Raises:
+        ValueError: it is not a string.
+    """
+    name = document.get("signature_name", "")
+    if not isinstance(name, str):
+        raise ValueError(f"expected a string as 'signature_name', found {_brief(name)}")
+    return name
+
+
+def predict_inputs(
+    document: Mapping[str, Json], signature: Proto, *, check_shapes: bool = True
+) -> dict[str, NDArray[Any]]:
     """The inputs of a predict request by name; strings are `bytes` in an object array.
+
+    Args:
+        document: the request.
+        signature: its `SignatureDef`.
+        check_shapes: compare shapes with the signature's. TF Serving leaves that to the model's operations,
+            some of which take more than the signature says.
 
     Raises:
         ValueError: what is wrong, which input it is about and what was expected.
@@ -44,7 +102,8 @@ def predict_inputs(document: Mapping[str, Json], signature: Proto) -> dict[str, 
     if ("instances" in document) == ("inputs" in document):
         raise ValueError("expected either the key 'instances' (rows) or the key 'inputs' (columns)")
     columns = _rows(document, signature) if "instances" in document else _columns(document, signature)
-    return {name: to_array(value, name, signature.inputs[name]) for name, value in columns.items()}
+    infos = signature.inputs
+    return {name: to_array(value, name, infos[name], check_shapes) for name, value in columns.items()}
 
 
 def examples_input(document: Mapping[str, Json]) -> Proto:
@@ -82,8 +141,8 @@ def serialized_examples(message: Proto) -> NDArray[Any]:
     return array
 
 
-def to_array(value: Json, name: str, info: Proto) -> NDArray[Any]:
-    """A JSON value as the tensor that `info`, a TensorInfo, describes.
+def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> NDArray[Any]:
+    """A JSON value as the tensor that `info`, a TensorInfo, describes; its shape is compared if asked.
 
     Raises:
         ValueError: another type or shape, numbers out of range, lists of unequal length.
@@ -100,7 +159,8 @@ def to_array(value: Json, name: str, info: Proto) -> NDArray[Any]:
         raise ValueError(f"input {name!r}: expected {dtype.label}, found {exc}") from None
     array = np.empty(shape, object if dtype is DType.STRING else dtype.numpy)
     array.reshape(-1)[:] = items
-    _check_shape(shape, name, dtype, info.tensor_shape)
+    if check_shape:
+        _check_shape(shape, name, dtype, info.tensor_shape)
     return array
 
 
@@ -127,10 +187,10 @@ def _columns(document: Mapping[str, Json], signature: Proto) -> dict[str, Json]:
         if len(names) != 1:
             raise ValueError(f"expected 'inputs' to be an object with the inputs {', '.join(names)}")
         return {names[0]: columns}
-    if sorted(columns) != names:
+    if not columns.keys() >= set(names):
         found = ", ".join(sorted(columns)) or "none"
         raise ValueError(f"expected the inputs {', '.join(names)} in 'inputs', found {found}")
-    return columns
+    return {name: columns[name] for name in names}  # the server ignores what else there is
 
 
 def _shape_of(value: Json) -> tuple[int, ...]:
@@ -187,11 +247,20 @@ def _float(leaf: Json, dtype: DType) -> float:
         raise ValueError(_brief(leaf))
     # As the server does it: a number that this dtype cannot hold is refused, not rounded to infinity.
     limits = np.finfo(dtype.numpy) if dtype is not DType.BFLOAT16 else np.finfo(np.float32)
+    if isinstance(leaf, int) and not _INT64_MIN <= leaf <= _UINT64_MAX:
+        leaf = _as_float(leaf)  # to the server, what no 64 bits hold is a decimal number
     if isinstance(leaf, int) and abs(leaf) >> (limits.nmant + 1):
         raise ValueError(f"{_brief(leaf)}, which would be rounded")
     if math.isfinite(leaf) and abs(leaf) > float(limits.max):
         raise ValueError(f"{_brief(leaf)}, which is too large")
     return float(leaf)
+
+
+def _as_float(leaf: int) -> float:
+    try:
+        return float(leaf)
+    except OverflowError:
+        raise ValueError(f"{_brief(leaf)}, which is too large") from None
 
 
 def _integer(leaf: Json, dtype: DType) -> int:

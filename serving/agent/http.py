@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hmac
 import json
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
-from exporter.errors import ServerError
 from serving.agent.metrics import Metrics
 from serving.agent.view import FleetView
+from serving.http_port import HttpPort
 
 _OPEN = frozenset({"/healthz", "/livez", "/readyz"})
 """What an orchestrator asks for without a token; nothing of the model is told there."""
@@ -69,7 +68,8 @@ class Site(Struct, frozen=True):
             case "/livez":
                 return self._probe(self.view().wrong(), "replicas are to be started anew")
             case "/status.json":
-                body = json.dumps({"format_version": 1, **self.view().document()}, indent=2)
+                document = to_builtins(self.view().document())
+                body = json.dumps({"format_version": 1, **document}, indent=2)
                 return "200 OK", "application/json", body.encode()
             case _:
                 return (
@@ -93,21 +93,8 @@ def serving(site: Site, host: str, port: int) -> Iterator[int]:
     Raises:
         ServerError: the address cannot be listened on.
     """
-    from cheroot import wsgi
-
-    server = wsgi.Server((host, port), site, numthreads=2, request_queue_size=16, timeout=10)
+    listening = HttpPort(site, host, port, option="--port", threads=2)
     try:
-        server.prepare()
-    except OSError as error:
-        raise ServerError(
-            f"cannot listen on {host}:{port}",
-            cause=str(error),
-            hint="choose another --port, or --port 0 for a free one",
-        ) from error
-    thread = threading.Thread(target=server.serve, name="http", daemon=True)
-    thread.start()
-    try:
-        yield int(server.bind_addr[1])
+        yield listening.port
     finally:
-        server.stop()
-        thread.join(5.0)
+        listening.stop()

@@ -1,0 +1,99 @@
+"""One HTTP port in this process: a WSGI application behind cheroot, from construction until `stop`.
+
+The agent's own port and the model server's REST interface are such ports.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import Any
+
+from exporter.errors import ServerError, UsageError
+
+Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+_log = logging.getLogger(__name__)
+_IDLE_SECONDS = 60
+_MOST_IDLE_CONNECTIONS = 256
+
+
+class HttpPort:
+    """Answers until it is stopped. Connections are kept alive; each of `threads` works on one request."""
+
+    def __init__(
+        self,
+        application: Application,
+        host: str,
+        port: int,
+        *,
+        option: str,
+        threads: int,
+        max_body_bytes: int = 0,
+    ) -> None:
+        """Listen.
+
+        Args:
+            application: the WSGI application.
+            host: the address to listen on.
+            port: the TCP port; 0 takes a free one, `self.port` says which.
+            option: the option that chose the port, for the hint of an error.
+            threads: how many requests are worked on at a time.
+            max_body_bytes: longer requests are refused unread with 413; 0 is any length.
+
+        Raises:
+            ServerError: the address cannot be listened on.
+        """
+        self._server = _quiet_server(
+            (host, port), application, numthreads=threads, request_queue_size=128, timeout=_IDLE_SECONDS
+        )
+        self._server.max_request_body_size = max_body_bytes
+        self._server.keep_alive_conn_limit = _MOST_IDLE_CONNECTIONS
+        try:
+            self._server.prepare()
+        except OSError as error:
+            raise ServerError(
+                f"cannot listen on {host}:{port}",
+                cause=str(error),
+                hint=f"choose another {option}, or {option} 0 for a free one",
+            ) from error
+        self.port = int(self._server.bind_addr[1])
+        self._thread = threading.Thread(target=self._server.serve, name="http", daemon=True)
+        self._thread.start()
+
+    def stop(self, grace_seconds: float = 5.0) -> None:
+        """Take no more requests, and give those under way so much time; harmless if repeated."""
+        self._server.shutdown_timeout = grace_seconds
+        # cheroot joins its threads without a limit when the time is over, so a request that never ends would.
+        stopping = threading.Thread(target=self._server.stop, name="stop http", daemon=True)
+        stopping.start()
+        stopping.join(grace_seconds + 1.0)
+        self._thread.join(1.0)
+
+
+def require_libraries(extra: str, purpose: str, *names: str) -> None:
+    """Libraries that are an extra of this package.
+
+    Raises:
+        UsageError: one of them is not installed.
+    """
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"{purpose} needs {', '.join(missing)}",
+            cause="it is an extra of this package",
+            hint=f"install it: python3 -m pip install 'export-model[{extra}]'",
+        )
+
+
+def _quiet_server(*arguments: Any, **options: Any) -> Any:
+    """A server that logs what cheroot prints: clients that went away are none of the operator's business."""
+    from cheroot import wsgi
+
+    class Server(wsgi.Server):
+        def error_log(self, msg: str = "", level: int = logging.INFO, traceback: bool = False) -> None:
+            _log.log(level, msg, exc_info=traceback)
+
+    return Server(*arguments, **options)

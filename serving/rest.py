@@ -1,0 +1,308 @@
+"""TF Serving's REST interface over the calls of a model server: `/v1/models/NAME[/versions/V|/labels/L]`.
+
+GET gives a model's status, `.../metadata` its signatures; POST asks `...:predict`, `:classify`, `:regress`.
+Paths, codes and JSON follow tensorflow_serving/model_servers (http_server.cc, http_rest_api_handler.cc,
+http_rest_api_util.cc) and https://www.tensorflow.org/tfx/serving/api_rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from urllib.parse import unquote_to_bytes, urlsplit
+
+from msgspec import Struct
+
+from exporter.wire import rest_json
+from exporter.wire.protos import Proto, message_class
+from serving import rest_response
+from serving.calls import Calls
+from serving.server_metrics import ServerMetrics
+from serving.status import Code, StatusError, invalid, status_of
+
+MAX_BODY_BYTES = 512 << 20
+"""Longer bodies, compressed or not, are refused: a number of JSON takes ten times its room in memory."""
+PROMETHEUS_PATH = "/monitoring/prometheus/metrics"
+
+_INT64_MAX = (1 << 63) - 1
+_INT64_DIGITS = 19
+_VERSION = r"(?:/versions/(?P<version>[0-9]+)|/labels/(?P<label>[^/:]+))?"
+_PREDICTION = re.compile(rf"/v1/models/(?P<name>[^/:]+){_VERSION}:(?P<method>classify|regress|predict)", re.I)
+_MODEL = re.compile(rf"/v1/models(?:/(?P<name>[^/:]+))?{_VERSION}(?:/(?P<what>metadata))?", re.I)
+_OUR_PATHS = re.compile(r"/v1/.*", re.I | re.S)
+_JSON = ("Content-Type", "application/json")
+_CORS = [
+    ("Access-Control-Allow-Origin", "*"),
+    ("Access-Control-Allow-Methods", "POST, GET"),
+    ("Access-Control-Allow-Headers", "Content-Type"),
+]
+_HTTP = {
+    Code.OK: "200 OK",
+    Code.CANCELLED: "499 Client Closed Request",
+    Code.INVALID_ARGUMENT: "400 Bad Request",
+    Code.DEADLINE_EXCEEDED: "504 Gateway Timeout",
+    Code.NOT_FOUND: "404 Not Found",
+    Code.ALREADY_EXISTS: "409 Conflict",
+    Code.PERMISSION_DENIED: "403 Forbidden",
+    Code.RESOURCE_EXHAUSTED: "429 Too Many Requests",
+    Code.FAILED_PRECONDITION: "400 Bad Request",
+    Code.ABORTED: "409 Conflict",
+    Code.OUT_OF_RANGE: "400 Bad Request",
+    Code.UNIMPLEMENTED: "501 Not Implemented",
+    Code.UNAVAILABLE: "503 Service Unavailable",
+    Code.UNAUTHENTICATED: "401 Unauthorized",
+}
+"""What TF Serving answers for a canonical code; 500 for all others."""
+
+
+class BodyTooLarge(StatusError):
+    """A request that is not read to its end."""
+
+    def __init__(self) -> None:
+        super().__init__(Code.RESOURCE_EXHAUSTED, f"the body has more than {MAX_BODY_BYTES} bytes")
+
+
+class RestOptions(Struct, frozen=True, kw_only=True):
+    """How a server listens for HTTP, and answers."""
+
+    port: int
+    """The TCP port; 0 takes a free one."""
+    threads: int = 4 * (os.cpu_count() or 1)
+    """How many requests are worked on at a time."""
+    timeout_ms: int = 30_000
+    """A request's computation is stopped then; 0 is never."""
+    allow_cors: bool = False
+    """Let pages of other origins ask."""
+    metrics_path: str | None = None
+    """Where metrics are shown; nowhere if None."""
+
+
+class Target(Struct, frozen=True):
+    """What a path names."""
+
+    name: str
+    version: int | None
+    label: str | None
+    what: str
+
+    def fill(self, spec: Proto) -> None:
+        """Write it into a `ModelSpec`."""
+        spec.name = self.name
+        if self.version is not None:
+            spec.version.value = self.version
+        elif self.label is not None:
+            spec.version_label = self.label
+
+
+class Rest:
+    """The WSGI application.
+
+    Args:
+        calls: what is asked.
+        metrics: counts requests, and is what `metrics_path` shows.
+        options: how to answer.
+    """
+
+    def __init__(self, calls: Calls, metrics: ServerMetrics, options: RestOptions) -> None:
+        self._calls = calls
+        self._metrics = metrics
+        self._timeout_ms = options.timeout_ms or None
+        self._headers = [_JSON, *(_CORS if options.allow_cors else [])]
+        self._metrics_path = options.metrics_path
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answer one request."""
+        path = _path(environ)
+        if self._metrics_path is not None and path.partition("?")[0] == self._metrics_path:
+            status, headers, body = self._show_metrics(path)
+        elif _OUR_PATHS.fullmatch(path):
+            status, headers, body = self._answer(environ, path)
+        else:
+            status, headers, body = "404 Not Found", [_JSON], _error("Not Found: see /v1/models/MODEL_NAME")
+        start_response(status, [*headers, ("Content-Length", str(len(body)))])
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+
+    def _show_metrics(self, path: str) -> tuple[str, list[tuple[str, str]], bytes]:
+        if path != self._metrics_path:
+            text = f"Unexpected path: {path}. Should be {self._metrics_path}"
+            return "400 Bad Request", [("Content-Type", "text/plain")], text.encode()
+        return "200 OK", [("Content-Type", "text/plain; version=0.0.4")], self._metrics.text()
+
+    def _answer(self, environ: dict[str, Any], path: str) -> tuple[str, list[tuple[str, str]], bytes]:
+        began = time.monotonic()
+        name, method, code, http = "", "", Code.OK, ""
+        try:
+            if environ["REQUEST_METHOD"] == "OPTIONS":
+                _require_origin(environ)
+                body = b""
+            else:
+                target = _target(environ["REQUEST_METHOD"], path)
+                name, method = target.name, target.what
+                body = self._process(target, environ)
+        except OSError:
+            raise  # the client is gone
+        except Exception as error:  # noqa: BLE001 - the edge of the server: every error becomes a status
+            status = status_of(error)
+            code = status.code if status.code is not Code.OK else Code.UNKNOWN
+            body = _error(status.message)
+            if isinstance(error, BodyTooLarge):
+                http = "413 Request Entity Too Large"
+        self._metrics.count(name, method, "REST", code, time.monotonic() - began)
+        return http or _HTTP.get(code, "500 Internal Server Error"), self._headers, body
+
+    def _process(self, target: Target, environ: dict[str, Any]) -> bytes:
+        if target.what == "status":
+            return self._status(target)
+        if target.what == "metadata":
+            return self._metadata(target)
+        document = _document(environ)
+        try:
+            if target.what == "predict":
+                return _json(self._predict(target, document))
+            return _json(self._ask_examples(target, document))
+        except ValueError as error:
+            raise invalid(str(error)) from error
+
+    def _status(self, target: Target) -> bytes:
+        request = message_class("serving.GetModelStatusRequest")()
+        target.fill(request.model_spec)
+        return _message(self._calls.status(request)).encode()
+
+    def _metadata(self, target: Target) -> bytes:
+        request = message_class("serving.GetModelMetadataRequest")()
+        target.fill(request.model_spec)
+        request.metadata_field.append("signature_def")
+        response = self._calls.metadata(request)
+        signatures = message_class("serving.SignatureDefMap").FromString(
+            response.metadata["signature_def"].value
+        )
+        spec, found = _message(response.model_spec), _message(signatures)
+        return f'{{\n"model_spec":{spec},\n"metadata": {{"signature_def": {found}}}\n}}\n'.encode()
+
+    def _predict(self, target: Target, document: Mapping[str, Any]) -> dict[str, Any]:
+        spec = message_class("serving.ModelSpec")()
+        target.fill(spec)
+        name = rest_json.signature_name(document)
+        with self._calls.models.borrow(spec) as (_, model):
+            if (name or "serving_default") not in model.signatures:
+                raise invalid(
+                    f'Serving signature name: "{name or "serving_default"}" not found in signature def'
+                )
+            signature = model.signatures[name or "serving_default"]
+            inputs = rest_json.predict_inputs(document, signature, check_shapes=False)
+            outputs = self._calls.predict_arrays(model, name, inputs, self._timeout_ms)
+        if not outputs:
+            raise invalid("Cannot convert empty tensor map to JSON")
+        write = rest_response.rows if "instances" in document else rest_response.columns
+        return write(outputs)
+
+    def _ask_examples(self, target: Target, document: Mapping[str, Any]) -> dict[str, Any]:
+        kind = {"classify": "Classification", "regress": "Regression"}[target.what]
+        request = message_class(f"serving.{kind}Request")()
+        target.fill(request.model_spec)
+        request.model_spec.signature_name = rest_json.signature_name(document)
+        request.input.CopyFrom(rest_json.examples_input(document))
+        if target.what == "classify":
+            result = self._calls.classify(request, self._timeout_ms).result
+            return rest_response.classifications(
+                [[(item.label, item.score) for item in row.classes] for row in result.classifications]
+            )
+        result = self._calls.regress(request, self._timeout_ms).result
+        return rest_response.regressions([row.value for row in result.regressions])
+
+
+def _path(environ: Mapping[str, Any]) -> str:
+    """Path and query as they were sent: names are decoded after the path was taken apart."""
+    uri = str(environ["REQUEST_URI"])
+    if not uri.startswith("/"):  # a proxy's absolute form
+        parts = urlsplit(uri)
+        uri = parts.path + (f"?{parts.query}" if parts.query else "")
+    return uri
+
+
+def _target(http_method: str, path: str) -> Target:
+    found = {"POST": _PREDICTION, "GET": _MODEL}.get(http_method)
+    match = found.fullmatch(path) if found else None
+    parts = match.groupdict() if match else {}
+    what = parts.get("method") or ("metadata" if parts.get("what") == "metadata" else "status")
+    if match is None or what not in ("classify", "regress", "predict", "status", "metadata"):
+        raise invalid(f"Malformed request: {http_method} {path}")
+    if not parts["name"]:
+        raise invalid("Missing model name in request.")
+    version = None if parts["version"] is None else _number(parts["version"])
+    label = None if parts["label"] is None else _decoded(parts["label"], "model version label")
+    return Target(_decoded(parts["name"], "model name"), version, label, what)
+
+
+def _number(text: str) -> int:
+    digits = text.lstrip("0") or "0"
+    if len(digits) > _INT64_DIGITS or int(digits) > _INT64_MAX:
+        raise invalid(f"Failed to convert version: {text[:60]} to numeric.")
+    return int(digits)
+
+
+def _decoded(text: str, kind: str) -> str:
+    try:
+        return unquote_to_bytes(text).decode()
+    except UnicodeDecodeError:
+        raise invalid(f"Failed to decode {kind}:{text}") from None
+
+
+def _require_origin(environ: Mapping[str, Any]) -> None:
+    if not re.search("https?://", environ.get("HTTP_ORIGIN", "")):
+        raise StatusError(Code.FAILED_PRECONDITION, "Origin header is missing in CORS preflight")
+
+
+def _document(environ: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return rest_json.parse_request(_body(environ))
+    except ValueError as error:
+        raise invalid(str(error)) from error
+
+
+def _body(environ: Mapping[str, Any]) -> bytes:
+    from cheroot.errors import MaxSizeExceeded
+
+    try:
+        data = bytes(environ["wsgi.input"].read())
+    except MaxSizeExceeded:
+        raise BodyTooLarge from None
+    if len(data) < int(environ.get("CONTENT_LENGTH") or 0):
+        raise invalid("the body ends too early")
+    if "gzip" in environ.get("HTTP_CONTENT_ENCODING", ""):
+        return _gunzipped(data)
+    return data
+
+
+def _gunzipped(data: bytes) -> bytes:
+    unzip = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        plain = unzip.decompress(data, MAX_BODY_BYTES)
+    except zlib.error as error:
+        raise invalid(f"the body is not gzip, as its Content-Encoding says: {error}") from None
+    if not unzip.eof:
+        if len(plain) >= MAX_BODY_BYTES:
+            raise BodyTooLarge
+        raise invalid("the gzip body ends too early")
+    return plain
+
+
+def _message(message: Proto) -> str:
+    from google.protobuf.json_format import MessageToJson
+
+    return MessageToJson(
+        message, always_print_fields_with_no_presence=True, preserving_proto_field_name=True, indent=1
+    )
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, ensure_ascii=False).encode()
+
+
+def _error(message: str) -> bytes:
+    return json.dumps({"error": message}, ensure_ascii=False).encode(errors="replace")

@@ -1,0 +1,404 @@
+"""The REST interface of the model server, asked by an HTTP client, beside what gRPC answers."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from exporter.wire.rest_json import examples_input
+from serving import rest
+from serving.client import ModelClient
+from serving.rest import RestOptions
+from serving.server import ModelServer
+from tests.support.serving_models import write_saved_model
+from tests.support.updatable import random_changes, updatable_model
+
+WAIT_SECONDS = 60
+X = [[1.0, 2.0], [3.0, 4.0]]
+
+
+class Answer:
+    """A response that was read whole."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self.code, self.headers, self.body = response.status, response.headers, response.read()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Web:
+    """A client with one connection, which the server has to keep alive."""
+
+    def __init__(self, port: int) -> None:
+        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_SECONDS)
+
+    def __call__(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        fields = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.connection.request(method, path, data, fields)
+        return Answer(self.connection.getresponse())
+
+    def ask(self, verb: str, body: Any, where: str = "") -> Answer:
+        return self("POST", f"/v1/models/ranker{where}:{verb}", body)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+    base = tmp_path_factory.mktemp("models") / "ranker"
+    write_saved_model(base / "7", scale=0.1)
+    options = RestOptions(port=0, metrics_path=rest.PROMETHEUS_PATH)
+    with ModelServer(base, poll_seconds=0.05, rest=options) as server:
+        server.wait_available(WAIT_SECONDS)
+        yield server
+
+
+@pytest.fixture
+def web(server: ModelServer) -> Iterator[Web]:
+    assert server.rest_port is not None
+    web = Web(server.rest_port)
+    yield web
+    web.connection.close()
+
+
+@pytest.fixture
+def client(server: ModelServer) -> Iterator[ModelClient]:
+    with ModelClient(server.address, "ranker", deadline_s=WAIT_SECONDS) as client:
+        yield client
+
+
+class TestPredict:
+    def test_rows_and_columns_give_what_grpc_gives(self, web: Web, client: ModelClient) -> None:
+        y = client.predict({"x": np.float32(X)}).outputs["y"]
+        rows = web.ask("predict", {"instances": X})
+        columns = web.ask("predict", {"inputs": X})
+        assert (rows.code, rows.headers["Content-Type"]) == (200, "application/json")
+        assert np.array_equal(np.float32(rows.json["predictions"]), y)
+        assert np.array_equal(np.float32(columns.json["outputs"]), y)
+        assert b"0.1," in rows.body  # a float32's digits, not a float64's
+
+    def test_an_only_input_may_be_named(self, web: Web) -> None:
+        assert web.ask("predict", {"instances": [{"x": row} for row in X]}).json == {
+            "predictions": [[0.1, 0.2], [0.3, 0.4]]
+        }
+        assert web.ask("predict", {"inputs": {"x": X, "unused": 1}}).json == {
+            "outputs": [[0.1, 0.2], [0.3, 0.4]]
+        }
+
+    def test_several_inputs_and_outputs(self, web: Web, client: ModelClient) -> None:
+        rows = [{"x": X[0], "text": "a"}, {"x": X[1], "text": {"b64": "YmM="}}]
+        expected = client.predict({"x": np.float32(X), "text": [b"a", b"bc"]}, signature="two").outputs
+        found = web.ask("predict", {"signature_name": "two", "instances": rows}).json["predictions"]
+        assert [row["loud"] for row in found] == [text.decode() for text in expected["loud"]]
+        assert np.array_equal(np.float32([row["y"] for row in found]), expected["y"])
+        inputs = {"x": X, "text": ["a", "bc"]}
+        columns = web.ask("predict", {"signature_name": "two", "inputs": inputs}).json["outputs"]
+        assert columns == {"loud": ["a!", "bc!"], "y": [row["y"] for row in found]}
+
+    def test_numbers_that_are_none(self, web: Web) -> None:
+        answer = web.ask("predict", b'{"instances": [[NaN, Infinity], [-Infinity, 1e3]]}')
+        assert json.loads(answer.body)["predictions"][1][1] == 100.0
+        assert b"NaN" in answer.body and b"-Infinity" in answer.body
+
+    @pytest.mark.parametrize("where", ["/versions/7", "/versions/0007"])
+    def test_a_version(self, web: Web, where: str) -> None:
+        assert web.ask("predict", {"instances": X}, where).code == 200
+
+    def test_shapes_are_the_models_affair(self, web: Web) -> None:
+        """The placeholder says two columns; the multiplication takes any, as TF Serving's session does."""
+        assert web.ask("predict", {"instances": [[1.0, 2.0, 3.0]]}).json == {"predictions": [[0.1, 0.2, 0.3]]}
+
+    @pytest.mark.parametrize(
+        ("body", "code", "text"),
+        [
+            (b"", 400, "JSON Parse error: The document is empty"),
+            (b'{"instances": [', 400, "at offset: 15"),
+            (b"[1]", 400, "Is not object"),
+            (b"\xff{}", 400, "not UTF-8"),
+            (b"[" * 100_000, 400, "nested too deeply"),
+            (b'{"inputs": 1' + b"0" * 5000 + b"}", 400, "JSON Parse error"),
+            (b'{"instances": [[1e999, 0]]}', 400, "too big"),
+            ({}, 400, "'instances'"),
+            ({"instances": X, "inputs": X}, 400, "either"),
+            ({"instances": []}, 400, "at least one row"),
+            ({"instances": {"x": X}}, 400, "expected a list"),
+            ({"instances": [[1, 2], [3]]}, 400, "expected a list of 2"),
+            ({"instances": [["a", "b"]]}, 400, "expected float32"),
+            ({"instances": [[16777217, 1]]}, 400, "rounded"),
+            ({"instances": [{"x": [1, 2]}, [1, 2]]}, 400, "row 1"),
+            ({"inputs": {"z": X}}, 400, "expected the inputs x"),
+            ({"signature_name": 3, "instances": X}, 400, "signature_name"),
+            ({"signature_name": "none", "instances": X}, 400, '"none" not found in signature def'),
+            ({"signature_name": "check", "instances": [[-1, 1]]}, 400, "x must be positive"),
+            ({"signature_name": "text", "instances": [{"b64": "*"}]}, 400, "not base64"),
+        ],
+    )
+    def test_refused(self, web: Web, body: Any, code: int, text: str) -> None:
+        answer = web.ask("predict", body)
+        assert (answer.code, list(answer.json)) == (code, ["error"])
+        assert text in answer.json["error"]
+        assert answer.headers["Content-Type"] == "application/json"
+
+    def test_integers_beyond_64_bits_are_decimals(self, web: Web) -> None:
+        assert web.ask("predict", {"instances": [[2**64, 0]]}).code == 200
+
+
+class TestExamples:
+    ROWS = ({"x": [1.0, 2.0], "label": "a"}, {"x": [3.0, 4.0], "label": {"b64": "YmM="}})
+
+    def test_classify(self, web: Web, client: ModelClient) -> None:
+        document = {"signature_name": "classify", "examples": list(self.ROWS)}
+        expected = client.classify(examples_input(document), signature="classify").examples
+        found = web.ask("classify", document).json["results"]
+        assert [[(label, np.float32(score)) for label, score in row] for row in found] == [
+            [(label, np.float32(score)) for label, score in row] for row in expected
+        ]
+        assert found[0] == [["a", 0.1], ["a", 0.2]]
+
+    def test_regress_with_a_context(self, web: Web, client: ModelClient) -> None:
+        document = {
+            "signature_name": "regress",
+            "context": {"x": [1.0, 1.0]},
+            "examples": [{"label": "c"}, {"x": [3.0, 4.0]}],
+        }
+        expected = client.regress(examples_input(document), signature="regress").values
+        assert np.array_equal(np.float32(web.ask("regress", document).json["results"]), np.float32(expected))
+
+    @pytest.mark.parametrize(
+        ("verb", "document", "text"),
+        [
+            ("classify", {"examples": []}, "'examples'"),
+            ("classify", {"instances": X}, "'examples'"),
+            ("regress", {"examples": [3]}, "expected an object"),
+            ("regress", {"examples": [{"x": [1.0, "a"]}]}, "one type of values"),
+            ("regress", {"signature_name": "none", "examples": [{"x": [1.0]}]}, "No signature was found"),
+        ],
+    )
+    def test_refused(self, web: Web, verb: str, document: Any, text: str) -> None:
+        answer = web.ask(verb, document)
+        assert answer.code == 400
+        assert text in answer.json["error"]
+
+
+class TestModels:
+    def test_status(self, web: Web) -> None:
+        entry = {"version": "7", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": ""}}
+        for path in ("/v1/models/ranker", "/v1/models/ranker/versions/7", "/V1/MODELS/ranker"):
+            answer = web("GET", path)
+            assert (answer.code, answer.json) == (200, {"model_version_status": [entry]})
+
+    def test_metadata(self, web: Web, client: ModelClient) -> None:
+        answer = web("GET", "/v1/models/ranker/metadata").json
+        assert answer["model_spec"] == {"name": "ranker", "signature_name": "", "version": "7"}
+        signatures = answer["metadata"]["signature_def"]["signature_def"]
+        assert signatures.keys() == client.metadata().signatures.keys()
+        default = signatures["serving_default"]
+        assert default["method_name"] == "tensorflow/serving/predict"
+        assert default["inputs"]["x"]["dtype"] == "DT_FLOAT"
+        sizes = [dim["size"] for dim in default["inputs"]["x"]["tensor_shape"]["dim"]]
+        assert (sizes, default["inputs"]["x"]["tensor_shape"]["unknown_rank"]) == (["-1", "2"], False)
+        assert web("GET", "/v1/models/ranker/versions/7/metadata").json == answer
+
+    @pytest.mark.parametrize(
+        ("method", "path", "code", "text"),
+        [
+            ("GET", "/v1/models/nobody", 404, "Could not find any versions of model nobody"),
+            ("GET", "/v1/models/n%C3%B6body", 404, "nöbody"),
+            ("GET", "/v1/models/%ff", 400, "Failed to decode model name"),
+            ("GET", "/v1/models/ranker/versions/8", 404, "version 8"),
+            (
+                "GET",
+                "/v1/models/ranker/versions/x",
+                400,
+                "Malformed request: GET /v1/models/ranker/versions/x",
+            ),
+            ("GET", f"/v1/models/ranker/versions/{2**63}", 400, "Failed to convert version"),
+            ("GET", "/v1/models/ranker/versions/" + "1" * 5000, 400, "Failed to convert version"),
+            ("GET", "/v1/models/ranker/labels/none", 400, "Unrecognized servable version label: none"),
+            ("GET", "/v1/models/ranker?verbose=1", 404, "model ranker?verbose=1"),
+            ("GET", "/v1/models", 400, "Missing model name in request."),
+            ("GET", "/v1/models/ranker:predict", 400, "Malformed request"),
+            ("POST", "/v1/models/ranker", 400, "Malformed request: POST /v1/models/ranker"),
+            ("POST", "/v1/models/ranker:train", 400, "Malformed request"),
+            ("POST", "/v1/models/ranker:PREDICT", 400, "Malformed request"),
+            ("POST", "/v1/models/nobody:predict", 404, "Servable not found for request: Latest(nobody)"),
+            ("POST", "/v1/models/ranker/labels/a%20b:predict", 400, "version label: a b"),
+            ("PUT", "/v1/models/ranker:predict", 400, "Malformed request: PUT"),
+            ("GET", "/", 404, "Not Found"),
+            ("GET", "/v2/models/ranker", 404, "Not Found"),
+        ],
+    )
+    def test_refused(self, web: Web, method: str, path: str, code: int, text: str) -> None:
+        answer = web(method, path, {"instances": X} if method != "GET" else None)
+        assert answer.code == code
+        assert text in answer.json["error"]
+
+    def test_a_label(self, server: ModelServer, web: Web) -> None:
+        from exporter.wire.protos import message_class
+
+        spec = message_class("serving.ModelSpec")(name="ranker", version_label="none")
+        with pytest.raises(Exception, match="Unrecognized"), server._models.borrow(spec):
+            pass
+        server._models._labels = {"ranker": {"stable one": 7}}
+        assert web.ask("predict", {"instances": X}, "/labels/stable%20one").code == 200
+        assert web("GET", "/v1/models/ranker/labels/stable%20one/metadata").code == 200
+        server._models._labels = {}
+
+
+class TestHttp:
+    def test_the_connection_is_kept(self, web: Web) -> None:
+        web("GET", "/v1/models/ranker")
+        first = web.connection.sock
+        for code, body in ((200, {"instances": X}), (400, b"{"), (400, {"instances": []})):
+            assert web.ask("predict", body).code == code
+        assert web.connection.sock is first
+
+    def test_gzip_bodies(self, web: Web) -> None:
+        packed = gzip.compress(json.dumps({"instances": X}).encode())
+        path = "/v1/models/ranker:predict"
+        assert web("POST", path, packed, Content_Encoding="gzip").json["predictions"][0] == [0.1, 0.2]
+        broken = web("POST", path, packed[:-9], Content_Encoding="gzip")
+        assert (broken.code, "ends too early" in broken.json["error"]) == (400, True)
+        other = web("POST", path, b"{}", Content_Encoding="gzip")
+        assert (other.code, "is not gzip" in other.json["error"]) == (400, True)
+
+    def test_bodies_in_chunks(self, server: ModelServer) -> None:
+        body = json.dumps({"instances": X}).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", server.rest_port or 0, timeout=WAIT_SECONDS)
+        parts = (body[n : n + 7] for n in range(0, len(body), 7))
+        connection.request("POST", "/v1/models/ranker:predict", parts, encode_chunked=True)
+        assert Answer(connection.getresponse()).json == {"predictions": [[0.1, 0.2], [0.3, 0.4]]}
+
+    def test_a_bomb_of_gzip(self, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rest, "MAX_BODY_BYTES", 1 << 20)
+        answer = web(
+            "POST", "/v1/models/ranker:predict", gzip.compress(b" " * (2 << 20)), Content_Encoding="gzip"
+        )
+        assert (answer.code, answer.json["error"]) == (413, f"the body has more than {1 << 20} bytes")
+
+    def test_a_body_that_is_announced_too_long(self, server: ModelServer) -> None:
+        with socket.create_connection(("127.0.0.1", server.rest_port or 0), WAIT_SECONDS) as link:
+            length = rest.MAX_BODY_BYTES + 1
+            link.sendall(
+                b"POST /v1/models/ranker:predict HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % length
+            )
+            assert link.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+    def test_a_client_that_leaves_in_the_middle(self, server: ModelServer, web: Web) -> None:
+        for sent in (b'{"inst', b""):
+            with socket.create_connection(("127.0.0.1", server.rest_port or 0), WAIT_SECONDS) as link:
+                head = b"POST /v1/models/ranker:predict HTTP/1.1\r\nHost: h\r\nContent-Length: 90\r\n\r\n"
+                link.sendall(head + sent)
+        assert web.ask("predict", {"instances": X}).code == 200
+
+    def test_many_at_once(self, server: ModelServer) -> None:
+        codes: list[int] = []
+
+        def ask() -> None:
+            web = Web(server.rest_port or 0)
+            codes.extend(web.ask("predict", {"instances": X}).code for _ in range(20))
+            web.connection.close()
+
+        threads = [threading.Thread(target=ask) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_SECONDS)
+        assert codes == [200] * 240
+
+
+def test_a_limit_of_time_and_other_origins(tmp_path: Path) -> None:
+    write_saved_model(tmp_path / "m" / "1")
+    options = RestOptions(port=0, timeout_ms=200, allow_cors=True)
+    with ModelServer(tmp_path / "m", rest=options) as server:
+        server.wait_available(WAIT_SECONDS)
+        web = Web(server.rest_port or 0)
+        late = web("POST", "/v1/models/m:predict", {"signature_name": "slow", "inputs": [10**9]})
+        assert late.code == 504
+        assert late.headers["Access-Control-Allow-Origin"] == "*"
+        before = web("OPTIONS", "/v1/models/m:predict", Origin="https://page.example")
+        assert (before.code, before.body) == (200, b"")
+        assert before.headers["Access-Control-Allow-Methods"] == "POST, GET"
+        assert before.headers["Access-Control-Allow-Headers"] == "Content-Type"
+        assert web("OPTIONS", "/v1/models/m:predict").code == 400
+        assert web("GET", rest.PROMETHEUS_PATH).code == 404
+        web.connection.close()
+
+
+def test_other_origins_are_not_let_in_unless_asked(web: Web) -> None:
+    assert web("GET", "/v1/models/ranker").headers["Access-Control-Allow-Origin"] is None
+
+
+class TestMetrics:
+    def test_requests_and_states(self, server: ModelServer, web: Web, client: ModelClient) -> None:
+        before = samples(web)
+        client.predict({"x": np.float32(X)})
+        web.ask("predict", {"instances": X})
+        web.ask("predict", {"instances": []})
+        web("GET", '/v1/models/a"\\b')
+        found = samples(web)
+
+        def grew(name: str) -> float:
+            return found[name] - before.get(name, 0)
+
+        count = ":tensorflow:serving:request_count"
+        assert grew(f'{count}{{model_name="ranker",status="OK"}}') == 2
+        assert grew(f'{count}{{model_name="ranker",status="INVALID_ARGUMENT"}}') == 1
+        assert grew(f'{count}{{model_name="",status="NOT_FOUND"}}') == 1, "no series for what is not served"
+        for api, entrypoint in (("Predict", "GRPC"), ("predict", "REST")):
+            first, last = f'{{API="{api}",entrypoint="{entrypoint}",', 'model_name="ranker"}'
+            latency = ":tensorflow:serving:request_latency"
+            assert grew(f"{latency}_count{first}{last}") == 1
+            assert grew(f'{latency}_bucket{first}le="+Inf",{last}') == 1
+            assert 10 < grew(f"{latency}_sum{first}{last}") < WAIT_SECONDS * 1e6
+        state = 'export_model_server_version_state{model_name="ranker",state="AVAILABLE",version="7"}'
+        assert found[state] == 1
+        assert "export_model_server_position" not in "".join(found), "it takes no deltas"
+
+    def test_the_page(self, web: Web) -> None:
+        page = web("GET", rest.PROMETHEUS_PATH)
+        assert page.headers["Content-Type"].startswith("text/plain")
+        wrong = web("GET", rest.PROMETHEUS_PATH + "?x=1")
+        assert (wrong.code, b"Unexpected path" in wrong.body) == (400, True)
+
+    def test_the_position_of_a_model_that_takes_deltas(self, tmp_path: Path) -> None:
+        model = updatable_model(tmp_path)
+        model.publish(100, 130, random_changes(model.schema, seed=1))
+        options = RestOptions(port=0, metrics_path="/metrics")
+        with ModelServer(model.base, rest=options) as server:
+            version = server.wait_available(WAIT_SECONDS)
+            web = Web(server.rest_port or 0)
+            labels = f'{{model_name="{server.name}",version="{version}"}}'
+            before = samples(web, "/metrics")
+            answer = web(
+                "POST",
+                f"/v1/models/{server.name}:predict",
+                {"signature_name": "incremental_update", "instances": [-1]},
+            )
+            assert answer.json["predictions"][0]["position"] == 130
+            found = samples(web, "/metrics")
+            web.connection.close()
+        assert [page[f"export_model_server_position{labels}"] for page in (before, found)] == [100, 130]
+        assert found[f"export_model_server_step{labels}"] > before[f"export_model_server_step{labels}"]
+
+
+def samples(web: Web, path: str = rest.PROMETHEUS_PATH) -> dict[str, float]:
+    """Every sample of the page by its name and sorted labels, as Prometheus' own parser reads them."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found = {}
+    for family in text_string_to_metric_families(web("GET", path).body.decode()):
+        for sample in family.samples:
+            labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
