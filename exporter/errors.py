@@ -31,6 +31,7 @@
     │   ├── StaleDelta                   a delta ends where its reader already is, or before
     │   ├── ForeignLineage               a delta belongs to another log
     │   ├── SchemaChanged                variables, dtypes, shapes or rules are not those of the log
+    │   ├── TableFull                    a dynamic table has no room for its new keys
     │   ├── PositionUnknown              a position that nothing published stands at
     │   ├── ChainEnds                    a version that takes no deltas over one that does
     │   ├── ModelHeld                    the model is held, and what is to be published would pass the hold
@@ -295,6 +296,12 @@ class SchemaChanged(PositionError):
     """The variables, their dtypes, shapes or rules are not those that the log began with."""
 
     default_hint = "begin a new log with a base of the new schema: --full-on-mismatch"
+
+
+class TableFull(PositionError):
+    """A dynamic table has no free row, or no place in its index, for a new key."""
+
+    default_hint = "publish a new base with more room: leave --incr out, or give --full-on-mismatch"
 
 
 class PositionUnknown(PositionError):

@@ -1,0 +1,175 @@
+"""The index of a dynamic table: four ordinary variables that lead from any 64-bit key to a row of values.
+
+    <table>/index_seeds  int64 [groups]           groups = 2 ** group_bits
+    <table>/index_rows   int32 [slots]            slots = groups * stride + WINDOW
+    <table>/keys         int64 [capacity]         the key of each row
+    <table>/values       dtype [capacity, dim]    the rows
+
+The group of a key is the upper bits of `(key + OFFSET) * MULTIPLIER`. Each group has a *window* of `WINDOW` slots; the
+windows of neighbours overlap. The slot of a key in its window is the upper bits of `key * seed`. The exporter
+has chosen the group's seed (an odd number) so that no two keys share a slot, so a lookup tries one slot:
+
+    group = upper group_bits of (key + OFFSET) * MULTIPLIER
+    slot  = group * stride + upper WINDOW_BITS of (key + OFFSET) * index_seeds[group]
+    row   = index_rows[slot]
+    found = keys[row] == key
+
+The last `defaults` rows are what absent keys read: key k reads row
+`capacity - defaults + floormod(k, defaults)`.
+An empty slot holds the last row, and the key of the last row is -1. Only key -1 could take that for its own
+row, and an absent key -1 reads the last row anyway: so every 64-bit integer is a legal key. The row before
+the default rows is never looked up; its key is the *cursor*, the first row that has never been used.
+
+Measured on two cores, TensorFlow 2.21, one thread, random keys, rows of 16 floats, nanoseconds a key from key
+to values in batches of 100,000 at 1 M and 10 M keys: DenseHashTable and gather 73 and 143, this 91 and 212,
+buckets of 8 keys under one hash 112 and 198 (2 % of the keys find their bucket full and need a second
+level), a plain gather 37 and 58. A call with 64 ids costs about 12 us more than DenseHashTable's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+Array = np.ndarray[Any, Any]
+
+OFFSET = 0x243F6A8885A308D3
+"""Added to keys first: 0, and others that end in many zeros, would go to the same slots under every seed."""
+
+MULTIPLIER = 0x9E3779B97F4A7C15
+"""2 ** 64 over the golden ratio: keys in sequence, or that share their lower bits, are spread evenly."""
+
+WINDOW_BITS = 7
+WINDOW = 1 << WINDOW_BITS
+"""Slots that a group's keys may lie in: as crowded as the table is, a window has free ones."""
+
+SLOTS_PER_ROW = 1.5
+"""Slots for each row of the capacity, at least."""
+
+ROWS_PER_GROUP = 3.6
+"""Rows of the capacity for each group, at most; half of that at least."""
+
+EMPTY_KEY = -1
+"""The key of the last row, which empty slots lead to."""
+
+INDEX_SEEDS, INDEX_ROWS, KEYS, VALUES = "index_seeds", "index_rows", "keys", "values"
+PARTS = (INDEX_SEEDS, INDEX_ROWS, KEYS, VALUES)
+"""The served variables of a table, after its name and a slash."""
+
+MAX_ROWS = 2**31 - 1
+
+
+class TableGeometry(Struct, frozen=True):
+    """The sizes of a table's variables.
+
+    `defaults` is the number of default rows; `capacity` counts them, and the cursor's row.
+    """
+
+    group_bits: int
+    stride: int
+    capacity: int
+    defaults: int = 1
+
+    @classmethod
+    def for_keys(cls, count: int, head_room: float = 0.25, defaults: int = 1) -> TableGeometry:
+        """The sizes for `count` keys now, and room for `head_room` times as many more (1,000 at least)."""
+        usable = count + max(math.ceil(count * head_room), 1000)
+        group_bits = max(1, math.ceil(math.log2(usable / ROWS_PER_GROUP)))
+        stride = max(1, math.ceil(usable * SLOTS_PER_ROW / (1 << group_bits)))
+        return cls(group_bits, stride, usable + 1 + defaults, defaults)
+
+    @classmethod
+    def of_shapes(cls, groups: int, slots: int, capacity: int, defaults: int = 1) -> TableGeometry:
+        """The sizes of variables that were published.
+
+        Raises:
+            ValueError: no table has variables of these sizes.
+        """
+        group_bits = groups.bit_length() - 1
+        stride, rest = divmod(slots - WINDOW, groups) if groups > 0 else (0, 1)
+        if rest or stride < 1 or groups != 1 << group_bits or capacity < defaults + 1 or defaults < 1:
+            raise ValueError(
+                f"{groups} groups, {slots} slots and {capacity} rows, {defaults} of them defaults, make no table"
+            )
+        return cls(group_bits, stride, capacity, defaults)
+
+    @property
+    def groups(self) -> int:
+        """Elements of `index_seeds`."""
+        return 1 << self.group_bits
+
+    @property
+    def slots(self) -> int:
+        """Elements of `index_rows`."""
+        return self.groups * self.stride + WINDOW
+
+    @property
+    def usable_rows(self) -> int:
+        """Rows that keys may have: 0 to this, exclusive."""
+        return self.capacity - self.defaults - 1
+
+    @property
+    def cursor_row(self) -> int:
+        """The row whose key is the cursor."""
+        return self.capacity - self.defaults - 1
+
+    @property
+    def first_default(self) -> int:
+        """The first default row."""
+        return self.capacity - self.defaults
+
+    @property
+    def empty_row(self) -> int:
+        """What an empty slot holds."""
+        return self.capacity - 1
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of all that is not values."""
+        return 8 * self.groups + 4 * self.slots + 8 * self.capacity
+
+    def groups_of(self, keys: Array) -> Array:
+        """The group of each key, as int64."""
+        return self.group_of_hash(hashes_of(keys))
+
+    def group_of_hash(self, hashed: Array) -> Array:
+        """The group of each key by its hash, as int64."""
+        return (hashed >> np.uint64(64 - self.group_bits)).view(np.int64)
+
+    def slots_of(self, keys: Array, groups: Array, seeds: Array) -> Array:
+        """The slot of each key, whose group has the seed beside it."""
+        return groups * self.stride + places_of(keys, seeds)
+
+    def default_rows_of(self, keys: Array) -> Array:
+        """The row that each key reads where it is absent."""
+        return self.first_default + np.mod(keys, self.defaults)
+
+
+def hashes_of(keys: Array) -> Array:
+    """The hash of each key; no two keys have the same."""
+    return (keys.view(np.uint64) + np.uint64(OFFSET)) * np.uint64(MULTIPLIER)
+
+
+def keys_of(hashed: Array) -> Array:
+    """The keys that have these hashes."""
+    return (hashed * np.uint64(pow(MULTIPLIER, -1, 1 << 64)) - np.uint64(OFFSET)).view(np.int64)
+
+
+def places_of(keys: Array, seeds: Array) -> Array:
+    """The place of each key in its window under the seed beside it."""
+    spread = (keys.view(np.uint64) + np.uint64(OFFSET)) * seeds.view(np.uint64)
+    return (spread >> np.uint64(64 - WINDOW_BITS)).view(np.int64)
+
+
+def seeds(first: int, count: int) -> Array:
+    """The seeds number `first` and following: odd numbers that look random, to be tried in this order.
+
+    Source of the mixing: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (splitmix64).
+    """
+    state = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(MULTIPLIER)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((state ^ (state >> np.uint64(31))) | np.uint64(1)).view(np.int64)
