@@ -22,6 +22,7 @@ STAGES = [
     {"catalog", "files", "local_paths", "roles"},
     {"options", "terminal"},
     {"checkpoint"},
+    {"tables"},
     {"graph"},
     {"mapping"},
     {"delta", "bundle"},

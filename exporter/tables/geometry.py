@@ -5,9 +5,9 @@
     <table>/keys         int64 [capacity]         the key of each row
     <table>/values       dtype [capacity, dim]    the rows
 
-The group of a key is the upper bits of `(key + OFFSET) * MULTIPLIER`. Each group has a *window* of `WINDOW` slots; the
-windows of neighbours overlap. The slot of a key in its window is the upper bits of `key * seed`. The exporter
-has chosen the group's seed (an odd number) so that no two keys share a slot, so a lookup tries one slot:
+The group of a key is the upper bits of `(key + OFFSET) * MULTIPLIER`. Each group has a *window* of `WINDOW`
+slots; the windows of neighbours overlap. Where a key lies in its window depends on the group's seed, an odd
+number that the exporter has chosen so that no two keys share a slot. So a lookup tries one slot:
 
     group = upper group_bits of (key + OFFSET) * MULTIPLIER
     slot  = group * stride + upper WINDOW_BITS of (key + OFFSET) * index_seeds[group]
@@ -92,7 +92,7 @@ class TableGeometry(Struct, frozen=True):
         stride, rest = divmod(slots - WINDOW, groups) if groups > 0 else (0, 1)
         if rest or stride < 1 or groups != 1 << group_bits or capacity < defaults + 1 or defaults < 1:
             raise ValueError(
-                f"{groups} groups, {slots} slots and {capacity} rows, {defaults} of them defaults, make no table"
+                f"{groups} groups, {slots} slots, {capacity} rows with {defaults} defaults make no table"
             )
         return cls(group_bits, stride, capacity, defaults)
 
