@@ -1,8 +1,8 @@
 """Look keys up in a dynamic table, inside the served graph: a dozen stock operations, of which four gather.
 
-The nodes are added to a GraphDef, so that graphs which TensorFlow cannot load, or should not, get them too. They
-need the table's sizes, which only a checkpoint tells: those are constants with the attribute `SIZE`, and
-`set_sizes` fills them in.
+The nodes are added to a GraphDef, so that graphs which TensorFlow cannot load get them, too. They need the
+table's sizes, which only a checkpoint tells: those are constants with the attribute `SIZE`, and `set_sizes`
+fills them in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNSET = 1
 
 
 class RowNodes(Struct, frozen=True):
-    """The nodes of a lookup: `rows` (int32) of each key, default rows of those that are not `found` (bool)."""
+    """The nodes of a lookup: `rows` (int32), default rows of those that are not `found` (bool)."""
 
     rows: str
     found: str
@@ -39,8 +39,8 @@ def add_rows(
 ) -> RowNodes:
     """Add nodes under `name/` that find the rows of `ids`, int64 of any shape, in a table.
 
-    `handles` are the tensors of its variables in the order of `geometry.PARTS`, `defaults` is how many default
-    rows it has. What is gathered from the values by `rows` is the lookup's result.
+    `handles` are the tensors of its variables in the order of `geometry.PARTS`, `defaults` is how many
+    default rows it has. What is gathered from the values by `rows` is the lookup's result.
     """
     nodes = _Nodes(graph_def, name, table)
     seeds, index_rows, keys, _ = handles

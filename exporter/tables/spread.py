@@ -30,8 +30,8 @@ _SEEDS = seeds(0, _ROUNDS)
 def spread(keys: Array, counts: Array, windows: Array, occupied: Array) -> tuple[Array, Array]:
     """A seed for each group, and a slot for each key; the slots are marked in `occupied`.
 
-    `keys` are those of the first group, then of the second and so on; `counts` is how many each has, `windows`
-    its first slot. Slots are counted in `occupied`, which may be a part of the table.
+    `keys` are those of the first group, then of the second and so on; `counts` is how many each has,
+    `windows` its first slot. Slots are counted in `occupied`, which may be a part of the table.
 
     Raises:
         Crowded: a group's keys do not fit.

@@ -185,6 +185,12 @@ ADVICE: dict[type[ExportError], Advice] = {
         "with, so no delta can express the change.",
         "Begin a new log: `--full-on-mismatch` with `--incr`, or `--updatable`.",
     ),
+    errors.TableFull: Advice(
+        "More keys came into a dynamic table than its base left room for, or many keys fall in one place of "
+        "its index.",
+        "Publish a new base, with more room if the table grows fast: `--table-head-room`. With `--watch` "
+        "that happens by itself.",
+    ),
     errors.PositionUnknown: Advice(
         "The position that was named is between two deltas, before the first base, or its deltas were "
         "merged or removed.",
