@@ -74,6 +74,7 @@ def _document(event: Event) -> documents.Event:
         merged_away=event.merged_away,
         merged_into=event.merged_into,
         back_to=event.back_to,
+        reason=event.reason,
         is_past_hold=event.is_past_hold,
         is_current=event.is_current,
         problem=event.problem,
@@ -87,7 +88,8 @@ def _lines(found: Timeline, shown: int) -> Iterator[str]:
     yield _line("position", f"{found.at or 'unknown'}{began}")
     if found.hold is not None:
         waiting = sum(event.is_past_hold for event in found.events)
-        yield _line("hold", f"at {found.hold}; {waiting or 'nothing'} published beyond it")
+        who = ", by the agent's canary" if found.is_canary else ""
+        yield _line("hold", f"at {found.hold}{who}; {waiting or 'nothing'} published beyond it")
         yield _line("next", f"to lift it: export-model resume {shlex.quote(str(found.model))}")
     if shown < len(found.events):
         yield _line("shown", f"the last {shown} of {len(found.events)} events")
@@ -104,7 +106,7 @@ def _notes(event: Event) -> Iterator[str]:
     if event.problem:
         yield event.problem
     elif event.back_to is not None:
-        yield f"values of {event.back_to} again"
+        yield f"values of {event.back_to} again" + (f", for {event.reason}" if event.reason else "")
     elif what in ("version", "base"):
         yield f"from {event.checkpoint}"
     elif what == "rebase":

@@ -212,7 +212,9 @@ def _hold(plan: IncrementalPlan) -> int | None:
 def _next_lines(plan: IncrementalPlan) -> Iterator[str]:
     """What makes the delta served; behind a hold it waits until that is lifted."""
     hold = _hold(plan)
-    if hold is not None:
+    if plan.log.held.is_canary:
+        yield _line("hold", f"at {hold}: the agent's canary decides about what lies beyond")
+    elif hold is not None:
         yield _line("hold", f"at {hold}: servers go no further until it is lifted")
         yield _line("next", f"export-model resume {shlex.quote(str(plan.log.model))}")
     else:

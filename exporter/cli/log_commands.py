@@ -71,6 +71,16 @@ def rollback(
     to: Annotated[
         int, Option(metavar="POSITION", help="Position (or plain version) whose values to restore.")
     ],
+    reason: Annotated[
+        str | None, Option(metavar="TEXT", help="Why, to be kept with it: `export-model history` tells it.")
+    ] = None,
+    if_canary: Annotated[
+        bool,
+        Option(
+            "--if-canary",
+            help="Only if POSITION is what the canary of `serve-model agent` approved last, which uses this.",
+        ),
+    ] = False,
     dry_run: DryRunFlag = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -83,16 +93,17 @@ def rollback(
     \b
     Examples:
       export-model rollback models/ranker --to 900 --dry-run
-      export-model rollback models/ranker --to 900
+      export-model rollback models/ranker --to 900 --reason "scores fell"
     """
     with command(json_, quiet, debug) as sink:
         from exporter.cli import render_log
         from exporter.pipeline import log_maintenance
 
         if dry_run:
-            render_log.taking_back(log_maintenance.plan_rollback(model, to), sink)
+            render_log.taking_back(log_maintenance.plan_rollback(model, to, if_canary=if_canary), sink)
         else:
-            render_log.taken_back(log_maintenance.rollback(model, to), sink)
+            done = log_maintenance.rollback(model, to, reason=reason, if_canary=if_canary)
+            render_log.taken_back(done, sink)
 
 
 def resume(

@@ -34,7 +34,7 @@ def examine(model: Path, ckpt_dir: Path | None, *, now: float) -> Examination:
         (Check.FILES, lambda: published.damage(model, found, ckpt_dir)),
         (Check.STRANGERS, lambda: published.strangers(model)),
         (Check.PERMISSIONS, lambda: surroundings.permissions(model)),
-        (Check.HOLD, lambda: published.held(model, found)),
+        (Check.HOLD, lambda: published.held(model, found, now)),
         (Check.CLOCK, lambda: published.times(model, found, now)),
         (Check.CLOCK, lambda: surroundings.clock_of_files(model, now)),
         (Check.ORPHANS, lambda: published.orphans(model, found)),

@@ -18,6 +18,9 @@ from exporter.publish.retention import logs_without_base
 from exporter.publish.versions import VersionDir, read_head, version_dirs
 from exporter.verify.log import Problem, VerifiedModel
 
+CANARY_SECONDS = 600.0
+"""A canary that takes longer to decide is not at work, or has nobody to go first."""
+
 FUTURE_SECONDS = 60.0
 """Clocks of machines differ; by less than this it is no matter."""
 
@@ -36,7 +39,7 @@ def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
         yield Finding(check, Level.WRONG, message, remedy, problem.error.cause)
 
 
-def held(model: Path, found: VerifiedModel) -> Iterator[Finding]:
+def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
     """Holds that are set and can be read."""
     log = None if found.log is None else found.log.base.entry.log
     for hold in binding(model, log):
@@ -47,6 +50,24 @@ def held(model: Path, found: VerifiedModel) -> Iterator[Finding]:
                 Level.WARNING,
                 f"held at {hold.read()} since {since}: servers follow no delta beyond it, and new versions "
                 "are refused",
+                command("export-model", "resume", model),
+            )
+    if found.log is not None and found.log.held.is_canary:
+        yield from _unapproved(model, found.log, now)
+
+
+def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
+    """Deltas that wait for a canary for so long that it cannot be at work."""
+    with suppress(ManifestError, OSError):
+        approved = log.approved
+        waiting = [delta for delta in log.deltas if approved is not None and delta.end > approved]
+        since = min((delta.manifest.created for delta in waiting), default=None)
+        if since is not None and now - since.timestamp() > CANARY_SECONDS:
+            yield Finding(
+                Check.HOLD,
+                Level.WARNING,
+                f"the agent's canary approved position {approved}, and {count(len(waiting), 'delta')} wait "
+                f"for it since {_told(since.timestamp())}: see the agent's status page",
                 command("export-model", "resume", model),
             )
 

@@ -90,7 +90,7 @@ def _behind(
     assert found.log is not None
     log, where = found.log, f"{replica.name} on {replica.address}"
     update = command("serve-model", "update", replica.address, "--model", replica.name)
-    if found.hold is not None and position > found.hold:
+    if found.hold is not None and position > found.hold and not log.held.is_canary:
         yield Finding(
             Check.REPLICAS,
             Level.WARNING,

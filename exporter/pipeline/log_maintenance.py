@@ -23,6 +23,10 @@ A process that is killed in 1-4 has not rolled back, and no server has moved tow
 again, or `resume`, goes on from there. Killed in 5-6, it has. A server lists the deltas after it has read the
 hold: one that knows the hold of 5 sees the delta, too. Where links cannot be made, 4 sets the hold to R, and
 a server that is before G can be led on to B until 5; its next call leads to R.
+
+*Under a canary's hold* at G all servers but the canary stop there already, and publishers go on: only such a
+rollback may be asked for that finds this hold (`if_canary`). It leaves out 2 and 4; killed between 5 and 6,
+the canary is judged again.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.delta.format import Delta
 from exporter.delta.invert import restoring
@@ -218,15 +223,18 @@ def _passed(spans: Sequence[SpanLike], start: int) -> set[int]:
 def tidy(model: Path, *, clock: Callable[[], float] = time.time) -> tuple[tuple[Merged, ...], RetiredDeltas]:
     """Merge what is due and remove what is not needed; neither while the log is held.
 
+    Under a canary's hold, what it has yet to approve stays as it is: it may be taken back, and servers that
+    start now go as far as the hold.
+
     Raises:
         CheckpointError: a delta is damaged.
         PublishError: see errors.py.
     """
     done: list[Merged] = []
     log = read_log(model)
-    if log.held.is_set:  # what is held may still be taken back, delta by delta
+    if log.held.binds:  # what is held may still be taken back, delta by delta
         return (), RetiredDeltas()
-    while run := merge_due((log := read_log(model)).deltas):
+    while run := merge_due(_approved(log := read_log(model))):
         try:
             merger = merge_run(log, run)
         except ModelHeld:
@@ -236,7 +244,7 @@ def tidy(model: Path, *, clock: Callable[[], float] = time.time) -> tuple[tuple[
         done.append(merger)
     with model_lock(model):
         log, now = read_log(model), clock()
-        if log.held.is_set:
+        if log.held.binds:
             return tuple(done), RetiredDeltas()
         log.held.sweep()
         retired = retire_deltas(log, now=now) + retire_logs(log, now=now)
@@ -245,36 +253,56 @@ def tidy(model: Path, *, clock: Callable[[], float] = time.time) -> tuple[tuple[
     return tuple(done), retired
 
 
-def rollback(model: Path, to: int) -> RollbackResult:
+def _approved(log: DeltaLog) -> tuple[LogDelta, ...]:
+    """The deltas that no canary has yet to approve."""
+    approved = log.approved
+    return tuple(delta for delta in log.deltas if approved is None or delta.end <= approved)
+
+
+def rollback(model: Path, to: int, *, reason: str | None = None, if_canary: bool = False) -> RollbackResult:
     """Publish the values of position `to` as the next position, and hold the log there.
 
-    Where the newest version takes no deltas, `to` is a version, which is published again as the newest.
+    Where the newest version takes no deltas, `to` is a version, which is published again as the newest. The
+    `reason` is kept with what is published. `if_canary`: only if a canary's hold stands at `to`; others may
+    have decided meanwhile.
 
     Raises:
         PositionUnknown: nothing published stands at `to`, or its values are gone.
         UsageError: `to` is the newest position.
+        PositionMoved: no canary's hold stands at `to`, if one is to.
         TargetBusy: another exporter had the model's lock for too long.
         CheckpointError, PublishError: see errors.py; nothing was published, and the hold is as it was.
     """
-    if republish.is_plain(model):
-        return republish.rollback(model, to)
+    if republish.is_plain(model) and not if_canary:
+        return republish.rollback(model, to, reason)
     with _operating(model) as (log, staging):
-        restoration = rollback_of(log, to)
+        _require_canary(log, to, if_canary)
+        restoration = replace(rollback_of(log, to), reason=reason, follows_canary=if_canary)
         with log.held.put_back_on_failure(staging):
             _stop_at(log, to, staging)
             done = _restore(log, staging, restoration)
         return RollbackResult(log.at, Position(to, done.manifest.step), done, done.manifest.position)
 
 
-def plan_rollback(model: Path, to: int) -> RollbackPlan:
+def _require_canary(log: DeltaLog, to: int, if_canary: bool) -> None:
+    if if_canary and log.approved != to:
+        raise PositionMoved(f"{log.path} is not held at {to} by a canary: others decided meanwhile")
+
+
+def plan_rollback(model: Path, to: int, *, if_canary: bool = False) -> RollbackPlan:
     """What `rollback` would do now; the deltas on the way are read and checked, and nothing is written.
 
     Raises:
-        PositionUnknown, UsageError, CheckpointError: as `rollback`.
+        PositionUnknown, UsageError, PositionMoved, CheckpointError: as `rollback`.
     """
-    if republish.is_plain(model):
+    if republish.is_plain(model) and not if_canary:
         return republish.plan_rollback(model, to)
-    return undisturbed(model, lambda log: rollback_plan(log, rollback_of(log, to)))
+
+    def plan(log: DeltaLog) -> RollbackPlan:
+        _require_canary(log, to, if_canary)
+        return rollback_plan(log, rollback_of(log, to))
+
+    return undisturbed(model, plan)
 
 
 def resume(model: Path, *, lift_only: bool = False) -> RollbackResult:
@@ -296,7 +324,7 @@ def resume(model: Path, *, lift_only: bool = False) -> RollbackResult:
         if restoration is not None:
             done = _restore(log, staging, restoration)
             at = Position(restoration.of, done.manifest.step)
-        for hold in binding(model, log.base.entry.log):
+        for hold in binding(model, log.base.entry.log) or (log.held,):
             hold.lift()
         return RollbackResult(log.at, at, done, None)
 
@@ -347,8 +375,9 @@ def _restore(log: DeltaLog, staging: Staging, restoration: Restoration) -> Publi
         back_to=to,
         before=last if restoration.before is None else restoration.before,
         packing=_packing(taken_back),
+        reason=restoration.reason,
     )
-    how = UnderLock(is_ours=True, holds=restoration.holds)
+    how = UnderLock(is_ours=True, holds=restoration.holds, follows_canary=restoration.follows_canary)
     return publish_changes(log, staging, changes, what, last=last, under_lock=how)
 
 

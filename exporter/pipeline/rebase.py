@@ -31,7 +31,7 @@ from exporter.layout import (
 )
 from exporter.pipeline.log_maintenance import undisturbed
 from exporter.publish.commit import Published, ReservedPosition, Staging, publish_version
-from exporter.publish.delta_log import DeltaLog
+from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta
 from exporter.publish.manifest import ManifestDraft, tensor_entries
 from exporter.publish.permission import Permission
 from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
@@ -71,11 +71,12 @@ def plan_rebase(model: Path, *, despite_hold: bool = False) -> Rebasing | None:
     Permission(despite_hold).check(model, takes_deltas=True)
 
     def plan(log: DeltaLog) -> Rebasing | None:
-        if log.base.at.position == log.at.position:
+        at = _newest_approved(log).at
+        if log.base.at.position >= at.position:
             return None
-        log.state()
-        deltas = len(log.chain(log.base.at.position))
-        return Rebasing(model / str(log.at.position), log.at, deltas)
+        log.state(at.position)
+        deltas = len(log.chain(log.base.at.position, at.position))
+        return Rebasing(model / str(at.position), at, deltas)
 
     return undisturbed(model, plan)
 
@@ -83,7 +84,8 @@ def plan_rebase(model: Path, *, despite_hold: bool = False) -> Rebasing | None:
 def rebase(model: Path, *, keep: int | None = None, despite_hold: bool = False) -> Rebased | None:
     """Publish a base at the newest position of the log; None if the newest base stands there already.
 
-    Deltas that are published meanwhile lead on from it.
+    Deltas that are published meanwhile lead on from it. Servers load a base by themselves: under a canary's
+    hold it stands at what is approved.
 
     Raises:
         ModelHeld: the model is held, unless `despite_hold`.
@@ -97,28 +99,35 @@ def rebase(model: Path, *, keep: int | None = None, despite_hold: bool = False) 
 
 
 def _rebase(log: DeltaLog, keep: int | None, permission: Permission) -> Rebased | None:
-    model, base, at = log.model, log.base, log.at
-    if base.at.position == at.position:
+    model, base, newest = log.model, log.base, _newest_approved(log)
+    at, trained = newest.at, newest.entry.trained
+    if base.at.position >= at.position:
         return None
-    chain = log.chain(base.at.position)
+    chain = log.chain(base.at.position, at.position)
     verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))
     with Staging(model) as staging, writing(staging.path):
-        _write_variables(log, log.state(), staging.path)
+        _write_variables(log, log.state(at.position), staging.path)
         _copy_graph(base.path, staging.path, at.position, at.step or 0)
         catalog = read_catalog(staging.path / VARIABLES_PREFIX)
         verify_files(staging.path, tensor_entries(catalog))
         draft = ManifestDraft(
             tensors=tensor_entries(catalog),
             # It holds what increments made of that checkpoint: no checkpoint has these contents.
-            source=structs.replace(base.manifest.source, checkpoint=log.trained.checkpoint.name, digest=None),
+            source=structs.replace(base.manifest.source, checkpoint=trained.checkpoint.name, digest=None),
             exporter=__version__,
             step=at.step,
             lineage=log.lineage,
-            incremental=replace(base.entry, trained=log.trained, state=log.newest.manifest.state_id),
+            incremental=replace(base.entry, trained=trained, state=newest.manifest.state_id),
         )
         place = ReservedPosition(at.position, last=at.position, is_passed=True)
         published = publish_version(staging, draft, place=place, keep=keep, permission=permission)
         return Rebased(published, len(chain))
+
+
+def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
+    """What leads to the newest position that no canary has yet to approve."""
+    approved = log.approved
+    return log.newest if approved is None or approved >= log.at.position else log.standing(approved)
 
 
 def _write_variables(log: DeltaLog, state: Snapshot, bundle: Path) -> None:

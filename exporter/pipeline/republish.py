@@ -84,8 +84,8 @@ def is_plain(model: Path) -> bool:
     return newest is not None and read_head(newest.path).log is None
 
 
-def rollback(model: Path, to: int) -> RollbackResult:
-    """Publish version `to` again as the newest, and hold the model there.
+def rollback(model: Path, to: int, reason: str | None = None) -> RollbackResult:
+    """Publish version `to` again as the newest, for a reason, and hold the model there.
 
     Raises:
         PositionUnknown: there is no such version.
@@ -100,9 +100,8 @@ def rollback(model: Path, to: int) -> RollbackResult:
         before = newest.version if earlier is None else earlier.before
         with hold.put_back_on_failure(staging):
             hold.put(number, staging)
-            done = _publish(
-                model, staging, to, manifest, RestoredValues(DeltaOrigin.ROLLBACK.value, to, before)
-            )
+            told = RestoredValues(DeltaOrigin.ROLLBACK.value, to, before, reason)
+            done = _publish(model, staging, to, manifest, told)
         return RollbackResult(plan.before, plan.values_of, done, number)
 
 

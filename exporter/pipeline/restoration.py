@@ -26,6 +26,8 @@ class Restoration(Struct, frozen=True):
     start: int
     before: int | None = None
     holds: bool = False
+    reason: str | None = None
+    follows_canary: bool = False
 
 
 def rollback_of(log: DeltaLog, to: int) -> Restoration:
@@ -38,7 +40,7 @@ def rollback_of(log: DeltaLog, to: int) -> Restoration:
     log.trained_at(to)
     if to == log.at.position:
         raise UsageError(f"position {to} is the newest: there is nothing to roll back")
-    before = _before_rollbacks(log) if log.held.is_set else None  # those that were lifted are accepted
+    before = _before_rollbacks(log) if log.held.binds else None  # those that were lifted are accepted
     return Restoration(to, DeltaOrigin.ROLLBACK, _jumps_from(log, to), before, holds=True)
 
 
@@ -46,9 +48,11 @@ def resumption_of(log: DeltaLog, lift_only: bool) -> Restoration | None:
     """What publishes the values of before a rollback again; None if the values stay.
 
     Raises:
-        UsageError: the log is not held.
+        UsageError: the log is not held, not even by a canary.
     """
     if not binding(log.model, log.base.entry.log):
+        if log.held.is_canary:
+            return None
         raise UsageError(f"{log.path} is not held", hint="see what is published: export-model verify MODEL")
     before = None if lift_only else _before_rollbacks(log)
     if before is None or _leads_back_to(log, before):

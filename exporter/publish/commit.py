@@ -155,12 +155,14 @@ class UnderLock(Struct, frozen=True):
     """How a delta is published under the model's lock.
 
     `is_ours` says that the caller has the lock already. `permit` raises if the delta may not be published.
-    With `holds` the log is held where the delta leads, from the instant in which it can be seen.
+    With `holds` the log is held where the delta leads, from the instant in which it can be seen; or, if a
+    canary's hold keeps everybody before the delta, right after it (`follows_canary`).
     """
 
     is_ours: bool = False
     permit: Callable[[], None] = lambda: None
     holds: bool = False
+    follows_canary: bool = False
 
 
 TAKING_THE_LOCK = UnderLock()
@@ -298,7 +300,7 @@ def publish_delta(
             if target.exists():
                 raise PositionMoved(f"{target} is published already")
             manifest = _complete(staging, draft, files, position, clock())
-            if held is not None:
+            if held is not None and not under_lock.follows_canary:
                 Hold(log).promise(target.name, held, staging)
             warnings = _install(staging, target)
             if held is not None:

@@ -240,22 +240,36 @@ class DeltaLog(Struct, frozen=True, dict=True):
         Raises:
             PositionUnknown: nothing published stands there.
         """
-        for base in self.bases:
-            if base.at.position == position:
-                return base.entry.trained, base.at.step
-        for delta in self.deltas:
-            if delta.end == position:
-                return delta.entry.trained, delta.at.step
-        known = sorted({base.at.position for base in self.bases} | {delta.end for delta in self.deltas})
-        raise PositionUnknown(
-            f"nothing published stands at position {position}",
-            cause=f"there are {', '.join(map(str, known[-20:]))}",
-        )
+        found = self.standing(position)
+        return found.entry.trained, found.at.step
 
     @property
     def held(self) -> Hold:
         """The log's hold."""
         return Hold(self.path)
+
+    @property
+    def approved(self) -> int | None:
+        """The position up to which a canary has approved the log; None if no canary's hold stands."""
+        return self.hold() if self.held.is_canary else None
+
+    def standing(self, position: int) -> LogBase | LogDelta:
+        """What leads to, or is, a position.
+
+        Raises:
+            PositionUnknown: nothing published stands there.
+        """
+        for base in self.bases:
+            if base.at.position == position:
+                return base
+        ending = [delta for delta in self.deltas if delta.end == position]
+        if ending:
+            return max(ending, key=lambda delta: delta.start)
+        known = sorted({base.at.position for base in self.bases} | {delta.end for delta in self.deltas})
+        raise PositionUnknown(
+            f"nothing published stands at position {position}",
+            cause=f"there are {', '.join(map(str, known[-20:]))}",
+        )
 
     def hold(self) -> int | None:
         """The position that readers do not pass by themselves.

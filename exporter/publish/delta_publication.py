@@ -39,6 +39,7 @@ class Publication(Struct, frozen=True):
     rounded: Rounded | None = None
     packing: DeltaDtype | None = None
     state: str | None = None
+    reason: str | None = None
 
 
 def publish_changes(
@@ -94,6 +95,7 @@ def publish_changes(
             before=what.before,
             rounded=what.rounded,
             state=what.state,
+            reason=what.reason,
         ),
     )
     return publish_delta(staging, draft, log.path, position=span.end, last=last, under_lock=under_lock)

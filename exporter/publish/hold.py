@@ -1,11 +1,16 @@
-"""The hold: a position that servers do not pass by themselves, and that binds everybody who publishes.
+"""The hold: a position that servers do not pass by themselves. Two kinds differ in whom else they bind.
 
     <model>/deltas/<log>/hold      of a log: `up_to = -1` does not go beyond it
     <model>/hold                   of versions that take no deltas: it binds publishers alone
 
-The file holds a position in digits. What cannot be read binds as well: readers then do not move at all by
-themselves. While a rollback is published the file is, for an instant, a symbolic link into the delta that is
-about to appear (`exporter.pipeline.log_maintenance` has the argument).
+The file holds a position in digits. A person's hold, or a rollback's, binds everybody who publishes, too. A
+*canary's* hold does not: it is how far the agent's canary has approved the log, it moves on with it, and the
+trainer goes on publishing behind it. It is written with 18 digits and leading zeros, which the served graph
+and earlier releases read as the same position; earlier releases take it for a hold of the first kind.
+
+What cannot be read binds as well: readers then do not move at all by themselves. While a rollback is
+published the file is, for an instant, a symbolic link into the delta that is about to appear
+(`exporter.pipeline.log_maintenance` has the argument).
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from exporter.layout import HOLD_FILE
 from exporter.publish.staging import Staging
 
 _LONGEST = 64
+_CANARY = re.compile(rb"0[0-9]{17}\n?")
 _LEFT_OVER = re.compile(r"\.hold\.[0-9a-f]{8}", re.ASCII)
 """Names that earlier releases left behind when they were killed."""
 
@@ -42,6 +48,16 @@ class Hold(Struct, frozen=True):
     def is_set(self) -> bool:
         """True if there is a hold, also one that cannot be read."""
         return os.path.lexists(self.path)
+
+    @property
+    def is_canary(self) -> bool:
+        """True if it is how far a canary has approved the log."""
+        return _CANARY.fullmatch(self.content() or b"") is not None
+
+    @property
+    def binds(self) -> bool:
+        """True if it binds those who publish: there is a hold, and it is not a canary's."""
+        return self.is_set and not self.is_canary
 
     def read(self) -> int | None:
         """The position; None without a hold.
@@ -68,15 +84,16 @@ class Hold(Struct, frozen=True):
         except OSError:
             return b"" if self.is_set else None
 
-    def put(self, position: int, staging: Staging) -> None:
-        """Set the hold atomically.
+    def put(self, position: int, staging: Staging, *, canary: bool = False) -> None:
+        """Set the hold atomically, a canary's or one that binds publishers, too.
 
         Raises:
             TargetNotWritable, DiskFull, PublishError: it stays as it was.
         """
         with writing(self.path):
             make_directories(self.directory)
-            self._replace(_written(staging, f"{position}\n".encode("ascii")))
+            text = f"{position:018d}\n" if canary else f"{position}\n"
+            self._replace(_written(staging, text.encode("ascii")))
 
     def lift(self) -> None:
         """Remove the hold.
@@ -120,7 +137,7 @@ class Hold(Struct, frozen=True):
         self._replace(link)
 
     def settle(self, prepared: Path) -> None:
-        """Replace a link by the `prepared` file, which says the same."""
+        """Replace a link by the `prepared` file, which says the same; or a canary's hold, by a rollback's."""
         with suppress(
             OSError, PublishError
         ):  # the link says it, too; and it may have been the file that took its place

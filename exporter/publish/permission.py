@@ -55,18 +55,24 @@ REFUSING = Permission()
 
 
 def binding(model: Path, log: int | None) -> tuple[Hold, ...]:
-    """The holds that are set: the model's own, and that of the newest version's log."""
-    holds = [Hold(model), *([] if log is None else [Hold(log_path(model, log))])]
-    return tuple(hold for hold in holds if hold.is_set)
+    """The holds that bind publishers: the model's own, and that of the newest version's log."""
+    return tuple(hold for hold in _holds(model, log) if hold.binds)
 
 
 def held_at(model: Path) -> int | None:
-    """The position that a model is held at; None if it is not, or where that cannot be read."""
+    """The position that servers do not pass by themselves, be it a canary's; None if there is none, or where
+    that cannot be read.
+    """
     with suppress(ManifestError):
         newest = next((child for child in version_dirs(model) if child.has_manifest), None)
-        for hold in binding(model, None if newest is None else _log_of(newest)):
+        for hold in _holds(model, None if newest is None else _log_of(newest)):
             return hold.read()
     return None
+
+
+def _holds(model: Path, log: int | None) -> list[Hold]:
+    holds = [Hold(model), *([] if log is None else [Hold(log_path(model, log))])]
+    return [hold for hold in holds if hold.is_set]
 
 
 def _log_of(version: VersionDir) -> int | None:

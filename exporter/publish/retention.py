@@ -89,14 +89,17 @@ def retire_deltas(
     """Move deltas out of sight that nobody needs; the caller holds the model's lock.
 
     Needed are those on the way of any base that is there to the newest position, and to each of the newest
-    `rollback_positions`; and those on the way to the newest position of a server that stands at one of these,
-    or anywhere that a base led to. A delta younger than `grace_seconds` replaces nothing yet, and is not
-    removed: whoever listed the directory before it came must find what was listed.
+    `rollback_positions`, and to what a canary has approved; and those on the way to the newest position of a
+    server that stands at one of these, or anywhere that a base led to. A delta younger than `grace_seconds`
+    replaces nothing yet, and is not removed: whoever listed the directory before it came must find what was
+    listed.
     """
     settled = [delta for delta in log.deltas if now - _created(delta) >= grace_seconds]
     bases = [*(base.at.position for base in log.bases), *_unreadable_bases(log)]
     known = {position for delta in log.deltas for position in (delta.start, delta.end)}
     needed = sorted({*known, *bases})[-rollback_positions:]
+    if (approved := log.approved) is not None:
+        needed.append(approved)
     spare = {delta.path for delta in expendable(log.deltas, bases, needed=needed)}
     removed, trash = [], []
     for delta in expendable(settled, bases, needed=needed):

@@ -41,11 +41,12 @@ class Event(Struct, frozen=True):
     """Something that was published. Of a `DAMAGED` event only the name is known, and `problem` says what is
     wrong.
 
-    `start` is where a delta begins, `back_to` the position or version whose values came back. `parts` counts
-    the publications that a merger holds, of which `merged_away` are not there any more by themselves;
-    `merged_into` names a merger that leads past this delta. `is_past_hold`: servers do not go there by
-    themselves. `is_current`: it is of the log, or a version without one, that is followed now.
-    `event_time`: when the newest event happened that its values were trained on; None if it is not known.
+    `start` is where a delta begins, `back_to` the position or version whose values came back, for a `reason`
+    if one was given. `parts` counts the publications that a merger holds, of which `merged_away` are not
+    there any more by themselves; `merged_into` names a merger that leads past this delta. `is_past_hold`:
+    servers do not go there by themselves. `is_current`: it is of the log, or a version without one, that is
+    followed now. `event_time`: when the newest event happened that its values were trained on; None if it is
+    not known.
     """
 
     what: What
@@ -62,6 +63,7 @@ class Event(Struct, frozen=True):
     merged_away: int = 0
     merged_into: str | None = None
     back_to: int | None = None
+    reason: str = ""
     is_past_hold: bool = False
     is_current: bool = True
     problem: str = ""
@@ -69,13 +71,17 @@ class Event(Struct, frozen=True):
 
 
 class Timeline(Struct, frozen=True):
-    """Every event in the order of positions, and where the model stands; None for what is not known."""
+    """Every event in the order of positions, and where the model stands; None for what is not known.
+
+    `is_canary`: the hold is how far a canary has approved the log.
+    """
 
     model: Path
     events: tuple[Event, ...]
     at: Position | None
     log: int | None
     hold: int | None
+    is_canary: bool = False
 
 
 def read_timeline(model: Path) -> Timeline:
@@ -88,11 +94,11 @@ def read_timeline(model: Path) -> Timeline:
     versions = [child for child in version_dirs(model) if child.has_manifest]
     if not versions:
         raise NotUpdatable(f"nothing is published under {model}")
-    log, at = None, None
+    log, at, is_canary = None, None, False
     events = [_version(child) for child in versions]
     try:
         published = read_log(model)
-        log, at = published.base.entry.log, published.at
+        log, at, is_canary = published.base.entry.log, published.at, published.held.is_canary
     except NotUpdatable:
         at = Position(events[0].position, events[0].step)
     except ManifestError:
@@ -101,7 +107,7 @@ def read_timeline(model: Path) -> Timeline:
     for directory in _logs(model):
         events += _deltas(list_deltas(directory))
     events = [_placed(event, log, hold) for event in events]
-    return Timeline(model, tuple(sorted(events, key=_order)), at, log, hold)
+    return Timeline(model, tuple(sorted(events, key=_order)), at, log, hold, is_canary)
 
 
 def _logs(model: Path) -> list[Path]:
@@ -125,13 +131,14 @@ def _version(child: VersionDir) -> Event:
         manifest = read_manifest(child.path)
     except ManifestError as error:
         return Event(What.DAMAGED, child.path, child.version, problem=error.message)
-    what, back_to, log = What.VERSION, None, None
+    what, back_to, log, reason = What.VERSION, None, None, ""
     if isinstance(manifest.incremental, BaseEntry):
         log = manifest.incremental.log
         what = What.BASE if log == manifest.position else What.REBASE
     if manifest.taken_back is not None:
         what, back_to = What(manifest.taken_back.made), manifest.taken_back.back_to
-    return replace(_event(what, child.path, manifest), log=log, back_to=back_to)
+        reason = manifest.taken_back.reason or ""
+    return replace(_event(what, child.path, manifest), log=log, back_to=back_to, reason=reason)
 
 
 def _event(what: What, path: Path, manifest: Manifest) -> Event:
@@ -183,6 +190,7 @@ def _delta(delta: LogDelta) -> Event:
         compared=entry.made is DeltaOrigin.COMPARISON,
         parts=entry.parts,
         back_to=entry.back_to,
+        reason=entry.reason or "",
     )
 
 

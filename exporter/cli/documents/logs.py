@@ -180,6 +180,8 @@ class Event(Struct, frozen=True):
     """A merger that leads past this delta."""
     back_to: int | None
     """The position or version whose values a rollback or resumption brought back."""
+    reason: str
+    """Why, as it was said then; empty if nothing was."""
     is_past_hold: bool
     """True if servers do not go there by themselves."""
     is_current: bool
