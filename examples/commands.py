@@ -37,32 +37,67 @@ def run(command: Words) -> str:
 @contextlib.contextmanager
 def serve(model: Path) -> Iterator[str]:
     """The address of a `serve-model` that serves `model`."""
+    with serve_replicas(model, 1) as (address,):
+        yield address
+
+
+@contextlib.contextmanager
+def serve_replicas(model: Path, count: int) -> Iterator[list[str]]:
+    """The addresses of so many servers of `model`, each a process."""
     command: Words = ["serve-model", "run", model, "--port", "0"]
-    show(command)
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            show(command)
+        servers = [stack.enter_context(background(command)) for _ in range(count)]
+        yield [server.await_line(r"serving .* on (\S+:\d+)$") for server in servers]
+
+
+class Background:
+    """A command that runs until the context around it ends."""
+
+    def __init__(self, command: Words, process: subprocess.Popen[bytes], talk: IO[bytes]) -> None:
+        self._command = command
+        self._process = process
+        self._talk = talk
+
+    def await_line(self, pattern: str) -> str:
+        """Print the first line on stdout that matches; its group. Ends this process if none comes."""
+        deadline, out = time.monotonic() + _STARTUP_S, self._process.stdout
+        while select.select([out], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            line = out.readline().decode()
+            if found := re.match(pattern, line):
+                print(f"   {line}", end="", flush=True)
+                return found[1]
+            if not line:
+                break
+        raise self.ended("did not get ready")
+
+    def lines(self) -> Iterator[str]:
+        """What it says on stdout, line by line, until it ends."""
+        for line in self._process.stdout:
+            yield line.decode()
+
+    def ended(self, how: str = "ended") -> SystemExit:
+        """What to raise when it should still run: it tells what the command said last."""
+        self._talk.seek(0)
+        said = self._talk.read().decode(errors="replace")
+        return SystemExit(f"error: {shlex.join(map(str, self._command))} {how}:\n{said}")
+
+
+@contextlib.contextmanager
+def background(command: Words) -> Iterator[Background]:
+    """A command that runs beside this process inside the context."""
     with (
         tempfile.TemporaryFile() as talk,
-        subprocess.Popen(_installed(command), stdout=subprocess.PIPE, stderr=talk, bufsize=0) as server,
+        subprocess.Popen(_installed(command), stdout=subprocess.PIPE, stderr=talk, bufsize=0) as process,
     ):
         try:
-            yield _ready(server, talk)
+            yield Background(command, process, talk)
         finally:
-            server.terminate()
+            process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(_SHUTDOWN_S)
-            server.kill()
-
-
-def _ready(server: subprocess.Popen[bytes], talk: IO[bytes]) -> str:
-    deadline = time.monotonic() + _STARTUP_S
-    while select.select([server.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        line = server.stdout.readline().decode()
-        if found := re.match(r"serving .* on (\S+:\d+)$", line):
-            print(f"   {line}", end="", flush=True)
-            return found[1]
-        if not line:
-            break
-    talk.seek(0)
-    sys.exit(f"error: serve-model did not get ready:\n{talk.read().decode(errors='replace')}")
+                process.wait(_SHUTDOWN_S)
+            process.kill()
 
 
 def _installed(command: Words) -> list[str]:

@@ -1,14 +1,18 @@
-"""A cluster goes on training, and a server that is never reloaded answers with each new step."""
+"""A cluster goes on training, and servers that are never reloaded answer with each new step."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import queue
 import re
+import statistics
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from examples.cluster import Cluster, ClusterError, started_cluster
-from examples.commands import Words, run, serve, show, workspace
+from examples.commands import Background, Words, background, run, serve_replicas, show, workspace
 from serving.client import ModelClient
 
 HERE = Path(__file__).parent
@@ -27,6 +31,8 @@ MODEL = "ranker"
 
 _ASKED = {"user": np.arange(1_000), "item": np.arange(1_000) % 50}
 _POLL_S = 0.02
+_LAST_S = 60.0
+"""Replicas have so long to serve what was trained last."""
 _ROW = "   {:>5}  {:>13}  {:>8}  {:>12}  {:>12}  {:>15}  {:>11}"
 _HEADINGS = (
     "step",
@@ -44,12 +50,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work in DIR and leave everything there")
     parser.add_argument("--updates", type=int, default=8, help="positions to serve before training ends")
+    parser.add_argument("--replicas", type=int, default=2, help="how many servers there are")
     options = parser.parse_args()
     with workspace(options.keep) as directory:
-        return demonstrate(directory, options.updates)
+        return demonstrate(directory, options.updates, options.replicas)
 
 
-def demonstrate(directory: Path, updates: int) -> int:
+def demonstrate(directory: Path, updates: int, replicas: int) -> int:
     """Train, publish and serve at the same time in `directory`."""
     begun = time.monotonic()
     print(
@@ -60,21 +67,34 @@ def demonstrate(directory: Path, updates: int) -> int:
     stop.unlink(missing_ok=True)
     trainer = [HERE / "online.py", "--ckpt-dir", source.checkpoints, "--expected", answers, "--until", stop]
     size = ["--users", str(USERS), "--items", str(ITEMS)]
-    with started_cluster([*trainer, *size], logs=directory / "logs", workers=1) as cluster:
+    with (
+        started_cluster([*trainer, *size], logs=directory / "logs", workers=1) as cluster,
+        ExitStack() as stack,
+    ):
         source.await_checkpoint(cluster)
         show(source.command)
         full_bytes = json.loads(run([*source.command, "--json"]))["bytes"]
-        with serve(source.model) as address, ModelClient(address, MODEL) as client:
-            replica = Replica(address, client, full_bytes)
-            replica.introduce()
-            while source.await_increment(cluster, replica.step):
-                replica.refresh(source)
-                updates -= 1
-                if updates == 0:
-                    stop.touch()
-            with np.load(answers) as expected:
-                is_equal = replica.report(dict(expected))
-    print(f"   {time.monotonic() - begun:.0f} s, start-up of 4 nodes and the server included")
+        addresses = stack.enter_context(serve_replicas(source.model, replicas))
+        fleet = Fleet([stack.enter_context(Replica(address)) for address in addresses], full_bytes)
+        targets = [word for address in addresses for word in ("--target", address)]
+        agent: Words = ["serve-model", "agent", "--model-base-path", source.model, *targets, "--port", "0"]
+        show(agent)
+        stack.enter_context(background(agent))
+        watch: Words = [*source.command, "--watch", "--interval", "0.05"]
+        show(watch)
+        publications = Publications(stack.enter_context(background([*watch, "--json"])))
+        print(_ROW.format(*_HEADINGS))
+        while not fleet.serves(answers):
+            if (delta := publications.next()) is None:
+                source.require_training(cluster, answers)
+                continue
+            fleet.follow(delta, source.committed(delta))
+            updates -= 1
+            if updates == 0:
+                stop.touch()
+        with np.load(answers) as expected:
+            is_equal = fleet.report(dict(expected))
+    print(f"   {time.monotonic() - begun:.0f} s, start-up of 4 nodes and {replicas} servers included")
     return 0 if is_equal else 1
 
 
@@ -110,85 +130,156 @@ class Source:
                 sys.exit("error: training has ended without a checkpoint")
             time.sleep(_POLL_S)
 
-    def await_increment(self, cluster: Cluster, step: int) -> bool:
-        """Wait for an increment that leads beyond a step; False if training has ended and there is none."""
-        is_training = True
-        while is_training and max(self._increments(), default=0) <= step:
-            time.sleep(_POLL_S)
-            is_training = cluster.is_training()
-        return max(self._increments(), default=0) > step
-
-    def _increments(self) -> Iterator[int]:
-        """The steps that increments lead to."""
-        for manifest in self.checkpoints.glob("increments/*/manifest.json"):
-            yield int(manifest.parent.name.split("-")[1])  # <from>-<to>
+    def require_training(self, cluster: Cluster, answers: Path) -> None:
+        """End this process if training has ended, and left no answers."""
+        if not cluster.is_training() and not answers.exists():
+            sys.exit("error: training has ended without its own answers")
 
     def committed(self, delta: dict[str, Any]) -> float:
-        """When the newest file that a delta was made from was written, in seconds since 1970."""
+        """When the trainer had written the newest file that a delta was made from, in seconds since 1970."""
         for increment in reversed(delta["increments"]):
             return (self.checkpoints / "increments" / increment / "manifest.json").stat().st_mtime
         return Path(delta["checkpoint"] + ".index").stat().st_mtime
 
 
+class Publications:
+    """What `export-model --watch` has published, as it says so."""
+
+    def __init__(self, watch: Background) -> None:
+        self._watch = watch
+        self._said: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def next(self) -> dict[str, Any] | None:
+        """The next one, None if there is none for a moment."""
+        try:
+            found = self._said.get(timeout=_POLL_S)
+        except queue.Empty:
+            return None
+        if found is None:
+            raise self._watch.ended()
+        return found
+
+    def _read(self) -> None:
+        for line in self._watch.lines():
+            self._said.put(json.loads(line))
+        self._said.put(None)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The first answer from a position: when it came, the training step, and `click` for each pair."""
+
+    at: float
+    step: int
+    click: NDArray[np.float32]
+
+
 class Replica:
-    """The running server: brought to each new position, never reloaded."""
+    """A running server, that is asked all the time; every answer must come from one position."""
 
-    def __init__(self, address: str, client: ModelClient, full_bytes: int) -> None:
-        self._client = client
+    def __init__(self, address: str) -> None:
+        self._client = ModelClient(address, MODEL)
+        self.version = self._client.metadata().version
+        self.seen: dict[int, Seen] = {}
+        self._ask(**_ASKED)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> Replica:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._client.close()
+
+    @property
+    def position(self) -> int:
+        """Where it stands."""
+        return max(self.seen)
+
+    def versions(self) -> list[int]:
+        """The versions that the server has loaded."""
+        return [status.version for status in self._client.status()]
+
+    def first_from(self, position: int) -> Seen:
+        """The first answer from a position, or beyond it."""
+        return self.seen[min(at for at in self.seen if at >= position)]
+
+    def ask(self, user: NDArray, item: NDArray) -> NDArray[np.float32]:
+        """`click` for each pair."""
+        return self._ask(user=user, item=item)
+
+    def _follow(self) -> None:
+        while not self._stop.wait(_POLL_S):
+            self._ask(**_ASKED)
+
+    def _ask(self, **inputs: NDArray) -> NDArray[np.float32]:
+        answer = self._client.predict(inputs)
+        outputs, now = answer.outputs, time.time()
+        (position,), (step,) = (set(outputs[f"model_{name}"].tolist()) for name in ("position", "step"))
+        self.seen = {position: Seen(now, step, outputs["click"])} | self.seen
+        return outputs["click"]
+
+
+class Fleet:
+    """The running servers: brought to each new position by the agent, never reloaded."""
+
+    def __init__(self, replicas: Sequence[Replica], full_bytes: int) -> None:
+        self._replicas = replicas
         self._full_bytes = full_bytes
-        self._command: Words = ["serve-model", "update", address, "--model", MODEL]
-        self._position = self._version = client.metadata().version
-        self._answers = self._ask(**_ASKED)
-        self.step = self._version
+        self._before = replicas[0].seen[replicas[0].position]
+        self._seconds: list[float] = []
 
-    def introduce(self) -> None:
-        """Say what is done for each position."""
-        print("   then, for each new increment, the first command once more, and")
-        show(self._command)
-        print(_ROW.format(*_HEADINGS))
+    def serves(self, answers: Path) -> bool:
+        """True if all serve the step at which training has ended."""
+        if not answers.exists():
+            return False
+        with np.load(answers) as expected:
+            return all(replica.seen[replica.position].step == expected["step"] for replica in self._replicas)
 
-    def refresh(self, source: Source) -> None:
-        """Publish what the trainer has written, apply it, ask, and say how it went."""
-        delta = json.loads(run([*source.command, "--json"]))
-        done = json.loads(run([*self._command, "--json"]))
-        if delta["path"] is None or done["position"] != delta["position"]:
-            sys.exit(f"error: published {delta}, applied {done}")
-        self.step, self._position = delta["step"], delta["position"]
-        before, self._answers = self._answers, self._ask(**_ASKED)
-        seconds = time.time() - source.committed(delta)
+    def follow(self, delta: dict[str, Any], committed: float) -> None:
+        """Wait until every replica serves a delta, and say how it went."""
+        position, until = delta["position"], time.monotonic() + _LAST_S
+        while not all(replica.position >= position for replica in self._replicas):
+            if time.monotonic() > until:
+                sys.exit(f"error: {delta['path']} is not served after {_LAST_S:g} s")
+            time.sleep(_POLL_S)
+        seconds = max(replica.first_from(position).at for replica in self._replicas) - committed
+        self._seconds.append(seconds)
         size = sum(file.stat().st_size for file in Path(delta["path"]).iterdir())
+        before, now = self._before, self._replicas[0].first_from(position)
+        self._before = now
         cells = (
-            self.step,
+            delta["step"],
             f"{delta['rows']:,}",
             f"{size / 1024:,.0f} KiB",
             f"{size / self._full_bytes:.1%}",
             f"{seconds:.2f} s",
-            f"{(before != self._answers).sum():,} of {len(before):,}",
-            f"{self._answers[0]:.4f}",
+            f"{(before.click != now.click).sum():,} of {len(now.click):,}",
+            f"{now.click[0]:.4f}",
         )
         print(_ROW.format(*cells), flush=True)
 
     def report(self, expected: dict[str, NDArray]) -> bool:
         """Compare with the trainer's own answers; True if all is as it should be."""
-        served = self._ask(expected["user"], expected["item"])
-        difference = float(np.abs(served - expected["click"]).max())
-        is_equal = difference == 0 and self.step == expected["step"]
-        verdict = "equal to" if is_equal else "DIFFERENT from"
-        print(f"   training ended at step {expected['step']}: served answers for {len(served):,} pairs are")
+        median, longest = statistics.median(self._seconds), max(self._seconds)
+        print(
+            f"   from the trainer's increment to the answers of all {len(self._replicas)} servers: "
+            f"{median:.2f} s (median), {longest:.2f} s (longest)"
+        )
+        served = [replica.ask(expected["user"], expected["item"]) for replica in self._replicas]
+        difference = max(float(np.abs(click - expected["click"]).max()) for click in served)
+        verdict = "equal to" if difference == 0 else "DIFFERENT from"
+        print(
+            f"   training ended at step {expected['step']}: served answers for {len(served[0]):,} pairs are"
+        )
         print(f"   {verdict} the trainer's own, largest difference {difference:.1e}")
-        versions = [status.version for status in self._client.status()]
-        print(f"   the server has loaded version {', '.join(map(str, versions))} and nothing else")
-        return is_equal and versions == [self._version]
-
-    def _ask(self, user: NDArray, item: NDArray) -> NDArray[np.float32]:
-        """`click` for each pair; every answer must come from the version and the position we are at."""
-        answer = self._client.predict({"user": user, "item": item})
-        positions = set(answer.outputs["model_position"].tolist())
-        if (answer.version, positions) != (self._version, {self._position}):
-            sys.exit(
-                f"error: asked version {self._version} at {self._position}, it answered from {positions}"
-            )
-        return answer.outputs["click"]
+        loaded = {version for replica in self._replicas for version in replica.versions()}
+        print(f"   the servers have loaded version {', '.join(map(str, sorted(loaded)))} and nothing else")
+        return difference == 0 and loaded == {self._replicas[0].version}
 
 
 if __name__ == "__main__":

@@ -64,14 +64,8 @@ class Published:
 
     def arguments(self) -> list[str]:
         """Those of the command that publishes what is new."""
-        tensors = ("user_rows", "item_rows", "dense")
-        given = (
-            *("--ckpt-dir", self.trainer.directory, "--out", self.model, "--model", self.graph),
-            *("--input", "user=user:0", "--input", "item=item:0"),
-            *[part for name in tensors for part in ("--output", f"{name}={name}:0")],
-            *("--rename", r"s/(.*)=net/\1", *self.options),
-        )
-        return [*map(str, given), *([] if self.plain else ["--incr"])]
+        found = publishing(self.trainer.directory, self.model, self.graph)
+        return [*found, *self.options, *([] if self.plain else ["--incr"])]
 
     def publish(self, *more: str) -> int:
         """Train on and publish; the newest position."""
@@ -79,6 +73,18 @@ class Published:
         done = export_model(*self.arguments(), *more)
         assert done.code == 0, done.err
         return newest_version(self.model) if self.plain else self.position
+
+
+def publishing(ckpt_dir: Path, model: Path, graph: Path) -> list[str]:
+    """Arguments that publish what a `NumpyTrainer` has left, with the graph of `write_graph`."""
+    tensors = ("user_rows", "item_rows", "dense")
+    given = (
+        *("--ckpt-dir", ckpt_dir, "--out", model, "--model", graph),
+        *("--input", "user=user:0", "--input", "item=item:0"),
+        *[part for name in tensors for part in ("--output", f"{name}={name}:0")],
+        *("--rename", r"s/(.*)=net/\1"),
+    )
+    return [*map(str, given)]
 
 
 def newest_version(model: Path) -> int:

@@ -102,12 +102,15 @@ class Session:
 
 
 class NumpyTrainer:
-    """Files, sessions, and every state that ever was on disk."""
+    """Files, sessions, and every state that was on disk while this object was there.
+
+    Where a trainer was before, its files are taken up.
+    """
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.directory = directory
         self.rng = np.random.default_rng(seed)
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
         self.states: dict[StateId, Values] = {}
         self.edges: dict[StateId, list[tuple[int, str]]] = defaultdict(list)
         self.equal: list[set[StateId]] = []
@@ -115,8 +118,12 @@ class NumpyTrainer:
         self.sessions = 0
         self.session: Session | None = None
         self.event_time: Callable[[], Any] | None = None
-        values = {name: self.normal(shape) for name, shape in {**TABLES, **DENSE}.items()}
-        self.save_files(Variables({**values, STEP: np.array(10, np.int64)}))
+        self.took_up = bool(found := self.fulls())
+        if self.took_up:
+            self.kept = sorted(found, key=lambda name: found[name].step)
+        else:
+            values = {name: self.normal(shape) for name, shape in {**TABLES, **DENSE}.items()}
+            self.save_files(Variables({**values, STEP: np.array(10, np.int64)}))
 
     # --- what is on disk ---
 
@@ -177,7 +184,8 @@ class NumpyTrainer:
         self.sessions += 1
         if start == restored:
             self.session = Session(self.sessions, variables, publisher, {tip})
-            self.assert_same(variables.values, self.states[tip])
+            if not self.took_up:
+                self.assert_same(variables.values, self.states[tip])
         else:  # what was saved differs from what was restored: the training goes on from there
             self.session = Session(self.sessions, variables, publisher, {start})
         if not saver_first:
@@ -229,7 +237,9 @@ class NumpyTrainer:
     # --- what an operator does ---
 
     def point_to(self, name: str) -> None:
-        (self.directory / "checkpoint").write_text(f'model_checkpoint_path: "{name}"\n')
+        written = self.directory / ".checkpoint"
+        written.write_text(f'model_checkpoint_path: "{name}"\n')
+        written.replace(self.directory / "checkpoint")
 
     def set_back(self, what_of_later: str) -> None:
         """Point the state file to an older full checkpoint; those after it are kept, deleted, or lose shards.

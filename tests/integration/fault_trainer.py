@@ -1,0 +1,43 @@
+"""A trainer as a process of its own: it goes on where it was, until a file says that training is over.
+
+    python -m tests.integration.fault_trainer DIRECTORY SEED PACE_SECONDS UNTIL_FILE FINAL_NPZ
+
+An increment every PACE_SECONDS, a full checkpoint now and then. At the end the values that it has are in
+FINAL_NPZ, and on disk as an increment.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tests.support.numpy_trainer import NumpyTrainer
+
+_FULL_EVERY = 25
+
+
+def main(directory: str, seed: str, pace_s: str, until: str, final: str) -> None:
+    dice = random.Random(seed)
+    trainer = NumpyTrainer(Path(directory), int(seed))
+    # Some are restarted from the last full checkpoint alone: they fork.
+    trainer.begin(restores=dice.random() < 0.7, saver_first=dice.random() < 0.5, is_live=False)
+    while not Path(until).exists():
+        time.sleep(float(pace_s))
+        trainer.train(dice.randint(1, 6))
+        trainer.increment()
+        if dice.randrange(_FULL_EVERY) == 0:
+            trainer.save()
+    assert trainer.session is not None
+    variables = trainer.session.variables
+    trainer.end()
+    with Path(final).with_suffix(".tmp").open("wb") as file:
+        np.savez(file, **variables.values)
+    Path(file.name).replace(final)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

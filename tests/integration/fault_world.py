@@ -1,0 +1,616 @@
+"""A trainer, an exporter, an agent, servers and clients as real processes, and accidents in random order.
+
+Each accident is mended after a while, and others happen meanwhile. All the time:
+
+* a client of each server sees no position go back, except when the server was started anew while a delta
+  could not be read, or when the answer says that another version gave it;
+* two servers that stand at one position answer with the same bits;
+* no process ends by itself, unless the accident of that moment says why.
+
+At the end everything is mended, and each server holds what the trainer has, bit by bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from exporter.delta.chunk_digest import chunk_digest
+from exporter.errors import CallFailed, ExportError
+from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
+from exporter.publish.served_digests import served_chunks, served_digests
+from serving.client import ModelClient
+from serving.incremental_status import read_incremental_status
+from serving.status import VersionState
+from tests.integration.chaos_world import ITEMS, USERS, damaged, served, write_graph
+from tests.support.agents import ROOT, publishing
+from tests.support.clocks import Clock
+from tests.support.proxy import Network, Proxy
+
+SETTLED_WITHIN_S = 120.0
+_STARTED_WITHIN_S = 120.0
+_ASK_EVERY_S = 0.05
+_LONGEST_ACCIDENT_S = 4.0
+_TO_NOTICE_S = 5.0
+"""A process may end so long after what it ends of."""
+
+
+class Fault(AssertionError):
+    """Something that must not happen, did."""
+
+
+@dataclass
+class Program:
+    """A process that is started again whenever it has ended."""
+
+    name: str
+    command: Sequence[object]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+    started_at: float = 0.0
+    killed: bool = False
+
+    def start(self) -> None:
+        self.killed = False
+        self.starts += 1
+        self.started_at = time.monotonic()
+        with self.log.open("ab") as log:
+            log.write(f"--- start {self.starts}\n".encode())
+            log.flush()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *map(str, self.command)],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+            )
+
+    @property
+    def code(self) -> int | None:
+        """None while it runs."""
+        return None if self.process is None else self.process.poll()
+
+    def signal(self, number: int) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.killed = self.killed or number in (signal.SIGKILL, signal.SIGTERM)
+            self.process.send_signal(number)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGKILL)
+            self.process.wait(60)
+
+    def said(self) -> str:
+        """What it has printed."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def said_last(self) -> str:
+        """What it has printed since its last start, as far as one wants to read it."""
+        return self.said().rpartition("--- start")[2][-2000:]
+
+
+@dataclass
+class Accident:
+    """Something that is so for a while, perhaps several times at once."""
+
+    now: int = 0
+    ended_at: float = 0.0
+
+    def begin(self) -> None:
+        self.now += 1
+
+    def end(self) -> None:
+        self.now -= 1
+        self.ended_at = time.monotonic()
+
+    def was(self, since: float) -> bool:
+        """True if it was so at any time since then."""
+        return bool(self.now) or self.ended_at >= since
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An answer: of which start of the server, of which version, and from which position."""
+
+    start: int
+    version: int
+    position: int
+
+
+class Client:
+    """Asks one server all the time, and notes what is wrong in what it sees."""
+
+    def __init__(self, server: Program, port: int, model: str, world: World) -> None:
+        self.last: Seen | None = None
+        self.answers = self.unknown = self.back = 0
+        self._server = server
+        self._world = world
+        self._client = ModelClient(f"127.0.0.1:{port}", model, deadline_s=10)
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        inputs = {"user": np.arange(USERS), "item": np.arange(ITEMS)}
+        while not self._world.ended.is_set():
+            start = self._server.starts
+            with suppress(CallFailed):
+                answer = self._client.predict(inputs)
+                if self._server.starts == start:
+                    self._see(start, answer.version, dict(answer.outputs))
+            time.sleep(_ASK_EVERY_S)
+
+    def _see(self, start: int, version: int, outputs: dict[str, Any]) -> None:
+        positions = set(outputs.pop("model_position").tolist())
+        outputs.pop("model_step")
+        self.answers += 1
+        if len(positions) != 1:
+            self._world.fault(f"{self._server.name} answered from positions {positions}")
+        (position,) = positions
+        if position < 0:  # an update that died half-way: the next one repairs
+            self.unknown += 1
+            return
+        seen, last = Seen(start, version, position), self.last
+        self.last = seen
+        bits = hashlib.sha256(b"".join(outputs[name].tobytes() for name in sorted(outputs))).hexdigest()
+        known = self._world.answers.setdefault(position, bits)
+        if known != bits:
+            self._world.fault(f"{self._server.name} at {position} answers otherwise than another did")
+        if last is not None and position < last.position:
+            self.back += 1
+            is_said = seen.version != last.version
+            is_damage = seen.start != last.start and self._world.unreadable.was(self._server.started_at)
+            if not (is_said or is_damage):
+                self._world.fault(f"{self._server.name} went back: {last}, then {seen}")
+
+
+class World:
+    """One model and everybody around it; `dice` decides what happens."""
+
+    def __init__(
+        self,
+        directory: Path,
+        seed: int,
+        *,
+        replicas: int = 3,
+        pace_s: float = 0.3,
+        disk: Path | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.dice = random.Random(seed)
+        self.replicas = replicas
+        self.began = time.monotonic()
+        self._say = say
+        self.faults: list[str] = []
+        self.answers: dict[int, str] = {}
+        self.happened: dict[str, int] = {}
+        self.unreadable = Accident()
+        self.full = Accident()
+        self.ended = threading.Event()
+        self.stack = ExitStack()
+        self.stack.callback(self.ended.set)
+        self._heal: list[tuple[float, str, Callable[[], None]]] = []
+        self.clocks: list[tuple[str, Clock]] = []
+        root = directory if disk is None else disk
+        self.disk = disk
+        self.model, self.train = root / "ranker", root / "train"
+        self.until, self.final = directory / "until", directory / "final.npz"
+        graph = directory / "graph.meta"
+        write_graph(graph)
+
+        def program(name: str, *command: object) -> Program:
+            return Program(name, command, directory / f"{name}.log")
+
+        def with_clock(name: str, *command: object) -> Program:
+            clock = Clock(directory / f"{name}.clock")
+            self.clocks.append((name, clock))
+            return program(name, "tests.support.clocks", clock.file, *command)
+
+        self.trainer = program(
+            *("trainer", "tests.integration.fault_trainer", self.train, seed, pace_s, self.until, self.final)
+        )
+        options = ("--stamp", "--with-digest", "--incr", "--watch", "--interval", "0.1")
+        self.exporter = with_clock(
+            "exporter", "exporter", *publishing(self.train, self.model, graph), *options
+        )
+        ports = [_free_port() for _ in range(replicas)]
+        self.servers = [
+            program(
+                *(f"server{number}", "serving.cli", "run", self.model, "--port", port),
+                *("--poll-seconds", "0.2", "--wait", "60"),
+            )
+            for number, port in enumerate(ports)
+        ]
+        self.proxies = [self.stack.enter_context(Proxy(port)) for port in ports]
+        targets = [part for proxy in self.proxies for part in ("--target", proxy.address)]
+        self.agent = with_clock(
+            *("agent", "serving.cli", "agent", "--model-base-path", self.model, *targets, "--json"),
+            *("--port", "0", "--refresh-seconds", "1", "--deadline", "2", "--audit-seconds", "0.5"),
+        )
+        for each in self.programs:
+            self.stack.callback(each.stop)
+        self._ports = ports
+
+    @property
+    def programs(self) -> list[Program]:
+        return [self.trainer, self.exporter, *self.servers, self.agent]
+
+    def say(self, line: str) -> None:
+        self._say(f"{time.monotonic() - self.began:7.2f}  {line}")
+
+    def fault(self, what: str) -> None:
+        """Note that something must not have happened."""
+        self.say(f"FAULT {what}")
+        self.faults.append(what)
+
+    def begin(self) -> None:
+        """Start everybody, and wait until each server answers."""
+        self.trainer.start()
+        self.exporter.start()
+        self._wait("a base", lambda: any(self.model.glob("[0-9]*/manifest.json")), _STARTED_WITHIN_S)
+        for server in self.servers:
+            server.start()
+        self.agent.start()
+        self.clients = [
+            Client(server, port, self.model.name, self)
+            for server, port in zip(self.servers, self._ports, strict=True)
+        ]
+        self._wait(
+            "every server", lambda: all(client.last is not None for client in self.clients), _STARTED_WITHIN_S
+        )
+
+    def play(self, seconds: float) -> None:
+        """Let accidents happen for so long."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._happen()
+            pause = self.dice.uniform(0.1, 1.2)
+            while pause > 0:
+                self._mend(time.monotonic())
+                self._restart()
+                time.sleep(min(0.1, pause))
+                pause -= 0.1
+            if self.faults:
+                raise Fault("\n".join(self.faults))
+
+    def close(self) -> None:
+        self._mend(None)
+        self.stack.close()
+
+    # --- what may happen ---------------------------------------------------------------------------------
+
+    HAPPENINGS: ClassVar[dict[str, int]] = {
+        "kill_trainer": 3,
+        "kill_exporter": 4,
+        "kill_agent": 4,
+        "kill_server": 3,
+        "end_server": 1,
+        "pause": 4,
+        "network": 8,
+        "damage": 4,
+        "fill_disk": 2,
+        "clock_jump": 2,
+        "operate": 3,
+    }
+
+    def _happen(self) -> None:
+        what = self.dice.choices(list(self.HAPPENINGS), list(self.HAPPENINGS.values()))[0]
+        detail = getattr(self, what)()
+        if detail is not None:
+            self.happened[what] = self.happened.get(what, 0) + 1
+            self.say(f"{what} {detail}")
+
+    def kill_trainer(self) -> str:
+        self.trainer.signal(signal.SIGKILL)
+        return ""
+
+    def kill_exporter(self) -> str:
+        self.exporter.signal(signal.SIGKILL)
+        return ""
+
+    def kill_agent(self) -> str:
+        number = self.dice.choice([signal.SIGKILL, signal.SIGTERM])
+        self.agent.signal(number)
+        return number.name
+
+    def kill_server(self) -> str:
+        server = self.dice.choice(self.servers)
+        server.signal(signal.SIGKILL)
+        return server.name
+
+    def end_server(self) -> str:
+        server = self.dice.choice(self.servers)
+        server.signal(signal.SIGTERM)
+        return server.name
+
+    def pause(self) -> str:
+        """A process hangs for a while."""
+        program = self.dice.choice([self.exporter, self.agent, *self.servers])
+        program.signal(signal.SIGSTOP)
+        self._mend_later(f"{program.name} goes on", lambda: program.signal(signal.SIGCONT))
+        return program.name
+
+    def network(self) -> str:
+        """Between the agent and a server."""
+        number = self.dice.randrange(self.replicas)
+        proxy, network = self.proxies[number], self.dice.choice(list(Network)[1:])
+        proxy.be(network)
+        self._mend_later(f"network of server{number} is good", lambda: proxy.be(Network.GOOD))
+        return f"of server{number} is {network.value}"
+
+    def damage(self) -> str | None:
+        """A delta is damaged, or missing, and healed after a while."""
+        with suppress(OSError, ExportError):
+            deltas = list_deltas(read_log(self.model).path)
+            delta = self.dice.choice(deltas[-3:]) if deltas else None
+            files = [] if delta is None else [path for path in sorted(delta.path.iterdir()) if path.is_file()]
+            if delta is None or not files:
+                return None
+            self.unreadable.begin()
+            if self.dice.random() < 0.25:
+                aside = delta.path.with_name(f".aside-{delta.path.name}")
+                delta.path.rename(aside)
+                self._mend_later(
+                    f"{delta.path.name} is back", lambda: _put_back(aside, delta.path), self.unreadable
+                )
+                return f"{delta.path.name} is gone"
+            path = self.dice.choice(files)
+            damage = damaged(path, self.dice)
+            how = damage.__enter__()
+            self._mend_later(f"{path.name} is healed", lambda: _leave(damage), self.unreadable)
+            return f"{how} {delta.path.name}/{path.name}"
+        return None
+
+    def fill_disk(self) -> str | None:
+        """No space is left, for trainer and exporter."""
+        if self.full.now:
+            return None
+        self.full.begin()
+        if self.disk is None:  # as full as a process can be told that it is
+            limited = [program for program in (self.trainer, self.exporter) if program.code is None]
+            for program in limited:
+                _limit_files(program, 512)
+            self._mend_later("space is left again", lambda: _unlimit(limited), self.full)
+            return "by limits"
+        ballast = self.disk / "ballast"
+        _fill(ballast)
+        self._mend_later("space is left again", ballast.unlink, self.full)
+        return "to the last byte"
+
+    def clock_jump(self) -> str:
+        """The clock of the exporter or the agent is set."""
+        name, clock = self.dice.choice(self.clocks)
+        ahead_s = self.dice.choice([-86400, -3600, -5, 5, 3600, 86400])
+        clock.set(ahead_s)
+        return f"of the {name} by {ahead_s} s"
+
+    def operate(self) -> str | None:
+        """Somebody rolls back, resumes, merges or publishes a base."""
+        with suppress(OSError, ExportError):
+            log = read_log(self.model)
+            if log.held.is_set:
+                return self._command("resume", self.model)
+            positions = [delta.end for delta in log.deltas[-8:-1]]
+            choices = [("merge", self.model), ("merge", self.model, "--rebase")]
+            if positions:
+                choices.append(("rollback", self.model, "--to", self.dice.choice(positions)))
+            return self._command(*self.dice.choice(choices))
+        return None
+
+    def _command(self, *arguments: object) -> str:
+        """Run `export-model`; it may be killed, and may fail while something is damaged."""
+        limit = self.dice.choice([0.5, 2.0, 30.0, 30.0])
+        words = " ".join(str(argument) for argument in arguments if argument != self.model)
+        self.say(f"export-model {words}")
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "exporter", *map(str, arguments)],
+                capture_output=True,
+                text=True,
+                timeout=limit,
+                cwd=ROOT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return f"{words}, killed"
+        if "Traceback" in done.stderr or "unexpected" in done.stderr:
+            self.fault(f"export-model {words}: {done.stderr}")
+        return f"{words}, exit {done.returncode}"
+
+    # --- what is done about it ---------------------------------------------------------------------------
+
+    def _mend_later(self, what: str, mend: Callable[[], None], accident: Accident | None = None) -> None:
+        def end() -> None:
+            mend()
+            if accident is not None:
+                accident.end()
+
+        self._heal.append((time.monotonic() + self.dice.uniform(0.3, _LONGEST_ACCIDENT_S), what, end))
+
+    def _mend(self, now: float | None) -> None:
+        """Mend what is due; everything if `now` is None."""
+        due = [entry for entry in self._heal if now is None or entry[0] <= now]
+        for entry in reversed(due):  # the last damage first: each puts back what it found
+            self._heal.remove(entry)
+            entry[2]()
+            self.say(entry[1])
+
+    def _restart(self) -> None:
+        """Start those again that have ended; who ended by itself must have had a reason."""
+        for program in self.programs:
+            if program.process is None or (code := program.code) is None:
+                continue
+            if program is self.trainer and code == 0:
+                continue
+            if not program.killed and not self._may_end(program):
+                raise Fault(f"{program.name} ended with {code}: {program.said_last()}")
+            program.start()
+
+    def _may_end(self, program: Program) -> bool:
+        """The trainer, when it cannot save; the exporter, when a person is needed."""
+        lately = time.monotonic() - _TO_NOTICE_S
+        return (program is self.trainer and self.full.was(lately)) or (
+            program is self.exporter and self.unreadable.was(lately)
+        )
+
+    # --- the end -----------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Mend everything, let training end, and compare what is served with what was trained."""
+        self._mend(None)
+        for _, clock in self.clocks:
+            clock.set(0)
+        self.say("everything is mended")
+        self._restart()
+        with suppress(ExportError):
+            if read_log(self.model).held.is_set:
+                done = subprocess.run(
+                    [sys.executable, "-m", "exporter", "resume", str(self.model)], cwd=ROOT, check=False
+                )
+                self.say(f"resume, exit {done.returncode}")
+        self.until.touch()
+        self._wait("the end of training", self.final.exists)
+        with np.load(self.final) as arrays:
+            trained = served(dict(arrays))
+            step = int(arrays["global_step"])
+        self._wait(f"step {step} to be published", lambda: read_log(self.model).at.step == step)
+        log = read_log(self.model)
+        self._wait("every server at the newest position", lambda: self._all_at(log))
+        for server, port in zip(self.servers, self._ports, strict=True):
+            self._compare(server, port, log, trained)
+        done = subprocess.run(
+            [sys.executable, "-m", "exporter", "verify", str(self.model)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
+        if done.returncode:
+            self.fault(f"verify: {done.stderr}")
+        differing = [event for event in self.events() if event["what"] == "differs"]
+        for program in (self.exporter, *self.servers, self.agent):
+            if "Traceback" in (said := program.said()):
+                self.fault(f"{program.name}: {said[said.index('Traceback') :][:3000]}")
+        if differing:
+            self.fault(f"an audit found a difference: {differing[0]}")
+        if self.faults:
+            raise Fault("\n".join(self.faults))
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """What the agents said, all of them one after the other."""
+        for line in self.agent.said().splitlines():
+            with suppress(ValueError):
+                if isinstance(event := json.loads(line), dict) and "what" in event:
+                    yield event
+
+    def _all_at(self, log: DeltaLog) -> bool:
+        version = int(log.base.path.name)
+        return all(_standing(port, self.model.name, version) == log.at.position for port in self._ports)
+
+    def _compare(self, server: Program, port: int, log: DeltaLog, trained: dict[str, np.ndarray]) -> None:
+        """Each chunk of it is what was published, and what was published is what was trained."""
+        chunks = served_chunks(log)
+        published = served_digests(log, log.at.position, chunks)
+        own = []
+        for chunk in chunks:
+            value = trained[chunk.variable]
+            own.append(chunk_digest(value[chunk.start : chunk.stop] if value.ndim else value))
+        with ModelClient(f"127.0.0.1:{port}", self.model.name) as client:
+            rows = {"rows": np.arange(len(chunks))}
+            version = int(log.base.path.name)
+            answer = client.predict(rows, signature="incremental_digest", version=version).outputs
+        told = [int(bytes(text)) for text in answer["digest"]]
+        if published != own:
+            self.fault("what is published is not what was trained")
+        if told != own:
+            self.fault(f"{server.name} does not serve what was trained")
+
+    def _wait(self, what: str, happened: Callable[[], bool], seconds: float = SETTLED_WITHIN_S) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._restart()
+            with suppress(CallFailed, ExportError, OSError):
+                if happened():
+                    self.say(f"there is {what}")
+                    return
+            time.sleep(0.05)
+        tails = "\n".join(f"== {program.name}\n{program.said_last()}" for program in self.programs)
+        raise Fault("\n".join([*self.faults, f"not within {seconds:g} s: {what}", tails]))
+
+
+def _standing(port: int, model: str, version: int) -> int | None:
+    with ModelClient(f"127.0.0.1:{port}", model, deadline_s=5) as client:
+        newest = client.status()[0]
+        if newest.version != version or newest.state is not VersionState.AVAILABLE:
+            return None
+        found = read_incremental_status(client, version)
+    return None if found is None else found.position
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _put_back(aside: Path, path: Path) -> None:
+    if aside.exists() and not path.exists() and path.parent.exists():
+        aside.rename(path)
+
+
+def _leave(damage: Any) -> None:
+    with suppress(FileNotFoundError):  # retention has removed the delta meanwhile
+        damage.__exit__(None, None, None)
+
+
+def _limit_files(program: Program, bytes_: int) -> None:
+    assert program.process is not None
+    with suppress(ProcessLookupError):
+        _, hard = resource.prlimit(program.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(program.process.pid, resource.RLIMIT_FSIZE, (bytes_, hard))
+
+
+def _unlimit(programs: Sequence[Program]) -> None:
+    for program in programs:
+        if program.code is None:
+            _limit_files(program, resource.RLIM_INFINITY)
+
+
+def _fill(ballast: Path) -> None:
+    with ballast.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 16, 4096, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+@contextmanager
+def small_disk(directory: Path, megabytes: int = 64) -> Iterator[Path | None]:
+    """A file system of its own, where one may mount; else None."""
+    place = directory / "disk"
+    place.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        yield None
+        return
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], capture_output=True, check=False)
