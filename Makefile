@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test lint unit thorough docs soak fuzz chaos bench clean
+.PHONY: help demo test lint unit thorough docs soak fuzz chaos faults bench clean
 help:
 	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
 	@echo "make test    lint, types and all tests"
@@ -13,6 +13,7 @@ help:
 	@echo "make soak    hundreds of increments of a cluster whose processes die at random; some minutes"
 	@echo "make fuzz    thousands of damaged files of every kind; some minutes"
 	@echo "make chaos   all that trainers, exporters, operators and accidents do, in random order; half an hour"
+	@echo "make faults  processes killed and paused, networks cut, disks full, clocks set, beside an agent: MINUTES=10"
 	@echo "make bench   the speed suite, as ratios against stock TensorFlow"
 
 $(STAMP): pyproject.toml
@@ -50,6 +51,10 @@ fuzz: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python -m pytest -s tests/integration/chaos.py
+
+MINUTES ?= 10
+faults: $(STAMP)
+	FAULT_MINUTES=$(MINUTES) $(BIN)/python -m pytest -s tests/integration/faults.py
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks '$(ONLY)'

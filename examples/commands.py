@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import select
 import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import IO
 
 _STARTUP_S = 180
 _SHUTDOWN_S = 10
+_POLL_S = 0.05
 
 Words = list[str | Path]
 
@@ -72,6 +75,15 @@ class Background:
                 break
         raise self.ended("did not get ready")
 
+    def await_note(self, pattern: str) -> None:
+        """Return when it has said something on stderr that matches. Ends this process if it does not."""
+        deadline = time.monotonic() + _STARTUP_S
+        while not re.search(pattern, said := self._said()):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise self.ended("did not get ready")
+            time.sleep(_POLL_S)
+        print(textwrap.indent(said, "   "), end="", flush=True)
+
     def lines(self) -> Iterator[str]:
         """What it says on stdout, line by line, until it ends."""
         for line in self._process.stdout:
@@ -79,9 +91,11 @@ class Background:
 
     def ended(self, how: str = "ended") -> SystemExit:
         """What to raise when it should still run: it tells what the command said last."""
-        self._talk.seek(0)
-        said = self._talk.read().decode(errors="replace")
-        return SystemExit(f"error: {shlex.join(map(str, self._command))} {how}:\n{said}")
+        return SystemExit(f"error: {shlex.join(map(str, self._command))} {how}:\n{self._said()}")
+
+    def _said(self) -> str:
+        size = os.fstat(self._talk.fileno()).st_size  # it writes at the same offset: nothing may seek
+        return os.pread(self._talk.fileno(), size, 0).decode(errors="replace")
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ def demonstrate(directory: Path, updates: int, replicas: int) -> int:
         targets = [word for address in addresses for word in ("--target", address)]
         agent: Words = ["serve-model", "agent", "--model-base-path", source.model, *targets, "--port", "0"]
         show(agent)
-        stack.enter_context(background(agent))
+        stack.enter_context(background(agent)).await_note("http://")
         watch: Words = [*source.command, "--watch", "--interval", "0.05"]
         show(watch)
         publications = Publications(stack.enter_context(background([*watch, "--json"])))

@@ -206,6 +206,8 @@ class World:
         self.stack = ExitStack()
         self.stack.callback(self.ended.set)
         self._heal: list[tuple[float, str, Callable[[], None]]] = []
+        self.commands: list[tuple[float, Program]] = []
+        self._logs = directory
         self.clocks: list[tuple[str, Clock]] = []
         root = directory if disk is None else disk
         self.disk = disk
@@ -245,6 +247,7 @@ class World:
         )
         for each in self.programs:
             self.stack.callback(each.stop)
+        self.stack.callback(lambda: [program.stop() for _, program in self.commands])
         self._ports = ports
 
     @property
@@ -283,6 +286,7 @@ class World:
             pause = self.dice.uniform(0.1, 1.2)
             while pause > 0:
                 self._mend(time.monotonic())
+                self._tend_commands(time.monotonic())
                 self._restart()
                 time.sleep(min(0.1, pause))
                 pause -= 0.1
@@ -290,8 +294,8 @@ class World:
                 raise Fault("\n".join(self.faults))
 
     def close(self) -> None:
-        self._mend(None)
-        self.stack.close()
+        with self.stack:
+            self._mend(None)
 
     # --- what may happen ---------------------------------------------------------------------------------
 
@@ -405,33 +409,48 @@ class World:
         with suppress(OSError, ExportError):
             log = read_log(self.model)
             if log.held.is_set:
-                return self._command("resume", self.model)
+                return None
             positions = [delta.end for delta in log.deltas[-8:-1]]
             choices = [("merge", self.model), ("merge", self.model, "--rebase")]
             if positions:
-                choices.append(("rollback", self.model, "--to", self.dice.choice(positions)))
-            return self._command(*self.dice.choice(choices))
+                choices += [("rollback", self.model, "--to", self.dice.choice(positions))] * 2
+            chosen = self.dice.choice(choices)
+            if chosen[0] == "rollback":
+                self._mend_later("the hold is lifted", self._resume)
+            return self._command(*chosen)
         return None
 
-    def _command(self, *arguments: object) -> str:
-        """Run `export-model`; it may be killed, and may fail while something is damaged."""
-        limit = self.dice.choice([0.5, 2.0, 30.0, 30.0])
+    def _is_idle(self) -> bool:
+        self._tend_commands(time.monotonic())
+        return not self.commands
+
+    def _resume(self) -> None:
+        """Lift the hold, if there is one; while a file is damaged that fails, and `finish` does it."""
+        with suppress(OSError, ExportError):
+            if read_log(self.model).held.is_set:
+                self._command("resume", self.model)
+
+    def _command(self, *arguments: object, limit_s: float | None = None) -> str:
+        """Run `export-model` beside everything; it may be killed, and may fail while something is damaged."""
+        limit_s = limit_s or self.dice.choice([0.5, 2.0, 30.0, 30.0])
         words = " ".join(str(argument) for argument in arguments if argument != self.model)
-        self.say(f"export-model {words}")
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "exporter", *map(str, arguments)],
-                capture_output=True,
-                text=True,
-                timeout=limit,
-                cwd=ROOT,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return f"{words}, killed"
-        if "Traceback" in done.stderr or "unexpected" in done.stderr:
-            self.fault(f"export-model {words}: {done.stderr}")
-        return f"{words}, exit {done.returncode}"
+        log = self._logs / f"operator{len(self.commands)}.log"
+        program = Program(f"export-model {words}", ("exporter", *arguments), log)
+        program.start()
+        self.commands.append((time.monotonic() + limit_s, program))
+        return words
+
+    def _tend_commands(self, now: float) -> None:
+        """Kill those that take too long; those that have ended must have said why in words of their own."""
+        for command in list(self.commands):
+            until, program = command
+            if program.code is None and now < until:
+                continue
+            program.stop()
+            self.commands.remove(command)
+            self.say(f"{program.name} ended with {program.code}")
+            if "Traceback" in (said := program.said()) or "unexpected" in said:
+                self.fault(f"{program.name}: {said}")
 
     # --- what is done about it ---------------------------------------------------------------------------
 
@@ -478,12 +497,12 @@ class World:
             clock.set(0)
         self.say("everything is mended")
         self._restart()
-        with suppress(ExportError):
-            if read_log(self.model).held.is_set:
-                done = subprocess.run(
-                    [sys.executable, "-m", "exporter", "resume", str(self.model)], cwd=ROOT, check=False
-                )
-                self.say(f"resume, exit {done.returncode}")
+        self._wait("the end of every command", self._is_idle)
+        if read_log(self.model).held.is_set:
+            self.say(self._command("resume", self.model, limit_s=SETTLED_WITHIN_S))
+            self._wait(
+                "the end of the hold", lambda: self._is_idle() and not read_log(self.model).held.is_set
+            )
         self.until.touch()
         self._wait("the end of training", self.final.exists)
         with np.load(self.final) as arrays:
