@@ -95,6 +95,7 @@ class ExportRequest(Struct, frozen=True):
     `delta_dtype` it holds them rounded. `allow_batch_statistics` serves a graph that normalises
     by the request's own batch although the checkpoint has moving statistics. `plain` publishes a version that
     takes no deltas over one that does; `despite_hold` publishes a version although the model is held.
+    Of dynamic tables, keys are served that were seen `min_freq` times and updated within `max_age_steps`.
     `check_graph` builds the graph again before a delta and compares it with its base's. Without `again` a
     checkpoint that is published already, by the same plan, is an error (`PublishedAlready`).
     """
@@ -135,6 +136,8 @@ class ExportRequest(Struct, frozen=True):
     despite_hold: bool = False
     check_graph: bool = False
     again: bool = True
+    min_freq: int = 0
+    max_age_steps: int | None = None
 
     def __post_init__(self) -> None:
         """Take `file://` as a path, and refuse other URLs where a path is expected."""

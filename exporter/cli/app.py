@@ -9,13 +9,23 @@ from typing import Annotated
 import click
 
 from exporter.cli import doctor_command, history_command, inspect_command, log_commands
+from exporter.cli.export_help import (
+    CHECKS,
+    DELTAS,
+    FOLLOWING,
+    HELP,
+    KEYED,
+    NAMES,
+    PLACES,
+    SERVED,
+    STORAGE,
+)
 from exporter.errors import UsageError
 from exporter.options import DataMode, DeltaDtype, ExportFormat, ExportRequest, Isolation, Updates, Verify
 from exporter.pipeline.watch_loop import StopWhen, Watching, parse_duration
 from exporter.roles import node_role
 from exporter.terminal import completion
 from exporter.terminal.edge import (
-    EXIT_CODES,
     DebugFlag,
     JsonFlag,
     QuietFlag,
@@ -28,206 +38,180 @@ from exporter.terminal.parameters import App, Option
 
 app = App("export-model")
 
-_SERVED = "What to serve"
-_PLACES = "Where from, where to"
-_NAMES = "Which tensor is which"
-_STORAGE = "Storage"
-_CHECKS = "Checks"
-_DELTAS = "Deltas"
-_FOLLOWING = "Following training"
 
-_HELP = f"""Export a distributed TensorFlow checkpoint as a SavedModel that TensorFlow Serving can serve.
-
-The inference graph comes from --model: a builder (pkg.mod:fn or file.py:fn), a .meta file, or a SavedModel
-directory; without it, from the .meta beside the checkpoint. Data is linked, not copied, where the file system
-allows it.
-
-\b
-Examples:
-  export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker
-  export-model --ckpt-dir train/model.ckpt-900 --input x=Placeholder:0 --output y=Softmax:0 --out models/cnn
-  export-model --ckpt-dir train/ --model models/cnn/900 --average ema --verify outputs --out models/cnn
-  export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --dry-run
-  export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --watch --stop-idle 2h
-  export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --incr
-  export-model inspect train/
-
-{EXIT_CODES}"""
-
-
-@app.root(invoke_without_command=True, help=_HELP)
+@app.root(invoke_without_command=True, help=HELP)
 def export(
     context: click.Context,
     ckpt_dir: Annotated[
         Path | None,
         Option(
-            group=_PLACES,
+            group=PLACES,
             metavar="DIR|PREFIX",
             help="Checkpoint directory (its newest one), or one checkpoint's prefix.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        Option(group=_PLACES, metavar="MODEL", help="Model base path: the directory of the versions."),
+        Option(group=PLACES, metavar="MODEL", help="Model base path: the directory of the versions."),
     ] = None,
     model: Annotated[
         str | None,
         Option(
-            group=_SERVED,
+            group=SERVED,
             metavar="WHAT",
             help="What to serve: pkg.mod:fn, path/file.py:fn, a .meta file or a SavedModel directory.",
         ),
     ] = None,
     model_arg: Annotated[
         tuple[str, ...],
-        Option(group=_SERVED, metavar="NAME=VALUE", help="Builder's argument. Repeatable."),
+        Option(group=SERVED, metavar="NAME=VALUE", help="Builder's argument. Repeatable."),
     ] = (),
     input_: Annotated[
         tuple[str, ...],
-        Option("--input", group=_SERVED, metavar="NAME=TENSOR", help="Input, by tensor name. Repeatable."),
+        Option("--input", group=SERVED, metavar="NAME=TENSOR", help="Input, by tensor name. Repeatable."),
     ] = (),
     output: Annotated[
         tuple[str, ...],
-        Option(group=_SERVED, metavar="NAME=TENSOR", help="Output, by tensor name. Repeatable."),
+        Option(group=SERVED, metavar="NAME=TENSOR", help="Output, by tensor name. Repeatable."),
     ] = (),
     signatures: Annotated[
-        Path | None, Option(group=_SERVED, metavar="FILE", help="JSON file that defines several signatures.")
+        Path | None, Option(group=SERVED, metavar="FILE", help="JSON file that defines several signatures.")
     ] = None,
     tag: Annotated[
         str | None,
-        Option(group=_SERVED, metavar="TAG,TAG", help="Serve a SavedModel's graph with these tags."),
+        Option(group=SERVED, metavar="TAG,TAG", help="Serve a SavedModel's graph with these tags."),
     ] = None,
     train_tag: Annotated[
         str | None,
-        Option(group=_SERVED, metavar="TAG", help="Also keep the SavedModel's training graph of this tag."),
+        Option(group=SERVED, metavar="TAG", help="Also keep the SavedModel's training graph of this tag."),
     ] = None,
     feed: Annotated[
         tuple[str, ...],
         Option(
-            group=_SERVED, metavar="PLACEHOLDER=VALUE", help="Fix a placeholder: keep_prob=1.0. Repeatable."
+            group=SERVED, metavar="PLACEHOLDER=VALUE", help="Fix a placeholder: keep_prob=1.0. Repeatable."
         ),
     ] = (),
     rename: Annotated[
         tuple[str, ...],
         Option(
-            group=_NAMES,
+            group=NAMES,
             metavar="PATTERN=NAME",
             help="Map variables (regular expression) to tensor names. Repeatable.",
         ),
     ] = (),
     rename_file: Annotated[
         Path | None,
-        Option(group=_NAMES, metavar="FILE", help="File with lines 'variable tensor'; # begins a comment."),
+        Option(group=NAMES, metavar="FILE", help="File with lines 'variable tensor'; # begins a comment."),
     ] = None,
     by_order: Annotated[
         bool,
-        Option(group=_NAMES, help="Match arrays without names to variables by the graph's order."),
+        Option(group=NAMES, help="Match arrays without names to variables by the graph's order."),
     ] = False,
     allow_code: Annotated[
         bool,
-        Option(group=_SERVED, help="Trust a Keras archive: run code that it carries or names."),
+        Option(group=SERVED, help="Trust a Keras archive: run code that it carries or names."),
     ] = False,
     allow_batch_statistics: Annotated[
         bool,
         Option(
-            group=_SERVED,
+            group=SERVED,
             help="Serve batch normalisation by each request's own batch, although moving statistics exist.",
         ),
     ] = False,
     custom_objects: Annotated[
         tuple[str, ...],
         Option(
-            group=_SERVED,
+            group=SERVED,
             metavar="PKG.MOD|FILE.PY",
             help="Module with classes that a Keras archive may use. Repeatable.",
         ),
     ] = (),
     average: Annotated[
         str | None,
-        Option(group=_NAMES, metavar="ema|NAME", help="Serve moving averages instead of raw weights."),
+        Option(group=NAMES, metavar="ema|NAME", help="Serve moving averages instead of raw weights."),
     ] = None,
     partition_strategy: Annotated[
         tuple[str, ...],
-        Option(group=_NAMES, metavar="NAME=mod|div", help="How training looked up a table. Repeatable."),
+        Option(group=NAMES, metavar="NAME=mod|div", help="How training looked up a table. Repeatable."),
     ] = (),
     object_path: Annotated[
         str | None,
-        Option(group=_NAMES, metavar="PATH", help="Path to the served model in a TF2 checkpoint: net/tower."),
+        Option(group=NAMES, metavar="PATH", help="Path to the served model in a TF2 checkpoint: net/tower."),
     ] = None,
     cast: Annotated[
         tuple[str, ...],
         Option(
-            group=_STORAGE,
+            group=STORAGE,
             metavar="[PATTERN=]bfloat16|float16",
             help="Store matching variables in 16 bits. Repeatable.",
         ),
     ] = (),
     format_: Annotated[
         ExportFormat,
-        Option("--format", group=_PLACES, help="Write a SavedModel, Cloud ML's pair, or both."),
+        Option("--format", group=PLACES, help="Write a SavedModel, Cloud ML's pair, or both."),
     ] = ExportFormat.SAVED_MODEL,
     data: Annotated[
         DataMode,
-        Option(group=_STORAGE, help="How values reach the version; compact copies the needed bytes alone."),
+        Option(group=STORAGE, help="How values reach the version; compact copies the needed bytes alone."),
     ] = DataMode.AUTO,
     warmup: Annotated[
         Path | None,
         Option(
-            group=_STORAGE, metavar="FILE", help="Warm-up requests: one request in REST's JSON on each line."
+            group=STORAGE, metavar="FILE", help="Warm-up requests: one request in REST's JSON on each line."
         ),
     ] = None,
     no_warmup: Annotated[
-        bool, Option(group=_STORAGE, help="Make no warm-up requests for a base that takes deltas.")
+        bool, Option(group=STORAGE, help="Make no warm-up requests for a base that takes deltas.")
     ] = False,
     version: Annotated[
         str | None,
         Option(
-            group=_PLACES,
+            group=PLACES,
             metavar="N|time",
             help="Version number, or time (seconds since 1970). [default: the training step while it grows]",
         ),
     ] = None,
     keep: Annotated[
-        int | None, Option(group=_STORAGE, metavar="N", min=1, help="Keep only the newest N versions.")
+        int | None, Option(group=STORAGE, metavar="N", min=1, help="Keep only the newest N versions.")
     ] = None,
-    verify: Annotated[Verify, Option(group=_CHECKS, help="What to check before publishing.")] = Verify.FILES,
+    verify: Annotated[Verify, Option(group=CHECKS, help="What to check before publishing.")] = Verify.FILES,
     verify_inputs: Annotated[
         Path | None,
-        Option(group=_CHECKS, metavar="FILE", help="Requests for --verify outputs, in the form of --warmup."),
+        Option(group=CHECKS, metavar="FILE", help="Requests for --verify outputs, in the form of --warmup."),
     ] = None,
     tolerance: Annotated[
-        float, Option(group=_CHECKS, metavar="X", help="Largest difference that --verify outputs accepts.")
+        float, Option(group=CHECKS, metavar="X", help="Largest difference that --verify outputs accepts.")
     ] = 1e-6,
     incr: Annotated[
-        bool, Option(group=_DELTAS, help="Publish what changed as a delta; the first time, publish a base.")
+        bool, Option(group=DELTAS, help="Publish what changed as a delta; the first time, publish a base.")
     ] = False,
-    updatable: Annotated[bool, Option(group=_DELTAS, help="Publish a new base that takes deltas.")] = False,
+    updatable: Annotated[bool, Option(group=DELTAS, help="Publish a new base that takes deltas.")] = False,
     isolation: Annotated[
         Isolation,
         Option(
-            group=_DELTAS, help="Consistency during an update: snapshot never mixes two positions; row may."
+            group=DELTAS, help="Consistency during an update: snapshot never mixes two positions; row may."
         ),
     ] = Isolation.SNAPSHOT,
     snapshot_max_rows: Annotated[
         int,
-        Option(group=_DELTAS, metavar="N", min=0, help="Apply larger deltas in visible pieces."),
+        Option(group=DELTAS, metavar="N", min=0, help="Apply larger deltas in visible pieces."),
     ] = 4_000_000,
     stamp: Annotated[
-        bool, Option(group=_DELTAS, help="Add model_position and model_step to predict responses.")
+        bool, Option(group=DELTAS, help="Add model_position and model_step to predict responses.")
     ] = False,
     with_digest: Annotated[
-        bool, Option(group=_DELTAS, help="Add a signature that returns checksums of the served values.")
+        bool, Option(group=DELTAS, help="Add a signature that returns checksums of the served values.")
     ] = False,
     require_finite: Annotated[
-        bool, Option(group=_DELTAS, help="Make the model refuse deltas with NaN or infinity.")
+        bool, Option(group=DELTAS, help="Make the model refuse deltas with NaN or infinity.")
     ] = False,
     full_on_mismatch: Annotated[
-        bool, Option(group=_DELTAS, help="With --incr: publish a new base if no delta fits.")
+        bool, Option(group=DELTAS, help="With --incr: publish a new base if no delta fits.")
     ] = False,
     min_change: Annotated[
         float,
         Option(
-            group=_DELTAS,
+            group=DELTAS,
             metavar="X",
             min=0.0,
             help="With --incr: hold back rows that are less than X (Euclidean norm) from what is published.",
@@ -236,67 +220,74 @@ def export(
     delta_dtype: Annotated[
         DeltaDtype | None,
         Option(
-            group=_DELTAS, help="With --incr: send table rows as bfloat16 or int8; reports the largest error."
+            group=DELTAS, help="With --incr: send table rows as bfloat16 or int8; reports the largest error."
         ),
     ] = None,
     rebase: Annotated[
-        bool, Option(group=_DELTAS, help="With --incr: also publish a new base that includes all deltas.")
+        bool, Option(group=DELTAS, help="With --incr: also publish a new base that includes all deltas.")
     ] = False,
     notify: Annotated[
         tuple[str, ...],
         Option(
-            group=_DELTAS,
+            group=DELTAS,
             metavar="HOST[:PORT]",
             help="With --incr: ask this model server to apply what was published. Repeat it for several.",
         ),
     ] = (),
     plain: Annotated[
         bool,
-        Option(group=_PLACES, help="Publish a version that takes no deltas, although the newest one does."),
+        Option(group=PLACES, help="Publish a version that takes no deltas, although the newest one does."),
     ] = False,
     check_graph: Annotated[
-        bool, Option(group=_DELTAS, help="With --incr: build the graph again and compare it with the base's.")
+        bool, Option(group=DELTAS, help="With --incr: build the graph again and compare it with the base's.")
     ] = False,
     despite_hold: Annotated[
-        bool, Option(group=_PLACES, help="Publish a version although the model is held.")
+        bool, Option(group=PLACES, help="Publish a version although the model is held.")
     ] = False,
     again: Annotated[
-        bool, Option(group=_PLACES, help="Publish a checkpoint again that is already published.")
+        bool, Option(group=PLACES, help="Publish a checkpoint again that is already published.")
     ] = False,
+    min_freq: Annotated[
+        int, Option(group=KEYED, metavar="N", min=0, help="Serve keys that were seen N times or more.")
+    ] = 0,
+    max_age_steps: Annotated[
+        int | None,
+        Option(group=KEYED, metavar="N", min=0, help="Serve keys that were updated in the last N steps."),
+    ] = None,
     watch: Annotated[
         bool,
         Option(
-            group=_FOLLOWING, help="Keep running: export each new checkpoint or, with --incr, each change."
+            group=FOLLOWING, help="Keep running: export each new checkpoint or, with --incr, each change."
         ),
     ] = False,
     interval: Annotated[
         float,
-        Option(group=_FOLLOWING, metavar="SECONDS", min=0.05, help="How long --watch pauses between looks."),
+        Option(group=FOLLOWING, metavar="SECONDS", min=0.05, help="How long --watch pauses between looks."),
     ] = 1.0,
     stop_after: Annotated[
         str | None,
         Option(
-            group=_FOLLOWING,
+            group=FOLLOWING,
             metavar="DURATION",
             help="End --watch after this time: 90 (seconds), 15m, 2h, 1d.",
         ),
     ] = None,
     stop_count: Annotated[
-        int | None, Option(group=_FOLLOWING, metavar="N", min=1, help="End --watch after N publications.")
+        int | None, Option(group=FOLLOWING, metavar="N", min=1, help="End --watch after N publications.")
     ] = None,
     stop_step: Annotated[
         int | None,
-        Option(group=_FOLLOWING, metavar="STEP", min=0, help="End --watch once this step is published."),
+        Option(group=FOLLOWING, metavar="STEP", min=0, help="End --watch once this step is published."),
     ] = None,
     stop_idle: Annotated[
         str | None,
-        Option(group=_FOLLOWING, metavar="DURATION", help="End --watch after this time without news."),
+        Option(group=FOLLOWING, metavar="DURATION", help="End --watch after this time without news."),
     ] = None,
     any_role: Annotated[
         bool,
-        Option(group=_PLACES, help="Export even if this node of a cluster is not the chief."),
+        Option(group=PLACES, help="Export even if this node of a cluster is not the chief."),
     ] = False,
-    dry_run: Annotated[bool, Option(group=_CHECKS, help="Print the plan and write nothing.")] = False,
+    dry_run: Annotated[bool, Option(group=CHECKS, help="Print the plan and write nothing.")] = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -345,6 +336,8 @@ def export(
             verify_inputs=verify_inputs,
             tolerance=tolerance,
             min_change=min_change,
+            min_freq=min_freq,
+            max_age_steps=max_age_steps,
             delta_dtype=delta_dtype,
             plain=plain,
             despite_hold=despite_hold,

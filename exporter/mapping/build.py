@@ -12,6 +12,7 @@ from functools import cached_property
 from msgspec import Struct, field
 
 from exporter.catalog import Catalog, Naming, TensorRef
+from exporter.checkpoint.admission import Admission
 from exporter.checkpoint.object_graph import read_object_graph
 from exporter.errors import AmbiguousRename, MissingTensors, ShapeMismatch, UsageError
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
@@ -151,7 +152,7 @@ class MappingRules(Struct, frozen=True):
     variables. `strategies` says how tables were looked up in training where the user knows it;
     `trained` what the trainer's own graph tells. `object_path` leads to the served model in an object-based
     checkpoint; `tensors` names the tensor of a variable by its key where that was found out before, among the
-    objects of another checkpoint of the same trainer.
+    objects of another checkpoint of the same trainer. `admission` says which keys of dynamic tables are served.
     """
 
     renames: tuple[RenameRule, ...] = ()
@@ -162,6 +163,7 @@ class MappingRules(Struct, frozen=True):
     trained: MappingOf[str, PartitionStrategy] = field(default_factory=dict)
     object_path: str | None = None
     tensors: MappingOf[str, str] = field(default_factory=dict)
+    admission: Admission = Admission()
 
     def renamed(self, key: str) -> str | None:
         """The tensor name that the rename rules give a variable, None if none is about it.

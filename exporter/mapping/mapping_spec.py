@@ -16,6 +16,7 @@ from msgspec import Struct, field, to_builtins
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, SliceSpec, TensorRef
+from exporter.checkpoint.admission import Admission
 from exporter.errors import AmbiguousRename, MappingError, SchemaChanged
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.mapping.build import (
@@ -28,20 +29,42 @@ from exporter.mapping.build import (
     cast_for,
 )
 from exporter.mapping.table_sources import stored_names
+from exporter.tables.geometry import PARTS
 from exporter.wire.dtypes import DType
-from exporter.wire.json_documents import DocumentError, DtypeLabel, Shape, Text, doc
+from exporter.wire.json_documents import Count, DocumentError, DtypeLabel, Shape, Text, doc
+
+
+class DynamicTable(Struct, frozen=True):
+    """A table by arbitrary keys, served from four variables that the checkpoint does not have.
+
+    `name` is the variable's in the checkpoint unless a rule renames it; the last `defaults` rows are what
+    absent keys read.
+    """
+
+    name: str
+    key_dtype: DType
+    value_dtype: DType
+    dim: int
+    defaults: int
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names of its variables, in the order of `exporter.tables.geometry.PARTS`."""
+        return tuple(f"{self.name}/{part}" for part in PARTS)
 
 
 class MappingSpec(Struct, frozen=True):
     """The graph's variables (in the dtypes that the graph computes with), their lookups, and the rules.
 
-    `tables` are the graph's lookup tables, by the graph's names and in the shapes that they are stored in.
+    `tables` are the graph's lookup tables, by the graph's names and in the shapes that they are stored in;
+    `dynamic` its tables by arbitrary keys, whose variables are among the others.
     """
 
     variables: tuple[GraphVariable, ...]
     lookups: MappingOf[str, PartitionStrategy] = field(default_factory=dict)
     rules: MappingRules = field(default_factory=MappingRules)
     tables: tuple[GraphTable, ...] = ()
+    dynamic: tuple[DynamicTable, ...] = ()
 
     @classmethod
     def of(cls, graph: InferenceGraph, rules: MappingRules, mapping: VariableMapping) -> MappingSpec:
@@ -51,16 +74,20 @@ class MappingSpec(Struct, frozen=True):
             replace(table, key_shape=stored.key_shape, value_shape=stored.value_shape)
             for table, stored in zip(graph.tables, mapping.tables, strict=True)
         )
-        return cls(graph.variables, graph.lookups, replace(rules, tensors=found), tables)
+        dynamic = tuple(
+            DynamicTable(table.name, table.key_dtype, table.value_dtype, table.dim, len(table.defaults))
+            for table in graph.dynamic_tables
+        )
+        return cls(graph.variables, graph.lookups, replace(rules, tensors=found), tables, dynamic)
 
     def mapping(self, catalog: Catalog) -> VariableMapping:
-        """The mapping of another checkpoint of the same model.
+        """The mapping of another checkpoint of the same model, without its dynamic tables.
 
         Raises:
             SchemaChanged: a variable has no tensor there, or one of another shape or dtype.
         """
         graph = InferenceGraph(
-            "the published base", None, self.variables, lookups=self.lookups, tables=self.tables
+            "the published base", None, self.ordinary, lookups=self.lookups, tables=self.tables
         )
         try:
             return build_mapping(graph, catalog, self.rules)
@@ -68,6 +95,20 @@ class MappingSpec(Struct, frozen=True):
             raise SchemaChanged(
                 f"{catalog.prefix.name} does not fit what is published: {error.message}", cause=error.cause
             ) from error
+
+    @property
+    def ordinary(self) -> tuple[GraphVariable, ...]:
+        """The variables that are not a dynamic table's."""
+        others = {key for table in self.dynamic for key in table.keys}
+        return tuple(variable for variable in self.variables if variable.key not in others)
+
+    def trained_name(self, table: DynamicTable) -> str:
+        """The name that a dynamic table has in the checkpoint.
+
+        Raises:
+            AmbiguousRename: two rules disagree.
+        """
+        return self.rules.renamed(table.name) or table.name
 
     def sources(self) -> tuple[TensorSource, ...]:
         """The served variables as they lie in a bundle published by this spec, whatever the trainer had."""
@@ -112,6 +153,7 @@ class MappingSpec(Struct, frozen=True):
             dict(sorted(self.lookups.items())),
             RulesDocument.of(self.rules),
             tuple(map(TableDocument.of, self.tables)) or None,
+            tuple(map(DynamicTableDocument.of, self.dynamic)) or None,
         )
 
     @classmethod
@@ -126,6 +168,7 @@ class MappingSpec(Struct, frozen=True):
             document.lookups,
             document.rules.read(),
             tuple(table.read() for table in document.tables or ()),
+            tuple(table.read() for table in document.dynamic or ()),
         )
 
 
@@ -186,6 +229,26 @@ class TableDocument(Struct, frozen=True):
         return GraphTable(self.node, self.keys, self.values, *dtypes, shape, self.has_all_buckets, key_shape)
 
 
+class DynamicTableDocument(Struct, frozen=True):
+    """A table by arbitrary keys."""
+
+    name: Annotated[Text, doc("its name; its variables have this one, a slash and the part's")]
+    key_dtype: Annotated[DtypeLabel, doc("of its keys in the checkpoint")]
+    dtype: Annotated[DtypeLabel, doc("of its rows in the checkpoint")]
+    dimension: Annotated[Count, doc("numbers in a row")]
+    defaults: Annotated[Count, doc("how many rows, the last ones, are what absent keys read")]
+
+    @classmethod
+    def of(cls, table: DynamicTable) -> DynamicTableDocument:
+        """What a manifest says of it."""
+        return cls(table.name, table.key_dtype.label, table.value_dtype.label, table.dim, table.defaults)
+
+    def read(self) -> DynamicTable:
+        """The table."""
+        dtypes = DType.of(self.key_dtype), DType.of(self.dtype)
+        return DynamicTable(self.name, *dtypes, self.dimension, self.defaults)
+
+
 class RenameDocument(Struct, frozen=True):
     """A rule that names a variable's tensor."""
 
@@ -211,6 +274,8 @@ class RulesDocument(Struct, frozen=True, kw_only=True):
     trained: Annotated[dict[Text, PartitionStrategy], doc("how training looked tables up, as its graph says")]
     object_path: Annotated[Text | None, doc("--object-path")]
     tensors: Annotated[dict[Text, Text], doc("the tensor that was found for each variable")]
+    min_freq: Annotated[Count, doc("--min-freq")] = 0
+    max_age_steps: Annotated[Count | None, doc("--max-age-steps")] = None
 
     @classmethod
     def of(cls, rules: MappingRules) -> RulesDocument:
@@ -224,6 +289,8 @@ class RulesDocument(Struct, frozen=True, kw_only=True):
             trained=dict(sorted(rules.trained.items())),
             object_path=rules.object_path,
             tensors=dict(sorted(rules.tensors.items())),
+            min_freq=rules.admission.min_freq,
+            max_age_steps=rules.admission.max_age_steps,
         )
 
     def read(self) -> MappingRules:
@@ -242,6 +309,7 @@ class RulesDocument(Struct, frozen=True, kw_only=True):
                 trained=self.trained,
                 object_path=self.object_path,
                 tensors=self.tensors,
+                admission=Admission(self.min_freq, self.max_age_steps),
             )
         except (re.error, AmbiguousRename) as error:
             raise DocumentError(f"a rule does not parse: {error}") from error
@@ -254,6 +322,7 @@ class MappingSpecDocument(Struct, frozen=True, omit_defaults=True):
     lookups: Annotated[dict[Text, PartitionStrategy], doc("how the graph looks each of them up")]
     rules: Annotated[RulesDocument, doc("the rules that variables were mapped to tensors by")]
     tables: Annotated[tuple[TableDocument, ...] | None, doc("lookup tables whose contents are served")] = None
+    dynamic: Annotated[tuple[DynamicTableDocument, ...] | None, doc("tables by arbitrary keys")] = None
 
 
 _DIMENSIONS = "shape, full_shape and starts have as many numbers as it has dimensions"

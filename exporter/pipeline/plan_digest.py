@@ -49,6 +49,8 @@ def plan_digest(
         "data": request.data.value,
         "verify": request.verify.value,
     }
+    if request.min_freq or request.max_age_steps is not None:
+        told["admission"] = [request.min_freq, request.max_age_steps]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
