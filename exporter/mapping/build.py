@@ -152,7 +152,7 @@ class MappingRules(Struct, frozen=True):
     variables. `strategies` says how tables were looked up in training where the user knows it;
     `trained` what the trainer's own graph tells. `object_path` leads to the served model in an object-based
     checkpoint; `tensors` names the tensor of a variable by its key where that was found out before, among the
-    objects of another checkpoint of the same trainer. `admission` says which keys of dynamic tables are served.
+    objects of another checkpoint of the same trainer. `admission` says which keys of tables are served.
     """
 
     renames: tuple[RenameRule, ...] = ()

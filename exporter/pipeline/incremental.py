@@ -47,6 +47,7 @@ from exporter.mapping.request_rules import parse_rules
 from exporter.options import ExportRequest, Updates, Verify
 from exporter.pipeline.log_maintenance import tidy
 from exporter.pipeline.same_graph import SameGraph, check_same_graph
+from exporter.pipeline.table_deltas import ordinary, table_changes
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
@@ -389,7 +390,7 @@ def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) 
     """The hashes of what is published, given those of the trainer's rows."""
     tables = dict(index.tables)
     for variable in schema.variables:
-        if variable.name in stale:
+        if variable.name in stale and variable.name in tables:
             row_bytes = math.prod(variable.shape[1:]) * variable.dtype.numpy.itemsize
             tables[variable.name] = without_rows(tables[variable.name], stale[variable.name], row_bytes)
     return replace(index, tables=tables)
@@ -403,11 +404,14 @@ def _all_changes(
         layers = (planned.remembered, *trainer.layers()) if planned.remembered else trainer.layers()
         if needs_folding(layers, log.schema):
             layers = fold_whole(layers, log.schema, published())
+        layers = (*layers, table_changes(log, trainer, scratch).changes)
         return _Found({**merge_changes(layers, log.schema, scratch), **planned.lookups})
     known = read_index(log.path / HASHES_DIRECTORY, **_state_of(log))
+    spec = log.base.entry.mapping_spec
     with progress("compare", trainer.mapping.bytes_) as bar:
         hasher = known.hasher if known else BlockHasher.fresh()
         how = Comparison(scratch, known, hasher, progress=bar)
-        found = diff(published(), trainer.state(), log.schema, how)
+        found = diff(published(), trainer.state(), ordinary(log.schema, spec), how)
+    tables = table_changes(log, trainer, scratch)
     hashes = HashIndex(log.lineage, planned.position, hasher, found.hashes, state="")
-    return _Found(found.changes, found.bytes_, hashes)
+    return _Found(found.changes | tables.changes, found.bytes_ + tables.compared_bytes, hashes)

@@ -35,7 +35,7 @@ def plan_digest(
     Raises:
         MissingAsset: a file of the graph's tables is gone.
     """
-    told = {
+    told: dict[str, object] = {
         "graph": _graph(graph),
         "assets": [[asset.file_name, _file(asset.source)] for asset in graph.assets],
         "variables": [

@@ -1,0 +1,160 @@
+"""Changes of dynamic tables: rows by keys become rows by number of a table's four variables.
+
+A dynamic table is served from four ordinary variables (`exporter.tables.geometry`). What is published tells
+where each key's row is, which rows are free, and how keys are to be placed; so what a delta holds of such a
+table are rows of four tables, and whoever applies, merges or takes back deltas knows nothing of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from msgspec import Struct
+
+from exporter.delta.diff import RowSpill, differing_rows
+from exporter.delta.format import Change, Rows, Schema, ServedVariable
+from exporter.delta.keyed_rows import KeyedRows
+from exporter.delta.snapshot import Snapshot
+from exporter.errors import CorruptFile
+from exporter.mapping.mapping_spec import DynamicTable
+from exporter.tables.change_index import IndexChange, change_index, find_rows, live_rows
+from exporter.tables.geometry import TableGeometry
+
+Array = np.ndarray[Any, Any]
+
+_KEYS_AT_ONCE = 1 << 20
+_BYTES_AT_ONCE = 4 << 20
+
+
+class KeyedSource(Protocol):
+    """A table as the trainer has it now: `keys`, int64, no key twice, and the row of each."""
+
+    @property
+    def keys(self) -> Array:
+        """The keys that are to be served."""
+
+    def values(self, places: Array) -> Array:
+        """The rows of the keys at these places of `keys`, in the dtype that is served."""
+
+
+class ServedTable(Struct, frozen=True):
+    """A dynamic table as it is published; it is read at any places, so `check` it first."""
+
+    state: Snapshot
+    variables: tuple[ServedVariable, ServedVariable, ServedVariable, ServedVariable]
+    geometry: TableGeometry
+
+    @classmethod
+    def of(cls, table: DynamicTable, schema: Schema, state: Snapshot) -> ServedTable:
+        """The table among the variables of a schema.
+
+        Raises:
+            CorruptFile: its variables are not those of a table.
+        """
+        by_name = {variable.name: variable for variable in schema.variables}
+        try:
+            seeds, rows, keys, values = (by_name[name] for name in table.keys)
+            geometry = TableGeometry.of_shapes(seeds.shape[0], rows.shape[0], keys.shape[0], table.defaults)
+        except (KeyError, ValueError) as error:
+            raise CorruptFile(f"what is published of table {table.name!r} is no table: {error}") from None
+        return cls(state, (seeds, rows, keys, values), geometry)
+
+    @property
+    def index_names(self) -> tuple[str, ...]:
+        """Its variables but for the values."""
+        return tuple(variable.name for variable in self.variables[:-1])
+
+    @property
+    def row_values(self) -> ServedVariable:
+        """The variable that holds the rows."""
+        return self.variables[-1]
+
+    def seeds(self, groups: Array) -> Array:
+        """Elements of `index_seeds`."""
+        return self._at(0, groups)
+
+    def rows(self, slots: Array) -> Array:
+        """Elements of `index_rows`."""
+        return self._at(1, slots)
+
+    def keys(self, rows: Array) -> Array:
+        """Elements of `keys`."""
+        return self._at(2, rows)
+
+    def find(self, keys: Array) -> Array:
+        """The row of each key, int64; -1 for those that are absent."""
+        found = [
+            find_rows(self.geometry, self, keys[start : start + _KEYS_AT_ONCE])
+            for start in range(0, len(keys), _KEYS_AT_ONCE)
+        ]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def live(self) -> tuple[Array, Array]:
+        """The rows that keys have, increasing, and these keys; all of the index is read."""
+        rows = np.flatnonzero(live_rows(self.geometry, self))
+        return rows, self.keys(rows)
+
+    def _at(self, part: int, ids: Array) -> Array:
+        return self.state.rows_at(self.variables[part].name, ids.astype(np.int64, copy=False))
+
+
+def upserted(table: ServedTable, rows: KeyedRows) -> dict[str, Change]:
+    """The changes by which these rows, new keys among them, come into a table; values as they are served.
+
+    Raises:
+        TableFull: there is no room for the new keys.
+    """
+    none = np.empty(0, np.int64)
+    change = change_index(table.geometry, table, rows.keys, none)
+    changes = _index_changes(table, change)
+    if len(rows):
+        order = np.argsort(change.added)
+        changes[table.row_values.name] = Rows(change.added[order], rows.values[order])
+    return changes
+
+
+def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[str, Change]:
+    """The changes that make a table hold the trainer's keys and rows, and no others.
+
+    Raises:
+        TableFull: there is no room for the new keys.
+        DiskFull, PublishError: the scratch file cannot be written.
+    """
+    rows = table.find(trained.keys)
+    live, live_keys = table.live()
+    drop = live_keys[~np.isin(live, rows[rows >= 0], assume_unique=True)]
+    new = np.flatnonzero(rows < 0)
+    change = change_index(table.geometry, table, trained.keys[new], drop)
+    rows[new] = change.added
+    is_new = np.zeros(len(rows), bool)
+    is_new[new] = True
+    changes = _index_changes(table, change)
+    with RowSpill(table.row_values, scratch) as spill:
+        for ids, places in _in_steps(table, rows):
+            values = trained.values(places)
+            before = table.state.rows_at(table.row_values.name, ids)
+            differ = is_new[places]
+            differ[differing_rows(before, values)] = True
+            spill.add(ids[differ], values[differ])
+        found = spill.rows()
+    if found is not None:
+        changes[table.row_values.name] = found
+    return changes
+
+
+def _in_steps(table: ServedTable, rows: Array) -> Iterator[tuple[Array, Array]]:
+    """Row numbers in ascending order, and where each stands in `rows`, so many as bounded memory takes."""
+    order = np.argsort(rows)
+    row_bytes = max(1, int(np.prod(table.row_values.shape[1:])) * table.row_values.dtype.numpy.itemsize)
+    step = max(1, _BYTES_AT_ONCE // row_bytes)
+    for start in range(0, len(order), step):
+        places = order[start : start + step]
+        yield rows[places], places
+
+
+def _index_changes(table: ServedTable, change: IndexChange) -> dict[str, Change]:
+    found = zip(table.index_names, (change.seeds, change.rows, change.keys), strict=True)
+    return {name: Rows(part.ids, part.values) for name, part in found if len(part.ids)}

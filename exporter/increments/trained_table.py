@@ -1,0 +1,108 @@
+"""A dynamic table as the trainer has it: its full checkpoint with what increments touched since."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from exporter.catalog import Catalog
+from exporter.checkpoint.admission import Admission, admitted
+from exporter.checkpoint.cast_values import cast_values
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, read_keys
+from exporter.checkpoint.tensor_bundle import check_values, memory_map
+from exporter.delta.keyed_rows import KeyedRows
+from exporter.wire.dtypes import DType
+
+Array = np.ndarray[Any, Any]
+
+
+class TrainedTable(Struct, frozen=True, eq=False, dict=True):
+    """The admitted keys of a table, and where their rows are.
+
+    `places` counts through the rows of all parts in the full checkpoint, then through `touched`, which are
+    as they are served, in `dtype`.
+    """
+
+    catalog: Catalog
+    variable: EmbeddingVariable
+    dtype: DType
+    keys: Array
+    places: Array
+    touched: KeyedRows | None
+
+    @classmethod
+    def read(
+        cls,
+        catalog: Catalog,
+        variable: EmbeddingVariable,
+        dtype: DType,
+        admission: Admission,
+        touched: KeyedRows | None = None,
+    ) -> TrainedTable:
+        """The table, every checksum verified.
+
+        A touched key counts as recent, and its frequency is the newest.
+
+        Raises:
+            CorruptFile: the table is damaged, see `embedding_variables`.
+            CheckpointChanged: a shard vanished or shrank since the catalog was read.
+            MappingError: a value does not fit the dtype.
+        """
+        keys = read_keys(catalog, variable)
+        mask = admitted(catalog, variable, admission, catalog.step)
+        for part in variable.parts:
+            check_values(catalog, part.values)
+        places = np.arange(len(keys))
+        if touched is None:
+            return cls(catalog, variable, dtype, *_where(mask, keys, places), None)
+        touched = in_dtype(touched, dtype)
+        enough = np.broadcast_to(admission.enough(touched.freqs), len(touched))
+        newer = touched.rows_of(keys)
+        is_old = newer < 0
+        kept = is_old if mask is None else is_old & mask
+        keys = np.concatenate([keys[kept], touched.keys[enough]])
+        places = np.concatenate([places[kept], len(is_old) + np.flatnonzero(enough)])
+        return cls(catalog, variable, dtype, keys, places, touched)
+
+    @property
+    def bytes_(self) -> int:
+        """Bytes of its rows as they are served."""
+        return len(self.keys) * self.variable.dim * self.dtype.numpy.itemsize
+
+    def values(self, places: Array) -> Array:
+        """The rows of the keys at these places of `keys`, in the dtype that is served."""
+        wanted = self.places[places]
+        values = np.empty((len(wanted), self.variable.dim), self.dtype.numpy)
+        start = 0
+        for part in self._parts:
+            inside = (wanted >= start) & (wanted < start + len(part))
+            if inside.any():
+                rows = part[wanted[inside] - start]
+                values[inside] = cast_values(rows, self.dtype, self.variable.name)
+            start += len(part)
+        if self.touched is not None:
+            inside = wanted >= start
+            values[inside] = self.touched.values[wanted[inside] - start]
+        return values
+
+    @cached_property
+    def _parts(self) -> list[Array]:
+        return [memory_map(self.catalog, part.values) for part in self.variable.parts]
+
+
+def in_dtype(rows: KeyedRows, dtype: DType) -> KeyedRows:
+    """The rows as they are served.
+
+    Raises:
+        MappingError: a value does not fit the dtype.
+    """
+    values = cast_values(np.asarray(rows.values), dtype, rows.name)
+    return KeyedRows(rows.name, rows.keys, values, rows.freqs)
+
+
+def _where(mask: Array | None, *arrays: Array) -> Collection[Array]:
+    return arrays if mask is None else [array[mask] for array in arrays]

@@ -1,0 +1,126 @@
+"""What changed of a log's dynamic tables: told by increments, or found by comparing keys and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from exporter.catalog import Catalog
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables
+from exporter.delta.checked_files import CheckedFiles
+from exporter.delta.format import Change, Schema
+from exporter.delta.snapshot import Snapshot
+from exporter.delta.table_changes import ServedTable, compared, upserted
+from exporter.errors import SchemaChanged
+from exporter.increments.deeprec import DeepRecIncrement
+from exporter.increments.trained_table import TrainedTable, in_dtype
+from exporter.layout import CHECKED_DIRECTORY
+from exporter.mapping.mapping_spec import DynamicTable, MappingSpec
+from exporter.pipeline.trainer_state import TrainerState
+from exporter.publish.delta_log import DeltaLog
+
+
+class TableChanges(Struct, frozen=True):
+    """Changes by served variable, and the served bytes that were compared for them."""
+
+    changes: dict[str, Change]
+    compared_bytes: int = 0
+
+
+def ordinary(schema: Schema, mapping_spec: MappingSpec) -> Schema:
+    """The variables of a schema that are not a dynamic table's."""
+    if not mapping_spec.dynamic:
+        return schema
+    others = {key for table in mapping_spec.dynamic for key in table.keys}
+    return Schema.of(variable for variable in schema.variables if variable.name not in others)
+
+
+def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
+    """What leads the log's dynamic tables to the trainer's state.
+
+    Increments tell of rows, never of deletions: these come with a comparison, when there is another full
+    checkpoint. What is published is checked before anything is placed by it.
+
+    Raises:
+        TableFull: a table has no room for its new keys.
+        SchemaChanged: a table is gone, or has other rows than what is published.
+        CheckpointError: a file is damaged or cannot be read.
+    """
+    if not log.base.entry.mapping_spec.dynamic:
+        return TableChanges({})
+    newest = next((each for each in trainer.plan.increments if isinstance(each, DeepRecIncrement)), None)
+    if not trainer.plan.is_known:
+        return _compared(log, trainer, newest, scratch)
+    return TableChanges({} if newest is None else _told(log, trainer, newest))
+
+
+class _Table(Struct, frozen=True):
+    """A dynamic table: as the log has it, as the trainer's checkpoint has it, and its published variables."""
+
+    table: DynamicTable
+    variable: EmbeddingVariable
+    served: ServedTable
+
+
+def _tables(log: DeltaLog, catalog: Catalog, published: Snapshot) -> Iterator[_Table]:
+    spec = log.base.entry.mapping_spec
+    known = embedding_variables(catalog)
+    for table in spec.dynamic:
+        name = spec.trained_name(table)
+        if (variable := known.get(name)) is None:
+            raise SchemaChanged(f"{catalog.prefix.name} has no embedding variable {name!r}, which is served")
+        if (variable.value_dtype, variable.dim) != (table.value_dtype, table.dim):
+            raise SchemaChanged(
+                f"{catalog.prefix.name} has rows {variable.value_dtype.label}[{variable.dim}] of {name!r}, "
+                f"the base was made of {table.value_dtype.label}[{table.dim}]"
+            )
+        yield _Table(table, variable, ServedTable.of(table, log.schema, published))
+
+
+def _told(log: DeltaLog, trainer: TrainerState, newest: DeepRecIncrement) -> dict[str, Change]:
+    """The changes that an increment tells of, but for rows that the last one that was published held too."""
+    spec = log.base.entry.mapping_spec
+    published = log.state(only={key for table in spec.dynamic for key in table.keys})
+    tables = {each.variable.name: each for each in _tables(log, trainer.catalog, published)}
+    _check_index(log, published, tables.values())
+    before = newest.published_before(log.trained.increment, tables.keys())
+    changes: dict[str, Change] = {}
+    for rows in newest.keyed(tables.keys()):
+        served = tables[rows.name].served
+        is_new = served.find(rows.keys) < 0
+        wanted = ~is_new | (is_new & spec.rules.admission.enough(rows.freqs))
+        if rows.name in before:
+            wanted &= is_new | ~rows.same_as(before[rows.name])
+        if wanted.any():
+            changes |= upserted(served, in_dtype(rows.at(wanted), served.row_values.dtype))
+    return changes
+
+
+def _check_index(log: DeltaLog, published: Snapshot, tables: Iterable[_Table]) -> None:
+    """Verify what leads to the rows, unless it was verified before and its files are as they were."""
+    files = CheckedFiles.of(log.path / CHECKED_DIRECTORY, published.stored.values())
+    published.trust(known := files.known(published.stored.values()))
+    published.check(name for each in tables for name in each.served.index_names)
+    if published.checked:
+        files.save(published.checked | known)
+
+
+def _compared(
+    log: DeltaLog, trainer: TrainerState, newest: DeepRecIncrement | None, scratch: Path
+) -> TableChanges:
+    """The differences between the trainer's keys and rows and those that are published."""
+    admission, published = log.base.entry.mapping_spec.rules.admission, log.state()
+    tables = [*_tables(log, trainer.catalog, published)]
+    names = [each.variable.name for each in tables]
+    touched = {} if newest is None else {rows.name: rows for rows in newest.keyed(names)}
+    changes: dict[str, Change] = {}
+    size = 0
+    for each in tables:
+        published.check(each.table.keys)
+        rows, dtype = touched.get(each.variable.name), each.served.row_values.dtype
+        now = TrainedTable.read(trainer.catalog, each.variable, dtype, admission, rows)
+        changes |= compared(each.served, now, scratch)
+        size += now.bytes_
+    return TableChanges(changes, size)
