@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 
@@ -58,7 +57,8 @@ class TrainedTable(Struct, frozen=True, eq=False, dict=True):
             check_values(catalog, part.values)
         places = np.arange(len(keys))
         if touched is None:
-            return cls(catalog, variable, dtype, *_where(mask, keys, places), None)
+            chosen = slice(None) if mask is None else mask
+            return cls(catalog, variable, dtype, keys[chosen], places[chosen], None)
         touched = in_dtype(touched, dtype)
         enough = np.broadcast_to(admission.enough(touched.freqs), len(touched))
         newer = touched.rows_of(keys)
@@ -102,7 +102,3 @@ def in_dtype(rows: KeyedRows, dtype: DType) -> KeyedRows:
     """
     values = cast_values(np.asarray(rows.values), dtype, rows.name)
     return KeyedRows(rows.name, rows.keys, values, rows.freqs)
-
-
-def _where(mask: Array | None, *arrays: Array) -> Collection[Array]:
-    return arrays if mask is None else [array[mask] for array in arrays]

@@ -13,7 +13,7 @@ from collections.abc import Mapping as MappingOf
 from typing import Annotated
 
 from msgspec import Struct, field, to_builtins
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from exporter.catalog import Catalog, SliceSpec, TensorRef
 from exporter.checkpoint.admission import Admission
@@ -138,7 +138,7 @@ class MappingSpec(Struct, frozen=True):
         if given == MappingRules():
             return
         own = replace(self.rules, trained={}, tensors={})
-        was, now = (to_builtins(RulesDocument.of(rules)) for rules in (own, given))
+        was, now = (to_builtins(RulesDocument.of(rules)) | asdict(rules.admission) for rules in (own, given))
         differing = [name for name in was if was[name] != now[name]]
         if differing:
             raise SchemaChanged(
@@ -154,6 +154,8 @@ class MappingSpec(Struct, frozen=True):
             RulesDocument.of(self.rules),
             tuple(map(TableDocument.of, self.tables)) or None,
             tuple(map(DynamicTableDocument.of, self.dynamic)) or None,
+            self.rules.admission.min_freq,
+            self.rules.admission.max_age_steps,
         )
 
     @classmethod
@@ -163,10 +165,11 @@ class MappingSpec(Struct, frozen=True):
         Raises:
             DocumentError: a rule or a part of a variable is malformed.
         """
+        admission = Admission(document.min_freq, document.max_age_steps)
         return cls(
             tuple(variable.read() for variable in document.variables),
             document.lookups,
-            document.rules.read(),
+            replace(document.rules.read(), admission=admission),
             tuple(table.read() for table in document.tables or ()),
             tuple(table.read() for table in document.dynamic or ()),
         )
@@ -274,8 +277,6 @@ class RulesDocument(Struct, frozen=True, kw_only=True):
     trained: Annotated[dict[Text, PartitionStrategy], doc("how training looked tables up, as its graph says")]
     object_path: Annotated[Text | None, doc("--object-path")]
     tensors: Annotated[dict[Text, Text], doc("the tensor that was found for each variable")]
-    min_freq: Annotated[Count, doc("--min-freq")] = 0
-    max_age_steps: Annotated[Count | None, doc("--max-age-steps")] = None
 
     @classmethod
     def of(cls, rules: MappingRules) -> RulesDocument:
@@ -289,8 +290,6 @@ class RulesDocument(Struct, frozen=True, kw_only=True):
             trained=dict(sorted(rules.trained.items())),
             object_path=rules.object_path,
             tensors=dict(sorted(rules.tensors.items())),
-            min_freq=rules.admission.min_freq,
-            max_age_steps=rules.admission.max_age_steps,
         )
 
     def read(self) -> MappingRules:
@@ -309,7 +308,6 @@ class RulesDocument(Struct, frozen=True, kw_only=True):
                 trained=self.trained,
                 object_path=self.object_path,
                 tensors=self.tensors,
-                admission=Admission(self.min_freq, self.max_age_steps),
             )
         except (re.error, AmbiguousRename) as error:
             raise DocumentError(f"a rule does not parse: {error}") from error
@@ -323,6 +321,8 @@ class MappingSpecDocument(Struct, frozen=True, omit_defaults=True):
     rules: Annotated[RulesDocument, doc("the rules that variables were mapped to tensors by")]
     tables: Annotated[tuple[TableDocument, ...] | None, doc("lookup tables whose contents are served")] = None
     dynamic: Annotated[tuple[DynamicTableDocument, ...] | None, doc("tables by arbitrary keys")] = None
+    min_freq: Annotated[Count, doc("--min-freq")] = 0
+    max_age_steps: Annotated[Count | None, doc("--max-age-steps")] = None
 
 
 _DIMENSIONS = "shape, full_shape and starts have as many numbers as it has dimensions"
