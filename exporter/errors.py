@@ -16,6 +16,7 @@
     │   ├── UnknownTensor            2   a signature names a tensor that the graph lacks
     │   ├── CodeRefused              2   a model's own archive asks for code that was not allowed
     │   ├── NotServable                  an output depends on something that cannot be served
+    │   │   └── ForeignOperations            an output needs operations that stock TensorFlow does not have
     │   └── MissingAsset                 a file that the graph's tables are filled from is not there
     ├── MappingError                 4   graph and checkpoint do not fit
     │   ├── MissingTensors               variables without a tensor
@@ -199,6 +200,12 @@ class NotServable(GraphError):
     """An output depends on something that cannot be served."""
 
     default_hint = "choose other outputs, or feed the named tensor with --input"
+
+
+class ForeignOperations(NotServable):
+    """An output needs operations that stock TensorFlow does not have."""
+
+    default_hint = "choose outputs that do not need them, or feed tensors behind them: --input NAME=TENSOR"
 
 
 class MissingAsset(GraphError):

@@ -82,7 +82,8 @@ class ExportRequest(Struct, frozen=True):
     """Everything a full export is told; the fields are the options of `export-model`.
 
     `model` is a name as `--model` takes it, or a builder itself; without it what lies beside the checkpoint
-    is used. Of a SavedModel's graphs `tag` names the one to serve, `train_tag` one to keep for training.
+    is used. `absent_keys` says by names of dynamic tables (regular expressions) what keys read there that are
+    absent. Of a SavedModel's graphs `tag` names the one to serve, `train_tag` one to keep for training.
     `renames` and `casts` are rules in the command line's form; `partition_strategies` says `mod` or
     `div` for tables; `object_path` leads to the served model among the objects of an object-based checkpoint;
     `version` is None (the position), a number, or `"time"`. `tolerance` is the largest
@@ -108,6 +109,7 @@ class ExportRequest(Struct, frozen=True):
     outputs: Mapping[str, str] = field(default_factory=dict)
     signatures: Path | None = None
     feeds: Mapping[str, str] = field(default_factory=dict)
+    absent_keys: Mapping[str, str] = field(default_factory=dict)
     renames: tuple[str, ...] = ()
     rename_file: Path | None = None
     by_order: bool = False

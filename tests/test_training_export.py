@@ -36,6 +36,7 @@ FULL = ExportRequest(
     outputs={"y": "Softmax:0", "z": "Top:1"},
     signatures=Path("signatures.json"),
     feeds={"keep_prob": "1.0"},
+    absent_keys={"user.*": "0.5"},
     renames=(r"a/(.*)=b/\1", "-c=d"),
     rename_file=Path("names"),
     by_order=True,

@@ -91,6 +91,14 @@ def export(
             group=SERVED, metavar="PLACEHOLDER=VALUE", help="Fix a placeholder: keep_prob=1.0. Repeatable."
         ),
     ] = (),
+    absent_key: Annotated[
+        tuple[str, ...],
+        Option(
+            group=_SERVED,
+            metavar="PATTERN=NUMBER",
+            help="What keys read that dynamic tables (regular expression) do not hold. Repeatable.",
+        ),
+    ] = (),
     rename: Annotated[
         tuple[str, ...],
         Option(
@@ -316,6 +324,7 @@ def export(
             tag=tag,
             train_tag=train_tag,
             feeds=pairs("--feed", feed),
+            absent_keys=pairs("--absent-key", absent_key),
             renames=tuple(rename or ()),
             rename_file=rename_file,
             by_order=by_order,

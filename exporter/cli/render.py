@@ -145,6 +145,7 @@ def _graph_document(found: GraphView, *, tensors: bool) -> inspections.GraphInsp
         kind="graph",
         path=str(found.path),
         nodes=found.nodes,
+        embedding_variables=found.embedding_variables,
         placeholders=list(map(_spec, found.placeholders)),
         batches=list(map(_spec, found.batches)),
         likely_outputs=list(map(_spec, found.likely_outputs)),
@@ -155,6 +156,7 @@ def _graph_document(found: GraphView, *, tensors: bool) -> inspections.GraphInsp
 
 def _graph_lines(found: GraphView) -> Iterator[str]:
     yield _line("graph", f"{found.path}: {found.nodes} nodes, {found.variables} variables")
+    yield from (_line("table by keys", escape(name)) for name in found.embedding_variables)
     yield from (_line("placeholder", str(spec)) for spec in found.placeholders)
     yield from (_line("batch", str(spec)) for spec in found.batches)
     yield from (_line("output?", str(spec)) for spec in found.likely_outputs[:_LIKELY_SHOWN])

@@ -15,6 +15,8 @@ from msgspec import Struct
 from exporter.errors import UsageError
 from exporter.graph.asset_paths import remember_paths
 from exporter.graph.batch.opening import BatchSize, Ends, settle_batch
+from exporter.graph.deeprec_ops import foreign_ops
+from exporter.graph.dynamic_tables import tables_among
 from exporter.graph.feeds import cut_inputs, fix_constants, pipeline_batches, served_shape
 from exporter.graph.functions import mutating, served_library
 from exporter.graph.inference_graph import InferenceGraph
@@ -59,10 +61,11 @@ def clean(source: SourceGraph) -> InferenceGraph:
     index = GraphIndex.of(source.meta_graph)
     signatures = {name: _Ends.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
     nodes = _with_constants(index, source, signatures.values())
-    replaced = _cut(index, nodes, signatures.values())
+    foreign = foreign_ops(index.nodes.values(), index.functions)
+    replaced = _cut(index, nodes, signatures.values(), foreign)
     roots = _roots(signatures.values(), replaced)
     needed, filling = _needed(index, nodes, replaced, roots, source.init_op)
-    check_servable(nodes, reach(nodes, filling), fed=set(), allowed={*filling})
+    check_servable(nodes, reach(nodes, filling), fed=set(), allowed={*filling}, foreign=foreign)
     check_reads(nodes, needed.inputs, mutating(index.functions), where="")
 
     kept = _copies(nodes, needed)
@@ -73,7 +76,8 @@ def clean(source: SourceGraph) -> InferenceGraph:
     kept = _still_needed(kept, [*roots, *filling])
     assets = find_assets(source, kept, filling)
     use_file_names(kept, assets)
-    variables = graph_variables(kept, source.keys)
+    dynamic = tables_among(source.dynamic_tables, kept)
+    variables = graph_variables(kept, source.keys, {node for table in dynamic for node in table.nodes})
     filling += remember_paths(kept, roots, filling, assets)
     init_op = _add_init_op(kept, filling)
     size = _settled(index, kept, signatures.values(), moved)
@@ -96,6 +100,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
         notes=(*source.notes, *size.notes, *training.notes(), *_defaults(kept, fed)),
         objects=source.objects,
         traced_rows=size.traced,
+        dynamic_tables=dynamic,
         layers={source.keys[node].key: place for node, place in source.layers.items() if node in source.keys},
     )
 
@@ -132,7 +137,9 @@ def _with_constants(index: GraphIndex, source: SourceGraph, signatures: Iterable
     return nodes
 
 
-def _cut(index: GraphIndex, nodes: dict[str, Proto], signatures: Iterable[_Ends]) -> dict[Endpoint, Endpoint]:
+def _cut(
+    index: GraphIndex, nodes: dict[str, Proto], signatures: Iterable[_Ends], foreign: Collection[str]
+) -> dict[Endpoint, Endpoint]:
     """Check what a request to each signature runs, and put placeholders where nothing computes an input.
 
     A server can be fed any tensor. So one that a signature takes and another one computes stays as it is.
@@ -144,7 +151,7 @@ def _cut(index: GraphIndex, nodes: dict[str, Proto], signatures: Iterable[_Ends]
         given |= ends.inputs
         wanted = dict.fromkeys(tensor.node for tensor in ends.outputs if tensor not in ends.inputs)
         reached = reach(nodes, wanted, given=ends.inputs.keys())
-        check_servable(nodes, reached, fed={tensor.node for tensor in ends.inputs})
+        check_servable(nodes, reached, fed={tensor.node for tensor in ends.inputs}, foreign=foreign)
         computed |= reached.inputs.keys()
     return cut_inputs(index, nodes, {t: alias for t, alias in given.items() if t.node not in computed})
 

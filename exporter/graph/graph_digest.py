@@ -3,7 +3,7 @@
 Left out is what differs between two runs of one builder, or two `.meta` files of one program, and means
 nothing: the order of nodes and functions, names of functions (which count up), hints and names of shared
 resources, debugging information, the version of TensorFlow. Names of nodes count: another name may be another
-variable.
+variable. How large a dynamic table is, which the checkpoint tells, is left out as well.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Mapping
 
 from exporter.graph.inference_graph import InferenceGraph
+from exporter.tables.lookup import SIZE
 from exporter.wire import protos
 from exporter.wire.protos import Proto
 
@@ -24,12 +25,24 @@ def graph_digest(graph: InferenceGraph) -> str:
     functions = {function.signature.name: function for function in graph_def.library.function}
     names = _FunctionNames(functions)
     total = hashlib.sha256()
+    sized = {node for table in graph.dynamic_tables for node in table.nodes}
+    sized |= {node.name for node in graph_def.node if SIZE in node.attr}
     for node in sorted(graph_def.node, key=lambda node: str(node.name)):
-        total.update(_node(node, names))
+        total.update(_node(_without_size(node) if node.name in sized else node, names))
+    for table in sorted(graph.dynamic_tables, key=lambda table: table.name):
+        total.update(f"{table.name}\0{table.defaults.shape}\0".encode() + table.defaults.tobytes())
     for name, signature in sorted(graph.meta_graph.signature_def.items()):
         total.update(name.encode() + b"\0" + signature.SerializeToString(deterministic=True))
     total.update((graph.init_op or "").encode())
     return total.hexdigest()
+
+
+def _without_size(node: Proto) -> Proto:
+    copy = protos.NodeDef()
+    copy.CopyFrom(node)
+    for size in ("shape", "value"):
+        copy.attr.pop(size, None)
+    return copy
 
 
 class _FunctionNames:

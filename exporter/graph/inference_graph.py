@@ -11,13 +11,9 @@ from msgspec import Struct, field
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph
+from exporter.tables.geometry import PARTS
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
-
-TABLE_VARIABLES = ("index_keys", "index_rows", "values")
-"""The variables that a dynamic table is served from, by the last part of their names."""
-BUCKET_SLOTS = 8
-"""Keys in a bucket of a dynamic table's index: a cache line of them."""
 
 
 class PartitionStrategy(Enum):
@@ -80,15 +76,15 @@ class GraphTable(Struct, frozen=True):
 
 
 class GraphDynamicTable(Struct, frozen=True, eq=False):
-    """A table whose rows have arbitrary integers as keys; it is served from three ordinary variables.
+    """A table whose rows have arbitrary integers as keys; it is served from four ordinary variables.
 
-    `name` is what a checkpoint calls it, without a part's number. `nodes` are the VarHandleOps of its three
-    variables in the order of `TABLE_VARIABLES`. A key that it does not hold reads a row of `defaults`, an
-    array [d, dim] of `value_dtype`: row `key mod d`.
+    `name` is what a checkpoint calls it, without a part's number. `nodes` are the VarHandleOps of its
+    variables in the order of `exporter.tables.geometry.PARTS`. A key that it does not hold reads a row of
+    `defaults`, an array [d, dim] of `value_dtype`: row `key mod d`.
     """
 
     name: str
-    nodes: tuple[str, str, str]
+    nodes: tuple[str, str, str, str]
     key_dtype: DType
     value_dtype: DType
     dim: int
@@ -96,12 +92,12 @@ class GraphDynamicTable(Struct, frozen=True, eq=False):
 
     @property
     def variables(self) -> tuple[GraphVariable, ...]:
-        """Its three variables, with -1 for the numbers of buckets and rows, which the checkpoint tells."""
-        dtypes = (DType.INT64, DType.INT32, self.value_dtype)
-        widths = (BUCKET_SLOTS, BUCKET_SLOTS, self.dim)
+        """Its variables, with -1 for sizes that the checkpoint tells."""
+        dtypes = (DType.INT64, DType.INT32, DType.INT64, self.value_dtype)
+        shapes: tuple[tuple[int, ...], ...] = ((-1,), (-1,), (-1,), (-1, self.dim))
         return tuple(
-            GraphVariable(node, f"{self.name}/{suffix}", dtype, (-1, width))
-            for node, suffix, dtype, width in zip(self.nodes, TABLE_VARIABLES, dtypes, widths, strict=True)
+            GraphVariable(node, f"{self.name}/{suffix}", dtype, shape)
+            for node, suffix, dtype, shape in zip(self.nodes, PARTS, dtypes, shapes, strict=True)
         )
 
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from exporter.graph.deeprec_ops import HANDLE
 from exporter.graph.feeds import hands_over_batches
 from exporter.graph.keys import VARIABLE_OPS
 from exporter.graph.nodes import Endpoint, GraphIndex, data_inputs
 from exporter.graph.servable import changes_state
 from exporter.wire.protos import Proto
 
-_SAVER = re.compile(r"(Save|Restore)(V2|Slices?)?|MergeV2Checkpoints|ShardedFile(name|spec)")
+_SAVER = re.compile(
+    r"(Save|Restore)(V[23]|Slices?)?|MergeV2Checkpoints|ShardedFile(name|spec)|KvResource(Incr)?Import\w*"
+)
 _FILE_NAMES = re.compile(r"Identity|PlaceholderWithDefault|StringJoin|Pack|Select(V2)?|StaticRegexFullMatch")
 _ANSWERS = ("Softmax", "Sigmoid", "TopKV2", "ArgMax")
 _TRAINING = re.compile(r"(.*/)?gradients(_\d+)?/.*|(.*/)?(logistic_loss|softmax_cross_entropy)\w*/.*")
@@ -57,7 +60,7 @@ def _is_a_savers(index: GraphIndex, name: str) -> bool:
             if not _SAVER.fullmatch(op) and not _FILE_NAMES.fullmatch(op):
                 return False
             saves |= _SAVER.fullmatch(op) is not None
-            if reader not in seen and not op.startswith("Restore"):
+            if reader not in seen and not op.startswith(("Restore", "KvResource")):
                 seen.add(reader)
                 pending.append(reader)
     return saves
@@ -90,7 +93,7 @@ def _updates(index: GraphIndex, nodes: set[str]) -> set[str]:
 
 def _variables_values(index: GraphIndex) -> set[str]:
     """Variables, and what is computed from them alone: reads, and partitions put together."""
-    variables = [name for name, node in index.nodes.items() if node.op in VARIABLE_OPS]
+    variables = [name for name, node in index.nodes.items() if node.op in VARIABLE_OPS or node.op == HANDLE]
     fed = {*_after(index, _inputs(index), index.nodes)}
     return {*_after(index, variables, index.nodes.keys() - fed)}
 

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from exporter.checkpoint.trainers import AUTODIST_SCOPE
 from exporter.errors import CorruptFile, NotServable, UsageError
 from exporter.files import read_regular
+from exporter.graph.deeprec import convert_deeprec
 from exporter.graph.feeds import parse_feeds
 from exporter.graph.keys import variable_keys
 from exporter.graph.likely_ends import input_placeholders, likely_outputs
@@ -99,6 +100,7 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
     Raises:
         UsageError: there are none of these.
         UnknownTensor: one names a tensor that is not there.
+        NotServable: outputs need an embedding variable of a kind that cannot be served.
     """
     index = GraphIndex.of(meta_graph)
     drop_internal(meta_graph)
@@ -111,6 +113,9 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
         check_signatures(meta_graph, index)
     else:
         raise _nothing_to_serve(index, label)
+    converted = convert_deeprec(meta_graph, request.absent_keys)
+    if converted.tables:
+        index = GraphIndex.of(meta_graph)
     return SourceGraph(
         label=label,
         meta_graph=meta_graph,
@@ -119,6 +124,8 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
         init_op=add_init_op(meta_graph, index),
         directory=directory,
         tables=table_keys(meta_graph, index),
+        notes=converted.notes,
+        dynamic_tables=converted.tables,
     )
 
 

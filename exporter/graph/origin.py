@@ -121,6 +121,7 @@ def graph_options(request: GraphRequest) -> dict[str, Any]:
     given: dict[str, Any] = {
         "--model-arg": dict(request.model_args),
         "--feed": dict(request.feeds),
+        "--absent-key": dict(request.absent_keys),
         "--input": dict(request.inputs),
         "--output": dict(request.outputs),
         "--tag": request.tag,

@@ -7,7 +7,7 @@ copies the whole table at each request once a row was scattered into it (copy-on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
@@ -80,7 +80,7 @@ def _add_read(nodes: dict[str, Proto], variable: Proto) -> str:
     return name
 
 
-def free_name(nodes: Mapping[str, Proto], wish: str) -> str:
+def free_name(nodes: Collection[str], wish: str) -> str:
     """`wish`, with a number behind it if a node has that name already."""
     name, number = wish, 0
     while name in nodes:
@@ -104,8 +104,10 @@ def _make_handle(node: Proto, shared_name: str) -> None:
     node.CopyFrom(handle)
 
 
-def graph_variables(nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey]) -> tuple[GraphVariable, ...]:
-    """The variables behind the VarHandleOps, one for each that differs.
+def graph_variables(
+    nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey], without: Collection[str] = ()
+) -> tuple[GraphVariable, ...]:
+    """The variables behind the VarHandleOps, one for each that differs; `without` these nodes.
 
     Objects may share a name (`Variable`), which would give them one tensor: such go by their nodes' names.
 
@@ -114,7 +116,7 @@ def graph_variables(nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey])
     """
     found = []
     for name, node in nodes.items():
-        if node.op != "VarHandleOp" or attr_text(node, "shared_name") != name:
+        if node.op != "VarHandleOp" or attr_text(node, "shared_name") != name or name in without:
             continue
         declared = attr(node, "shape")
         shape = shape_of(declared.shape) if declared is not None else None

@@ -2,13 +2,17 @@
 
 Control edges may lead from an output to what only training can do: check a label that nobody feeds, take from
 a queue that nobody fills, move an average. To run those would fail, block for ever or change the answers.
-Nothing else is changed, so that a comparison still finds what cleaning did wrong.
+Nothing else is changed, so that a comparison still finds what cleaning did wrong; but operations that stock
+TensorFlow does not have, and what reads from them, could not be imported and are left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from exporter.graph.control_flow import Pivots
-from exporter.graph.nodes import GraphIndex, data_inputs
+from exporter.graph.deeprec_ops import foreign_ops
+from exporter.graph.nodes import GraphIndex, data_inputs, endpoint
 from exporter.graph.reach import all_before
 from exporter.graph.servable import is_refused
 from exporter.graph.source_graph import SourceGraph
@@ -26,6 +30,10 @@ def runnable_graph(source: SourceGraph) -> Proto:
     initialising = all_before(index.nodes, [source.init_op] if source.init_op else [])
     graph_def = protos.GraphDef()
     graph_def.CopyFrom(source.meta_graph.graph_def)
+    foreign = foreign_ops(index.nodes.values(), index.functions)
+    unknown = _behind(index, [name for name, node in index.nodes.items() if _is_foreign(node, foreign)])
+    if unknown:
+        _drop(graph_def, unknown)
     for node in graph_def.node:
         kept = [text for text in node.input if not (text.startswith("^") and text[1:] in unfit)]
         if len(kept) < len(node.input) and node.name not in initialising:
@@ -41,11 +49,33 @@ def _unfit(index: GraphIndex) -> set[str]:
     Tensors that are fed do not count as given here: TensorFlow's optimiser turns a control edge from
     `Identity(fed)` into one from what makes `fed`, which then runs all the same.
     """
-    pending = [name for name, node in index.nodes.items() if is_refused(node.op) or node.op == "Placeholder"]
-    unfit = {*pending}
+    return _behind(
+        index, [name for name, node in index.nodes.items() if is_refused(node.op) or node.op == "Placeholder"]
+    )
+
+
+def _is_foreign(node: Proto, foreign: Collection[str]) -> bool:
+    """True for an operation that stock TensorFlow does not have, or not with DeepRec's attributes."""
+    return node.op in foreign or "has_ev" in node.attr
+
+
+def _drop(graph_def: Proto, names: set[str]) -> None:
+    kept = []
+    for node in graph_def.node:
+        if node.name not in names:
+            kept.append(protos.NodeDef())
+            kept[-1].CopyFrom(node)
+            kept[-1].input[:] = [text for text in node.input if endpoint(text).node not in names]
+    del graph_def.node[:]
+    graph_def.node.extend(kept)
+
+
+def _behind(index: GraphIndex, start: list[str]) -> set[str]:
+    """These nodes, and those that read from them, directly or not."""
+    pending, found = [*start], {*start}
     while pending:
         for reader, _ in index.consumers[pending.pop()]:
-            if reader not in unfit:
-                unfit.add(reader)
+            if reader not in found:
+                found.add(reader)
                 pending.append(reader)
-    return unfit
+    return found

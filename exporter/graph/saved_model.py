@@ -60,7 +60,11 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     objects = saved_objects(meta_graph, GraphIndex.of(meta_graph)) if has_objects else None
     meta_graph.ClearField("object_graph_def")
     return structs.replace(
-        source, assets=assets, init_op=init_op or source.init_op, objects=objects, notes=tuple(notes)
+        source,
+        assets=assets,
+        init_op=init_op or source.init_op,
+        objects=objects,
+        notes=(*notes, *source.notes),
     )
 
 

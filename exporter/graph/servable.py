@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 
-from exporter.errors import NotServable
+from exporter.errors import ForeignOperations, NotServable
+from exporter.graph.deeprec_ops import is_deeprec, is_fused
 from exporter.graph.nodes import attr_dtype, control_inputs
 from exporter.graph.reach import Reached
 from exporter.wire.protos import Proto
@@ -16,7 +17,8 @@ _CHANGES_STATE = re.compile(
     | (Resource)?(Sparse)?Apply\w+ | ResourceScatter\w+ | (Resource)?StridedSliceAssign
     | Scatter(Add|Sub|Mul|Div|Min|Max|Update) | ScatterNd(Add|Sub|Min|Max|Update)
     | TemporaryVariable | DestroyTemporaryVariable | RefSelect
-    | LookupTable(Insert|Remove|Import)(V2)?""",
+    | LookupTable(Insert|Remove|Import)(V2)?
+    | (Initialize|Destroy)Kv\w+ | KvResource(\w*Apply\w+|Scatter\w+|(Incr)?Import\w*|InitCacheStrategyOp)""",
     re.VERBOSE,
 )
 _FEEDS_TRAINING = re.compile(
@@ -27,13 +29,12 @@ _FEEDS_TRAINING = re.compile(
     re.VERBOSE,
 )
 _PYTHON = re.compile(r"(Eager)?PyFunc(Stateless)?")
-_DEEPREC = re.compile(r"Kv\w+")
 _REASONS = (
     (_CHANGES_STATE, "changes a variable or a table"),
     (_FEEDS_TRAINING, "feeds training"),
     (_PYTHON, "calls Python, which a server does not have"),
-    (_DEEPREC, "only DeepRec's own server knows"),
 )
+_SHOWN = 8
 
 
 @cache
@@ -48,15 +49,22 @@ def is_refused(op: str) -> bool:
 
 
 def check_servable(
-    nodes: Mapping[str, Proto], reached: Reached, fed: set[str], allowed: Collection[str] = ()
+    nodes: Mapping[str, Proto],
+    reached: Reached,
+    fed: set[str],
+    allowed: Collection[str] = (),
+    foreign: Collection[str] = (),
 ) -> None:
     """Refuse the nearest operation that a server cannot or must not run.
 
-    `fed` are the placeholders that a request fills; `allowed` are operations that run once, at load.
+    `fed` are the placeholders that a request fills; `allowed` are operations that run once, at load;
+    `foreign` are kinds of operations that stock TensorFlow does not have.
 
     Raises:
         NotServable: names the operation, the way to it from an output, and what to do.
+        ForeignOperations: names all such operations.
     """
+    _check_foreign(nodes, reached, allowed, foreign)
     unfed = [name for name in reached.inputs if nodes[name].op in _PLACEHOLDERS and name not in fed]
     if unfed:
         raise _unfed(nodes, reached, unfed)
@@ -67,10 +75,30 @@ def check_servable(
             raise NotServable(
                 f"an output needs {node.op} {name!r}, which {reason}",
                 cause=reached.path(name),
-                hint=_way_out(node),
+                hint=f"choose other outputs, or feed a tensor behind it: --input NAME={name}:0",
             )
 
 
+def _check_foreign(
+    nodes: Mapping[str, Proto], reached: Reached, allowed: Collection[str], foreign: Collection[str]
+) -> None:
+    found = [name for name in reached.inputs if nodes[name].op in foreign or is_deeprec(nodes[name].op)]
+    found = [name for name in found if name not in allowed]
+    if not found:
+        return
+    shown = ", ".join(f"{nodes[name].op} {name!r}" for name in found[:_SHOWN])
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    raise ForeignOperations(
+        f"an output needs what stock TensorFlow does not have: {shown}{more}",
+        cause=reached.path(found[0]),
+        hint=_REBUILD if any(is_fused(nodes[name].op) for name in found) else "",
+    )
+
+
+_REBUILD = (
+    "write the graph with tf.nn.embedding_lookup or embedding_lookup_sparse, without do_fusion and groups: "
+    "these are converted"
+)
 _PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})
 
 
@@ -88,13 +116,9 @@ def _unfed(nodes: Mapping[str, Proto], reached: Reached, names: list[str]) -> No
 @cache
 def _refusal(op: str) -> str:
     """Why a server cannot run an operation, "" if it can."""
+    if is_deeprec(op):
+        return "only DeepRec's own server knows"
     return next((reason for pattern, reason in _REASONS if pattern.fullmatch(op)), "")
-
-
-def _way_out(node: Proto) -> str:
-    if _DEEPREC.fullmatch(node.op):
-        return "export a graph that looks keys up with stock operations"
-    return f"choose other outputs, or feed a tensor behind it: --input NAME={node.name}:0"
 
 
 def check_body(nodes: Iterable[Proto], function: str) -> None:

@@ -11,6 +11,7 @@ from msgspec import Struct, field
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph
+from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.sources import SourceFile
 from exporter.wire.protos import Proto
 
@@ -23,7 +24,8 @@ class GraphRequest(Struct, frozen=True):
     `custom_objects` (modules) say which code an archive may ask for.
     `inputs` and `outputs` map signature names to tensor names and make the signature `serving_default`;
     `signatures_file` is JSON with several (see `exporter.graph.signatures`). `feeds` fixes placeholders to
-    constants, `model_args` are a builder's keyword arguments; both hold text as typed.
+    constants, `model_args` are a builder's keyword arguments; both hold text as typed. `absent_keys` says
+    what a key reads that a dynamic table does not hold: numbers by regular expressions for tables' names.
     """
 
     model: str | Callable[..., Any] | None
@@ -35,6 +37,7 @@ class GraphRequest(Struct, frozen=True):
     allow_code: bool = False
     custom_objects: tuple[str, ...] = ()
     tag: str | None = None
+    absent_keys: Mapping[str, str] = field(default_factory=dict)
 
 
 class VariableKey(Struct, frozen=True):
@@ -62,12 +65,12 @@ class SourceGraph(Struct, frozen=True):
     `meta_graph` is a `protos.MetaGraphDef` whose `signature_def` is complete and names the graph's own
     tensors (also ones that are no placeholders: a session can feed any). `feeds` holds values by placeholder
     node, to be fed beside every signature. `keys` tells for each variable's node what it is stored under,
-    `tables` for the nodes of tables that training fills. `assets` maps a node that holds a file's path to
-    that file; `init_op` is the node that initialises tables. Relative paths in the graph mean `directory` if
-    they do not exist where the process runs. `objects` are those that the graph was made from, their
-    variables naming nodes; None if it was made without objects. `layers` tells, for a Keras 3 model, where a
-    weights file has each variable (by node). `code` are the files behind a builder as they were when it was
-    run. `notes` are for the person who exports.
+    `tables` for the nodes of tables that training fills; `dynamic_tables` have been rewritten to variables.
+    `assets` maps a node that holds a file's path to that file; `init_op` is the node that initialises tables.
+    Relative paths in the graph mean `directory` if they do not exist where the process runs. `objects` are
+    those that the graph was made from, their variables naming nodes; None if it was made without objects.
+    `layers` tells, for a Keras 3 model, where a weights file has each variable (by node). `code` are the
+    files behind a builder as they were when it was run. `notes` are for the person who exports.
     """
 
     label: str
@@ -82,3 +85,4 @@ class SourceGraph(Struct, frozen=True):
     notes: tuple[str, ...] = ()
     tables: Mapping[str, TableKey] = field(default_factory=dict)
     code: tuple[SourceFile, ...] = ()
+    dynamic_tables: tuple[GraphDynamicTable, ...] = ()

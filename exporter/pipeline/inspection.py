@@ -14,6 +14,7 @@ from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.spans import Position
 from exporter.errors import CheckpointError, CheckpointNotFound, ManifestError, NotUpdatable
 from exporter.files import nearest
+from exporter.graph.deeprec import looked_up
 from exporter.graph.feeds import hands_over_batches
 from exporter.graph.likely_ends import input_placeholders, likely_outputs
 from exporter.graph.metagraph import read_metagraph
@@ -77,12 +78,13 @@ class GraphView(Struct, frozen=True):
     """A `.meta` file: what could be asked of it with `--input` and `--output`.
 
     `batches` are the tensors that queues and iterators give in training, `likely_outputs` what looks like
-    answers, the likeliest first.
+    answers, the likeliest first. `embedding_variables` are the tables by keys that it looks up.
     """
 
     path: Path
     nodes: int
     variables: int
+    embedding_variables: tuple[str, ...]
     placeholders: tuple[TensorSpec, ...]
     batches: tuple[TensorSpec, ...]
     likely_outputs: tuple[TensorSpec, ...]
@@ -199,6 +201,7 @@ def _graph(path: Path) -> GraphView:
         path,
         len(nodes),
         len(variables),
+        looked_up(meta_graph, index),
         tuple(map(_placeholder, input_placeholders(index))),
         tuple(spec for node in nodes if hands_over_batches(node.op) for spec in _outputs(index, node.name)),
         tuple(_tensor(index, tensor) for tensor in likely_outputs(index)),

@@ -144,6 +144,7 @@ def graph_request(request: ExportRequest, model: object) -> GraphRequest:
         signatures_file=request.signatures,
         model_args=request.model_args,
         feeds=request.feeds,
+        absent_keys=request.absent_keys,
         allow_code=request.allow_code,
         custom_objects=request.custom_objects,
         tag=request.tag,
@@ -212,6 +213,7 @@ def _completed(asked: GraphRequest, options: Mapping[str, Any], scratch: Path) -
         outputs=asked.outputs or options.get("--output", {}),
         model_args=asked.model_args or options.get("--model-arg", {}),
         feeds=asked.feeds or options.get("--feed", {}),
+        absent_keys=asked.absent_keys or options.get("--absent-key", {}),
         tag=asked.tag or options.get("--tag"),
         signatures_file=signatures,
     )

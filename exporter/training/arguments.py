@@ -24,6 +24,7 @@ _NAMES = {
     "inputs": "--input",
     "outputs": "--output",
     "feeds": "--feed",
+    "absent_keys": "--absent-key",
     "renames": "--rename",
     "casts": "--cast",
     "partition_strategies": "--partition-strategy",

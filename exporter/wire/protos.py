@@ -85,16 +85,21 @@ def _descriptor_bytes(file: str) -> bytes:
         descriptor = importlib.import_module(module.replace("/", ".")).DESCRIPTOR
         return bytes(descriptor.serialized_pb)
     package, _, rest = module.partition("/")
-    for node in ast.walk(ast.parse((_package_directory(package) / f"{rest}.py").read_text())):
+    for node in ast.walk(ast.parse((package_directory(package) / f"{rest}.py").read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "AddSerializedFile":
             return bytes(ast.literal_eval(node.args[0]))
     raise ImportError(f"{module}.py holds no serialised descriptor")
 
 
 @cache
-def _package_directory(package: str) -> Path:
+def package_directory(package: str) -> Path:
+    """Where a package's files are, without importing it.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
     if package == "xla":  # XLA's protos ship inside tensorflow, but name themselves by their own root
-        return _package_directory("tensorflow") / "compiler" / "xla"
+        return package_directory("tensorflow") / "compiler" / "xla"
     spec = importlib.util.find_spec(package)  # finds the package's files, does not import it
     if spec is None or spec.origin is None:
         distribution = {"tensorflow_serving": "tensorflow-serving-api"}.get(package, package)

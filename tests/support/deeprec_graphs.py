@@ -109,7 +109,7 @@ class DeepRecGraph:
                 resource=variable.handles[part], indices=ids, dtype=dtype, name="Gather"
             )
         self.gathers[value.op.name] = _Gather(
-            variable, default.op.name, init_value is not None, "" if counts is None else counts.name
+            variable, default.name, init_value is not None, "" if counts is None else counts.name
         )
         return tf.identity(value)
 

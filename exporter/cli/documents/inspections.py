@@ -64,6 +64,8 @@ class GraphInspection(Struct, frozen=True):
     """The file."""
     nodes: int
     """How many nodes the graph has."""
+    embedding_variables: Sequence[str]
+    """Tables whose rows have arbitrary integers as keys, which it looks up."""
     placeholders: Sequence[TensorSpec]
     """Its placeholders: what `--input` may name."""
     batches: Sequence[TensorSpec]

@@ -1,0 +1,47 @@
+"""A dynamic table as a dictionary, the reference; and as the variables that a base would serve it from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from exporter.graph.inference_graph import GraphDynamicTable
+from exporter.tables.build_index import build_index
+from exporter.tables.geometry import EMPTY_KEY, TableGeometry
+
+Array = np.ndarray[Any, Any]
+
+
+class Rows(Struct, eq=False):
+    """Rows of a table by their keys."""
+
+    keys: Array
+    values: Array
+
+    def read(self, keys: Iterable[int], defaults: Array) -> Array:
+        """What a lookup gives; an absent key reads row `key mod d` of the defaults."""
+        held = dict(zip(self.keys.tolist(), self.values, strict=True))
+        found = [held.get(key, defaults[key % len(defaults)]) for key in map(int, keys)]
+        return np.array(found, self.values.dtype).reshape(-1, self.values.shape[1])
+
+
+def table_values(table: GraphDynamicTable, rows: Rows, head_room: float = 0.25) -> dict[str, Array]:
+    """The values of a table's variables, by their names."""
+    count = len(rows.keys)
+    geometry = TableGeometry.for_keys(count, head_room, len(table.defaults))
+    seeds = np.zeros(geometry.groups, np.int64)
+    index_rows = np.zeros(geometry.slots, np.int32)
+    keys = rows.keys.astype(np.int64)
+    build_index(geometry, count, lambda: [(np.arange(count), keys)], seeds, index_rows)
+    stored = np.zeros(geometry.capacity, np.int64)
+    stored[:count] = keys
+    stored[geometry.cursor_row] = count
+    stored[-1] = EMPTY_KEY
+    values = np.zeros((geometry.capacity, table.dim), table.value_dtype.numpy)
+    values[:count] = rows.values
+    values[geometry.first_default :] = table.defaults
+    names = [variable.key for variable in table.variables]
+    return dict(zip(names, (seeds, index_rows, stored, values), strict=True))
