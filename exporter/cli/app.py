@@ -93,11 +93,7 @@ def export(
     ] = (),
     absent_key: Annotated[
         tuple[str, ...],
-        Option(
-            group=_SERVED,
-            metavar="PATTERN=NUMBER",
-            help="What keys read that dynamic tables (regular expression) do not hold. Repeatable.",
-        ),
+        Option(group=_SERVED, metavar="TABLE=NUMBER", help="What keys read that a table lacks. Repeatable."),
     ] = (),
     rename: Annotated[
         tuple[str, ...],

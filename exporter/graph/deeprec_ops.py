@@ -1,7 +1,7 @@
 """Tell which operations of a graph only DeepRec has.
 
 DeepRec is a TensorFlow 1.15 with operations of its own. What a served output needs of those has to be
-rewritten (`exporter.graph.deeprec`) or refused.
+rewritten (`exporter.graph.deeprec_conversion`) or refused.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from exporter.checkpoint.trainers import AUTODIST_SCOPE
 from exporter.errors import CorruptFile, NotServable, UsageError
 from exporter.files import read_regular
-from exporter.graph.deeprec import convert_deeprec
+from exporter.graph.deeprec_conversion import convert_deeprec
 from exporter.graph.feeds import parse_feeds
 from exporter.graph.keys import variable_keys
 from exporter.graph.likely_ends import input_placeholders, likely_outputs

@@ -14,7 +14,7 @@ from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.spans import Position
 from exporter.errors import CheckpointError, CheckpointNotFound, ManifestError, NotUpdatable
 from exporter.files import nearest
-from exporter.graph.deeprec import looked_up
+from exporter.graph.deeprec_conversion import looked_up
 from exporter.graph.feeds import hands_over_batches
 from exporter.graph.likely_ends import input_placeholders, likely_outputs
 from exporter.graph.metagraph import read_metagraph

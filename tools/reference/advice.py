@@ -106,6 +106,14 @@ ADVICE: dict[type[ExportError], Advice] = {
         "`py_function`, a file reader, or an operation that cannot be updated in place.",
         "Choose outputs behind it, make it an input with `--input`, or freeze it with `--feed`.",
     ),
+    errors.ForeignOperations: Advice(
+        "The graph was written for another TensorFlow, such as DeepRec, and an output needs operations that "
+        "only that one has. Lookups of embedding variables are converted, one at a time; lookups of whole "
+        "groups of tables, fused lookups, and reads of sizes, frequencies and versions are not. All that is "
+        "left is named, with its node.",
+        "Write the graph with `tf.nn.embedding_lookup` and `tf.nn.embedding_lookup_sparse`, choose outputs "
+        "that need none of it, or feed a tensor behind it with `--input`.",
+    ),
     errors.MissingAsset: Advice(
         "A lookup table of the graph is filled from a vocabulary file that is not where the graph looks "
         "for it.",
