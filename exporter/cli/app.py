@@ -93,7 +93,7 @@ def export(
     ] = (),
     absent_key: Annotated[
         tuple[str, ...],
-        Option(group=_SERVED, metavar="TABLE=NUMBER", help="What keys read that a table lacks. Repeatable."),
+        Option(group=SERVED, metavar="TABLE=NUMBER", help="What keys read that a table lacks. Repeatable."),
     ] = (),
     rename: Annotated[
         tuple[str, ...],
