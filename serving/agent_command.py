@@ -14,7 +14,8 @@ from exporter.files import read_regular
 from exporter.local_paths import local_path
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
 from exporter.terminal.output import Output, OutputMode
-from exporter.terminal.parameters import App, Option
+from exporter.terminal.parameters import App, Option, Options
+from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving.documents import AgentEvent, AgentStarted
 from serving.http_port import require_libraries
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
@@ -114,6 +115,7 @@ def agent(
             help="Give a call this long, and a catch-up the time that its bytes take beside it.",
         ),
     ] = 10.0,
+    access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -134,7 +136,9 @@ def agent(
         models = [Model(name, path) for name, path in _models(model_base_path).items()]
         token = None if token_file is None else _token(token_file)
         policy = Policy(refresh_s=refresh_seconds, step_s=step_seconds, audit_s=audit_seconds)
-        settings = Settings(policy, poll_s=poll_seconds, resolve_s=resolve_seconds, deadline_s=deadline)
+        settings = Settings(
+            policy, poll_s=poll_seconds, resolve_s=resolve_seconds, deadline_s=deadline, access=access
+        )
         journal = Journal()
         journal.read_by(partial(_tell, sink))
         fleet = Fleet(models, Targets(target), journal, settings)

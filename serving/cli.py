@@ -20,7 +20,8 @@ from exporter.terminal.edge import (
     run,
 )
 from exporter.terminal.output import Output
-from exporter.terminal.parameters import App, Argument, Option
+from exporter.terminal.parameters import App, Argument, Option, Options
+from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving import agent_command
 from serving.address import with_port
 from serving.documents import ColumnPrediction, ExampleResults, RowPrediction, Serving, Update
@@ -183,6 +184,7 @@ def status(
         ),
     ] = None,
     deadline: Deadline = 10.0,
+    access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -192,7 +194,7 @@ def status(
         from serving import status_command
         from serving.client import ModelClient
 
-        with ModelClient(address, model, deadline_s=deadline) as client:
+        with ModelClient(address, model, deadline_s=deadline, access=access) as client:
             status_command.run(client, published, sink)
 
 
@@ -214,6 +216,7 @@ def predict(
         Option(metavar="VERSION", min=0, help="The version to ask. [default: the newest that is available]"),
     ] = None,
     deadline: Deadline = 10.0,
+    access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -226,7 +229,7 @@ def predict(
 
         request = _request(json_input)
         name = signature or request.get("signature_name") or "serving_default"
-        with ModelClient(address, model, deadline_s=deadline) as client:
+        with ModelClient(address, model, deadline_s=deadline, access=access) as client:
             metadata = client.metadata(version)
             answer, served = _ask(client, metadata, name, version, request)
         document = _ANSWERS[next(iter(answer))](model, served, name, *answer.values())
@@ -248,6 +251,7 @@ def update(
         ),
     ] = None,
     deadline: Deadline = 60.0,
+    access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -259,7 +263,7 @@ def update(
         from serving import updates
         from serving.client import ModelClient
 
-        with ModelClient(address, model, deadline_s=deadline) as client:
+        with ModelClient(address, model, deadline_s=deadline, access=access) as client:
             done = updates.update(client, up_to=up_to, version=version)
         line = (
             f"{model} version {done.version} is at position {done.position} (step {done.step}): "

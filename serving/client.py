@@ -18,9 +18,11 @@ from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
 from exporter.errors import CallFailed
+from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.tensor_proto import fill, to_array
 from serving.address import with_port
+from serving.credentials import open_channel
 from serving.status import Code, VersionState, VersionStatus
 
 DEFAULT_DEADLINE_S = 10.0
@@ -30,10 +32,14 @@ _GRAPH_PLACE = re.compile(
     r"\{\{function_node [^}]*\}\}\s*|\n\s*\[\[[^\n]*|\nRecent warning and error logs:.*", re.DOTALL
 )
 """Where in the graph TensorFlow was when it failed, and what else it logged: nothing for a client."""
+_TLS_PROBLEM = re.compile(r"\w+ handshake failed.*|Hostname Verification Check failed.*", re.I)
+_CUT_OFF = "Socket closed"
+"""All that a client sees of a server that wants TLS, or a certificate."""
 _HINTS = {
     "UNAVAILABLE": "start a server: serve-model run MODEL_BASE_PATH",
     "DEADLINE_EXCEEDED": "give it more time with --deadline SECONDS",
     "INVALID_ARGUMENT": "compare the request with the signatures: export-model inspect MODEL_VERSION",
+    "UNAUTHENTICATED": "send the token that it expects with --grpc-token-file FILE",
     "UNIMPLEMENTED": "this port speaks another protocol: name the gRPC port, 8500 in TF Serving's image",
 }
 
@@ -69,16 +75,25 @@ class Metadata(Struct, frozen=True):
 class ModelClient:
     """Calls about one model of one server. Safe to share between threads."""
 
-    def __init__(self, address: str, model: str, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        model: str,
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        access: ServerAccess = WITHOUT_TLS,
+    ) -> None:
         """Prepare a channel; nothing is sent before the first call.
 
         Args:
             address: `host:port` of the server's gRPC port; without a port it is 8500.
             model: the model's name there.
             deadline_s: seconds after which a call that has no answer fails.
-        """
-        import grpc
+            access: files for TLS, a client's certificate, a token.
 
+        Raises:
+            UsageError: one of these files cannot be used.
+        """
         self.address = address = with_port(address)
         self.model = model
         self.deadline_s = deadline_s
@@ -86,7 +101,7 @@ class ModelClient:
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
         ]
-        self._channel = grpc.insecure_channel(address, limit)
+        self._channel = open_channel(address, access, limit)
         self._calls: dict[str, Callable[..., Proto]] = {}
 
     def predict(
@@ -216,7 +231,13 @@ class ModelClient:
         hint = _HINTS.get(code, f"see what it serves: serve-model status {self.address} --model {self.model}")
         if code == "NOT_FOUND" and ("Latest(" in details or method == "GetModelStatus"):
             hint = "name a model that this server has with --model; it is the MODEL_BASE_PATH's last part"
+        if code == "UNAVAILABLE" and (tls := _TLS_PROBLEM.search(details)):
+            message = f"{self.address} and this client do not agree on TLS"
+            hint = "compare its certificate with --grpc-ca and --grpc-name, and yours with its authority"
+            return CallFailed(code, message, cause=f"{code}: {tls[0]}", hint=hint)
         if code == "UNAVAILABLE":
+            if _CUT_OFF in details:
+                hint = "if it speaks TLS: --grpc-ca FILE; if it wants a certificate: --grpc-cert, --grpc-key"
             return CallFailed(code, f"no model server answers at {self.address}", cause=cause, hint=hint)
         if code == "DEADLINE_EXCEEDED":
             message = f"{self.address} did not answer {method} in {self.deadline_s:g} s"

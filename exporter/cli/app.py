@@ -20,6 +20,7 @@ from exporter.cli.export_help import (
     SERVED,
     STORAGE,
 )
+from exporter.cli.notify import Servers
 from exporter.errors import UsageError
 from exporter.options import DataMode, DeltaDtype, ExportFormat, ExportRequest, Isolation, Updates, Verify
 from exporter.pipeline.watch_loop import StopWhen, Watching, parse_duration
@@ -34,7 +35,8 @@ from exporter.terminal.edge import (
     pairs,
     run,
 )
-from exporter.terminal.parameters import App, Option
+from exporter.terminal.parameters import App, Option, Options
+from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 
 app = App("export-model")
 
@@ -238,6 +240,7 @@ def export(
             help="With --incr: ask this model server to apply what was published. Repeat it for several.",
         ),
     ] = (),
+    access: Annotated[ServerAccess, Options(DELTAS)] = WITHOUT_TLS,
     plain: Annotated[
         bool,
         Option(group=PLACES, help="Publish a version that takes no deltas, although the newest one does."),
@@ -353,6 +356,8 @@ def export(
         if not incr and (min_change or delta_dtype or rebase or full_on_mismatch or check_graph or notify):
             options = "--min-change, --delta-dtype, --rebase, --full-on-mismatch, --check-graph and --notify"
             raise UsageError(f"{options} go with --incr")
+        servers = Servers(notify, access)
+        servers.check()
         if again and (watch or (incr and not updatable)):
             raise UsageError("--again publishes one version: it does not go with --watch and --incr")
         if not math.isfinite(min_change):
@@ -370,7 +375,7 @@ def export(
         if incr and not updatable:
             from exporter.cli import incremental_command
 
-            how = incremental_command.RunOptions(full_on_mismatch, rebase, watching, notify)
+            how = incremental_command.RunOptions(full_on_mismatch, rebase, watching, servers)
             incremental_command.run(request, sink, how, dry_run=dry_run)
             return
         from exporter.cli import full_command

@@ -14,7 +14,8 @@ from exporter.cli.documents import logs as documents
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
 from exporter.terminal.markup import escape
 from exporter.terminal.output import Output
-from exporter.terminal.parameters import Argument, Option
+from exporter.terminal.parameters import Argument, Option, Options
+from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 
 if TYPE_CHECKING:
     from exporter.doctor.examination import Examination
@@ -42,6 +43,7 @@ def doctor(
     deadline: Annotated[
         float, Option(metavar="SECONDS", min=0.001, help="How long to wait for a server's answer.")
     ] = 5.0,
+    access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -67,7 +69,7 @@ def doctor(
         seen = examine(model, ckpt_dir, now=now)
         findings = [*seen.findings]
         name = model_name or model.resolve().name
-        replicas = [_ask(address, name, deadline) for address in target or ()]
+        replicas = [_ask(address, name, deadline, access) for address in target or ()]
         for replica in replicas:
             findings += judge(model, seen.found, replica, now=now, patience=patience)
         _report(seen, findings, replicas, ckpt_dir, sink)
@@ -76,13 +78,13 @@ def doctor(
             raise error
 
 
-def _ask(address: str, name: str, deadline: float) -> Replica:
+def _ask(address: str, name: str, deadline: float, access: ServerAccess) -> Replica:
     from exporter.doctor.replicas import AVAILABLE, Answer, Replica
     from exporter.errors import CallFailed
     from serving.client import ModelClient
     from serving.incremental_status import read_incremental_status
 
-    with ModelClient(address, name, deadline_s=deadline) as client:
+    with ModelClient(address, name, deadline_s=deadline, access=access) as client:
         versions: dict[int, Answer] = {}
         try:
             for status in client.status():

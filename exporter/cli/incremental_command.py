@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from msgspec import Struct, structs
 
 from exporter.cli.documents.exported import DeltaExport, DeltaPlan, Notified, RowsLeftOut, RowsRounded
 from exporter.cli.documents.values import Status
+from exporter.cli.notify import NOBODY, Servers
 from exporter.errors import ExportError, ManifestError, PositionError, UsageError
 from exporter.graph.origin import check_named
 from exporter.options import ExportRequest
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
 class RunOptions(Struct, frozen=True):
     """What an incremental export does besides; without `watching` it ends after one publication.
 
-    `notify` are model servers that are asked to apply what is published.
+    `servers` are asked to apply what is published.
     """
 
     full_on_mismatch: bool = False
     rebase: bool = False
     watching: Watching | None = None
-    notify: tuple[str, ...] = ()
+    servers: Servers = NOBODY
 
 
 def run(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool) -> None:
@@ -133,7 +134,7 @@ def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output) -> 
 
 def _report(done: Incremental, sink: Output, how: RunOptions, based: Rebased | None = None) -> None:
     if isinstance(done, ExportedDelta):
-        exported(done, sink, how.notify, based)
+        exported(done, sink, how.servers, based)
         return
     from exporter.cli import render
 
@@ -141,7 +142,7 @@ def _report(done: Incremental, sink: Output, how: RunOptions, based: Rebased | N
 
 
 def exported(
-    done: ExportedDelta, sink: Output, notify: Sequence[str] = (), based: Rebased | None = None
+    done: ExportedDelta, sink: Output, servers: Servers = NOBODY, based: Rebased | None = None
 ) -> None:
     """Tell servers of what was published, if any are named, and print what an incremental export did."""
     plan = done.plan
@@ -161,7 +162,7 @@ def exported(
         bytes_compared=done.compared_bytes,
         seconds=round(done.seconds, 4),
         warnings=[warning.message for warning in done.warnings],
-        notified=_notified(done, notify),
+        notified=[] if done.published is None else servers.notify(plan.log.model.name),
         new_base=None if based is None else str(based.published.path),
     )
     lines = list(_plan_lines(plan))
@@ -187,14 +188,6 @@ def exported(
     for one in document.notified:
         if one.problem is not None:
             sink.warn(f"the delta is published; {one.address} did not take it: {one.problem}")
-
-
-def _notified(done: ExportedDelta, addresses: Sequence[str]) -> list[Notified]:
-    if done.published is None or not addresses:
-        return []
-    from exporter.cli.notify import notify
-
-    return notify(addresses, done.plan.log.model.name)
 
 
 def _told(one: Notified) -> str:

@@ -7,36 +7,59 @@ and the next notification, or a server's own start, catches up.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from msgspec import Struct
+
 from exporter.cli.documents.exported import Notified
-from exporter.errors import CallFailed, ExportError
+from exporter.errors import CallFailed, ExportError, UsageError
+from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 
 DEADLINE_S = 30.0
 _AT_A_TIME = 32
 
 
-def notify(addresses: Sequence[str], model: str) -> list[Notified]:
-    """Bring each server as far as what is published and the hold allow, all at the same time.
+class Servers(Struct, frozen=True):
+    """The model servers that are told: `host:port` of gRPC ports, and how to reach them."""
 
-    Args:
-        addresses: `host:port` of gRPC ports; the port is 8500 if left out.
-        model: the model's name on the servers.
-    """
-    with ThreadPoolExecutor(min(_AT_A_TIME, len(addresses))) as pool:
-        return list(pool.map(partial(_notify, model=model), addresses))
+    addresses: tuple[str, ...] = ()
+    access: ServerAccess = WITHOUT_TLS
+
+    def check(self) -> None:
+        """Look at the files for TLS before anything is published.
+
+        Raises:
+            UsageError: one of them cannot be used, or nobody is to be reached by them.
+        """
+        if self.access == WITHOUT_TLS:
+            return
+        if not self.addresses:
+            raise UsageError("--grpc-ca and its like go with --notify")
+        from serving.client import ModelClient
+
+        ModelClient(self.addresses[0], "", access=self.access).close()
+
+    def notify(self, model: str) -> list[Notified]:
+        """Bring each as far as what is published and the hold allow, all at the same time."""
+        if not self.addresses:
+            return []
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(min(_AT_A_TIME, len(self.addresses))) as pool:
+            return list(pool.map(partial(_notify, model=model, access=self.access), self.addresses))
 
 
-def _notify(address: str, model: str) -> Notified:
+NOBODY = Servers()
+
+
+def _notify(address: str, model: str, access: ServerAccess) -> Notified:
     from serving.client import ModelClient
     from serving.updates import update
 
     began = time.monotonic()
     position, problem = None, None
     try:
-        with ModelClient(address, model, deadline_s=DEADLINE_S) as client:
+        with ModelClient(address, model, deadline_s=DEADLINE_S, access=access) as client:
             done = update(client)
         position = done.position
         if done.is_stuck:

@@ -92,6 +92,24 @@ class Argument:
         return made
 
 
+class Options:
+    """Annotates a parameter that is a `Struct` of options: each field is annotated with its `Option`."""
+
+    def __init__(self, group: str = OTHER) -> None:
+        self.group = group
+
+    def made(self, kind: Any) -> list[click.Option]:
+        """The options of all fields."""
+        hints = get_type_hints(kind, include_extras=True)
+        defaults = dict(zip(kind.__struct_fields__[::-1], kind.__struct_defaults__[::-1], strict=False))
+        made = []
+        for name in kind.__struct_fields__:
+            hint, option = get_args(hints[name])[:2]
+            made.append(option.made(name, hint, defaults.get(name, inspect.Parameter.empty)))
+            made[-1].group = self.group
+        return made
+
+
 class _GroupedOption(click.Option):
     group: str
 
@@ -194,11 +212,25 @@ def _taken_apart(function: Callable[..., Any]) -> tuple[Callable[..., Any], list
     callback: Callable[..., Any] = function
     for name, parameter in inspect.signature(function).parameters.items():
         if get_origin(hints[name]) is not Annotated:
-            callback = click.pass_context(function)
+            callback = click.pass_context(callback)
             continue
         hint, declared = get_args(hints[name])[:2]
-        made.append(declared.made(name, hint, parameter.default))
+        if isinstance(declared, Options):
+            made += declared.made(hint)
+            callback = _gathered(callback, name, hint)
+        else:
+            made.append(declared.made(name, hint, parameter.default))
     return callback, made
+
+
+def _gathered(function: Callable[..., Any], name: str, kind: Any) -> Callable[..., Any]:
+    """`function` called with the struct `name` that is made of its fields' values."""
+
+    def call(*arguments: Any, **given: Any) -> Any:
+        fields = {field: given.pop(field) for field in kind.__struct_fields__}
+        return function(*arguments, **given, **{name: kind(**fields)})
+
+    return call
 
 
 def _kind(hint: Any) -> tuple[Any, bool]:

@@ -14,6 +14,7 @@ from msgspec import Struct, field
 
 from exporter.errors import CallFailed
 from exporter.progress import count
+from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving.agent import rollout
 from serving.agent.audit import Audited
 from serving.agent.directory import ModelDirectory
@@ -39,7 +40,7 @@ class Settings(Struct, frozen=True):
 
     `poll_s`: between two listings of a directory where nothing tells of changes. `resolve_s`: between two
     looks at what names stand for. `deadline_s`: of any call, to which the time of a catch-up is added.
-    `audit_chunks`: how many chunks an audit compares.
+    `audit_chunks`: how many chunks an audit compares. `access`: files for TLS, a certificate, a token.
     """
 
     policy: Policy = field(default_factory=Policy)
@@ -47,6 +48,7 @@ class Settings(Struct, frozen=True):
     resolve_s: float = 10.0
     deadline_s: float = 10.0
     audit_chunks: int = 16
+    access: ServerAccess = WITHOUT_TLS
 
 
 class Publications:
@@ -181,7 +183,8 @@ class Worker:
         return self._allowed(self, self.publications.current)
 
     def _run(self) -> None:
-        with Replica(self.address, self.model, deadline_s=self._settings.deadline_s) as replica:
+        settings = self._settings
+        with Replica(self.address, self.model, settings.deadline_s, settings.access) as replica:
             while not self._stop.is_set():
                 self._act(replica)
 

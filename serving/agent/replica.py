@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from exporter.errors import CallFailed
+from exporter.terminal.server_access import ServerAccess
 from serving.agent.audit import Audited, audit
 from serving.agent.rollout import Apply, Audit, Version
 from serving.client import ModelClient
@@ -20,11 +21,11 @@ _BYTES_A_SECOND = 20e6
 class Replica:
     """One model of one server; used by one thread."""
 
-    def __init__(self, address: str, model: str, *, deadline_s: float) -> None:
+    def __init__(self, address: str, model: str, deadline_s: float, access: ServerAccess) -> None:
         self.address = address
         self.model = model
         self._deadline_s = deadline_s
-        self._client = ModelClient(address, model, deadline_s=deadline_s)
+        self._client = ModelClient(address, model, deadline_s=deadline_s, access=access)
 
     def observe(self) -> list[Version]:
         """Every version, and where those stand that are available.

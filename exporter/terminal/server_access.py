@@ -1,0 +1,48 @@
+"""The options by which a command reaches model servers over TLS, the same for every command that asks one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Struct
+
+from exporter.terminal.parameters import Option
+
+SYSTEM_CA = "system"
+"""The certificate authorities that gRPC brings along, instead of a file."""
+
+
+class ServerAccess(Struct, frozen=True):
+    """How to reach model servers: without TLS, unless a certificate authority is named.
+
+    These are names of files. What is in them is read when it is needed, and never part of a message.
+    """
+
+    grpc_ca: Annotated[
+        str | None,
+        Option(
+            metavar="FILE|system",
+            help="Speak TLS with model servers whose certificate this authority (PEM) has signed.",
+        ),
+    ] = None
+    grpc_cert: Annotated[
+        str | None, Option(metavar="FILE", help="Certificate (PEM) that a model server is shown.")
+    ] = None
+    grpc_key: Annotated[str | None, Option(metavar="FILE", help="Its private key (PEM).")] = None
+    grpc_name: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="The name in the certificate of a model server, if it is not the address's host.",
+        ),
+    ] = None
+    grpc_token_file: Annotated[
+        str | None,
+        Option(
+            metavar="FILE",
+            help="Send this file's content as a bearer token with each call; it is read anew each time.",
+        ),
+    ] = None
+
+
+WITHOUT_TLS = ServerAccess()

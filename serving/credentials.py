@@ -1,0 +1,145 @@
+"""Open channels to model servers: without encryption, with TLS, with a client's certificate, with a token.
+
+Private keys and tokens are read from files, given to gRPC, and part of no message.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from exporter.errors import UsageError
+from exporter.files import read_regular
+from exporter.local_paths import local_path
+from exporter.terminal.server_access import SYSTEM_CA, ServerAccess
+
+if TYPE_CHECKING:
+    import grpc
+
+_LARGEST_PEM = 4 << 20
+_LONGEST_TOKEN = 16 << 10
+
+
+def open_channel(address: str, access: ServerAccess, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
+    """A channel to a model server; nothing is sent before the first call.
+
+    Raises:
+        UsageError: options that do not go together, or a file that cannot be read or holds something else.
+    """
+    import grpc
+
+    _require_sense(access)
+    if access.grpc_ca is None:
+        return grpc.insecure_channel(address, options)
+    authorities = None if access.grpc_ca == SYSTEM_CA else _authorities(access.grpc_ca)
+    key, certificate = _key_pair(access)
+    credentials = grpc.ssl_channel_credentials(authorities, key, certificate)
+    if access.grpc_token_file is not None:
+        file = access.grpc_token_file
+        _token(file)  # what is wrong with it is said now, not at the first call
+        calls = grpc.metadata_call_credentials(_authorization(file), name="token")  # type: ignore[arg-type]
+        credentials = grpc.composite_channel_credentials(credentials, calls)
+    if access.grpc_name is not None:
+        options = [*options, ("grpc.ssl_target_name_override", access.grpc_name)]
+    return grpc.secure_channel(address, credentials, options)
+
+
+def _require_sense(access: ServerAccess) -> None:
+    needs_tls = {
+        "--grpc-cert": access.grpc_cert,
+        "--grpc-key": access.grpc_key,
+        "--grpc-name": access.grpc_name,
+        "--grpc-token-file": access.grpc_token_file,
+    }
+    given = [option for option, value in needs_tls.items() if value is not None]
+    if given and access.grpc_ca is None:
+        raise UsageError(
+            f"{' and '.join(given)} without --grpc-ca",
+            cause="certificates and tokens are sent over TLS alone",
+            hint=f"name the certificate authority: --grpc-ca FILE, or --grpc-ca {SYSTEM_CA}",
+        )
+    if (access.grpc_cert is None) != (access.grpc_key is None):
+        raise UsageError(
+            "--grpc-cert and --grpc-key go together",
+            cause="a certificate is of no use without its key",
+            hint="name both files, or none",
+        )
+
+
+def _authorities(file: str) -> bytes:
+    pem = _read("--grpc-ca", file, _LARGEST_PEM)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        _not_pem("--grpc-ca", file, error)
+    return pem
+
+
+def _key_pair(access: ServerAccess) -> tuple[bytes | None, bytes | None]:
+    if access.grpc_cert is None or access.grpc_key is None:
+        return None, None
+    certificate = _read("--grpc-cert", access.grpc_cert, _LARGEST_PEM)
+    key = _read("--grpc-key", access.grpc_key, _LARGEST_PEM)
+    try:
+        require_key_pair(Path(access.grpc_cert), Path(access.grpc_key))
+    except (ssl.SSLError, ValueError) as error:
+        _not_pem("--grpc-cert and --grpc-key", f"{access.grpc_cert} and {access.grpc_key}", error)
+    return key, certificate
+
+
+def require_key_pair(certificate: Path, key: Path) -> None:
+    """Check that a certificate and a private key belong together.
+
+    Raises:
+        ssl.SSLError, ValueError: they do not, or one is no PEM, or the key wants a password.
+    """
+    ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key, _no_password)
+
+
+def _no_password() -> NoReturn:
+    raise ValueError("the key wants a password")
+
+
+def _authorization(file: str) -> Callable[[Any, Callable[..., None]], None]:
+    """The plugin that gRPC asks for each call: a token that is replaced meanwhile is the next call's."""
+
+    def authorize(context: Any, callback: Callable[..., None]) -> None:
+        try:
+            metadata = (("authorization", f"Bearer {_token(file)}"),)
+        except UsageError as error:
+            callback((), error)
+        else:
+            callback(metadata, None)
+
+    return authorize
+
+
+def _token(file: str) -> str:
+    data = _read("--grpc-token-file", file, _LONGEST_TOKEN).strip()
+    if not data or not data.isascii() or any(byte <= ord(" ") for byte in data):
+        raise UsageError(
+            f"--grpc-token-file {file} holds no token",
+            cause="expected one word of ASCII characters",
+            hint="write the token, and nothing else, into the file",
+        )
+    return data.decode("ascii")
+
+
+def _read(option: str, file: str, most_bytes: int) -> bytes:
+    try:
+        return read_regular(local_path(option, file), most_bytes)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{option} {file} cannot be read",
+            cause=getattr(error, "strerror", None) or str(error),
+            hint="name a file that this user may read",
+        ) from error
+
+
+def _not_pem(option: str, file: str, error: Exception) -> NoReturn:
+    reason = getattr(error, "reason", None) or str(error) or "no PEM"
+    raise UsageError(
+        f"{option}: {file} cannot be used", cause=str(reason), hint="name PEM files that belong together"
+    ) from None
