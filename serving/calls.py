@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from exporter.wire.protos import Proto
 from serving.inference import (
+    DEFAULT_INFERENCE,
     DEFAULT_SIGNATURE,
-    MAX_FILLED_BYTES,
+    Inference,
     Model,
     classify,
     multi_inference,
@@ -21,17 +23,18 @@ from serving.inference import (
     predict_arrays,
     regress,
 )
-from serving.models import ServedModels
+from serving.model_config import listed_models
+from serving.models import ServedModels, wait_for
 from serving.status import invalid
 
 _SIGNATURE_DEF = "signature_def"
-Run = Callable[[Model, Proto, Proto, int | None, int], None]
+Run = Callable[[Model, Proto, Proto, Inference], None]
 
 
 class Calls:
     """TF Serving's calls over the models of a server. Each raises a StatusError, or what the graph raises."""
 
-    def __init__(self, models: ServedModels, max_filled_bytes: int = MAX_FILLED_BYTES) -> None:
+    def __init__(self, models: ServedModels, how: Inference = DEFAULT_INFERENCE) -> None:
         from tensorflow_serving.apis import (
             classification_pb2,
             get_model_metadata_pb2,
@@ -43,7 +46,7 @@ class Calls:
         )
 
         self.models = models
-        self._max_filled_bytes = max_filled_bytes
+        self.how = how
         self._predict_response = predict_pb2.PredictResponse
         self._classification_response = classification_pb2.ClassificationResponse
         self._regression_response = regression_pb2.RegressionResponse
@@ -61,7 +64,7 @@ class Calls:
         self, model: Model, signature: str, inputs: Mapping[str, NDArray[Any]], timeout_ms: int | None
     ) -> dict[str, NDArray[Any]]:
         """Run a signature of a borrowed model on arrays."""
-        return predict_arrays(model, signature, inputs, timeout_ms)
+        return predict_arrays(model, signature, inputs, self.within(timeout_ms))
 
     def classify(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run a classify signature on examples."""
@@ -74,10 +77,10 @@ class Calls:
     def multi_inference(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run several classify and regress signatures on the same examples."""
         if not request.tasks:
-            raise invalid("MultiInferenceRequest has no tasks.")
+            raise invalid("ModelSpec has no name specified.")  # what the first of no tasks comes to
         response = self._multi_inference_response()
         with self.models.borrow(request.tasks[0].model_spec) as (version, model):
-            multi_inference(model, request, response, timeout_ms, self._max_filled_bytes)
+            multi_inference(model, request, response, self.within(timeout_ms))
             for task, result in zip(request.tasks, response.results, strict=True):
                 _name_version(result.model_spec, task.model_spec, version)
         return response
@@ -111,16 +114,25 @@ class Calls:
         return response
 
     def configure(self, request: Proto, timeout_seconds: float) -> Proto:
-        """Serve other models, versions or labels; returns when all of them are available."""
-        self.models.configure(request.config, timeout_seconds)
+        """Serve other models, versions or labels; returns when the models that are new are available."""
+        if request.config.WhichOneof("config") != "model_config_list":
+            raise invalid(
+                "ServerModelConfig type not supported by HandleReloadConfigRequest. "
+                "Only ModelConfigList is currently supported"
+            )
+        wait_for(self.models.configure(listed_models(request.config)), timeout_seconds)
         response = self._reload_response()
         response.status.SetInParent()
         return response
 
+    def within(self, timeout_ms: int | None) -> Inference:
+        """How a request is answered that may take so long."""
+        return replace(self.how, timeout_ms=timeout_ms)
+
     def _infer(self, run: Run, response: Proto, request: Proto, timeout_ms: int | None) -> Proto:
         _require_spec(request)
         with self.models.borrow(request.model_spec) as (version, model):
-            run(model, request, response, timeout_ms, self._max_filled_bytes)
+            run(model, request, response, self.within(timeout_ms))
             _name_version(response.model_spec, request.model_spec, version)
         return response
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-from exporter.errors import Exit, ServerError, UsageError
+from exporter.errors import ServerError, UsageError
 from exporter.local_paths import local_path
 from exporter.progress import count
 from exporter.terminal import completion
@@ -22,11 +22,9 @@ from exporter.terminal.edge import (
 from exporter.terminal.output import Output
 from exporter.terminal.parameters import App, Argument, Option, Options
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
-from serving import agent_command
+from serving import agent_command, run_command
 from serving.address import with_port
-from serving.documents import ColumnPrediction, ExampleResults, RowPrediction, Serving, Update
-from serving.signals import sleep_until_a_signal, stop_on_sigterm
-from serving.status import VersionState, VersionStatus, error_text
+from serving.documents import ColumnPrediction, ExampleResults, RowPrediction, Update
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,18 +56,6 @@ Examples:
   echo '{{"instances": [[1.0, 2.0]]}}' | serve-model predict 127.0.0.1:8500 --model ranker --json-input -
 
 {EXIT_CODES}"""
-
-_RUN_HELP = """Serve the newest version under MODEL_BASE_PATH with TF Serving's gRPC services.
-
-New versions are picked up as TF Serving picks them up: loaded first, then the old one is unloaded; a version
-that cannot be loaded never takes the good one away. When a version is available, one line (with --json one
-document) says which, and where. SIGTERM and SIGINT end the server after its calls. It computes on CPUs unless
-CUDA_VISIBLE_DEVICES says otherwise.
-
-\b
-Examples:
-  serve-model run models/ranker
-  serve-model run models/ranker --port 8500 --host 0.0.0.0 --model-name prod --poll-seconds 5"""
 
 _STATUS_HELP = """Show a model's versions on a server: their states and positions.
 
@@ -112,65 +98,7 @@ def serve_model(own_version: VersionFlag = False) -> None:
     """The root command; it has no options of its own but `-V`."""
 
 
-@app.subcommand("run", help=_RUN_HELP, short_help="Serve a model base path over gRPC.")
-def run_server(
-    model_base_path: Annotated[Path, Argument("MODEL_BASE_PATH", "Directory that holds the versions.")],
-    model_name: Annotated[
-        str | None,
-        Option(metavar="NAME", help="Name in requests. [default: MODEL_BASE_PATH's last part]"),
-    ] = None,
-    host: Annotated[str, Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, Option(metavar="PORT", min=0, max=65535, help="gRPC port; 0 takes a free one.")
-    ] = 8500,
-    poll_seconds: Annotated[
-        float, Option(metavar="SECONDS", min=0.01, help="How often to look for new versions.")
-    ] = 1.0,
-    threads: Annotated[int, Option(metavar="N", min=1, help="How many calls to work on at a time.")] = 8,
-    max_filled_bytes: Annotated[
-        int,
-        Option(
-            metavar="BYTES",
-            min=0,
-            help="Refuse requests that grow by more than this when tensors are filled to their shapes.",
-        ),
-    ] = 64 << 20,
-    wait: Annotated[
-        float, Option(metavar="SECONDS", min=0, help="Give up if no version is available after this time.")
-    ] = 60.0,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
-) -> None:
-    """Serve until a signal comes."""
-    with command(json_, quiet, debug) as sink:
-        stop_on_sigterm()
-        from serving.server import ModelServer
-
-        news = _News(sink)
-        try:
-            with ModelServer(
-                model_base_path,
-                name=model_name,
-                host=host,
-                port=port,
-                poll_seconds=poll_seconds,
-                threads=threads,
-                max_filled_bytes=max_filled_bytes,
-                listener=news,
-            ) as server:
-                version = server.wait_available(wait)
-                document = Serving(server.name, version, host, server.port)
-                _print(
-                    sink,
-                    document,
-                    f"serving {server.name} version {version} on {server.address}",
-                    is_done=True,
-                )
-                news.begin()
-                sleep_until_a_signal()
-        except KeyboardInterrupt:
-            raise SystemExit(int(Exit.INTERRUPTED)) from None
+run_command.register(app)
 
 
 @app.subcommand("status", help=_STATUS_HELP, short_help="Versions of a model on a server.")
@@ -286,24 +214,6 @@ def update(
 def main() -> NoReturn:
     """The entry point."""
     run(app)
-
-
-class _News:
-    """Tells a person what happens to versions after the first one is served."""
-
-    def __init__(self, sink: Output) -> None:
-        self._sink = sink
-        self._began = False
-
-    def begin(self) -> None:
-        """Report good news, too, from now on."""
-        self._began = True
-
-    def __call__(self, status: VersionStatus) -> None:
-        if status.code:
-            self._sink.warn(f"version {status.version}: {status.state.name}, {error_text(status)}")
-        elif self._began and status.state is VersionState.AVAILABLE:
-            self._sink.note(f"version {status.version}: {status.state.name}")
 
 
 def _print(sink: Output, document: Struct, line: str, *, is_done: bool = False) -> None:

@@ -9,13 +9,24 @@ from typing import Any, Literal
 from msgspec import Struct
 
 
-class Serving(Struct, frozen=True):
-    """What `run` prints when the first version is available."""
+class ServedModel(Struct, frozen=True):
+    """A model that `run` serves."""
 
     model: str
-    """The model's name in requests."""
+    """Its name in requests."""
     version: int
-    """The version that is served."""
+    """Its newest version that is available."""
+
+
+class Serving(Struct, frozen=True):
+    """What `run` prints when every model has an available version."""
+
+    model: str | None
+    """The first model's name in requests; null if a configuration lists none."""
+    version: int | None
+    """The version of it that is served."""
+    models: Sequence[ServedModel]
+    """All models, by name."""
     host: str
     """The address that the server listens on."""
     port: int

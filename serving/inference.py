@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from exporter.wire.protos import Proto
@@ -25,6 +26,23 @@ MAX_FILLED_BYTES = 64 << 20
 TF Serving fills in whatever it can allocate, so that 60 bytes cost gigabytes."""
 
 
+class Inference(Struct, frozen=True, kw_only=True):
+    """How a server answers requests, and how long one may take."""
+
+    timeout_ms: int | None = None
+    """The session stops the step then; never by default."""
+    max_filled_bytes: int = MAX_FILLED_BYTES
+    """A request is refused if more would be filled in."""
+    checks_method_names: bool = False
+    """Require that a signature's method is the one that is called. TF Serving's binary does not by default:
+    models of TensorFlow 2 name `predict` in all their signatures."""
+    as_tensor_content: bool = False
+    """Answer Predict in `tensor_content` instead of the fields of each type."""
+
+
+DEFAULT_INFERENCE = Inference()
+
+
 class Model(Protocol):
     """A loaded version."""
 
@@ -38,130 +56,110 @@ class Model(Protocol):
         """Compute tensors by name."""
 
 
-def predict(
-    model: Model,
-    request: Proto,
-    response: Proto,
-    timeout_ms: int | None = None,
-    max_filled_bytes: int = MAX_FILLED_BYTES,
-) -> None:
+def predict(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
     """Fill a `PredictResponse`'s outputs.
 
     Raises:
-        StatusError: FAILED_PRECONDITION for an unknown signature, INTERNAL for one with an unknown method,
-            INVALID_ARGUMENT for inputs or an output filter that do not fit it.
+        StatusError: FAILED_PRECONDITION for an unknown signature, INVALID_ARGUMENT for inputs or an output
+            filter that do not fit it, INTERNAL for an unknown method (if methods are checked).
     """
-    signature = _predict_signature(model, request.model_spec.signature_name)
-    feeds = _feeds(signature, request.inputs, max_filled_bytes)
+    signature = _predict_signature(model, request.model_spec.signature_name, how)
+    feeds = _feeds(signature, request.inputs, how.max_filled_bytes)
     aliases = _output_aliases(signature, request.output_filter)
-    values = model.run(feeds, [signature.outputs[alias].name for alias in aliases], timeout_ms)
+    values = model.run(feeds, [signature.outputs[alias].name for alias in aliases], how.timeout_ms)
     for alias, value in zip(aliases, values, strict=True):
-        fill(response.outputs[alias], np.asarray(value), as_fields=True)
+        fill(response.outputs[alias], np.asarray(value), as_fields=not how.as_tensor_content)
 
 
 def predict_arrays(
-    model: Model, signature_name: str, inputs: Mapping[str, NDArray[Any]], timeout_ms: int | None = None
+    model: Model,
+    signature_name: str,
+    inputs: Mapping[str, NDArray[Any]],
+    how: Inference = DEFAULT_INFERENCE,
 ) -> dict[str, NDArray[Any]]:
     """A predict signature's outputs by name, from inputs by name: `predict` without messages.
 
     Raises:
         StatusError: as `predict`.
     """
-    signature = _predict_signature(model, signature_name)
+    signature = _predict_signature(model, signature_name, how)
     _check_aliases(signature, set(inputs))
     feeds = {
         info.name: inputs[alias] if alias in inputs else _value(alias, signature.defaults[alias])
         for alias, info in signature.inputs.items()
     }
     aliases = sorted(signature.outputs)
-    values = model.run(feeds, [signature.outputs[alias].name for alias in aliases], timeout_ms)
+    values = model.run(feeds, [signature.outputs[alias].name for alias in aliases], how.timeout_ms)
     return {alias: np.asarray(value) for alias, value in zip(aliases, values, strict=True)}
 
 
-def classify(
-    model: Model,
-    request: Proto,
-    response: Proto,
-    timeout_ms: int | None = None,
-    max_filled_bytes: int = MAX_FILLED_BYTES,
-) -> None:
+def classify(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
     """Fill a `ClassificationResponse`'s result.
 
     Raises:
-        StatusError: INVALID_ARGUMENT or FAILED_PRECONDITION, if signature or output cannot classify.
+        StatusError: INVALID_ARGUMENT, if signature or output cannot classify.
     """
-    signature = _signature_of(model, request.model_spec, CLASSIFY, "classification")
-    input_, outputs = _classify_tensors(signature)
-    examples = _examples(request.input, max_filled_bytes)
-    values = model.run({input_: examples}, outputs, timeout_ms)
+    signature = _signature_of(model, request.model_spec)
+    input_, outputs = _classify_tensors(signature, how)
+    examples = _examples(request.input, how.max_filled_bytes)
+    values = model.run({input_: examples}, outputs, how.timeout_ms)
     _fill_classes(signature, len(examples), dict(zip(outputs, values, strict=True)), response.result)
 
 
-def regress(
-    model: Model,
-    request: Proto,
-    response: Proto,
-    timeout_ms: int | None = None,
-    max_filled_bytes: int = MAX_FILLED_BYTES,
-) -> None:
+def regress(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
     """Fill a `RegressionResponse`'s result.
 
     Raises:
-        StatusError: INVALID_ARGUMENT or FAILED_PRECONDITION, if signature or output cannot regress.
+        StatusError: INVALID_ARGUMENT, if signature or output cannot regress.
     """
-    signature = _signature_of(model, request.model_spec, REGRESS, "regression")
-    input_, output = _regress_tensors(signature)
-    examples = _examples(request.input, max_filled_bytes)
-    (value,) = model.run({input_: examples}, [output], timeout_ms)
+    signature = _signature_of(model, request.model_spec)
+    input_, output = _regress_tensors(signature, how)
+    examples = _examples(request.input, how.max_filled_bytes)
+    (value,) = model.run({input_: examples}, [output], how.timeout_ms)
     _fill_regressions(len(examples), value, response.result)
 
 
 def multi_inference(
-    model: Model,
-    request: Proto,
-    response: Proto,
-    timeout_ms: int | None = None,
-    max_filled_bytes: int = MAX_FILLED_BYTES,
+    model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE
 ) -> None:
     """Fill a `MultiInferenceResponse`: several classify and regress signatures over one input, in one step.
 
     Raises:
-        StatusError: INVALID_ARGUMENT, UNIMPLEMENTED or FAILED_PRECONDITION, if tasks do not fit together.
+        StatusError: INVALID_ARGUMENT or UNIMPLEMENTED, if tasks do not fit the model or one another.
     """
-    if not request.tasks:
-        raise invalid("MultiInferenceRequest has no tasks.")
     tasks = [(task, _task_signature(model, request.tasks, index)) for index, task in enumerate(request.tasks)]
     inputs: set[str] = set()
     fetches: set[str] = set()
     for task, signature in tasks:
         if task.method_name == CLASSIFY:
-            input_, outputs = _classify_tensors(signature)
+            input_, outputs = _classify_tensors(signature, how)
             fetches.update(outputs)
         elif task.method_name == REGRESS:
-            input_, output = _regress_tensors(signature)
+            input_, output = _regress_tensors(signature, how)
             fetches.add(output)
         else:
             raise StatusError(Code.UNIMPLEMENTED, f"Unsupported signature method_name: {task.method_name}")
         inputs.add(input_)
-    if len(inputs) > 1:
-        raise invalid("Input tensor must be the same for all Signatures.")
-    examples = _examples(request.input, max_filled_bytes)
+        if len(inputs) > 1:
+            raise invalid("Input tensor must be the same for all Signatures.")
+    examples = _examples(request.input, how.max_filled_bytes)
     names = sorted(fetches)
-    values = dict(zip(names, model.run({inputs.pop(): examples}, names, timeout_ms), strict=True))
+    values = dict(zip(names, model.run({inputs.pop(): examples}, names, how.timeout_ms), strict=True))
     for task, signature in tasks:
         result = response.results.add()
         if task.method_name == CLASSIFY:
             _fill_classes(signature, len(examples), values, result.classification_result)
         else:
-            _fill_regressions(len(examples), values[_regress_tensors(signature)[1]], result.regression_result)
+            value = values[signature.outputs["outputs"].name]
+            _fill_regressions(len(examples), value, result.regression_result)
 
 
-def _predict_signature(model: Model, name: str) -> Proto:
+def _predict_signature(model: Model, name: str, how: Inference) -> Proto:
     name = name or DEFAULT_SIGNATURE
     if name not in model.signatures:
         raise StatusError(Code.FAILED_PRECONDITION, f'Serving signature key "{name}" not found.')
     signature = model.signatures[name]
-    if signature.method_name not in (PREDICT, CLASSIFY, REGRESS):
+    if how.checks_method_names and signature.method_name not in (PREDICT, CLASSIFY, REGRESS):
         raise StatusError(
             Code.INTERNAL,
             f"Expected prediction signature method_name to be one of {{{PREDICT}, {CLASSIFY}, {REGRESS}}}. "
@@ -224,22 +222,22 @@ def _output_aliases(signature: Proto, wanted: Iterable[str]) -> list[str]:
     return aliases or sorted(signature.outputs)
 
 
-def _signature_of(model: Model, spec: Proto, method: str, kind: str) -> Proto:
+def _signature_of(model: Model, spec: Proto) -> Proto:
     name = spec.signature_name or DEFAULT_SIGNATURE
     if name not in model.signatures:
         raise invalid(f"No signature was found with the name: {name}")
-    signature = model.signatures[name]
-    _expect_method(signature, method, kind)
-    return signature
+    return model.signatures[name]
 
 
-def _expect_method(signature: Proto, method: str, kind: str) -> None:
-    if signature.method_name != method:
+def _expect_method(signature: Proto, method: str, kind: str, how: Inference) -> None:
+    if how.checks_method_names and signature.method_name != method:
         raise invalid(f"Expected {kind} signature method_name to be {method}. Was: {signature.method_name}")
 
 
 def _task_signature(model: Model, tasks: Sequence[Proto], index: int) -> Proto:
     spec = tasks[index].model_spec
+    if not spec.name:
+        raise invalid("Found ModelSpec with an empty model name.")
     if spec.name != tasks[0].model_spec.name:
         raise invalid("All ModelSpecs in a MultiInferenceRequest must access the same model name.")
     name = spec.signature_name or DEFAULT_SIGNATURE
@@ -250,39 +248,38 @@ def _task_signature(model: Model, tasks: Sequence[Proto], index: int) -> Proto:
     return model.signatures[name]
 
 
-def _classify_tensors(signature: Proto) -> tuple[str, list[str]]:
+def _classify_tensors(signature: Proto, how: Inference) -> tuple[str, list[str]]:
     """The input's tensor name, and those of `classes` and `scores` as far as the signature has them."""
-    _expect_method(signature, CLASSIFY, "classification")
+    _expect_method(signature, CLASSIFY, "classification", how)
     if len(signature.inputs) != 1:
         raise invalid("Expected one input Tensor.")
     if len(signature.outputs) not in (1, 2):
         raise invalid(f"Expected one or two output Tensors, found {len(signature.outputs)}")
+    input_ = _input_tensor(signature, "classification")
     outputs = [signature.outputs[alias].name for alias in ("classes", "scores") if alias in signature.outputs]
     if not outputs:
-        raise StatusError(
-            Code.FAILED_PRECONDITION,
+        raise invalid(
             'Expected classification signature outputs to contain at least one of "classes" or "scores". '
-            f"Signature was: {signature}",
+            f"Signature was: {signature}"
         )
-    return _input_tensor(signature, "classification"), outputs
+    return input_, outputs
 
 
-def _regress_tensors(signature: Proto) -> tuple[str, str]:
-    _expect_method(signature, REGRESS, "regression")
+def _regress_tensors(signature: Proto, how: Inference) -> tuple[str, str]:
+    _expect_method(signature, REGRESS, "regression", how)
     if len(signature.inputs) != 1:
         raise invalid("Expected one input Tensor.")
     if len(signature.outputs) != 1:
         raise invalid("Expected one output Tensor.")
+    input_ = _input_tensor(signature, "regression")
     if "outputs" not in signature.outputs:
-        raise StatusError(
-            Code.FAILED_PRECONDITION, f"No regression outputs found in SignatureDef: {signature}"
-        )
-    return _input_tensor(signature, "regression"), signature.outputs["outputs"].name
+        raise invalid(f"No regression outputs found in SignatureDef: {signature}")
+    return input_, signature.outputs["outputs"].name
 
 
 def _input_tensor(signature: Proto, kind: str) -> str:
     if "inputs" not in signature.inputs:
-        raise StatusError(Code.FAILED_PRECONDITION, f"No {kind} inputs found in SignatureDef: {signature}")
+        raise invalid(f"No {kind} inputs found in SignatureDef: {signature}")
     return str(signature.inputs["inputs"].name)
 
 

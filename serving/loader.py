@@ -10,11 +10,28 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from exporter.files import open_regular
 from exporter.layout import MANIFEST_FILE, SAVED_MODEL_FILES
 from serving.status import Code, StatusError, invalid
+
+
+class Loading(Struct, frozen=True, kw_only=True):
+    """How versions are loaded."""
+
+    tags: tuple[str, ...] = ("serve",)
+    """Of the graph in a SavedModel."""
+    intra_op_threads: int = 0
+    """For one operation; 0 leaves it to TensorFlow."""
+    inter_op_threads: int = 0
+    """Operations that run at once; 0 leaves it to TensorFlow."""
+    warmup_iterations: int = 1
+    """How often each warm-up request is sent; 0 sends none."""
+
+
+DEFAULT_LOADING = Loading()
 
 
 class LoadedModel:
@@ -80,11 +97,11 @@ def has_saved_model(directory: Path) -> bool:
     return any((directory / name).is_file() for name in SAVED_MODEL_FILES)
 
 
-def load(directory: Path) -> LoadedModel:
-    """Load the SavedModel in `directory` with tag `serve`, holding its manifest's lock until it is closed.
+def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
+    """Load the SavedModel in `directory`, holding its manifest's lock until it is closed.
 
     Raises:
-        StatusError: NOT_FOUND, there is no SavedModel or it has no such tag; DATA_LOSS, it does not parse,
+        StatusError: NOT_FOUND, there is no SavedModel or none with these tags; DATA_LOSS, it does not parse,
             or something in it is no file; UNAVAILABLE, the directory is being removed.
         tensorflow.errors.OpError: TensorFlow cannot restore it.
     """
@@ -96,11 +113,15 @@ def load(directory: Path) -> LoadedModel:
     from tensorflow.python.saved_model.loader_impl import SavedModelLoader
 
     lock = _lock(directory / MANIFEST_FILE)
-    session = tf.compat.v1.Session(graph=tf.Graph())
+    config = tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=loading.intra_op_threads,
+        inter_op_parallelism_threads=loading.inter_op_threads,
+    )
+    session = tf.compat.v1.Session(graph=tf.Graph(), config=config)
     try:
         with session.graph.as_default():
             # What `tf.compat.v1.saved_model.load` calls, without its notice that TensorFlow 1 is deprecated.
-            meta_graph = SavedModelLoader(str(directory)).load(session, ["serve"])
+            meta_graph = SavedModelLoader(str(directory)).load(session, list(loading.tags))
         session._extend_graph()
     except BaseException as error:
         session.close()

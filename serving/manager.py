@@ -11,15 +11,35 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from exporter.errors import ServerError
+from exporter.errors import ModelPathNotFound, ServerError
 from exporter.layout import SAVED_MODEL_FILE
-from serving.loader import LoadedModel, has_saved_model, load
+from serving.inference import DEFAULT_INFERENCE, Inference
+from serving.loader import DEFAULT_LOADING, LoadedModel, Loading, has_saved_model, load
 from serving.status import Code, StatusError, VersionState, VersionStatus, status_of
-from serving.version_policy import Latest, Load, Policy, next_action, versions_among
+from serving.version_policy import NEWEST, Load, Policy, next_action, versions_among
 from serving.warmup import warm_up
 
-Listener = Callable[[VersionStatus], None]
+Listener = Callable[[str, VersionStatus], None]
+"""Called with a model's name and a version's new status, from the thread that changed it."""
+
+
+def load_warm(
+    directory: Path, loading: Loading = DEFAULT_LOADING, how: Inference = DEFAULT_INFERENCE
+) -> LoadedModel:
+    """Load the SavedModel in `directory` and send its warm-up requests.
+
+    Raises:
+        StatusError, tensorflow.errors.OpError: as `load` and `warm_up`.
+    """
+    model = load(directory, loading)
+    try:
+        warm_up(model, directory, how, iterations=loading.warmup_iterations)
+    except BaseException:
+        model.close()
+        raise
+    return model
 
 
 class _Served(Struct):
@@ -41,14 +61,16 @@ class VersionManager:
         name: str,
         base_path: Path,
         *,
-        policy: Policy | None = None,
+        policy: Policy = NEWEST,
         poll_seconds: float = 1.0,
+        load: Callable[[Path], LoadedModel] = load_warm,
         listener: Listener | None = None,
     ) -> None:
         self.name = name
         self.base_path = base_path
-        self._policy: Policy = policy or Latest()
+        self._policy: Policy | None = policy
         self._poll_seconds = poll_seconds
+        self._load_model = load
         self._listener = listener
         self._changed = threading.Condition()
         self._wanted: frozenset[int] = frozenset()
@@ -76,10 +98,27 @@ class VersionManager:
             self._announce(VersionStatus(version, VersionState.UNLOADING))
             self._unload(version, max(0.0, deadline - time.monotonic()))
 
-    def follow(self, policy: Policy) -> None:
-        """Choose versions by another policy from now on."""
-        self._policy = policy
+    def follow(self, base_path: Path, policy: Policy) -> None:
+        """Follow another base path, or choose versions by another policy, from now on.
+
+        A version of the same number that is loaded stays, wherever it came from, as in TF Serving.
+        """
+        with self._changed:
+            self.base_path, self._policy = base_path, policy
+            self._wanted = frozenset()  # nothing is hopeless until the new place was looked at
         self._wake.set()
+
+    def retire(self) -> None:
+        """Unload everything, and remember how each version ended; `follow` brings the model back."""
+        with self._changed:
+            self._policy = None
+            self._changed.notify_all()
+        self._wake.set()
+
+    @property
+    def is_retired(self) -> bool:
+        """True if the model is not to be served."""
+        return self._policy is None
 
     @contextmanager
     def borrow(self, version: int | None) -> Iterator[tuple[int, LoadedModel]]:
@@ -108,6 +147,15 @@ class VersionManager:
         with self._changed:
             return sorted(self._statuses.values(), key=lambda status: -status.version)
 
+    def is_available(self) -> bool:
+        """True if a request without a version would find one."""
+        return bool(self.available())
+
+    def available(self) -> list[int]:
+        """The versions that requests may ask."""
+        with self._changed:
+            return self._available()
+
     def wait_available(self, timeout_seconds: float) -> int:
         """The newest available version, as soon as there is one.
 
@@ -128,10 +176,19 @@ class VersionManager:
         return [v for v in self._served if self._statuses[v].state is VersionState.AVAILABLE]
 
     def _hopeless(self) -> bool:
-        wanted = [self._statuses.get(version) for version in self._wanted]
-        return bool(wanted) and all(s is not None and s.state is VersionState.END and s.code for s in wanted)
+        if self._policy is None or self._stopping:
+            return True
+        # A failure that was tried again may have ended long ago: only those that still stand count.
+        ended = {v for v in self._failures if self._statuses[v].state is VersionState.END}
+        return bool(self._wanted) and self._wanted <= ended
 
     def _not_available(self, waited_seconds: float | None) -> ServerError:
+        if self._policy is None or self._stopping:
+            return ServerError(
+                f"{self.name} is not served any more",
+                cause="it was taken out of the configuration" if self.is_retired else "the server stops",
+                hint="add it to the configuration: serve-model reload",
+            )
         failures = [status for status in self._statuses.values() if status.code]
         if not failures and (self.base_path / SAVED_MODEL_FILE).is_file():
             return ServerError(
@@ -139,12 +196,14 @@ class VersionManager:
                 cause="a model base path holds versions, in directories that are named by numbers",
                 hint=f"name the directory above it: serve-model run {self.base_path.parent}",
             )
+        if not failures and not self.base_path.is_dir():
+            return ModelPathNotFound(
+                f"{self.base_path} is not a directory", cause=f"it was waited for: {waited_seconds:.3g} s"
+            )
         if not failures:
             return ServerError(
-                f"no version of {self.name} became available in {waited_seconds:g} s",
-                cause=f"{self.base_path} has no directory that is named by a number"
-                if not self._wanted
-                else f"version {max(self._wanted)} is still loading",
+                f"no version of {self.name} became available in {waited_seconds:.3g} s",
+                cause=self._nothing_found(),
                 hint="publish a version with export-model, or give it more time with --wait SECONDS",
             )
         failed = max(failures, key=lambda status: status.version)
@@ -154,32 +213,51 @@ class VersionManager:
             hint=f"publish a version that loads, or remove {self.base_path / str(failed.version)}",
         )
 
+    def _nothing_found(self) -> str:
+        if self._wanted:
+            return f"version {max(self._wanted)} is still loading"
+        return f"{self.base_path} has no directory that is named by a number"
+
     def _follow(self) -> None:
         while not self._stopping:
-            with suppress(OSError):  # a base path that is gone for a moment changes nothing
-                self._settle(versions_among(path.name for path in self.base_path.iterdir()))
-            self._wake.wait(self._poll_seconds)
-            self._wake.clear()
+            self._wake.clear()  # before looking: what is asked for meanwhile is seen at the next look
+            with self._changed:
+                policy, base_path = self._policy, self.base_path
+            if policy is None:
+                self._settle(frozenset(), {})
+            else:
+                with suppress(OSError):  # a base path that is gone for a moment changes nothing
+                    directories = versions_among(path.name for path in base_path.iterdir())
+                    paths = {version: base_path / name for version, name in directories.items()}
+                    self._settle(policy.choose(directories), paths)
+            self._wake.wait(self._poll_seconds or None)
 
-    def _settle(self, directories: dict[int, str]) -> None:
+    def _settle(self, wanted: frozenset[int], directories: dict[int, Path]) -> None:
         """Load and unload until what is served is what ought to be."""
-        wanted = self._policy.choose(directories)
+        failures = {
+            version: fingerprint
+            for version, fingerprint in self._failures.items()
+            if version in wanted and fingerprint == _fingerprint(directories[version])
+        }
         with self._changed:
             if self._stopping:
                 return
-            self._wanted = wanted
-        self._failures = {
-            version: fingerprint
-            for version, fingerprint in self._failures.items()
-            if version in wanted and fingerprint == _fingerprint(self.base_path / directories[version])
-        }
+            self._wanted, self._failures = wanted, failures
+        self._end_unfinished(wanted)
         for version in sorted(wanted - self._statuses.keys()):
             self._announce(VersionStatus(version, VersionState.START))
         while not self._stopping and (action := next_action(wanted, self._states())):
             if isinstance(action, Load):
-                self._load(action.version, self.base_path / directories[action.version])
+                self._load(action.version, directories[action.version])
             else:
-                self._retire(action.version)
+                self._begin_unload(action.version)
+
+    def _end_unfinished(self, wanted: frozenset[int]) -> None:
+        """What was waited for, and is not wanted any more, has ended."""
+        for status in self.statuses():
+            is_waiting = status.state in (VersionState.START, VersionState.LOADING)
+            if is_waiting and status.version not in wanted:
+                self._announce(replace(status, state=VersionState.END))
 
     def _states(self) -> dict[int, VersionState]:
         with self._changed:
@@ -190,12 +268,7 @@ class VersionManager:
         self._announce(VersionStatus(version, VersionState.LOADING))
         fingerprint = _fingerprint(directory)
         try:
-            model = load(directory)
-            try:
-                warm_up(model, directory)
-            except BaseException:
-                model.close()
-                raise
+            model = self._load_model(directory)
         except Exception as error:  # noqa: BLE001 - whatever a stranger's model raises is that version's status
             status = status_of(error)
             unfinished = status.code is Code.UNAVAILABLE or not has_saved_model(directory)
@@ -205,7 +278,7 @@ class VersionManager:
             return
         self._announce(VersionStatus(version, VersionState.AVAILABLE), _Served(model))
 
-    def _retire(self, version: int) -> None:
+    def _begin_unload(self, version: int) -> None:
         """Unload in a thread of its own: a request that never ends must not keep new versions waiting."""
         self._announce(VersionStatus(version, VersionState.UNLOADING))
         threading.Thread(target=self._unload, args=(version,), name=f"unload {version}", daemon=True).start()
@@ -229,7 +302,7 @@ class VersionManager:
             self._changed.notify_all()
         if self._listener:
             with suppress(OSError, ValueError):  # the listener's stream may be closed; serving goes on
-                self._listener(status)
+                self._listener(self.name, status)
 
 
 def _fingerprint(directory: Path) -> object:

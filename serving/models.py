@@ -3,45 +3,54 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-from exporter.errors import ServerError, UsageError
-from exporter.local_paths import local_path
+from exporter.errors import ServerError
 from exporter.wire.protos import Proto
 from serving.loader import LoadedModel
 from serving.manager import VersionManager
+from serving.model_config import ModelConfig, require_platform
 from serving.status import Code, StatusError, VersionState, VersionStatus, invalid
-from serving.version_policy import Every, Latest, Policy, Specific
-
-UNLOAD_GRACE_SECONDS = 10.0
 
 
 class ServedModels:
-    """Models by name; `create` makes the manager of a new one."""
+    """Models by name; `create` makes the manager of a new one.
 
-    def __init__(self, create: Callable[[str, Path, Policy], VersionManager]) -> None:
+    A model that is taken out of the configuration is unloaded, and remembered with how its versions ended.
+    """
+
+    def __init__(
+        self, create: Callable[[ModelConfig], VersionManager], *, labels_unavailable_versions: bool = False
+    ) -> None:
         self._create = create
+        self._labels_unavailable_versions = labels_unavailable_versions
         self._managers: dict[str, VersionManager] = {}
-        self._labels: dict[str, dict[str, int]] = {}
+        self._labels: Mapping[str, Mapping[str, int]] = {}
         self._configuring = threading.Lock()
-
-    def add(self, name: str, base_path: Path, policy: Policy) -> VersionManager:
-        """Begin to serve one more model."""
-        manager = self._create(name, base_path, policy)
-        self._managers[name] = manager
-        manager.start()
-        return manager
 
     def stop(self, grace_seconds: float) -> None:
         """Unload everything."""
+        deadline = time.monotonic() + grace_seconds
         for manager in self._managers.values():
-            manager.stop(grace_seconds)
+            manager.stop(max(0.0, deadline - time.monotonic()))
 
     def served(self) -> dict[str, VersionManager]:
         """The models that are configured now, by name."""
-        return dict(self._managers)
+        return {name: found for name, found in list(self._managers.items()) if not found.is_retired}
+
+    def is_available(self, name: str | None = None) -> bool:
+        """True if the model has an available version; without a name, if every model has one."""
+        served = self.served()
+        if name is None:
+            return all(manager.is_available() for manager in served.values())
+        return name in served and served[name].is_available()
+
+    def versions(self, name: str) -> list[VersionStatus]:
+        """Every version of a model that was ever seen, the newest first."""
+        manager = self._managers.get(name)
+        return manager.statuses() if manager else []
 
     @contextmanager
     def borrow(self, spec: Proto) -> Iterator[tuple[int, LoadedModel]]:
@@ -54,7 +63,7 @@ class ServedModels:
             raise invalid("ModelSpec has no name specified.")
         version = self._version(spec)
         manager = self._managers.get(spec.name)
-        if manager is None:
+        if manager is None or manager.is_retired:
             wanted = f"Latest({spec.name})" if version is None else f"Specific({spec.name}, {version})"
             raise StatusError(Code.NOT_FOUND, f"Servable not found for request: {wanted}")
         with manager.borrow(version) as borrowed:
@@ -66,8 +75,7 @@ class ServedModels:
         Raises:
             StatusError: NOT_FOUND, none was ever seen.
         """
-        manager = self._managers.get(spec.name)
-        statuses = manager.statuses() if manager else []
+        statuses = self.versions(spec.name)
         version = self._version(spec)
         if version is None:
             if not statuses:
@@ -78,63 +86,51 @@ class ServedModels:
                 return [status]
         raise StatusError(Code.NOT_FOUND, f"Could not find version {version} of model {spec.name}")
 
-    def configure(self, config: Proto, timeout_seconds: float) -> None:
-        """Serve exactly the models of a `ModelServerConfig`, and wait until each has an available version.
+    def configure(self, wanted: Sequence[ModelConfig]) -> list[VersionManager]:
+        """Begin to serve exactly these models; returns those that were not served before.
+
+        What is refused changes nothing.
 
         Raises:
-            StatusError: INVALID_ARGUMENT, not a list of models, or one without name or path;
-                FAILED_PRECONDITION, a label for a version that is not available;
-                UNKNOWN, a model does not become available.
+            StatusError: INVALID_ARGUMENT, a platform that is not served; FAILED_PRECONDITION, a label for a
+                version that is not available now.
         """
-        if config.WhichOneof("config") != "model_config_list":
-            raise invalid(
-                "ServerModelConfig type not supported by HandleReloadConfigRequest. "
-                "Only ModelConfigList is currently supported"
-            )
-        wanted = {model.name: model for model in config.model_config_list.config}
-        for model in wanted.values():
-            if not model.name or not model.base_path:
-                raise invalid("Every model of a ModelConfigList needs a name and a base_path.")
-        places = {name: _base_path(model) for name, model in wanted.items()}
         with self._configuring:
-            for name, model in wanted.items():
-                self._serve(name, places[name], _policy(model), timeout_seconds)
-            for name in self._managers.keys() - wanted.keys():
-                self._managers.pop(name).stop(UNLOAD_GRACE_SECONDS)
-            labels = {name: dict(model.version_labels) for name, model in wanted.items()}
-            self._check_labels(labels)
-            self._labels = labels
+            served = self.served()
+            require_platform(wanted, served)
+            self._check_labels(wanted)
+            self._labels = {model.name: model.labels for model in wanted}
+            for name in served.keys() - {model.name for model in wanted}:
+                served[name].retire()
+            for model in wanted:
+                self._follow(model)
+            return [self._managers[model.name] for model in wanted if model.name not in served]
 
-    def _serve(self, name: str, base_path: Path, policy: Policy, timeout_seconds: float) -> None:
-        manager = self._managers.get(name)
-        if manager is not None and manager.base_path == base_path:
-            manager.follow(policy)
+    def _follow(self, model: ModelConfig) -> None:
+        if (manager := self._managers.get(model.name)) is not None:
+            manager.follow(model.base_path, model.policy)
         else:
-            replaced, manager = manager, self._create(name, base_path, policy)
+            manager = self._managers[model.name] = self._create(model)
             manager.start()
-        try:
-            manager.wait_available(timeout_seconds)
-        except ServerError as error:
-            if self._managers.get(name) is not manager:
-                manager.stop(0.0)
-            raise StatusError(Code.UNKNOWN, f"{error.message}: {error.cause}") from error
-        if self._managers.get(name) is not manager:
-            self._managers[name] = manager
-            if replaced is not None:
-                replaced.stop(UNLOAD_GRACE_SECONDS)
 
-    def _check_labels(self, labels: Mapping[str, Mapping[str, int]]) -> None:
-        for name, versions in labels.items():
-            available = {
-                s.version for s in self._managers[name].statuses() if s.state is VersionState.AVAILABLE
-            }
-            for version in versions.values():
-                if version not in available:
+    def _check_labels(self, wanted: Sequence[ModelConfig]) -> None:
+        """Labels move to available versions alone: a request that names one must not fail meanwhile."""
+        for model in wanted:
+            current = self._labels.get(model.name, {})
+            available = self._available(model.name)
+            for label, version in model.labels.items():
+                is_moved = label in current and current[label] != version
+                if version not in available and (is_moved or not self._labels_unavailable_versions):
                     raise StatusError(
                         Code.FAILED_PRECONDITION,
-                        f"Request to assign label to version {version} of model {name}, "
+                        f"Request to assign label to version {version} of model {model.name}, "
                         "which is not currently available for inference",
                     )
+
+    def _available(self, name: str) -> set[int]:
+        if name not in self.served():
+            return set()
+        return {s.version for s in self.versions(name) if s.state is VersionState.AVAILABLE}
 
     def _version(self, spec: Proto) -> int | None:
         choice = spec.WhichOneof("version_choice")
@@ -148,21 +144,19 @@ class ServedModels:
             raise invalid(f"Unrecognized servable version label: {spec.version_label}") from None
 
 
-def _base_path(model: Proto) -> Path:
-    try:
-        return local_path(f"The base_path of {model.name!r}:", model.base_path)
-    except UsageError as error:
-        raise invalid(f"{error.message} ({error.cause}); {error.hint}") from error
+def wait_for(models: Sequence[VersionManager], timeout_seconds: float) -> None:
+    """Wait until each model has an available version.
 
-
-def _policy(model: Proto) -> Policy:
-    policy = model.model_version_policy
-    match policy.WhichOneof("policy_choice"):
-        case "all":
-            return Every()
-        case "specific":
-            return Specific(frozenset(policy.specific.versions))
-        case "latest":
-            return Latest(policy.latest.num_versions)
-        case _:
-            return Latest()
+    Raises:
+        StatusError: UNKNOWN, one cannot be served; DEADLINE_EXCEEDED, one is not available in time.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    failed = []
+    for model in models:
+        try:
+            model.wait_available(max(0.0, deadline - time.monotonic()))
+        except ServerError as error:
+            failed.append(f"{error.message}: {error.cause}")
+    if failed:
+        text = f"{len(failed)} model(s) did not become available: {'; '.join(failed)}"
+        raise StatusError(Code.DEADLINE_EXCEEDED if time.monotonic() >= deadline else Code.UNKNOWN, text)

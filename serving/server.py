@@ -10,20 +10,22 @@ The stock client stubs, requests, statuses and errors are those of `tensorflow_m
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
-from exporter.errors import ModelPathNotFound, ServerError, UsageError
+from exporter.errors import ServerError, UsageError
 from exporter.local_paths import local_path
-from serving.status import VersionStatus
-from serving.version_policy import Latest, Policy
+from serving.server_options import DEFAULT_OPTIONS, ServerOptions
+from serving.status import Code, StatusError, VersionStatus
 
 if TYPE_CHECKING:
-    from os import PathLike
-
     from serving.http_port import HttpPort
     from serving.manager import Listener, VersionManager
+    from serving.model_config import ModelConfig
+    from serving.models import ServedModels
     from serving.rest import RestOptions
 
 MAX_MESSAGE_BYTES = (1 << 31) - 1
@@ -40,64 +42,52 @@ class ModelServer:
 
     def __init__(
         self,
-        base_path: str | PathLike[str],
+        base_path: str | PathLike[str] | None = None,
         *,
         name: str | None = None,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        poll_seconds: float = 1.0,
-        threads: int = 8,
-        max_filled_bytes: int | None = None,
+        options: ServerOptions = DEFAULT_OPTIONS,
         listener: Listener | None = None,
         rest: RestOptions | None = None,
     ) -> None:
-        """Listen, and begin to load the newest version.
+        """Listen, and begin to load versions.
 
         Args:
-            base_path: the directory that holds the versions.
+            base_path: the directory that holds the versions of the one model; it is waited for if it is not
+                there yet. Without it, `options.model_config_file` lists the models.
             name: the model's name in requests; the last part of `base_path` by default.
-            host: the address to listen on.
-            port: the TCP port; 0 takes a free one, `self.port` says which.
-            poll_seconds: how often `base_path` is listed.
-            threads: how many calls are worked on at a time.
-            max_filled_bytes: a request is refused if more would be filled in where it sends fewer values than
-                its shapes have; 64 MiB by default.
+            options: how to listen, find versions, load them and answer.
             rest: how to listen for HTTP, too.
-            listener: called with each change of a version's status, from the threads that make it.
+            listener: called with a model's name and each change of a version's status, from the threads that
+                make it.
 
         Raises:
-            ModelPathNotFound: `base_path` is not a directory.
-            UsageError: a number is out of range.
+            UsageError: neither path nor file, or a configuration that cannot be served.
             ServerError: the address cannot be listened on.
         """
-        path = local_path("base_path", base_path).absolute()
-        if not path.is_dir():
-            raise ModelPathNotFound(f"{base_path} is not a directory")
-        if poll_seconds <= 0 or threads < 1 or not 0 <= port <= 65535:
-            raise UsageError("poll_seconds and threads must be positive, and port lie within 0..65535")
-        from serving.manager import VersionManager
-        from serving.models import ServedModels
-
-        def create(name: str, base_path: Path, policy: Policy) -> VersionManager:
-            return VersionManager(
-                name, base_path, policy=policy, poll_seconds=poll_seconds, listener=listener
-            )
-
-        self.name = name or path.name
-        self.host = host
-        self._stopped = False
-        self._models = ServedModels(create)
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="call")
         from serving.calls import Calls
-        from serving.inference import MAX_FILLED_BYTES
+        from serving.config_file import ConfigFile
         from serving.server_metrics import ServerMetrics
 
-        self._calls = Calls(self._models, MAX_FILLED_BYTES if max_filled_bytes is None else max_filled_bytes)
-        self._metrics = ServerMetrics(self._models)
-        self._server, self.port = self._listen(port)
-        self._http = None if rest is None else self._listen_http(rest)
+        self.host = options.host
+        self._options = options
+        self._stopped = False
+        file = options.model_config_file
+        self._config_file = None if file is None else ConfigFile(file, options.model_config_poll_seconds)
+        wanted = self._config_file.read() if self._config_file else _single(base_path, name)
+        self.name = wanted[0].name if wanted else ""
+        self.models = _no_models(options, listener)
+        self._executor = ThreadPoolExecutor(options.threads, thread_name_prefix="call")
+        self._calls = Calls(self.models, options.inference)
+        self._metrics = ServerMetrics(self.models)
+        self._http: HttpPort | None = None
+        self._server, self.port = self._bind()
+        self._configure(wanted)
+        self._server.start()
+        if rest is not None:
+            self._http = self._listen_http(rest)
         self.rest_port = None if self._http is None else self._http.port
-        self._manager = self._models.add(self.name, path, Latest())
+        if self._config_file:
+            self._config_file.follow(self.models)
 
     @property
     def address(self) -> str:
@@ -105,16 +95,19 @@ class ModelServer:
         return f"{self.host}:{self.port}"
 
     def wait_available(self, timeout_seconds: float) -> int:
-        """The version that is served, as soon as there is one.
+        """Wait until every model has an available version; returns that of the first.
 
         Raises:
             ServerError: no version is available in time, or the newest one cannot be loaded.
         """
-        return self._manager.wait_available(timeout_seconds)
+        deadline = time.monotonic() + timeout_seconds
+        served = self.models.served().values()
+        versions = [model.wait_available(max(0.0, deadline - time.monotonic())) for model in served]
+        return versions[0] if versions else 0
 
     def statuses(self) -> list[VersionStatus]:
-        """Every version that was seen, the newest first."""
-        return self._manager.statuses()
+        """Every version of the first model that was seen, the newest first."""
+        return self.models.versions(self.name)
 
     def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
         """Refuse new calls, give those under way `grace_seconds`, unload everything; harmless if repeated."""
@@ -122,11 +115,13 @@ class ModelServer:
             return
         self._stopped = True
         deadline = time.monotonic() + grace_seconds
+        if self._config_file:
+            self._config_file.stop()
         ended = self._server.stop(grace_seconds)
         if self._http is not None:
             self._http.stop(grace_seconds)
         ended.wait()
-        self._models.stop(max(0.0, deadline - time.monotonic()))
+        self.models.stop(max(0.0, deadline - time.monotonic()))
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -135,39 +130,46 @@ class ModelServer:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def _listen(self, port: int) -> tuple[Any, int]:
+    def _bind(self) -> tuple[Any, int]:
         import grpc
 
+        from serving.health import add_health_service
         from serving.services import add_services
 
+        options = self._options
         server = grpc.server(
             self._executor,
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss
+                *options.grpc_channel_arguments,
             ],
         )
         add_services(server, self._calls, self._metrics)
-        try:
-            bound = server.add_insecure_port(f"{self.host}:{port}")
-        except RuntimeError:
-            bound = 0
-        if not bound:
-            raise ServerError(
-                f"cannot listen on {self.host}:{port}",
-                cause="the port is taken, or the address is not this machine's",
-                hint="choose another --port, or --port 0 for a free one",
+        add_health_service(server, self.models)
+        bound = _listen(
+            server,
+            f"{self.host}:{options.port}",
+            "the port is taken, or the address is not this machine's",
+            "choose another --port, or --port 0 for a free one",
+        )
+        if options.grpc_socket_path is not None:
+            path = options.grpc_socket_path.absolute()
+            _listen(
+                server,
+                f"unix:{path}",
+                "the directory is missing, or the path too long",
+                "choose another --grpc-socket-path",
             )
-        server.start()
         return server, bound
 
     def _listen_http(self, options: RestOptions) -> HttpPort:
         from serving.http_port import HttpPort, require_libraries
         from serving.rest import MAX_BODY_BYTES, Rest
 
-        require_libraries("server", "the REST interface", "cheroot", "prometheus_client")
         try:
+            require_libraries("server", "the REST interface", "cheroot", "prometheus_client")
             return HttpPort(
                 Rest(self._calls, self._metrics, options),
                 self.host,
@@ -177,5 +179,58 @@ class ModelServer:
                 max_body_bytes=MAX_BODY_BYTES,
             )
         except BaseException:
-            self._server.stop(None)
+            self.stop(0.0)
             raise
+
+    def _configure(self, wanted: Sequence[ModelConfig]) -> None:
+        try:
+            self.models.configure(wanted)
+        except StatusError as error:
+            self.stop(0.0)
+            hint = "correct the configuration"
+            if error.code is Code.FAILED_PRECONDITION:
+                hint = "set labels once versions are available, or allow it before: "
+                hint += "--allow-version-labels-for-unavailable-models"
+            raise UsageError(error.message, cause=f"{error.code.name}", hint=hint) from error
+
+
+def _no_models(options: ServerOptions, listener: Listener | None) -> ServedModels:
+    from serving.manager import VersionManager, load_warm
+    from serving.models import ServedModels
+
+    load = partial(load_warm, loading=options.loading, how=options.inference)
+
+    def create(model: ModelConfig) -> VersionManager:
+        return VersionManager(
+            model.name,
+            model.base_path,
+            policy=model.policy,
+            poll_seconds=options.poll_seconds,
+            load=load,
+            listener=listener,
+        )
+
+    return ServedModels(create, labels_unavailable_versions=options.labels_unavailable_versions)
+
+
+def _single(base_path: str | PathLike[str] | None, name: str | None) -> tuple[ModelConfig, ...]:
+    from serving.model_config import ModelConfig
+
+    if base_path is None:
+        raise UsageError(
+            "there is no model to serve",
+            cause="neither a model base path nor a configuration file was named",
+            hint="serve-model run MODEL_BASE_PATH, or serve-model run --model-config-file FILE",
+        )
+    path = local_path("base_path", base_path).absolute()
+    return (ModelConfig(name or path.name, path),)
+
+
+def _listen(server: Any, address: str, cause: str, hint: str) -> int:
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError:
+        bound = 0
+    if not bound:
+        raise ServerError(f"cannot listen on {address}", cause=cause, hint=hint)
+    return int(bound)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from exporter.wire.protos import message_class
-from serving.inference import predict_arrays
+from serving.inference import Inference, predict_arrays
 from serving.models import ServedModels
 from serving.status import Code, VersionState
 
@@ -26,7 +26,7 @@ _LATENCY = ":tensorflow:serving:request_latency"
 _OURS = "export_model_server"
 _STATUS_SIGNATURE = "incremental_status"
 _BUCKETS_US = [10 * 1.8**power for power in range(32)]
-_STATUS_TIMEOUT_MS = 1000
+_QUICKLY = Inference(timeout_ms=1000)
 
 
 class ServerMetrics:
@@ -125,6 +125,6 @@ class ServerMetrics:
         with suppress(Exception), self._models.borrow(spec) as (_, model):
             if _STATUS_SIGNATURE in model.signatures:
                 probe = {"probe": np.zeros([1], np.int64)}
-                found = predict_arrays(model, _STATUS_SIGNATURE, probe, _STATUS_TIMEOUT_MS)
+                found = predict_arrays(model, _STATUS_SIGNATURE, probe, _QUICKLY)
                 return int(found["position"][0]), int(found["step"][0])
         return None

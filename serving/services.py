@@ -15,7 +15,8 @@ from serving.status import MAX_MESSAGE_CHARACTERS, Code, status_of
 
 Context = grpc.ServicerContext
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
-_CONFIGURE_SECONDS = 60.0
+_CONFIGURE_SECONDS = 600.0
+"""How long a call without a deadline waits for new models; TF Serving's waits for ever."""
 _FOREVER_SECONDS = 1e9
 
 
@@ -87,7 +88,7 @@ class ModelService:
             return self._calls.status(request)
 
     def HandleReloadConfigRequest(self, request: Proto, context: Context) -> Proto:
-        """Serve other models, versions or labels; answers when all of them are available."""
+        """Serve other models, versions or labels; answers when the models that are new are available."""
         with _status_to(context):
             remaining = _seconds_left(context)
             return self._calls.configure(request, _CONFIGURE_SECONDS if remaining is None else remaining)

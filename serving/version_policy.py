@@ -44,6 +44,8 @@ class Specific(Struct, frozen=True):
 
 
 Policy = Latest | Every | Specific
+NEWEST: Policy = Latest()
+"""The default."""
 
 
 class Load(Struct, frozen=True):

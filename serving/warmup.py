@@ -13,14 +13,24 @@ from pathlib import Path
 from exporter.files import open_regular
 from exporter.layout import WARMUP_FILE
 from exporter.wire.protos import Proto, message_class
-from serving.inference import Model, classify, multi_inference, predict, regress
+from serving.inference import (
+    DEFAULT_INFERENCE,
+    Inference,
+    Model,
+    classify,
+    multi_inference,
+    predict,
+    regress,
+)
 from serving.status import Code, StatusError, invalid
 
 MAX_RECORDS = 1000
 
 
-def warm_up(model: Model, directory: Path) -> int:
+def warm_up(model: Model, directory: Path, how: Inference = DEFAULT_INFERENCE, *, iterations: int = 1) -> int:
     """Replay the warm-up requests of the SavedModel in `directory`, in file order; returns their number.
+
+    Each is sent `iterations` times before the next one.
 
     Raises:
         StatusError: DATA_LOSS, the file is damaged; INVALID_ARGUMENT, a record is not a PredictionLog or
@@ -30,7 +40,7 @@ def warm_up(model: Model, directory: Path) -> int:
     from exporter.wire.tfrecord import DamagedRecord, read_records
 
     path = directory / WARMUP_FILE
-    if not path.is_file():
+    if not path.is_file() or not iterations:
         return 0
     count = 0
     with os.fdopen(open_regular(path), "rb") as file:
@@ -38,14 +48,14 @@ def warm_up(model: Model, directory: Path) -> int:
             for count, record in enumerate(read_records(file), 1):
                 if count > MAX_RECORDS:
                     raise invalid(f"Number of warmup records exceeds the maximum ({MAX_RECORDS}) at {path}")
-                _replay(model, record, path)
+                _replay(model, record, path, how, iterations)
         except DamagedRecord:
             text = f"{path} is damaged. Please verify your warmup data is in TFRecord format."
             raise StatusError(Code.DATA_LOSS, text) from None
     return count
 
 
-_REPLAYS: dict[str, tuple[Callable[[Model, Proto, Proto], None], str]] = {
+_REPLAYS: dict[str, tuple[Callable[[Model, Proto, Proto, Inference], None], str]] = {
     "predict_log": (predict, "serving.PredictResponse"),
     "classify_log": (classify, "serving.ClassificationResponse"),
     "regress_log": (regress, "serving.RegressionResponse"),
@@ -53,7 +63,7 @@ _REPLAYS: dict[str, tuple[Callable[[Model, Proto, Proto], None], str]] = {
 }
 
 
-def _replay(model: Model, record: bytes, path: Path) -> None:
+def _replay(model: Model, record: bytes, path: Path, how: Inference, iterations: int) -> None:
     from google.protobuf.message import DecodeError
 
     try:
@@ -66,4 +76,5 @@ def _replay(model: Model, record: bytes, path: Path) -> None:
     if kind not in _REPLAYS:
         raise StatusError(Code.UNIMPLEMENTED, f"Unsupported log_type for warmup: {kind}")
     run, response = _REPLAYS[kind]
-    run(model, getattr(log, kind).request, message_class(response)())
+    for _ in range(iterations):
+        run(model, getattr(log, kind).request, message_class(response)(), how)

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from serving.cli import app
 from serving.server import ModelServer
+from serving.server_options import ServerOptions
 from tests.support.printed_documents import checked
 from tests.support.serving_models import write_saved_model
 
@@ -92,7 +93,7 @@ def test_an_update_of_a_version_that_takes_no_deltas_tells_how_to_publish_one(se
 
 def test_status_of_a_model_that_is_not_available(tmp_path: Path) -> None:
     (tmp_path / "ranker" / "1").mkdir(parents=True)
-    with ModelServer(tmp_path / "ranker", poll_seconds=0.01) as server:
+    with ModelServer(tmp_path / "ranker", options=ServerOptions(poll_seconds=0.01)) as server:
         while not server.statuses() or not server.statuses()[0].code:
             pass
         done = call("status", server.address, "--model", "ranker")

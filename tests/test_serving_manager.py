@@ -40,7 +40,10 @@ class Peer:
         self.base, self.made = base, made
         self.announced: list[VersionStatus] = []
         self.manager = VersionManager(
-            "ranker", base, poll_seconds=POLL_SECONDS, listener=self.announced.append
+            "ranker",
+            base,
+            poll_seconds=POLL_SECONDS,
+            listener=lambda _, status: self.announced.append(status),
         )
 
     def publish(self, version: int, change: Callable[[Path], Any] = lambda path: None) -> Path:
@@ -261,7 +264,7 @@ def test_warm_up_by_other_calls(peer: Peer, kind: str) -> None:
     request = getattr(log, f"{kind}_log").request
     if kind == "multi_inference":
         task = request.tasks.add(method_name="tensorflow/serving/regress")
-        task.model_spec.signature_name = "regress"
+        task.model_spec.name, task.model_spec.signature_name = "ranker", "regress"
     else:
         request.model_spec.signature_name = kind
     added = request.input.example_list.examples.add()
@@ -349,14 +352,14 @@ def test_a_version_that_is_being_removed_is_not_loaded(peer: Peer) -> None:
 
 def test_other_policies(peer: Peer) -> None:
     serve(peer, 1, 2, 3)
-    peer.manager.follow(Every())
+    peer.manager.follow(peer.base, Every())
     peer.until(1, VersionState.AVAILABLE)
     peer.until(2, VersionState.AVAILABLE)
     assert [peer.answer(version)[1] for version in (1, 2, 3)] == [1.0, 2.0, 3.0]
-    peer.manager.follow(Specific(frozenset({2})))
+    peer.manager.follow(peer.base, Specific(frozenset({2})))
     peer.until(3, VersionState.END)
     assert peer.answer() == (2, 2.0)
-    peer.manager.follow(Latest())
+    peer.manager.follow(peer.base, Latest())
     peer.until(2, VersionState.END)
     assert peer.answer() == (3, 3.0)
 

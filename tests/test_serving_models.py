@@ -12,9 +12,10 @@ import pytest
 
 from exporter.wire.protos import message_class
 from serving.manager import VersionManager
+from serving.model_config import ModelConfig, listed_models
 from serving.models import ServedModels
+from serving.models import wait_for as wait_for_models
 from serving.status import Code, StatusError, VersionState
-from serving.version_policy import Latest, Policy
 from tests.support.serving_models import write_saved_model
 
 WAIT_SECONDS = 60.0
@@ -31,13 +32,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def models(made: Path) -> Iterator[ServedModels]:
-    def create(name: str, base_path: Path, policy: Policy) -> VersionManager:
-        return VersionManager(name, base_path, policy=policy, poll_seconds=0.02)
-
     models = ServedModels(create)
-    models.add("a", made / "a", Latest()).wait_available(WAIT_SECONDS)
+    apply(models, config(a=made / "a"))
     yield models
     models.stop(5.0)
+
+
+def create(model: ModelConfig) -> VersionManager:
+    return VersionManager(model.name, model.base_path, policy=model.policy, poll_seconds=0.02)
+
+
+def apply(models: ServedModels, wanted: Any) -> None:
+    wait_for_models(models.configure(listed_models(wanted)), WAIT_SECONDS)
 
 
 def spec(name: str, version: int | None = None, label: str = "") -> Any:
@@ -64,13 +70,13 @@ def answer(models: ServedModels, *asked: Any, **options: Any) -> tuple[int, floa
 
 
 def test_another_model_is_added(models: ServedModels, made: Path) -> None:
-    models.configure(config(a=made / "a", b=made / "b"), WAIT_SECONDS)
+    apply(models, config(a=made / "a", b=made / "b"))
     assert answer(models, "a") == (2, 2.0)
     assert answer(models, "b") == (5, 5.0)
 
 
 def test_a_model_that_is_left_out_goes(models: ServedModels, made: Path) -> None:
-    models.configure(config(b=made / "b"), WAIT_SECONDS)
+    apply(models, config(b=made / "b"))
     assert answer(models, "b") == (5, 5.0)
     with pytest.raises(StatusError, match=r"Latest\(a\)"):
         answer(models, "a")
@@ -79,13 +85,14 @@ def test_a_model_that_is_left_out_goes(models: ServedModels, made: Path) -> None
 def test_versions_stay_loaded_when_their_model_stays(models: ServedModels, made: Path) -> None:
     with models.borrow(spec("a")) as (_, before):
         pass
-    models.configure(config(a=made / "a", b=made / "b"), WAIT_SECONDS)
+    apply(models, config(a=made / "a", b=made / "b"))
     with models.borrow(spec("a")) as (_, after):
         assert after is before
 
 
 def test_a_model_moves_to_another_base_path(models: ServedModels, made: Path) -> None:
-    models.configure(config(a=made / "b"), WAIT_SECONDS)
+    apply(models, config(a=made / "b"))
+    wait_for(models, (2, VersionState.END), (5, VersionState.AVAILABLE))
     assert answer(models, "a") == (5, 5.0)
 
 
@@ -102,14 +109,14 @@ def test_policies_and_labels(models: ServedModels, made: Path) -> None:
     wanted = config(a=made / "a")
     (model,) = wanted.model_config_list.config
     model.model_version_policy.specific.versions.extend([1, 2])
-    models.configure(wanted, WAIT_SECONDS)
+    apply(models, wanted)
     wait_for(models, (1, VersionState.AVAILABLE), (2, VersionState.AVAILABLE))
     model.version_labels["stable"] = 1
-    models.configure(wanted, WAIT_SECONDS)
+    apply(models, wanted)
     assert answer(models, "a", label="stable") == (1, 1.0)
     assert models.statuses(spec("a", label="stable"))[0].version == 1
     model.version_labels["stable"] = 2
-    models.configure(wanted, WAIT_SECONDS)
+    apply(models, wanted)
     assert answer(models, "a", label="stable") == (2, 2.0)
 
 
@@ -120,49 +127,128 @@ def test_policies_by_number(models: ServedModels, made: Path, choice: str, count
     getattr(policy, choice).SetInParent()
     if count:
         policy.latest.num_versions = count
-    models.configure(wanted, WAIT_SECONDS)
+    apply(models, wanted)
     wait_for(models, (1, VersionState.AVAILABLE), (2, VersionState.AVAILABLE))
 
 
-def test_a_label_for_a_version_that_is_not_available(models: ServedModels, made: Path) -> None:
+def labelled(made: Path, version: int, *served: int) -> Any:
     wanted = config(a=made / "a")
-    wanted.model_config_list.config[0].version_labels["stable"] = 1
+    (model,) = wanted.model_config_list.config
+    model.version_labels["stable"] = version
+    model.model_version_policy.specific.versions.extend(served or [1, 2])
+    return wanted
+
+
+def test_a_label_for_a_version_that_is_not_available(models: ServedModels, made: Path) -> None:
+    """It is refused at once: what is not available now may never be."""
     with pytest.raises(StatusError, match="Request to assign label to version 1 of model a") as caught:
-        models.configure(wanted, WAIT_SECONDS)
+        apply(models, labelled(made, 1))
     assert caught.value.code is Code.FAILED_PRECONDITION
     assert answer(models, "a") == (2, 2.0)
+    assert [(s.version, s.state) for s in models.versions("a")] == [(2, VersionState.AVAILABLE)]
 
 
-def test_a_model_that_cannot_be_served_changes_nothing(
+def test_labels_before_versions_if_that_is_allowed(made: Path) -> None:
+    models = ServedModels(create, labels_unavailable_versions=True)
+    try:
+        apply(models, labelled(made, 1))
+        wait_for(models, (1, VersionState.AVAILABLE), (2, VersionState.AVAILABLE))
+        assert answer(models, "a", label="stable") == (1, 1.0)
+        with pytest.raises(StatusError, match="version 9 of model a"):  # it would leave requests without one
+            apply(models, labelled(made, 9))
+        assert answer(models, "a", label="stable") == (1, 1.0)
+    finally:
+        models.stop(5.0)
+
+
+def test_a_new_model_that_cannot_be_served(models: ServedModels, made: Path, tmp_path: Path) -> None:
+    """As in TF Serving it stays in the configuration, and tells why it is not served."""
+    shutil.copytree(made / "b", tmp_path / "broken")
+    shutil.rmtree(tmp_path / "broken" / "5" / "variables")
+    with pytest.raises(StatusError, match=r"1 model\(s\) did not become available: version 5 of c") as caught:
+        apply(models, config(a=made / "a", c=tmp_path / "broken"))
+    assert caught.value.code is Code.UNKNOWN
+    assert answer(models, "a") == (2, 2.0)
+    (status,) = models.statuses(spec("c"))
+    assert (status.version, status.state, status.code) == (5, VersionState.END, Code.UNKNOWN)
+    apply(models, config(a=made / "a"))
+    assert models.statuses(spec("c")) == [status]
+    apply_later = config(a=made / "a", c=made / "b")
+    apply(models, apply_later)
+    assert answer(models, "c") == (5, 5.0)
+
+
+def test_a_base_path_that_cannot_be_served_keeps_what_is(
     models: ServedModels, made: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(made / "b", tmp_path / "broken")
     shutil.rmtree(tmp_path / "broken" / "5" / "variables")
-    with pytest.raises(StatusError, match="version 5 of a cannot be served") as caught:
-        models.configure(config(a=tmp_path / "broken"), WAIT_SECONDS)
-    assert caught.value.code is Code.UNKNOWN
+    apply(models, config(a=tmp_path / "broken"))
+    wait_for(models, (2, VersionState.AVAILABLE), (5, VersionState.END))
     assert answer(models, "a") == (2, 2.0)
+
+
+def test_a_model_that_was_taken_out_tells_how_it_ended(models: ServedModels, made: Path) -> None:
+    apply(models, config(b=made / "b"))
+    wait_for(models, (2, VersionState.END))
+    assert models.served().keys() == {"b"}
+    apply(models, config(a=made / "a", b=made / "b"))
+    assert answer(models, "a") == (2, 2.0)
+
+
+def test_a_model_may_leave_and_come_back_at_once(models: ServedModels, made: Path) -> None:
+    for _ in range(20):
+        models.configure(listed_models(config(b=made / "b")))
+        models.configure(listed_models(config(a=made / "a")))
+    apply(models, config(a=made / "a", b=made / "b"))
+    wait_for(models, (2, VersionState.AVAILABLE))
+    assert answer(models, "a") == (2, 2.0)
+
+
+def test_a_base_path_that_is_not_there_yet(models: ServedModels, made: Path, tmp_path: Path) -> None:
+    later = tmp_path / "later"
+    new = models.configure(listed_models(config(a=made / "a", c=later)))
+    with pytest.raises(StatusError, match="later is not a directory") as caught:
+        wait_for_models(new, 0.1)
+    assert caught.value.code is Code.DEADLINE_EXCEEDED
+    with pytest.raises(StatusError, match="Could not find any versions of model c"):
+        models.statuses(spec("c"))
+    shutil.copytree(made / "b", later)
+    wait_for_models(new, WAIT_SECONDS)
+    assert answer(models, "c") == (5, 5.0)
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda c: c.ClearField("model_config_list"), "Only ModelConfigList is currently supported"),
+        (lambda c: c.custom_model_config.SetInParent(), "Only ModelConfigList is currently supported"),
+        (lambda c: c.model_config_list.config.add(name="a", base_path="/x", model_platform="tensorflow"),
+         "Illegal to list model a multiple times in config list"),
+        (lambda c: c.model_config_list.config.add(name="x", base_path="x", model_platform="tensorflow"),
+         r"Expected model x to have an absolute path or URI; got base_path\(\)=x"),
+        (lambda c: c.model_config_list.config.add(name="x", base_path="/x", model_platform="torch"),
+         "Model x requests unsupported platform torch"),
+        (lambda c: setattr(c.model_config_list.config[0], "model_platform", "torch"),
+         "Illegal to change a model's platform. For model a platform was tensorflow"),
+        (lambda c: c.model_config_list.config.add(name="x", base_path="/x"), "Illegal setting neither"),
+        (lambda c: setattr(c.model_config_list.config[0], "model_type", 1), "Illegal setting both"),
+        (lambda c: c.model_config_list.config.add(name="x", base_path="/x", model_type=2), "not supported"),
         (lambda c: c.model_config_list.config.add(name="x"), "needs a name and a base_path"),
         (lambda c: c.model_config_list.config.add(base_path="/x"), "needs a name and a base_path"),
         (lambda c: c.model_config_list.config.add(name="x", base_path="gs://b/m"), "gs://b/m: only local"),
         (lambda c: c.model_config_list.config.add(name="x", base_path="file://far/m"), "file://far/m"),
     ],
-)
+)  # fmt: skip
 def test_refused_configurations(models: ServedModels, made: Path, change: Any, text: str) -> None:
     wanted = config(a=made / "a")
     change(wanted)
     with pytest.raises(StatusError, match=text) as caught:
-        models.configure(wanted, WAIT_SECONDS)
+        apply(models, wanted)
     assert caught.value.code is Code.INVALID_ARGUMENT
     assert answer(models, "a") == (2, 2.0)
 
 
 def test_a_base_path_may_be_a_local_url(models: ServedModels, made: Path) -> None:
-    models.configure(config(a=f"file://{made / 'b'}"), WAIT_SECONDS)
+    apply(models, config(a=f"file://{made / 'b'}"))
+    wait_for(models, (2, VersionState.END), (5, VersionState.AVAILABLE))
     assert answer(models, "a")[0] == 5

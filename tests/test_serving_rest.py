@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from exporter.wire.rest_json import examples_input
 from serving import rest
 from serving.client import ModelClient
+from serving.model_config import ModelConfig
 from serving.rest import RestOptions
 from serving.server import ModelServer
+from serving.server_options import ServerOptions
 from tests.support.serving_models import write_saved_model
 from tests.support.updatable import random_changes, updatable_model
 
@@ -58,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     base = tmp_path_factory.mktemp("models") / "ranker"
     write_saved_model(base / "7", scale=0.1)
     options = RestOptions(port=0, metrics_path=rest.PROMETHEUS_PATH)
-    with ModelServer(base, poll_seconds=0.05, rest=options) as server:
+    with ModelServer(base, options=ServerOptions(poll_seconds=0.05), rest=options) as server:
         server.wait_available(WAIT_SECONDS)
         yield server
 
@@ -244,15 +247,13 @@ class TestModels:
         assert text in answer.json["error"]
 
     def test_a_label(self, server: ModelServer, web: Web) -> None:
-        from exporter.wire.protos import message_class
-
-        spec = message_class("serving.ModelSpec")(name="ranker", version_label="none")
-        with pytest.raises(Exception, match="Unrecognized"), server._models.borrow(spec):
-            pass
-        server._models._labels = {"ranker": {"stable one": 7}}
+        ranker = ModelConfig("ranker", server.models.served()["ranker"].base_path)
+        server.models.configure([replace(ranker, labels={"stable one": 7})])
         assert web.ask("predict", {"instances": X}, "/labels/stable%20one").code == 200
         assert web("GET", "/v1/models/ranker/labels/stable%20one/metadata").code == 200
-        server._models._labels = {}
+        server.models.configure([ranker])
+        answer = web.ask("predict", {"instances": X}, "/labels/stable%20one")
+        assert "Unrecognized servable version label: stable one" in answer.json["error"]
 
 
 class TestHttp:

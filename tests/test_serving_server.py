@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ import pytest
 
 from exporter.errors import Exit, ModelPathNotFound, ServerError, UsageError
 from serving import services
+from serving.inference import Inference
 from serving.server import ModelServer
+from serving.server_options import ServerOptions
 from tests.support.serving_models import CLASSIFY, REGRESS, write_saved_model
 
 WAIT_SECONDS = 60
@@ -104,7 +107,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[ModelServer]:
-    with ModelServer(model, poll_seconds=0.05) as server:
+    with ModelServer(model, options=ServerOptions(poll_seconds=0.05)) as server:
         server.wait_available(WAIT_SECONDS)
         yield server
 
@@ -174,7 +177,6 @@ def test_several_values_of_wire_width(stock: Stock) -> None:
         ({"x": X}, {"label": "canary"}, "INVALID_ARGUMENT", "Unrecognized servable version label: canary"),
         ({"x": X}, {"name": ""}, "INVALID_ARGUMENT", "ModelSpec has no name specified."),
         ({"x": X}, {"signature": "none"}, "FAILED_PRECONDITION", 'Serving signature key "none" not found.'),
-        ({"x": X}, {"signature": "odd"}, "INTERNAL", "Was: tensorflow/serving/odd"),
         ({}, {}, "INVALID_ARGUMENT", "input size does not match signature: 0!=1 len({}) != len({x}). "
          "Sent extra: {}. Missing but required: {x}."),
         ({"x": X, "z": X}, {}, "INVALID_ARGUMENT", "2!=1 len({x,z}) != len({x}). Sent extra: {z}."),
@@ -295,24 +297,47 @@ def test_regress(stock: Stock) -> None:
     assert response.model_spec.signature_name == "regress"
 
 
+def test_methods_are_not_checked(stock: Stock) -> None:
+    """As in TF Serving's binary: models of TensorFlow 2 name `predict` in all their signatures."""
+    response = stock.examples("Classify", [{"x": [1.0, 2.0]}], signature="native")
+    assert [c.score for c in response.result.classifications[0].classes] == [2.0, 4.0]
+    assert list(stock.predict({"x": [[1.0, 2.0]]}, signature="odd").outputs["y"].float_val) == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("method", "signature", "code", "text"),
+    [
+        ("Predict", "odd", "INTERNAL", "Was: tensorflow/serving/odd"),
+        ("Classify", "native", "INVALID_ARGUMENT", f"signature method_name to be {CLASSIFY}"),
+        ("Regress", "native", "INVALID_ARGUMENT", f"signature method_name to be {REGRESS}"),
+    ],
+)  # fmt: skip
+def test_methods_are_checked_if_asked(model: Path, method: str, signature: str, code: str, text: str) -> None:
+    options = ServerOptions(inference=Inference(checks_method_names=True))
+    with ModelServer(model, options=options) as server:
+        server.wait_available(WAIT_SECONDS)
+        stock = Stock(server.address)
+        with pytest.raises(grpc.RpcError) as caught:
+            if method == "Predict":
+                stock.predict({"x": X}, signature=signature)
+            else:
+                stock.examples(method, [{"x": [1.0, 2.0]}], signature=signature)
+        stock.channel.close()
+    assert (caught.value.code().name, text in caught.value.details()) == (code, True)
+
+
 @pytest.mark.parametrize(
     ("method", "rows", "signature", "text"),
     [
         ("Classify", [], "classify", "Input is empty."),
         ("Regress", [], "regress", "Input is empty."),
         ("Classify", [{"x": [1.0, 2.0]}], "none", "No signature was found with the name: none"),
-        (
-            "Classify",
-            [{"x": [1.0, 2.0]}],
-            "",
-            f"Expected classification signature method_name to be {CLASSIFY}.",
-        ),
-        (
-            "Regress",
-            [{"x": [1.0, 2.0]}],
-            "classify",
-            f"Expected regression signature method_name to be {REGRESS}.",
-        ),
+        ("Classify", [{"x": [1.0, 2.0]}], "", "No classification inputs found in SignatureDef"),
+        ("Classify", [{"x": [1.0, 2.0]}], "two", "Expected one input Tensor."),
+        ("Classify", [{"x": [1.0, 2.0]}], "regress", "outputs to contain at least one of"),
+        ("Regress", [{"x": [1.0, 2.0]}], "", "No regression inputs found in SignatureDef"),
+        ("Regress", [{"x": [1.0, 2.0]}], "scores", "No regression outputs found in SignatureDef"),
+        ("Regress", [{"x": [1.0, 2.0]}], "classify", "Expected one output Tensor."),
         ("Classify", [{"label": "a"}], "classify", "Feature: x (data type: float) is required"),
         (
             "Classify",
@@ -353,7 +378,7 @@ def test_multi_inference(stock: Stock) -> None:
 @pytest.mark.parametrize(
     ("tasks", "code", "text"),
     [
-        ((), "INVALID_ARGUMENT", "no tasks"),
+        ((), "INVALID_ARGUMENT", "ModelSpec has no name specified."),
         (
             (("regress", REGRESS), ("regress", REGRESS)),
             "INVALID_ARGUMENT",
@@ -467,7 +492,7 @@ def test_an_object_based_saved_model(tmp_path: Path) -> None:
 def test_a_new_configuration_by_the_stock_client(model: Path) -> None:
     from tensorflow_serving.apis import model_management_pb2
 
-    with ModelServer(model, poll_seconds=0.05) as server:
+    with ModelServer(model, options=ServerOptions(poll_seconds=0.05)) as server:
         server.wait_available(WAIT_SECONDS)
         stock = Stock(server.address)
         request = model_management_pb2.ReloadConfigRequest()
@@ -500,21 +525,33 @@ def test_stopping_cuts_off_calls_that_do_not_end(model: Path) -> None:
     assert {status.state.name for status in server.statuses()} == {"END"}
 
 
-def test_a_missing_base_path(tmp_path: Path) -> None:
-    with pytest.raises(ModelPathNotFound) as caught:
-        ModelServer(tmp_path / "nobody")
-    assert caught.value.exit_code is Exit.SERVER
+def test_a_missing_base_path_is_waited_for(model: Path, tmp_path: Path) -> None:
+    with ModelServer(tmp_path / "later", options=ServerOptions(poll_seconds=0.02)) as server:
+        with pytest.raises(ModelPathNotFound) as caught:
+            server.wait_available(0.1)
+        assert caught.value.exit_code is Exit.SERVER
+        shutil.copytree(model, tmp_path / "later")
+        assert server.wait_available(WAIT_SECONDS) == 2
+
+
+def test_a_directory_may_be_looked_at_once(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model / "1", tmp_path / "once" / "1")
+    with ModelServer(tmp_path / "once", options=ServerOptions(poll_seconds=0)) as server:
+        assert server.wait_available(WAIT_SECONDS) == 1
+        shutil.copytree(model / "2", tmp_path / "once" / "2")
+        time.sleep(0.3)
+        assert [status.version for status in server.statuses()] == [1]
 
 
 def test_a_taken_port(server: ModelServer, model: Path) -> None:
     with pytest.raises(ServerError, match="cannot listen on"):
-        ModelServer(model, port=server.port)
+        ModelServer(model, options=ServerOptions(port=server.port))
 
 
-@pytest.mark.parametrize("options", [{"port": -1}, {"port": 65536}, {"threads": 0}, {"poll_seconds": 0}])
+@pytest.mark.parametrize("options", [{"port": -1}, {"port": 65536}, {"threads": 0}, {"poll_seconds": -1}])
 def test_numbers_out_of_range(model: Path, options: Any) -> None:
     with pytest.raises(UsageError):
-        ModelServer(model, **options)
+        ModelServer(model, options=ServerOptions(**options))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from exporter.pipeline.incremental import export_incremental
 from serving.behind import PublishedModel, VersionStanding, compare
 from serving.cli import app
 from serving.server import ModelServer
+from serving.server_options import ServerOptions
 from serving.status import VersionState, VersionStatus
 from tests.support.printed_documents import checked
 from tests.support.setting import Setting, followed
@@ -35,7 +36,7 @@ def request_(tmp_path: Path) -> ExportRequest:
 def server(request_: ExportRequest) -> Iterator[ModelServer]:
     """It has loaded base 10, before the deltas to 20 and 30."""
     export_incremental(request_)
-    with ModelServer(request_.out, name="ranker", poll_seconds=0.05) as server:
+    with ModelServer(request_.out, name="ranker", options=ServerOptions(poll_seconds=0.05)) as server:
         server.wait_available(60)
         for step in (20, 30):
             save(request_.ckpt_dir, step)
@@ -107,7 +108,7 @@ def test_what_is_published_elsewhere_is_not_compared(
 
 def test_versions_without_deltas_have_a_position_and_an_age(request_: ExportRequest) -> None:
     export(request_)
-    with ModelServer(request_.out, name="ranker", poll_seconds=0.05) as server:
+    with ModelServer(request_.out, name="ranker", options=ServerOptions(poll_seconds=0.05)) as server:
         server.wait_available(60)
         (version,) = status(server, "--published", request_.out)["versions"]
         assert (version["position"], version["step"], version["newer_version"]) == (10, 10, None)

@@ -86,8 +86,9 @@ class Argument:
 
     def made(self, name: str, hint: Any, default: Any) -> click.Argument:
         """The argument of a parameter that is called `name`."""
-        type_ = self.parser or _type(_kind(hint)[0], self.metavar)
-        made = _ExplainedArgument([name], type=type_, metavar=self.metavar)
+        type_ = self.parser or _type(_kind(hint)[0], self.metavar.strip("[]"))
+        is_required = default is inspect.Parameter.empty
+        made = _ExplainedArgument([name], type=type_, metavar=self.metavar, required=is_required)
         made.explanation = self.help
         return made
 
@@ -137,8 +138,18 @@ def group_of(parameter: click.Parameter) -> str:
     return "Arguments" if isinstance(parameter, click.Argument) else getattr(parameter, "group", OTHER)
 
 
+Rewrite = Callable[[click.Context, list[str]], list[str]]
+"""What is typed, made into what is parsed."""
+
+
 class Command(click.Command):
     """A command whose help explains its arguments, too, and shows its options in groups if they have any."""
+
+    rewrite: Rewrite | None = None
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse what is typed, or what `rewrite` makes of it."""
+        return super().parse_args(ctx, self.rewrite(ctx, args) if self.rewrite else args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what the command takes."""
@@ -159,7 +170,7 @@ class App(Command, click.Group):
 
     def __init__(self, name: str) -> None:
         click.Group.__init__(self, name, context_settings=SETTINGS)
-        self._makers: dict[str, tuple[Callable[..., Any], Mapping[str, Any]]] = {}
+        self._makers: dict[str, tuple[Callable[..., Any], Mapping[str, Any], Rewrite | None]] = {}
 
     def root(self, *, help: str, invoke_without_command: bool = False) -> Callable[[F], F]:
         """Decorates the function whose options stand before a subcommand, or without one."""
@@ -177,12 +188,13 @@ class App(Command, click.Group):
         name: str | None = None,
         help: str | None = None,
         short_help: str | None = None,
+        rewrite: Rewrite | None = None,
     ) -> Callable[[F], F]:
         """Decorates the function of a subcommand; its docstring is the help unless another is given."""
 
         def register(function: F) -> F:
             texts = {"help": inspect.cleandoc(help or function.__doc__ or ""), "short_help": short_help}
-            self._makers[name or function.__name__] = (function, texts)
+            self._makers[name or function.__name__] = (function, texts, rewrite)
             return function
 
         return register
@@ -195,9 +207,11 @@ class App(Command, click.Group):
         """The subcommand, made now."""
         if cmd_name not in self._makers:
             return None
-        function, texts = self._makers[cmd_name]
+        function, texts, rewrite = self._makers[cmd_name]
         callback, params = _taken_apart(function)
-        return Command(cmd_name, SETTINGS, callback, params, **texts)
+        command = Command(cmd_name, SETTINGS, callback, params, **texts)
+        command.rewrite = rewrite
+        return command
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options and then the subcommands."""

@@ -18,6 +18,7 @@ from exporter.pipeline.inspection import BundleView, inspect
 from exporter.wire import protos
 from serving.client import ModelClient
 from serving.server import ModelServer
+from serving.server_options import ServerOptions
 from tests.support import autodist_trainer
 from tests.support.autodist_trainer import BATCH, LABELS, TAG, TEXTS
 from tests.support.commands import export_model
@@ -50,7 +51,7 @@ def expected(trained: Path, name: str) -> Any:
 def check_served(done: Exported, trained: Path) -> None:
     """A server's answers are the trainer's own."""
     base = done.published.path.parent
-    with ModelServer(base, poll_seconds=0.05) as server:
+    with ModelServer(base, options=ServerOptions(poll_seconds=0.05)) as server:
         server.wait_available(WAIT_SECONDS)
         with ModelClient(server.address, base.name, deadline_s=WAIT_SECONDS) as client:
             found = client.predict({"ids": BATCH, "words": TEXTS}).outputs["scores"]

@@ -18,6 +18,7 @@ from exporter.pipeline.full import Exported, export, plan
 from exporter.wire.protos import message_class
 from serving.client import ModelClient
 from serving.server import ModelServer
+from serving.server_options import ServerOptions
 from tests.support import estimators
 from tests.support.commands import export_model
 from tests.support.estimators import EXAMPLES, answer
@@ -42,7 +43,7 @@ def signatures_file(directory: Path, signatures: dict[str, Any]) -> Path:
 
 @contextmanager
 def served(done: Exported) -> Iterator[ModelClient]:
-    with ModelServer(done.published.path.parent, poll_seconds=0.05) as server:
+    with ModelServer(done.published.path.parent, options=ServerOptions(poll_seconds=0.05)) as server:
         server.wait_available(WAIT_SECONDS)
         name = done.published.path.parent.name
         with ModelClient(server.address, name, deadline_s=WAIT_SECONDS) as client:

@@ -21,6 +21,7 @@ from exporter.wire.protos import message_class
 from serving.cli import app
 from serving.client import ModelClient
 from serving.server import ModelServer
+from serving.server_options import ServerOptions
 from serving.updates import update
 from tests.support.updatable import Model, updatable_model
 from tests.test_incremental_isolation import constant_everywhere, filled
@@ -105,7 +106,7 @@ def test_the_model_directory_is_all_that_an_update_reads(client: ModelClient, tm
 def test_a_version_that_is_being_loaded_is_updated_once_it_is_available(tmp_path: Path) -> None:
     """It would answer from where its warm-up began, until somebody updates again."""
     model = updatable_model(tmp_path, constant_everywhere, {"ids": [0]})
-    with ModelServer(model.base, poll_seconds=0.1) as server:
+    with ModelServer(model.base, options=ServerOptions(poll_seconds=0.1)) as server:
         server.wait_available(60)
         with ModelClient(server.address, model.base.name, deadline_s=60) as client:
             model.publish(100, 101, filled(model, 101))

@@ -114,7 +114,7 @@ def test_a_life_of_a_server(base: Path, made: dict[int, Path]) -> None:
         out, talk = end(process, signal.SIGTERM)
     assert (process.returncode, out) == (0, "")
     assert "version 2: AVAILABLE\n" in talk
-    assert "warning: version 3: END, NOT_FOUND: " in talk
+    assert "warning: ranker version 3: END, NOT_FOUND: " in talk
 
 
 def ask_while(host_port: str, action: Callable[[], None]) -> list[tuple[int, float]]:
@@ -136,6 +136,8 @@ def ask_while(host_port: str, action: Callable[[], None]) -> list[tuple[int, flo
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
         thread.start()
+    while not answers and not failures:
+        time.sleep(0.005)
     action()
     stop.set()
     for thread in threads:
@@ -153,11 +155,12 @@ def test_json_is_one_document(base: Path) -> None:
     with running(base, "--json", "--model-name", "prod") as process:
         assert process.stdout is not None
         lines = []
-        while "}" not in "".join(lines):
+        while not lines or lines[-1] != "}\n":
             lines.append(process.stdout.readline())
         document = json.loads("".join(lines))
         port = document.pop("port")
-        assert document == {"format_version": 1, "model": "prod", "version": 1, "host": "127.0.0.1"}
+        models = [{"model": "prod", "version": 1}]
+        assert document == {"format_version": 1, **models[0], "models": models, "host": "127.0.0.1"}
         with ModelClient(f"127.0.0.1:{port}", "prod") as client:
             assert client.predict({"x": X}).version == 1
         out, _ = end(process, signal.SIGINT)

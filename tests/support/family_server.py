@@ -64,7 +64,8 @@ class FamilyServer:
         from tensorflow_serving.apis import model_management_pb2, model_service_pb2_grpc
 
         request = model_management_pb2.ReloadConfigRequest()
-        model = request.config.model_config_list.config.add(name=name, base_path=str(version.parent))
+        model = request.config.model_config_list.config.add(name=name, model_platform="tensorflow")
+        model.base_path = str(version.parent.absolute())
         model.model_version_policy.specific.versions.append(int(version.name))
         with grpc.insecure_channel(self._address) as channel:
             stub = model_service_pb2_grpc.ModelServiceStub(channel)

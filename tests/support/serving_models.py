@@ -15,7 +15,8 @@ def write_saved_model(directory: Path, scale: float = 1.0, *, width: int = 2) ->
     """A version whose predictions tell it apart: `serving_default` gives x * scale.
 
     Other signatures: `two` (two inputs and outputs), `text`, `classify` and `regress` over tf.Example with
-    features `x` float [width] and `label` string, `odd` (an unknown method), `check` (an assertion that
+    features `x` float [width] and `label` string, `native` (a classify signature as TensorFlow 2 names it),
+    `odd` (an unknown method), `check` (an assertion that
     all x > 0), `slow` (takes `turns` rounds of a loop), `count` (stateful: how often it was called).
     """
     import tensorflow as tf
@@ -56,6 +57,7 @@ def write_saved_model(directory: Path, scale: float = 1.0, *, width: int = 2) ->
             "regress": _signature({"inputs": examples}, {"outputs": value}, REGRESS),
             "flat": _signature({"inputs": examples}, {"scores": value}, CLASSIFY),
             "wide": _signature({"inputs": examples}, {"outputs": scores}, REGRESS),
+            "native": _signature({"inputs": examples}, {"scores": scores}, PREDICT),
             "odd": _signature({"x": x}, {"y": y}, "tensorflow/serving/odd"),
             "check": _signature({"x": x}, {"y": checked}, PREDICT),
             "slow": _signature({"turns": turns}, {"rounds": rounds}, PREDICT),

@@ -1,0 +1,67 @@
+"""A model server's configuration file: read at start, and again as long as the server runs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from exporter.errors import UsageError
+from serving.model_config import ModelConfig, listed_models, read_config_file
+from serving.status import Code, StatusError
+
+if TYPE_CHECKING:
+    from serving.models import ServedModels
+
+_log = logging.getLogger(__name__)
+
+
+class ConfigFile:
+    """What a file says that is to be served; with `poll_seconds` more than 0 it is read again and again."""
+
+    def __init__(self, path: Path, poll_seconds: float = 0.0) -> None:
+        self.path = path
+        self._poll_seconds = poll_seconds
+        self._stopping = threading.Event()
+        self._problem = ""
+
+    def read(self, *, may_be_empty: bool = True) -> tuple[ModelConfig, ...]:
+        """The models that the file lists.
+
+        Raises:
+            UsageError: it cannot be read, or asks for what cannot be served.
+        """
+        try:
+            config = read_config_file(self.path)
+            if not may_be_empty and config.WhichOneof("config") is None:
+                raise StatusError(Code.FAILED_PRECONDITION, "there is no model_config_list in it any more")
+            return listed_models(config)
+        except StatusError as error:
+            raise UsageError(
+                f"{self.path}: {error.message}", cause=error.code.name, hint="correct the file"
+            ) from error
+
+    def follow(self, models: ServedModels) -> None:
+        """Apply what the file says each time it is read, until `stop`, as TF Serving does.
+
+        What cannot be applied changes nothing, and is reported once.
+        """
+        if self._poll_seconds > 0:
+            name = f"models of {self.path.name}"
+            threading.Thread(target=self._follow, args=(models,), name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        """Read no more."""
+        self._stopping.set()
+
+    def _follow(self, models: ServedModels) -> None:
+        while not self._stopping.wait(self._poll_seconds):
+            try:
+                models.configure(self.read(may_be_empty=False))
+                problem = ""
+            except (UsageError, StatusError) as error:
+                problem = str(error)
+            if problem and problem != self._problem:
+                _log.warning("the configuration stays as it was: %s", problem)
+            self._problem = problem

@@ -1,0 +1,142 @@
+"""Which models a server is asked to serve: `ModelServerConfig` messages, checked as TF Serving checks them.
+
+The rules, error codes and messages follow tensorflow_serving/model_servers/server_core.cc.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from msgspec import Struct
+
+from exporter.errors import UsageError
+from exporter.files import read_regular
+from exporter.local_paths import local_path
+from exporter.wire.protos import Proto, message_class
+from serving.status import invalid
+from serving.version_policy import Every, Latest, Policy, Specific
+
+PLATFORM = "tensorflow"
+_TENSORFLOW_TYPE = 1
+_LARGEST_FILE = 64 << 20
+_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9.+-]*://")
+
+
+class ModelConfig(Struct, frozen=True):
+    """A model to serve."""
+
+    name: str
+    base_path: Path
+    policy: Policy = Latest()
+    labels: Mapping[str, int] = {}
+    platform: str = PLATFORM
+
+
+def read_config_file(path: Path) -> Proto:
+    """The `ModelServerConfig` that a file holds as text.
+
+    Raises:
+        UsageError: the file cannot be read, or holds something else.
+    """
+    from google.protobuf import text_format
+
+    config = message_class("serving.ModelServerConfig")()
+    try:
+        text_format.Parse(read_regular(path, _LARGEST_FILE).decode(), config)
+    except OSError as error:
+        _unreadable(path, error.strerror or str(error))
+    except (ValueError, text_format.ParseError) as error:
+        _unreadable(path, f"line {error}" if isinstance(error, text_format.ParseError) else str(error))
+    return config
+
+
+def listed_models(config: Proto) -> tuple[ModelConfig, ...]:
+    """The models of a `ModelServerConfig`, in its order.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT, it is no list of models, names a model twice, or an entry lacks its
+            name or platform, or its path is relative or not local.
+    """
+    if config.WhichOneof("config") == "custom_model_config":
+        raise invalid("Only ModelConfigList is currently supported")
+    models: dict[str, ModelConfig] = {}
+    for entry in config.model_config_list.config:
+        if entry.name in models:
+            raise invalid(f"Illegal to list model {entry.name} multiple times in config list")
+        models[entry.name] = _model(entry)
+    return tuple(models.values())
+
+
+def require_platform(wanted: Iterable[ModelConfig], served: Container[str]) -> None:
+    """Refuse what is no TensorFlow model; `served` are the names of models that are served now.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT.
+    """
+    for model in wanted:
+        if model.platform != PLATFORM and model.name in served:
+            raise invalid(
+                f"Illegal to change a model's platform. For model {model.name} platform was {PLATFORM} "
+                f"and new platform requested is {model.platform}"
+            )
+        if model.platform != PLATFORM:
+            raise invalid(f"Model {model.name} requests unsupported platform {model.platform}")
+
+
+def _model(entry: Proto) -> ModelConfig:
+    if not entry.name or not entry.base_path:
+        raise invalid("Every model of a ModelConfigList needs a name and a base_path.")
+    labels = dict(entry.version_labels)
+    return ModelConfig(entry.name, _base_path(entry), _policy(entry), labels, _platform(entry))
+
+
+def _platform(entry: Proto) -> str:
+    if entry.model_type and entry.model_platform:
+        raise invalid(
+            "Illegal setting both ModelServerConfig::model_type (deprecated) and "
+            "ModelServerConfig::model_platform."
+        )
+    if entry.model_type not in (0, _TENSORFLOW_TYPE):
+        raise invalid(f"ModelServerConfig::model_type choice {entry.model_type} not supported.")
+    if not entry.model_type and not entry.model_platform:
+        raise invalid(
+            "Illegal setting neither ModelServerConfig::model_type (deprecated) nor "
+            "ModelServerConfig::model_platform."
+        )
+    return entry.model_platform or PLATFORM
+
+
+def _base_path(entry: Proto) -> Path:
+    if not entry.base_path.startswith("/") and not _SCHEME.match(entry.base_path):
+        raise invalid(
+            f"Expected model {entry.name} to have an absolute path or URI; got base_path()={entry.base_path}"
+        )
+    try:
+        return local_path(f"The base_path of {entry.name!r}:", entry.base_path)
+    except UsageError as error:
+        raise invalid(f"{error.message} ({error.cause}); {error.hint}") from error
+
+
+def _policy(entry: Proto) -> Policy:
+    policy = entry.model_version_policy
+    match policy.WhichOneof("policy_choice"):
+        case "all":
+            return Every()
+        case "specific":
+            return Specific(frozenset(policy.specific.versions))
+        case "latest":
+            return Latest(policy.latest.num_versions)
+        case _:
+            return Latest()
+
+
+def _unreadable(path: Path, cause: str) -> NoReturn:
+    raise UsageError(
+        f"{path} is not a model server's configuration",
+        cause=cause,
+        hint="write `model_config_list { config { name: '...' base_path: '/...' "
+        "model_platform: 'tensorflow' } }`",
+    ) from None

@@ -1,0 +1,167 @@
+"""TF Serving's own flags on the command line of `serve-model run`, so that a start script works with either.
+
+TF Serving writes `--flag=value` with underscores, and booleans as `--flag`, `--flag=true` or
+`--flag=false`. `translate` makes options of this program of them. A flag that changes nothing here is left
+out with a note; one whose absence would be noticed by clients is refused by name, unless it asks for what is
+done anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from msgspec import Struct
+
+from exporter.errors import UsageError
+
+
+class Treatment(Enum):
+    """What becomes of a flag of TF Serving here."""
+
+    SAME = "same"
+    IGNORED = "accepted, no effect"
+    REFUSED = "refused"
+
+
+class StockFlag(Struct, frozen=True):
+    """A flag of `tensorflow_model_server`."""
+
+    name: str
+    treatment: Treatment
+    option: str = ""
+    """The option that it stands for; by default the one of the same name, with dashes."""
+    is_boolean: bool = False
+    option_if_false: str = ""
+    """Of a boolean that is true by default: the option that turns it off."""
+    why: str = ""
+    """What is different, or why it has no effect or is refused."""
+    harmless: tuple[str, ...] = ()
+    """Values of a refused flag that ask for what is done anyway."""
+
+    @property
+    def own(self) -> str:
+        """The option that it stands for."""
+        return self.option or f"--{self.name.replace('_', '-')}"
+
+
+def _same(name: str, option: str = "", why: str = "") -> StockFlag:
+    return StockFlag(name, Treatment.SAME, option, why=why)
+
+
+def _switch(name: str, why: str = "") -> StockFlag:
+    return StockFlag(name, Treatment.SAME, is_boolean=True, why=why)
+
+
+def _ignored(name: str, why: str, *, is_boolean: bool = False) -> StockFlag:
+    return StockFlag(name, Treatment.IGNORED, is_boolean=is_boolean, why=why)
+
+
+def _refused(name: str, why: str, *harmless: str, is_boolean: bool = False) -> StockFlag:
+    return StockFlag(name, Treatment.REFUSED, is_boolean=is_boolean, why=why, harmless=harmless)
+
+
+_ONE_BY_ONE = "requests are computed one by one; what batching demands of inputs is not checked"
+_ONE_LOADER = "the versions of a model are loaded one after another, models beside each other"
+_RETRIES = "a version that fails to load is tried again when its directory changes"
+_NO_TFLITE = "models in TensorFlow Lite's format are not served"
+_XLA = "XLA compiles what a model marks for it, as in TensorFlow itself"
+
+STOCK_FLAGS = (
+    _same("port", why="0 takes a free port instead of turning gRPC off"),
+    _same("grpc_socket_path"),
+    _same("grpc_max_threads", "--threads", "how many calls are worked on at a time; the default is 8"),
+    _same("grpc_channel_arguments"),
+    _same("model_name", why="without `--model-base-path`, the default is the directory's last part"),
+    _same("model_base_path"),
+    _same("model_config_file"),
+    _same("model_config_file_poll_wait_seconds"),
+    _same("file_system_poll_wait_seconds", "--poll-seconds", "negative values are not taken"),
+    _switch("allow_version_labels_for_unavailable_models"),
+    _switch("enable_signature_method_name_check"),
+    _switch("enable_serialization_as_tensor_content"),
+    StockFlag("enable_model_warmup", Treatment.SAME, is_boolean=True, option_if_false="--no-model-warmup"),
+    _same("num_request_iterations_for_warmup"),
+    _same("saved_model_tags"),
+    _same("tensorflow_session_parallelism"),
+    _same("tensorflow_intra_op_parallelism"),
+    _same("tensorflow_inter_op_parallelism"),
+    StockFlag("version", Treatment.SAME, "-V", is_boolean=True, why="of this program"),
+    _ignored("enable_batching", _ONE_BY_ONE, is_boolean=True),
+    _ignored("batching_parameters_file", _ONE_BY_ONE),
+    _ignored("enable_per_model_batching_parameters", _ONE_BY_ONE, is_boolean=True),
+    _ignored("num_load_threads", _ONE_LOADER),
+    _ignored("num_unload_threads", _ONE_LOADER),
+    _ignored("max_num_load_retries", _RETRIES),
+    _ignored("load_retry_interval_micros", _RETRIES),
+    _ignored("flush_filesystem_caches", "files stay in the page cache", is_boolean=True),
+    _ignored("remove_unused_fields_from_bundle_metagraph", "it only saves memory", is_boolean=True),
+    _ignored("per_process_gpu_memory_fraction", "TensorFlow takes GPU memory as it needs it"),
+    _ignored("enable_profiler", "there is no profiler service", is_boolean=True),
+    _ignored("enable_grpc_healthcheck_service", "it is always there", is_boolean=True),
+    _ignored("thread_pool_factory_config_file", "all models share TensorFlow's thread pools"),
+    _ignored("num_tflite_pools", _NO_TFLITE),
+    _ignored("num_tflite_interpreters_per_pool", _NO_TFLITE),
+    _ignored("skip_initialize_tpu", "there are no TPUs here", is_boolean=True),
+    _ignored("xla_cpu_compilation_enabled", _XLA, is_boolean=True),
+    _ignored("xla_gpu_compilation_enabled", _XLA, is_boolean=True),
+    _refused("platform_config_file", "SavedModels are all that is served", ""),
+    _refused("tensorflow_session_config_file", "sessions take no other settings than threads", ""),
+    _refused("use_alts_credentials", "ALTS is Google Cloud's", "false", is_boolean=True),
+    _refused("prefer_tflite_model", _NO_TFLITE, "false", is_boolean=True),
+    _refused("mixed_precision", "it would change what models answer", ""),
+)
+"""Every flag of TF Serving 2.21 (source: tensorflow_serving/model_servers/main.cc)."""
+
+_BY_NAME = {flag.name.replace("_", "-"): flag for flag in STOCK_FLAGS}
+_TRUE, _FALSE = ("true", "1", "t"), ("false", "0", "f")
+
+
+def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments with this program's options for TF Serving's flags, and notes about flags without effect.
+
+    Raises:
+        UsageError: a flag that is not served, or a value that it does not take.
+    """
+    translated: list[str] = []
+    notes: list[str] = []
+    for place, argument in enumerate(arguments):
+        if argument == "--":
+            return [*translated, *arguments[place:]], notes
+        name, equals, value = argument.partition("=")
+        flag = _BY_NAME.get(name.removeprefix("--").replace("_", "-")) if name.startswith("--") else None
+        if flag is None:
+            translated.append(_with_dashes(argument))
+        elif flag.treatment is Treatment.SAME:
+            translated += _options(flag, value if equals else None)
+        elif value not in flag.harmless or not equals:
+            _require_whole(flag, has_value=bool(equals))
+            if flag.treatment is Treatment.REFUSED:
+                raise UsageError(f"--{flag.name} is not supported", cause=flag.why, hint="leave it out")
+            notes.append(f"--{flag.name} has no effect: {flag.why}")
+    return translated, notes
+
+
+def _options(flag: StockFlag, value: str | None) -> Iterable[str]:
+    if not flag.is_boolean:
+        return [flag.own if value is None else f"{flag.own}={value}"]
+    text = "true" if value is None else value.lower()
+    if text not in (*_TRUE, *_FALSE):
+        raise UsageError(f"--{flag.name}={value}: expected true or false")
+    if text in _FALSE:
+        return [flag.option_if_false] if flag.option_if_false else []
+    return [] if flag.option_if_false else [flag.own]
+
+
+def _require_whole(flag: StockFlag, *, has_value: bool) -> None:
+    """What follows after a space would be taken for a model base path."""
+    if not flag.is_boolean and not has_value:
+        raise UsageError(f"--{flag.name} lacks its value", hint=f"write it in one word: --{flag.name}=VALUE")
+
+
+def _with_dashes(argument: str) -> str:
+    """An option's name may be written with underscores, too."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}"
