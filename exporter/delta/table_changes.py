@@ -18,10 +18,10 @@ from exporter.delta.diff import RowSpill, differing_rows
 from exporter.delta.format import Change, Rows, Schema, ServedVariable
 from exporter.delta.keyed_rows import KeyedRows
 from exporter.delta.snapshot import Snapshot
-from exporter.errors import CorruptFile
+from exporter.errors import CorruptFile, TableFull
 from exporter.mapping.mapping_spec import DynamicTable
 from exporter.tables.change_index import IndexChange, change_index, find_rows, live_rows
-from exporter.tables.geometry import TableGeometry
+from exporter.tables.geometry import VALUES, TableGeometry
 
 Array = np.ndarray[Any, Any]
 
@@ -97,6 +97,22 @@ class ServedTable(Struct, frozen=True):
         rows = np.flatnonzero(live_rows(self.geometry, self))
         return rows, self.keys(rows)
 
+    def change(self, add: Array, drop: Array) -> IndexChange:
+        """What adding and dropping keys does to the index.
+
+        Raises:
+            TableFull: there is no room for the new keys.
+        """
+        try:
+            return change_index(self.geometry, self, add, drop)
+        except TableFull as error:
+            raise TableFull(f"table {self.name!r} is full: {error.message}", cause=error.cause) from None
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.row_values.name.removesuffix(f"/{VALUES}")
+
     def _at(self, part: int, ids: Array) -> Array:
         return self.state.rows_at(self.variables[part].name, ids.astype(np.int64, copy=False))
 
@@ -108,7 +124,7 @@ def upserted(table: ServedTable, rows: KeyedRows) -> dict[str, Change]:
         TableFull: there is no room for the new keys.
     """
     none = np.empty(0, np.int64)
-    change = change_index(table.geometry, table, rows.keys, none)
+    change = table.change(rows.keys, none)
     changes = _index_changes(table, change)
     if len(rows):
         order = np.argsort(change.added)
@@ -127,7 +143,7 @@ def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[st
     live, live_keys = table.live()
     drop = live_keys[~np.isin(live, rows[rows >= 0], assume_unique=True)]
     new = np.flatnonzero(rows < 0)
-    change = change_index(table.geometry, table, trained.keys[new], drop)
+    change = table.change(trained.keys[new], drop)
     rows[new] = change.added
     is_new = np.zeros(len(rows), bool)
     is_new[new] = True

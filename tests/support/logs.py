@@ -223,7 +223,7 @@ def publish_base(trainer: Trainer, serving: Serving, model: Path) -> Published:
     place = reserve_position(model, catalog.step)
     with Staging(model) as staging:
         report = write_variables(mapping_spec.mapping(catalog), staging.path)
-        _write_graph(staging.path, place.position, catalog.step or 0)
+        write_graph(staging.path, place.position, catalog.step or 0)
         draft = ManifestDraft(
             tensors=tensor_entries(report.catalog),
             source=Origin.of(prefix),
@@ -241,7 +241,7 @@ def publish_base(trainer: Trainer, serving: Serving, model: Path) -> Published:
         return publish_version(staging, draft, place=place)
 
 
-def _write_graph(bundle: Path, position: int, step: int) -> None:
+def write_graph(bundle: Path, position: int, step: int) -> None:
     saved_model = protos.SavedModel(saved_model_schema_version=1)
     meta_graph = saved_model.meta_graphs.add()
     meta_graph.meta_info_def.tags.append("serve")

@@ -1,0 +1,229 @@
+"""A DeepRec trainer and a log of its tables without TensorFlow; a base without a graph, as in `logs`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from exporter.bundle.variables import write_variables
+from exporter.checkpoint.admission import Admission
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
+from exporter.delta.format import ChangeKind, Schema, ServedVariable
+from exporter.delta.table_changes import ServedTable
+from exporter.graph.inference_graph import GraphVariable, InferenceGraph
+from exporter.increments.history import identify
+from exporter.increments.trained import TrainerVersion
+from exporter.mapping.build import CastRule, MappingRules, build_mapping
+from exporter.mapping.mapping_spec import DynamicTable, MappingSpec
+from exporter.options import ExportRequest, Updates
+from exporter.publish.commit import Published, Staging, publish_version, reserve_position
+from exporter.publish.delta_log import DeltaLog
+from exporter.publish.log_entries import BaseEntry
+from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
+from exporter.tables.build_index import build_index
+from exporter.tables.geometry import PARTS, TableGeometry
+from exporter.wire.dtypes import DType
+from tests.support.deeprec import Ev, write_full, write_increment
+from tests.support.logs import write_graph
+
+Row = bytes
+Table = dict[int, Row]
+"""A table as a Python dict: the bytes of each key's row."""
+
+DEFAULT = np.full((1, 3), 7.5, np.float32)
+DIM = 3
+
+
+@dataclass
+class DeepRecTrainer:
+    """Tables by keys, how often each key was seen, one ordinary variable; and the files that it leaves.
+
+    Increments hold what was touched since the last full save. Keys go when a full checkpoint is saved.
+    """
+
+    directory: Path
+    names: tuple[str, ...] = ("emb/user", "item")
+    parts: Mapping[str, int] = field(default_factory=lambda: {"emb/user": 3})
+    seed: int = 0
+    step: int = 10
+    records_freqs: bool = False
+    tables: dict[str, Table] = field(default_factory=dict)
+    freqs: dict[str, dict[int, int]] = field(default_factory=dict)
+    touched: dict[str, set[int]] = field(default_factory=dict)
+    saved: dict[int, tuple[dict[str, Table], dict[str, dict[int, int]], np.ndarray]] = field(
+        default_factory=dict
+    )
+    kernel: np.ndarray = field(default_factory=lambda: np.zeros(2, np.float32))
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        for name in self.names:
+            self.tables.setdefault(name, {})
+            self.freqs.setdefault(name, {})
+
+    def upsert(self, name: str, keys: Iterable[int]) -> None:
+        """Give keys new rows, among them bit patterns that compare oddly."""
+        for key in keys:
+            row = self.rng.choice([0.0, -0.0, np.nan, 1.5, float(self.rng.normal())], size=DIM)
+            self.tables[name][key] = row.astype(np.float32).tobytes()
+            self.freqs[name][key] = self.freqs[name].get(key, 0) + 1
+            self.touched.setdefault(name, set()).add(key)
+
+    def train(self, keys: int = 20) -> None:
+        """Some steps: new keys and known ones of every table, and the ordinary variable."""
+        self.step += int(self.rng.integers(1, 4))
+        self.kernel = self.rng.normal(size=2).astype(np.float32)
+        for name in self.names:
+            known = list(self.tables[name])
+            old = self.rng.choice(known, min(len(known), keys // 2), replace=False).tolist() if known else []
+            self.upsert(name, [*old, *self.rng.integers(0, 1 << 62, keys - len(old)).tolist()])
+
+    def evict(self, name: str, keys: Iterable[int]) -> None:
+        """Forget keys; the next full checkpoint lacks them."""
+        for key in keys:
+            self.tables[name].pop(key, None)
+            self.freqs[name].pop(key, None)
+            self.touched.get(name, set()).discard(key)
+
+    def save(self) -> Path:
+        """A full checkpoint of now; what is touched from here on is in the increments after it."""
+        tables = {name: self.ev(name, self.tables[name]) for name in self.names}
+        prefix = write_full(
+            self.directory / f"model.ckpt-{self.step}",
+            tables,
+            parts=self.parts,
+            dense={"kernel": self.kernel},
+            slots={f"{name}/Adagrad": ev for name, ev in tables.items()},
+            step=self.step,
+        )
+        (self.directory / "checkpoint").write_text(f'model_checkpoint_path: "{prefix.name}"\n')
+        copied = {name: dict(table) for name, table in self.tables.items()}
+        freqs = {name: dict(counts) for name, counts in self.freqs.items()}
+        self.saved[self.step] = (copied, freqs, self.kernel)
+        self.touched = {}
+        return prefix
+
+    def increment(self) -> Path:
+        """What was touched since the last full checkpoint."""
+        tables = {
+            name: self.ev(name, {key: self.tables[name][key] for key in sorted(keys)})
+            for name, keys in self.touched.items()
+            if keys
+        }
+        return write_increment(
+            self.directory, self.step, tables, parts=self.parts, dense={"kernel": self.kernel}
+        )
+
+    def restart(self) -> None:
+        """Begin again at the last full checkpoint; what came after it is forgotten, its files stay."""
+        step = max(self.saved)
+        tables, freqs, self.kernel = self.saved[step]
+        self.tables = {name: dict(table) for name, table in tables.items()}
+        self.freqs = {name: dict(counts) for name, counts in freqs.items()}
+        self.touched = {}
+
+    def ev(self, name: str, table: Table) -> Ev:
+        keys = np.array(list(table), np.int64)
+        values = np.frombuffer(b"".join(table.values()), np.float32).reshape(-1, DIM)
+        freqs = np.array([self.freqs[name][key] for key in table], np.int64)
+        return Ev(keys, values, None, freqs if self.records_freqs else None)
+
+    def now(self) -> dict[str, Table]:
+        """What is served once everything is published."""
+        return {name: dict(table) for name, table in self.tables.items()}
+
+
+def request(trainer: DeepRecTrainer, model: Path, **options: object) -> ExportRequest:
+    return ExportRequest(ckpt_dir=trainer.directory, out=model, **options)  # type: ignore[arg-type]
+
+
+def publish_base(
+    trainer: DeepRecTrainer,
+    model: Path,
+    *,
+    head_room: float = 0.25,
+    casts: tuple[str, ...] = (),
+    admission: Admission | None = None,
+) -> Published:
+    """What `--incr` does the first time, but for the graph: the tables laid out by their index alone."""
+    prefix = trainer.directory / f"model.ckpt-{trainer.step}"
+    place = reserve_position(model, trainer.step)
+    rules = MappingRules(casts=tuple(map(CastRule.parse, casts)), admission=admission or Admission())
+    dynamic = tuple(DynamicTable(name, DType.INT64, DType.FLOAT, DIM, len(DEFAULT)) for name in trainer.names)
+    with Staging(model) as staging:
+        laid_out = staging.path.with_name("laid-out") / "model.ckpt"
+        variables = _lay_out(trainer, laid_out, head_room, rules.admission)
+        graph = InferenceGraph("a test", None, variables)
+        mapping = build_mapping(graph, read_catalog(laid_out), rules)
+        report = write_variables(mapping, staging.path)
+        write_graph(staging.path, place.position, trainer.step)
+        spec = MappingSpec(variables, {}, rules, (), dynamic)
+        dtypes = {source.key: source.dtype for source in mapping.sources}
+        schema = Schema.of(
+            ServedVariable(
+                v.key, dtypes[v.key], v.shape, ChangeKind.DENSE if v.key == "kernel" else ChangeKind.TABLE
+            )
+            for v in variables
+        )
+        trained = TrainerVersion(identify(prefix, trainer.step))
+        draft = ManifestDraft(
+            tensors=tensor_entries(report.catalog),
+            source=Origin.of(prefix),
+            exporter="0",
+            step=trainer.step,
+            lineage=secrets.token_hex(16),
+            incremental=BaseEntry(place.position, schema, spec, trained, Updates()),
+        )
+        return publish_version(staging, draft, place=place)
+
+
+def _lay_out(
+    trainer: DeepRecTrainer, prefix: Path, head_room: float, admission: Admission
+) -> tuple[GraphVariable, ...]:
+    """A bundle of the tables' four variables and the ordinary one."""
+    prefix.parent.mkdir(parents=True)
+    found = [GraphVariable("kernel", "kernel", DType.FLOAT, trainer.kernel.shape)]
+    with BundleWriter(prefix) as writer:
+        writer.add("kernel", trainer.kernel)
+        for name in trainer.names:
+            ev = trainer.ev(name, trainer.tables[name])
+            for part, array in zip(PARTS, _variables(ev, head_room, admission), strict=True):
+                writer.add(f"{name}/{part}", array)
+                key = f"{name}/{part}"
+                found.append(GraphVariable(key, key, DType.of(array.dtype.name), array.shape))
+    return tuple(found)
+
+
+def _variables(ev: Ev, head_room: float, admission: Admission) -> tuple[np.ndarray, ...]:
+    rows = len(ev.keys)
+    geometry = TableGeometry.for_keys(rows, head_room, len(DEFAULT))
+    seeds, slots = np.zeros(geometry.groups, np.int64), np.zeros(geometry.slots, np.int32)
+    served = np.flatnonzero(np.broadcast_to(admission.enough(ev.freqs), rows))
+    build_index(geometry, len(served), lambda: [(served, ev.keys[served])], seeds, slots)
+    keys, values = np.full(geometry.capacity, -1, np.int64), np.zeros((geometry.capacity, DIM), np.float32)
+    keys[:rows], values[:rows] = ev.keys, ev.values
+    keys[geometry.cursor_row] = rows
+    values[geometry.first_default :] = DEFAULT
+    return seeds, slots, keys, values
+
+
+def served(log: DeltaLog, position: int | None = None) -> dict[str, Table]:
+    """What the log's tables hold at a position, read as a server would find it."""
+    state = log.state(position)
+    found = {}
+    for table in log.base.entry.mapping_spec.dynamic:
+        read = ServedTable.of(table, log.schema, state)
+        rows, keys = read.live()
+        assert np.array_equal(read.find(keys), rows), "a key that has a row is found"
+        absent = np.setdiff1d(np.concatenate([keys + 1, keys - 1, [-1, 0]]), keys)
+        assert (read.find(absent) == -1).all()
+        values = state.rows_at(table.keys[3], rows)
+        first = read.geometry.first_default
+        default = state.rows(table.keys[3], first, first + 1).astype(np.float32)
+        assert default.tobytes() == DEFAULT.tobytes()
+        found[table.name] = {key: row.tobytes() for key, row in zip(keys.tolist(), values, strict=True)}
+    return found

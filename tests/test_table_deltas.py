@@ -1,0 +1,386 @@
+"""Deltas of dynamic tables: what is served after each is what the trainer has, key by key, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exporter.checkpoint.admission import Admission
+from exporter.errors import CorruptFile, SchemaChanged, TableFull
+from exporter.layout import VARIABLES_PREFIX
+from exporter.options import DeltaDtype
+from exporter.pipeline import log_maintenance
+from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.rebase import rebase
+from exporter.publish.delta_log import read_log
+from exporter.publish.log_entries import DeltaOrigin
+from tests.support.deeprec import Ev, write_full
+from tests.support.deeprec_logs import DeepRecTrainer, publish_base, request, served
+from tests.support.logs import damage_tensor
+
+DISTANT = [np.iinfo(np.int64).min, np.iinfo(np.int64).max, -1, -2, 0, -1000, 999]
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> DeepRecTrainer:
+    trainer = DeepRecTrainer(tmp_path / "train")
+    trainer.upsert("emb/user", [*range(300), *DISTANT])
+    trainer.upsert("item", range(100, 150))
+    trainer.save()
+    return trainer
+
+
+@pytest.fixture
+def model(trainer: DeepRecTrainer, tmp_path: Path) -> Path:
+    publish_base(trainer, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def exported(trainer: DeepRecTrainer, model: Path, **options: object) -> ExportedDelta:
+    done = export_incremental(request(trainer, model, **options))
+    assert isinstance(done, ExportedDelta)
+    return done
+
+
+def test_a_base_serves_the_keys_of_the_checkpoint(trainer: DeepRecTrainer, model: Path) -> None:
+    assert served(read_log(model)) == trainer.now()
+
+
+def test_an_increment_is_a_delta_and_nothing_is_compared(trainer: DeepRecTrainer, model: Path) -> None:
+    trainer.train()
+    trainer.increment()
+    done = exported(trainer, model)
+    assert done.compared_bytes == 0
+    assert read_log(model).deltas[-1].entry.made is DeltaOrigin.INCREMENTS
+    assert served(read_log(model)) == trainer.now()
+    assert exported(trainer, model).published is None, "a retry is nothing to do"
+
+
+def test_rows_that_the_last_increment_held_are_not_sent_again(trainer: DeepRecTrainer, model: Path) -> None:
+    for _ in range(4):
+        trainer.train(keys=30)
+        trainer.increment()
+        done = exported(trainer, model)
+        assert served(read_log(model)) == trainer.now()
+        values = read_log(model).open(read_log(model).deltas[-1]).changes["emb/user/values"]
+        assert len(values.ids) <= 30, "not all 30, 60, 90, 120 touched rows"
+        assert done.compared_bytes == 0
+
+
+def test_keys_that_a_newer_full_checkpoint_lacks_are_deleted(trainer: DeepRecTrainer, model: Path) -> None:
+    trainer.train()
+    trainer.evict("emb/user", [*range(0, 300, 7), -1, np.iinfo(np.int64).min])
+    trainer.save()
+    done = exported(trainer, model)
+    assert done.compared_bytes > 0
+    assert read_log(model).deltas[-1].entry.made is DeltaOrigin.COMPARISON
+    assert served(read_log(model)) == trainer.now()
+    trainer.upsert("emb/user", [-1, 14])
+    trainer.step += 1
+    trainer.increment()
+    exported(trainer, model)
+    assert served(read_log(model)) == trainer.now()
+
+
+def test_a_comparison_sends_what_differs_alone(trainer: DeepRecTrainer, model: Path) -> None:
+    trainer.upsert("emb/user", [5, 9_999])
+    trainer.evict("emb/user", [6])
+    trainer.step += 1
+    trainer.save()
+    exported(trainer, model)
+    changes = read_log(model).open(read_log(model).deltas[-1]).changes
+    assert len(changes["emb/user/values"].ids) == 2
+    assert "item/values" not in changes
+    assert served(read_log(model)) == trainer.now()
+
+
+def test_a_table_that_loses_all_keys_and_gets_others(trainer: DeepRecTrainer, model: Path) -> None:
+    for keys in (range(0), range(500, 800), range(0)):
+        trainer.evict("emb/user", list(trainer.tables["emb/user"]))
+        trainer.upsert("emb/user", keys)
+        trainer.step += 1
+        trainer.save()
+        exported(trainer, model)
+        assert served(read_log(model)) == trainer.now()
+
+
+def test_a_full_checkpoint_with_an_increment_on_top(trainer: DeepRecTrainer, model: Path) -> None:
+    """Both are newer than what is published: keys go, rows come from either."""
+    trainer.train()
+    trainer.evict("item", range(100, 120))
+    trainer.save()
+    trainer.train()
+    trainer.upsert("item", [105, 130])
+    trainer.increment()
+    assert exported(trainer, model).compared_bytes > 0
+    assert served(read_log(model)) == trainer.now()
+
+
+def test_a_trainer_that_was_set_back_abandons_keys(trainer: DeepRecTrainer, model: Path) -> None:
+    saved = trainer.now()
+    trainer.train()
+    trainer.increment()
+    exported(trainer, model)
+    assert served(read_log(model)) != saved
+    last = trainer.step
+    trainer.restart()
+    trainer.step = last
+    trainer.train(keys=4)
+    trainer.increment()
+    assert exported(trainer, model).compared_bytes > 0
+    assert served(read_log(model)) == trainer.now()
+
+
+@pytest.mark.parametrize("parts", [{"emb/user": 2, "item": 3}, {"emb/user": 1}, {}])
+def test_a_trainer_that_was_repartitioned_goes_on(
+    trainer: DeepRecTrainer, model: Path, parts: dict[str, int]
+) -> None:
+    trainer.parts = parts
+    trainer.train()
+    trainer.save()
+    exported(trainer, model)
+    assert served(read_log(model)) == trainer.now()
+    trainer.train()
+    trainer.increment()
+    assert exported(trainer, model).compared_bytes == 0
+    assert served(read_log(model)) == trainer.now()
+
+
+def test_rollback_merge_and_resume_know_nothing_of_keys(trainer: DeepRecTrainer, model: Path) -> None:
+    states = {10: trainer.now()}
+    for number in range(3):
+        trainer.train()
+        trainer.evict("emb/user", range(number * 10, number * 10 + 10))
+        trainer.save() if number % 2 else trainer.increment()
+        exported(trainer, model)
+        states[read_log(model).at.position] = served(read_log(model))
+    newest = read_log(model).at.position
+    log_maintenance.rollback(model, 10)
+    assert served(read_log(model)) == states[10]
+    log_maintenance.resume(model)
+    assert served(read_log(model)) == states[newest]
+    assert log_maintenance.merge(model) is not None
+    assert served(read_log(model)) == states[newest]
+    trainer.train()
+    trainer.save()
+    exported(trainer, model)
+    assert served(read_log(model)) == trainer.now()
+
+
+def test_a_lost_cache_costs_time_alone(trainer: DeepRecTrainer, model: Path) -> None:
+    for _ in range(2):
+        trainer.train()
+        trainer.increment()
+        exported(trainer, model)
+        shutil.rmtree(read_log(model).path / ".state", ignore_errors=True)
+        assert served(read_log(model)) == trainer.now()
+
+
+def values_of(table: Mapping[int, bytes], dtype: Any = np.float32) -> dict[int, np.ndarray]:
+    return {key: np.frombuffer(row, dtype).astype(np.float64) for key, row in table.items()}
+
+
+@pytest.mark.parametrize("by_saving", [False, True])
+def test_rows_that_moved_little_are_held_back_and_new_keys_never(
+    trainer: DeepRecTrainer, model: Path, by_saving: bool
+) -> None:
+    before = trainer.tables["emb/user"]
+    known = np.frombuffer(before[7], np.float32)
+    near, far = (known + np.float32(0.01)).tobytes(), np.full(3, 100, np.float32).tobytes()
+    trainer.upsert("emb/user", [7, 8, 5_000])
+    trainer.tables["emb/user"] |= {7: near, 8: far, 5_000: np.full(3, 50, np.float32).tobytes()}
+    trainer.step += 1
+    trainer.save() if by_saving else trainer.increment()
+    done = exported(trainer, model, min_change=0.5)
+    found = served(read_log(model))["emb/user"]
+    assert (done.left_out is not None and done.left_out.rows) == (0 if np.isnan(known).any() else 1)
+    assert found[8] == far
+    assert found[5_000] == trainer.tables["emb/user"][5_000]
+    assert found[7] == (near if np.isnan(known).any() else before[7] if before[7] != near else near)
+    exported(trainer, model)
+    assert served(read_log(model)) == trainer.now(), "without the option everything is sent"
+
+
+@pytest.mark.parametrize("by_saving", [False, True])
+@pytest.mark.parametrize("delta_dtype", list(DeltaDtype))
+def test_rows_are_rounded_and_the_index_is_not(
+    trainer: DeepRecTrainer, model: Path, by_saving: bool, delta_dtype: DeltaDtype
+) -> None:
+    for _ in range(3):
+        trainer.train()
+        trainer.evict("item", range(100, 110)) if by_saving else None
+        trainer.save() if by_saving else trainer.increment()
+        exported(trainer, model, delta_dtype=delta_dtype)
+        for name, table in served(read_log(model)).items():
+            expected, found = values_of(trainer.tables[name]), values_of(table)
+            assert found.keys() == expected.keys()
+            for key, row in expected.items():
+                np.testing.assert_allclose(found[key], row, atol=0.05, rtol=0.02)
+    trainer.step += 1
+    trainer.save()
+    exported(trainer, model)
+    assert served(read_log(model)) == trainer.now()
+
+
+def test_rows_that_are_served_cast(trainer: DeepRecTrainer, tmp_path: Path) -> None:
+    model = tmp_path / "cast"
+    publish_base(trainer, model, casts=(".*/values=bfloat16",))
+    for by_saving in (False, True, False):
+        trainer.train()
+        trainer.evict("emb/user", range(20)) if by_saving else None
+        trainer.save() if by_saving else trainer.increment()
+        exported(trainer, model)
+        for name, table in served(read_log(model)).items():
+            rows = {
+                key: np.frombuffer(row, np.float32).astype(ml_dtypes.bfloat16).tobytes()
+                for key, row in trainer.tables[name].items()
+            }
+            assert table == rows
+
+
+def test_a_rebase_holds_what_the_deltas_held(trainer: DeepRecTrainer, model: Path) -> None:
+    for by_saving in (False, True):
+        trainer.train()
+        trainer.save() if by_saving else trainer.increment()
+        exported(trainer, model)
+    assert rebase(model) is not None
+    log = read_log(model)
+    assert len(log.bases) == 2
+    assert served(log) == trainer.now()
+    trainer.train()
+    trainer.increment()
+    assert exported(trainer, model).compared_bytes == 0
+    assert served(read_log(model)) == trainer.now()
+
+
+def test_keys_are_admitted_by_frequency(tmp_path: Path) -> None:
+    trainer, model = DeepRecTrainer(tmp_path / "train", records_freqs=True), tmp_path / "model"
+    admission = Admission(min_freq=2)
+
+    def expected() -> dict[str, dict[int, bytes]]:
+        counts = trainer.freqs
+        return {n: {k: r for k, r in t.items() if counts[n][k] >= 2} for n, t in trainer.tables.items()}
+
+    for name in trainer.names:
+        trainer.upsert(name, [*range(200), *range(100)])
+    trainer.save()
+    publish_base(trainer, model, admission=admission)
+    assert served(read_log(model)) == expected()
+    for by_saving in (False, True, False, False, True):
+        trainer.step += 1
+        for name in trainer.names:
+            trainer.upsert(name, trainer.rng.integers(50, 300, 40).tolist())
+        trainer.save() if by_saving else trainer.increment()
+        exported(trainer, model)
+        assert served(read_log(model)) == expected()
+    with pytest.raises(SchemaChanged) as refused:
+        export_incremental(request(trainer, model, min_freq=3))
+    assert refused.value.cause == "min_freq was 2, is 3"
+
+
+def test_a_table_without_room_says_so_and_publishes_nothing(trainer: DeepRecTrainer, model: Path) -> None:
+    trainer.upsert("emb/user", range(10_000, 12_000))
+    trainer.step += 1
+    trainer.increment()
+    before = read_log(model).at
+    with pytest.raises(
+        TableFull, match="'emb/user' is full: 2000 new keys, and room for 1000 in a table of 1306 rows"
+    ):
+        export_incremental(request(trainer, model))
+    assert read_log(model).at == before
+    assert not list(model.glob(".staging*"))
+
+
+def test_a_table_that_is_gone_or_another_is_named(trainer: DeepRecTrainer, model: Path) -> None:
+    trainer.step += 1
+    wide = Ev.random(9, dim=4)
+    for tables, words in (
+        ({"item": wide}, r"has no embedding variable 'emb/user', which is served"),
+        ({"emb/user": wide, "item": wide}, r"has rows float32\[4\] of 'emb/user', the base was made of"),
+    ):
+        dense = {"kernel": trainer.kernel}
+        write_full(trainer.directory / f"model.ckpt-{trainer.step}", tables, dense=dense, step=trainer.step)
+        state = f'model_checkpoint_path: "model.ckpt-{trainer.step}"\n'
+        (trainer.directory / "checkpoint").write_text(state)
+        with pytest.raises(SchemaChanged, match=words):
+            export_incremental(request(trainer, model))
+
+
+@pytest.mark.parametrize("part", ["index_seeds", "index_rows", "keys"])
+def test_a_damaged_index_places_no_key(trainer: DeepRecTrainer, model: Path, part: str) -> None:
+    trainer.train()
+    trainer.increment()
+    damage_tensor(model / "10" / VARIABLES_PREFIX, f"emb/user/{part}")
+    with pytest.raises(CorruptFile, match="its checksum is"):
+        export_incremental(request(trainer, model))
+    assert not read_log(model).deltas
+
+
+OPERATIONS = (
+    "train",
+    "evict",
+    "save",
+    "increment",
+    "restart",
+    "export",
+    "export",
+    "rollback",
+    "resume",
+    "merge",
+)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 99), st.lists(st.sampled_from(OPERATIONS), max_size=14))
+def test_any_history_serves_what_a_dict_holds(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, operations: list[str]
+) -> None:
+    directory = tmp_path_factory.mktemp("history")
+    trainer, model = DeepRecTrainer(directory / "train", seed=seed), directory / "model"
+    trainer.train(keys=40)
+    trainer.save()
+    publish_base(trainer, model)
+    on_disk, states = trainer.now(), {read_log(model).at.position: trainer.now()}
+    for what in operations:
+        log = read_log(model)
+        if what == "train":
+            trainer.train(keys=int(trainer.rng.integers(0, 30)))
+        elif what == "evict":
+            for name in trainer.names:
+                known = sorted(trainer.tables[name].keys() - trainer.touched.get(name, set()))
+                trainer.evict(name, known[:: int(trainer.rng.integers(2, 9))])
+        elif what in ("save", "increment"):
+            trainer.step += 1
+            before = trainer.saved[max(trainer.saved)][0]
+            trainer.save() if what == "save" else trainer.increment()
+            on_disk = trainer.now()
+            if what == "increment":  # it does not tell what was deleted
+                on_disk = {
+                    name: before[name] | {k: table[k] for k in trainer.touched.get(name, ())}
+                    for name, table in on_disk.items()
+                }
+        elif what == "restart":
+            trainer.restart()
+        elif what == "export":
+            export_incremental(request(trainer, model))
+            states[read_log(model).at.position] = on_disk
+        elif what == "rollback":
+            target = int(trainer.rng.choice([p for p in states if p < log.at.position] or [0]))
+            if target:
+                log_maintenance.rollback(model, target)
+                states[read_log(model).at.position] = states[target]
+        elif what == "resume" and log.held.is_set:
+            done = log_maintenance.resume(model)
+            states[read_log(model).at.position] = states[done.values_of.position]
+        elif what == "merge":
+            log_maintenance.merge(model)
+        newest = read_log(model)
+        assert served(newest) == states[newest.at.position], what
