@@ -24,6 +24,12 @@ TABLE = "_dynamic_table"
 SIZE = "_dynamic_table_size"
 """The attribute of a constant that says which size of its table it is."""
 
+PART = "_dynamic_table_part"
+"""The attribute of a VarHandleOp that says which of `geometry.PARTS` it is; `TABLE` is there, too."""
+
+DEFAULTS = "_dynamic_table_defaults"
+"""The attribute of the values' VarHandleOp with the default rows, a tensor [d, dim]."""
+
 _UNSET = 1
 
 
