@@ -100,6 +100,15 @@ def set_sizes(graph_def: Proto, tables: Mapping[str, TableGeometry]) -> None:
                 _set_value(node, np.array(value, DType(node.attr["dtype"].type).numpy))
 
 
+def first_defaults(graph_def: Proto) -> dict[str, int]:
+    """The first default row of each table that a graph looks keys up in, by the table's name."""
+    return {
+        node.attr[TABLE].s.decode(): int(tensor_proto.to_array(node.attr["value"].tensor).item())
+        for node in _all_nodes(graph_def)
+        if SIZE in node.attr and node.attr[SIZE].s == b"first_default"
+    }
+
+
 def _sizes(geometry: TableGeometry) -> dict[str, int]:
     return {
         "group_shift": 64 - geometry.group_bits,
