@@ -31,6 +31,8 @@ class Serving(Struct, frozen=True):
     """The address that the server listens on."""
     port: int
     """Its gRPC port."""
+    rest_port: int | None
+    """Its REST port; null without `--rest-api-port`."""
 
 
 class Published(Struct, frozen=True):

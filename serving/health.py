@@ -20,7 +20,13 @@ _WHOLE_SERVER = ("", "tensorflow.serving.PredictionService", "tensorflow.serving
 SERVING, NOT_SERVING = 1, 2
 
 
-def add_health_service(server: grpc.Server, models: ServedModels) -> None:
+class Health:
+    """What health checks are told beside the models' states: a server that is about to end serves nobody."""
+
+    is_ending = False
+
+
+def add_health_service(server: grpc.Server, models: ServedModels, health: Health) -> None:
     """Register the health service."""
     request, response = messages()
 
@@ -28,7 +34,7 @@ def add_health_service(server: grpc.Server, models: ServedModels) -> None:
         if asked.service not in _WHOLE_SERVER and asked.service not in models.served():
             context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service: {asked.service}")
         is_available = models.is_available(None if asked.service in _WHOLE_SERVER else asked.service)
-        return response(status=SERVING if is_available else NOT_SERVING)
+        return response(status=SERVING if is_available and not health.is_ending else NOT_SERVING)
 
     handler = grpc.unary_unary_rpc_method_handler(
         check, request_deserializer=request.FromString, response_serializer=response.SerializeToString

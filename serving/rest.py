@@ -8,11 +8,11 @@ http_rest_api_util.cc) and https://www.tensorflow.org/tfx/serving/api_rest.
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
@@ -24,6 +24,7 @@ from serving import rest_response
 from serving.calls import Calls
 from serving.server_metrics import ServerMetrics
 from serving.status import Code, StatusError, invalid, status_of
+from serving.text_config import read_text_config
 
 MAX_BODY_BYTES = 512 << 20
 """Longer bodies, compressed or not, are refused: a number of JSON takes ten times its room in memory."""
@@ -60,26 +61,23 @@ _HTTP = {
 """What TF Serving answers for a canonical code; 500 for all others."""
 
 
+def metrics_path(monitoring_config_file: Path | None) -> str | None:
+    """Where a `MonitoringConfig` wants metrics to be shown; None if it does not, or there is none.
+
+    Raises:
+        UsageError: the file cannot be read, or holds something else.
+    """
+    if monitoring_config_file is None:
+        return None
+    config = read_text_config("--monitoring-config-file", monitoring_config_file, "MonitoringConfig")
+    return (config.prometheus_config.path or PROMETHEUS_PATH) if config.prometheus_config.enable else None
+
+
 class BodyTooLarge(StatusError):
     """A request that is not read to its end."""
 
     def __init__(self) -> None:
         super().__init__(Code.RESOURCE_EXHAUSTED, f"the body has more than {MAX_BODY_BYTES} bytes")
-
-
-class RestOptions(Struct, frozen=True, kw_only=True):
-    """How a server listens for HTTP, and answers."""
-
-    port: int
-    """The TCP port; 0 takes a free one."""
-    threads: int = 4 * (os.cpu_count() or 1)
-    """How many requests are worked on at a time."""
-    timeout_ms: int = 30_000
-    """A request's computation is stopped then; 0 is never."""
-    allow_cors: bool = False
-    """Let pages of other origins ask."""
-    metrics_path: str | None = None
-    """Where metrics are shown; nowhere if None."""
 
 
 class Target(Struct, frozen=True):
@@ -104,16 +102,26 @@ class Rest:
 
     Args:
         calls: what is asked.
-        metrics: counts requests, and is what `metrics_path` shows.
-        options: how to answer.
+        metrics: counts requests.
+        timeout_ms: a request's computation is stopped then; None is never.
+        allow_cors: let pages of other origins ask.
+        metrics_path: where metrics are shown; nowhere if None.
     """
 
-    def __init__(self, calls: Calls, metrics: ServerMetrics, options: RestOptions) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        metrics: ServerMetrics,
+        *,
+        timeout_ms: int | None = None,
+        allow_cors: bool = False,
+        metrics_path: str | None = None,
+    ) -> None:
         self._calls = calls
         self._metrics = metrics
-        self._timeout_ms = options.timeout_ms or None
-        self._headers = [_JSON, *(_CORS if options.allow_cors else [])]
-        self._metrics_path = options.metrics_path
+        self._timeout_ms = timeout_ms
+        self._headers = [_JSON, *(_CORS if allow_cors else [])]
+        self._metrics_path = metrics_path
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Answer one request."""

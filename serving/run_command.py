@@ -10,8 +10,10 @@ import click
 from exporter.errors import Exit, UsageError
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, VersionFlag, command
 from exporter.terminal.output import Output
-from exporter.terminal.parameters import App, Argument, Option
+from exporter.terminal.parameters import App, Argument, Option, Options
 from serving.documents import ServedModel, Serving
+from serving.network_options import GROUP as REST_METRICS_TLS
+from serving.network_options import GRPC_ALONE, NetworkOptions
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
 from serving.status import VersionState, VersionStatus, error_text
 from serving.stock_flags import translate
@@ -172,6 +174,7 @@ def run_server(
         int,
         Option(metavar="N", min=0, help="Operations at once; 0 is TensorFlow's choice.", group=_COMPUTING),
     ] = 0,
+    network: Annotated[NetworkOptions, Options(REST_METRICS_TLS)] = GRPC_ALONE,
     own_version: VersionFlag = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -183,6 +186,8 @@ def run_server(
         for note in context.meta.get(_NOTES, ()):
             sink.note(note)
         base_path, name = _the_model(sink, model_base_path, base_path_option, model_name, model_config_file)
+        if network.monitoring_config_file is not None and network.rest_api_port is None:
+            sink.note("--monitoring-config-file has no effect without --rest-api-port")
         from serving.inference import Inference
         from serving.loader import Loading
         from serving.server_options import ServerOptions
@@ -193,6 +198,7 @@ def run_server(
             grpc_socket_path=grpc_socket_path,
             grpc_channel_arguments=_channel_arguments(grpc_channel_arguments),
             threads=threads,
+            network=network,
             poll_seconds=poll_seconds,
             model_config_file=model_config_file,
             model_config_poll_seconds=model_config_file_poll_wait_seconds,
@@ -239,12 +245,18 @@ def _announce(sink: Output, server: ModelServer) -> None:
     ]
     first = models[0] if models else None
     document = Serving(
-        first.model if first else None, first.version if first else None, models, server.host, server.port
+        first.model if first else None,
+        first.version if first else None,
+        models,
+        server.host,
+        server.port,
+        server.rest_port,
     )
     lines = [f"serving {model.model} version {model.version} on {server.address}" for model in models]
-    sink.result(
-        document, [escape(line) for line in lines or [f"serving no model on {server.address}"]], is_done=True
-    )
+    lines = lines or [f"serving no model on {server.address}"]
+    if server.rest_port is not None:
+        lines.append(f"REST on http://{server.host}:{server.rest_port}/v1/models")
+    sink.result(document, [escape(line) for line in lines], is_done=True)
 
 
 def _the_model(

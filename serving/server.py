@@ -9,6 +9,7 @@ The stock client stubs, requests, statuses and errors are those of `tensorflow_m
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
     from serving.manager import Listener, VersionManager
     from serving.model_config import ModelConfig
     from serving.models import ServedModels
-    from serving.rest import RestOptions
 
 MAX_MESSAGE_BYTES = (1 << 31) - 1
-GRACE_SECONDS = 5.0
 
 
 class ModelServer:
@@ -47,7 +46,6 @@ class ModelServer:
         name: str | None = None,
         options: ServerOptions = DEFAULT_OPTIONS,
         listener: Listener | None = None,
-        rest: RestOptions | None = None,
     ) -> None:
         """Listen, and begin to load versions.
 
@@ -56,7 +54,6 @@ class ModelServer:
                 there yet. Without it, `options.model_config_file` lists the models.
             name: the model's name in requests; the last part of `base_path` by default.
             options: how to listen, find versions, load them and answer.
-            rest: how to listen for HTTP, too.
             listener: called with a model's name and each change of a version's status, from the threads that
                 make it.
 
@@ -66,6 +63,7 @@ class ModelServer:
         """
         from serving.calls import Calls
         from serving.config_file import ConfigFile
+        from serving.health import Health
         from serving.server_metrics import ServerMetrics
 
         self.host = options.host
@@ -79,12 +77,12 @@ class ModelServer:
         self._executor = ThreadPoolExecutor(options.threads, thread_name_prefix="call")
         self._calls = Calls(self.models, options.inference)
         self._metrics = ServerMetrics(self.models)
+        self._health = Health()
         self._http: HttpPort | None = None
         self._server, self.port = self._bind()
         self._configure(wanted)
         self._server.start()
-        if rest is not None:
-            self._http = self._listen_http(rest)
+        self._http = self._listen_http()
         self.rest_port = None if self._http is None else self._http.port
         if self._config_file:
             self._config_file.follow(self.models)
@@ -109,14 +107,24 @@ class ModelServer:
         """Every version of the first model that was seen, the newest first."""
         return self.models.versions(self.name)
 
-    def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
-        """Refuse new calls, give those under way `grace_seconds`, unload everything; harmless if repeated."""
+    def stop(self, grace_seconds: float | None = None) -> None:
+        """Tell health checks, drain, refuse new calls, let those under way end, unload; harmless if repeated.
+
+        Args:
+            grace_seconds: how long calls under way may take, without draining before; by default both are as
+                the options say.
+        """
         if self._stopped:
             return
         self._stopped = True
-        deadline = time.monotonic() + grace_seconds
+        self._health.is_ending = True
         if self._config_file:
             self._config_file.stop()
+        if grace_seconds is None and self.models.is_available():
+            time.sleep(self._options.network.drain_seconds)
+        if grace_seconds is None:
+            grace_seconds = self._options.network.grace_seconds
+        deadline = time.monotonic() + grace_seconds
         ended = self._server.stop(grace_seconds)
         if self._http is not None:
             self._http.stop(grace_seconds)
@@ -134,9 +142,12 @@ class ModelServer:
         import grpc
 
         from serving.health import add_health_service
+        from serving.server_tls import server_credentials
         from serving.services import add_services
 
         options = self._options
+        file = options.network.ssl_config_file
+        credentials = None if file is None else server_credentials(file)
         server = grpc.server(
             self._executor,
             options=[
@@ -147,10 +158,11 @@ class ModelServer:
             ],
         )
         add_services(server, self._calls, self._metrics)
-        add_health_service(server, self.models)
+        add_health_service(server, self.models, self._health)
         bound = _listen(
             server,
             f"{self.host}:{options.port}",
+            credentials,
             "the port is taken, or the address is not this machine's",
             "choose another --port, or --port 0 for a free one",
         )
@@ -159,23 +171,34 @@ class ModelServer:
             _listen(
                 server,
                 f"unix:{path}",
+                credentials,
                 "the directory is missing, or the path too long",
                 "choose another --grpc-socket-path",
             )
         return server, bound
 
-    def _listen_http(self, options: RestOptions) -> HttpPort:
+    def _listen_http(self) -> HttpPort | None:
+        network = self._options.network
+        if network.rest_api_port is None:
+            return None
         from serving.http_port import HttpPort, require_libraries
-        from serving.rest import MAX_BODY_BYTES, Rest
+        from serving.rest import MAX_BODY_BYTES, Rest, metrics_path
 
         try:
             require_libraries("server", "the REST interface", "cheroot", "prometheus_client")
+            application = Rest(
+                self._calls,
+                self._metrics,
+                timeout_ms=network.rest_api_timeout_in_ms or None,
+                allow_cors=network.rest_api_enable_cors_support,
+                metrics_path=metrics_path(network.monitoring_config_file),
+            )
             return HttpPort(
-                Rest(self._calls, self._metrics, options),
+                application,
                 self.host,
-                options.port,
-                option="--rest_api_port",
-                threads=options.threads,
+                network.rest_api_port,
+                option="--rest-api-port",
+                threads=network.rest_api_num_threads or 4 * (os.cpu_count() or 1),
                 max_body_bytes=MAX_BODY_BYTES,
             )
         except BaseException:
@@ -226,9 +249,12 @@ def _single(base_path: str | PathLike[str] | None, name: str | None) -> tuple[Mo
     return (ModelConfig(name or path.name, path),)
 
 
-def _listen(server: Any, address: str, cause: str, hint: str) -> int:
+def _listen(server: Any, address: str, credentials: Any, cause: str, hint: str) -> int:
     try:
-        bound = server.add_insecure_port(address)
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError:
         bound = 0
     if not bound:

@@ -9,6 +9,7 @@ from msgspec import Struct
 from exporter.errors import UsageError
 from serving.inference import DEFAULT_INFERENCE, Inference
 from serving.loader import DEFAULT_LOADING, Loading
+from serving.network_options import GRPC_ALONE, NetworkOptions
 
 
 class ServerOptions(Struct, frozen=True, kw_only=True):
@@ -32,6 +33,8 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     """How often that file is read again; 0 reads it once."""
     labels_unavailable_versions: bool = False
     """Take labels that are new for versions that are not available yet."""
+    network: NetworkOptions = GRPC_ALONE
+    """REST, metrics, TLS, and how to end."""
     loading: Loading = DEFAULT_LOADING
     """How versions are loaded."""
     inference: Inference = DEFAULT_INFERENCE

@@ -10,7 +10,10 @@ from exporter.errors import Exit
 
 
 def stop_on_sigterm() -> None:
-    """Let SIGTERM unwind the command and end it with exit code 0: that is how a container is stopped."""
+    """Let SIGTERM unwind the command and end it with exit code 0: that is how a container is stopped.
+
+    A second one does not wait until everything has ended in good order.
+    """
     signal.signal(signal.SIGTERM, _stop)
 
 
@@ -23,4 +26,5 @@ def sleep_until_a_signal() -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise SystemExit(int(Exit.DONE))

@@ -17,31 +17,22 @@ from exporter.errors import CallFailed, UsageError
 from exporter.terminal.server_access import ServerAccess
 from serving.cli import app
 from serving.client import ModelClient
-from tests.support.certificates import Authority, Pair
+from tests.support.certificates import Certified, Pair
 from tests.support.commands import export_model, run_app
 
-NAME = "model.test"
 TOKEN = "s3cr3t.t0ken"
 DEADLINE_S = 30.0
 
 
-class World:
-    """Two authorities, a server's certificate, a client's, and one of a stranger."""
-
-    def __init__(self, directory: Path) -> None:
-        ours, other = Authority(directory, "ours"), Authority(directory, "other")
-        self.ca, self.other_ca = ours.own.cert, other.own.cert
-        self.server, self.client = ours.sign("server", f"DNS:{NAME},IP:127.0.0.1"), ours.sign("client")
-        self.elsewhere, self.stranger = ours.sign("elsewhere"), other.sign("stranger")
-
-
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("certificates"))
+def world(tmp_path_factory: pytest.TempPathFactory) -> Certified:
+    return Certified(tmp_path_factory.mktemp("certificates"))
 
 
 @contextmanager
-def listening(world: World, own: Pair, *, verify: bool = False, token: str | None = None) -> Iterator[str]:
+def listening(
+    world: Certified, own: Pair, *, verify: bool = False, token: str | None = None
+) -> Iterator[str]:
     """A server of the real protocol that knows one version, and wants a token if one is given."""
     from tensorflow_serving.apis import get_model_status_pb2, model_service_pb2_grpc
 
@@ -78,12 +69,12 @@ def refused(address: str, **files: Any) -> CallFailed:
     return caught.value
 
 
-def test_the_authority_alone(world: World) -> None:
+def test_the_authority_alone(world: Certified) -> None:
     with listening(world, world.server) as address:
         assert versions(address, grpc_ca=world.ca) == [7]
 
 
-def test_another_name_in_the_certificate(world: World) -> None:
+def test_another_name_in_the_certificate(world: Certified) -> None:
     with listening(world, world.elsewhere) as address:
         assert versions(address, grpc_ca=world.ca, grpc_name="elsewhere") == [7]
         error = refused(address, grpc_ca=world.ca)
@@ -92,7 +83,7 @@ def test_another_name_in_the_certificate(world: World) -> None:
     assert "--grpc-name" in str(error.hint)
 
 
-def test_both_show_certificates(world: World) -> None:
+def test_both_show_certificates(world: Certified) -> None:
     mine = {"grpc_cert": world.client.cert, "grpc_key": world.client.key}
     strangers = {"grpc_cert": world.stranger.cert, "grpc_key": world.stranger.key}
     with listening(world, world.server, verify=True) as address:
@@ -103,7 +94,7 @@ def test_both_show_certificates(world: World) -> None:
 
 
 @pytest.mark.parametrize("authority", ["other_ca", "system"])
-def test_an_authority_that_did_not_sign(world: World, authority: str) -> None:
+def test_an_authority_that_did_not_sign(world: Certified, authority: str) -> None:
     file = "system" if authority == "system" else getattr(world, authority)
     with listening(world, world.server) as address:
         error = refused(address, grpc_ca=file)
@@ -111,14 +102,14 @@ def test_an_authority_that_did_not_sign(world: World, authority: str) -> None:
     assert "CERTIFICATE_VERIFY_FAILED" in str(error.cause)
 
 
-def test_without_tls_to_a_server_with_it(world: World) -> None:
+def test_without_tls_to_a_server_with_it(world: Certified) -> None:
     with listening(world, world.server) as address:
         error = refused(address)
     assert error.code == "UNAVAILABLE"
     assert "--grpc-ca" in str(error.hint)
 
 
-def test_a_token_goes_with_each_call_and_is_read_anew(world: World, tmp_path: Path) -> None:
+def test_a_token_goes_with_each_call_and_is_read_anew(world: Certified, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
     with listening(world, world.server, token=TOKEN) as address:
@@ -157,7 +148,7 @@ BAD: list[tuple[dict[str, str], str]] = [
 
 @pytest.mark.parametrize(("files", "text"), BAD)
 def test_files_that_cannot_be_used(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], text: str
+    world: Certified, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], text: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     contents = {
@@ -179,7 +170,7 @@ def test_files_that_cannot_be_used(
     assert not [secret for secret in secrets if secret in said]
 
 
-def test_a_key_with_a_password_does_not_ask_for_it(world: World, tmp_path: Path) -> None:
+def test_a_key_with_a_password_does_not_ask_for_it(world: Certified, tmp_path: Path) -> None:
     import subprocess
 
     locked = tmp_path / "locked.key"
@@ -203,7 +194,7 @@ def test_every_command_that_asks_servers_has_the_same_options() -> None:
         assert options <= set(text.split())
 
 
-def test_a_command_over_tls(world: World, tmp_path: Path) -> None:
+def test_a_command_over_tls(world: Certified, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN)
     with listening(world, world.server, token=TOKEN) as address:

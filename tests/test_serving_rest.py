@@ -19,7 +19,7 @@ from exporter.wire.rest_json import examples_input
 from serving import rest
 from serving.client import ModelClient
 from serving.model_config import ModelConfig
-from serving.rest import RestOptions
+from serving.network_options import NetworkOptions
 from serving.server import ModelServer
 from serving.server_options import ServerOptions
 from tests.support.serving_models import write_saved_model
@@ -56,12 +56,19 @@ class Web:
         return self("POST", f"/v1/models/ranker{where}:{verb}", body)
 
 
+def with_metrics(directory: Path, path: str = "") -> NetworkOptions:
+    file = directory / "monitoring.config"
+    file.write_text(f"prometheus_config {{ enable: true, path: '{path}' }}")
+    return NetworkOptions(rest_api_port=0, monitoring_config_file=file)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     base = tmp_path_factory.mktemp("models") / "ranker"
     write_saved_model(base / "7", scale=0.1)
-    options = RestOptions(port=0, metrics_path=rest.PROMETHEUS_PATH)
-    with ModelServer(base, options=ServerOptions(poll_seconds=0.05), rest=options) as server:
+    with ModelServer(
+        base, options=ServerOptions(poll_seconds=0.05, network=with_metrics(base.parent))
+    ) as server:
         server.wait_available(WAIT_SECONDS)
         yield server
 
@@ -320,8 +327,8 @@ class TestHttp:
 
 def test_a_limit_of_time_and_other_origins(tmp_path: Path) -> None:
     write_saved_model(tmp_path / "m" / "1")
-    options = RestOptions(port=0, timeout_ms=200, allow_cors=True)
-    with ModelServer(tmp_path / "m", rest=options) as server:
+    network = NetworkOptions(rest_api_port=0, rest_api_timeout_in_ms=200, rest_api_enable_cors_support=True)
+    with ModelServer(tmp_path / "m", options=ServerOptions(network=network)) as server:
         server.wait_available(WAIT_SECONDS)
         web = Web(server.rest_port or 0)
         late = web("POST", "/v1/models/m:predict", {"signature_name": "slow", "inputs": [10**9]})
@@ -375,8 +382,8 @@ class TestMetrics:
     def test_the_position_of_a_model_that_takes_deltas(self, tmp_path: Path) -> None:
         model = updatable_model(tmp_path)
         model.publish(100, 130, random_changes(model.schema, seed=1))
-        options = RestOptions(port=0, metrics_path="/metrics")
-        with ModelServer(model.base, rest=options) as server:
+        options = ServerOptions(network=with_metrics(tmp_path, "/metrics"))
+        with ModelServer(model.base, options=options) as server:
             version = server.wait_available(WAIT_SECONDS)
             web = Web(server.rest_port or 0)
             labels = f'{{model_name="{server.name}",version="{version}"}}'

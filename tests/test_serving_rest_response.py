@@ -38,6 +38,15 @@ def test_floats_are_as_short_as_their_type_allows(dtype: Any) -> None:
     assert json.dumps(to_json(np.array([0.1, 2.0]).astype(dtype), "y")) == "[0.1, 2.0]"
 
 
+def test_every_kind_of_float32_is_written_with_its_own_digits() -> None:
+    bits = np.random.default_rng(3).integers(0, 1 << 32, 20_000, np.uint32)
+    odd = np.float32([0, -0.0, np.inf, -np.inf, np.finfo("f4").max, np.finfo("f4").smallest_subnormal])
+    values = np.concatenate([bits.view("f4"), odd])
+    values = values[~np.isnan(values)]
+    assert to_json(values, "y") == [float(str(value)) for value in values]
+    assert np.array_equal(np.float32(json.loads(json.dumps(to_json(values, "y")))), values)
+
+
 def test_bfloat16() -> None:
     assert to_json(np.array([0.5, 3]).astype(ml_dtypes.bfloat16), "y") == [0.5, 3.0]
 

@@ -22,7 +22,6 @@ from exporter.cli.export_help import (
 )
 from exporter.cli.notify import Servers
 from exporter.errors import UsageError
-from exporter.local_paths import checkpoint_parser
 from exporter.options import DataMode, DeltaDtype, ExportFormat, ExportRequest, Isolation, Updates, Verify
 from exporter.pipeline.watch_loop import StopWhen, Watching, parse_duration
 from exporter.roles import node_role
@@ -50,8 +49,7 @@ def export(
         Option(
             group=PLACES,
             metavar="DIR|PREFIX",
-            parser=checkpoint_parser("--ckpt-dir"),
-            help="Checkpoint directory (its newest one), or one checkpoint's prefix; also s3://, gs://, az://.",
+            help="Checkpoint directory (its newest one), or one checkpoint's prefix.",
         ),
     ] = None,
     out: Annotated[

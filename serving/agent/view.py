@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from serving.agent import rollout
 from serving.agent.audit import Audited
@@ -131,7 +132,7 @@ class FleetView(Struct, frozen=True):
             "at": self.at.isoformat(timespec="milliseconds"),
             "models": [
                 {
-                    **to_builtins(model),
+                    **{name: value for name, value in asdict(model).items() if name != "quarantined"},
                     "quarantined": [
                         {"delta": str(found.delta), "reason": found.reason} for found in model.quarantined
                     ],

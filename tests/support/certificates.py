@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -41,6 +42,27 @@ class Authority:
             *("-CAcreateserial", "-days", "2", "-out", made.cert, "-extfile", extensions),
         )
         return made
+
+
+class Certified:
+    """What is needed for TLS on both sides: our authority's certificates, and those of a stranger."""
+
+    name = "model.test"
+
+    def __init__(self, directory: Path) -> None:
+        ours, other = Authority(directory, "ours"), Authority(directory, "other")
+        self.ca, self.other_ca = ours.own.cert, other.own.cert
+        self.server = ours.sign("server", f"DNS:{self.name},IP:127.0.0.1")
+        self.client, self.elsewhere = ours.sign("client"), ours.sign("elsewhere")
+        self.stranger = other.sign("stranger")
+
+    def config(self, file: Path, *, verify: bool, pair: Pair | None = None) -> Path:
+        """An `SSLConfig`, as TF Serving reads it."""
+        pair = pair or self.server
+        parts = {"server_key": pair.key, "server_cert": pair.cert, "custom_ca": self.ca}
+        lines = [f"{name}: {json.dumps(path.read_text())}" for name, path in parts.items()]
+        file.write_text("\n".join([*lines, f"client_verify: {str(verify).lower()}"]))
+        return file
 
 
 def _openssl(*arguments: object) -> None:

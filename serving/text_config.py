@@ -1,0 +1,81 @@
+"""Read the small configuration files of TF Serving's binary: protocol buffers as text.
+
+    server_key: "-----BEGIN PRIVATE KEY-----\\n..."
+    client_verify: true
+
+Two of them are not part of the installed package, so their messages are made here
+(sources: tensorflow_serving/config/ssl_config.proto and monitoring_config.proto).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from exporter.errors import UsageError
+from exporter.files import read_regular
+from exporter.wire.protos import Proto
+
+_LARGEST = 16 << 20
+_PACKAGE = "tensorflow.serving"
+_FIELDS: dict[str, dict[str, str]] = {
+    "SSLConfig": {
+        "server_key": "string",
+        "server_cert": "string",
+        "custom_ca": "string",
+        "client_verify": "bool",
+    },
+    "PrometheusConfig": {"enable": "bool", "path": "string"},
+    "MonitoringConfig": {"prometheus_config": "PrometheusConfig"},
+}
+
+
+def read_text_config(option: str, path: Path, message: str, *, is_secret: bool = False) -> Proto:
+    """The `SSLConfig` or `MonitoringConfig` in a file.
+
+    Args:
+        option: the option that names the file, for errors.
+        path: the file.
+        message: which of the two.
+        is_secret: say only where it is wrong, not what stands there.
+
+    Raises:
+        UsageError: the file cannot be read, or holds something else.
+    """
+    from google.protobuf import text_format
+
+    hint = f"write it as TF Serving's {message} in text form"
+    try:
+        text = read_regular(path, _LARGEST).decode()
+        return text_format.Parse(text, _classes()[message]())
+    except OSError as error:
+        cause = error.strerror or str(error)
+        raise UsageError(f"{option} {path} cannot be read", cause=cause, hint=hint) from None
+    except text_format.ParseError as error:
+        cause = f"line {error.GetLine()}, column {error.GetColumn()}" if is_secret else f"line {error}"
+        raise UsageError(f"{option} {path} is no {message}", cause=cause, hint=hint) from None
+    except ValueError:
+        raise UsageError(f"{option} {path} is no {message}", cause="it is not UTF-8", hint=hint) from None
+
+
+@cache
+def _classes() -> dict[str, Any]:
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="text_config.proto", package=_PACKAGE, syntax="proto3")
+    for name, fields in _FIELDS.items():
+        made = file.message_type.add(name=name)
+        for number, (key, kind) in enumerate(fields.items(), 1):
+            added = made.field.add(name=key, number=number, label=field.LABEL_OPTIONAL)
+            if kind in _FIELDS:
+                added.type, added.type_name = field.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
+            else:
+                added.type = field.TYPE_STRING if kind == "string" else field.TYPE_BOOL
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+        for name in _FIELDS
+    }
