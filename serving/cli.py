@@ -22,7 +22,7 @@ from exporter.terminal.edge import (
 from exporter.terminal.output import Output
 from exporter.terminal.parameters import App, Argument, Option, Options
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
-from serving import agent_command, run_command
+from serving import agent_command, reload_command, run_command
 from serving.address import with_port
 from serving.documents import ColumnPrediction, ExampleResults, RowPrediction, Update
 
@@ -126,6 +126,7 @@ def status(
             status_command.run(client, published, sink)
 
 
+reload_command.register(app)
 agent_command.register(app)
 completion.register(app, "serve-model")
 

@@ -28,6 +28,7 @@ from serving.status import Code, VersionState, VersionStatus
 DEFAULT_DEADLINE_S = 10.0
 DEFAULT_SIGNATURE = "serving_default"
 _MAX_MESSAGE_BYTES = (1 << 31) - 1
+_RELOAD = "HandleReloadConfigRequest"
 _GRAPH_PLACE = re.compile(
     r"\{\{function_node [^}]*\}\}\s*|\n\s*\[\[[^\n]*|\nRecent warning and error logs:.*", re.DOTALL
 )
@@ -193,6 +194,48 @@ class ModelClient:
         ]
         return sorted(statuses, key=lambda status: -status.version)
 
+    def labelled(self, label: str) -> int | None:
+        """The available version that a label names, or None.
+
+        Raises:
+            CallFailed: the server did not answer, or refused for another reason.
+        """
+        request = self._request("serving.GetModelMetadataRequest", None)
+        request.model_spec.version_label = label
+        request.metadata_field.append("signature_def")
+        try:
+            response = self._call(
+                "PredictionService", "GetModelMetadata", request, "serving.GetModelMetadataResponse"
+            )
+        except CallFailed as error:
+            if error.code not in (Code.INVALID_ARGUMENT.name, Code.NOT_FOUND.name, Code.UNAVAILABLE.name):
+                raise
+            return None
+        return int(response.model_spec.version.value)
+
+    def configure(self, config: Proto, deadline_s: float) -> None:
+        """Send a `ModelServerConfig`: the server serves exactly its models then.
+
+        Raises:
+            CallFailed: the server did not answer in time, refused it, or a new model cannot be served.
+        """
+        request = message_class("serving.ReloadConfigRequest")()
+        request.config.CopyFrom(config)
+        response = "serving.ReloadConfigResponse"
+        try:
+            self._call("ModelService", _RELOAD, request, response, deadline_s=deadline_s)
+        except CallFailed as error:
+            if error.code == Code.UNAVAILABLE.name:
+                raise
+            message, hint = f"{self.address} refused the configuration", "correct it, and send it again"
+            if error.code == Code.DEADLINE_EXCEEDED.name:
+                message = f"{self.address} does not serve the configuration yet"
+                hint = f"it goes on loading: serve-model status {self.address} --model {self.model}"
+            elif error.code == Code.UNKNOWN.name:
+                message = f"{self.address} took the configuration, but cannot serve all of it"
+                hint = f"see why: serve-model status {self.address} --model {self.model}"
+            raise CallFailed(error.code, message, cause=error.cause, hint=hint) from error
+
     def close(self) -> None:
         """Close the channel."""
         self._channel.close()
@@ -211,7 +254,15 @@ class ModelClient:
             request.model_spec.version.value = version
         return request
 
-    def _call(self, service: str, method: str, request: Proto, response: str) -> Proto:
+    def _call(
+        self,
+        service: str,
+        method: str,
+        request: Proto,
+        response: str,
+        *,
+        deadline_s: float | None = None,
+    ) -> Proto:
         import grpc
 
         path = f"/tensorflow.serving.{service}/{method}"
@@ -222,7 +273,7 @@ class ModelClient:
                 response_deserializer=message_class(response).FromString,
             )
         try:
-            return self._calls[path](request, timeout=self.deadline_s)
+            return self._calls[path](request, timeout=deadline_s or self.deadline_s)
         except grpc.RpcError as error:
             raise self._failed(method, error.code().name, error.details() or "") from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
@@ -147,6 +147,26 @@ class Update(Struct, frozen=True):
     """Why it stopped there, in the model's words; the first word tells: `reached`, `current`, `hold`, ..."""
     loading: int | None
     """A newer version that was not available in time, and was not updated."""
+
+
+class ReloadedModel(Struct, frozen=True):
+    """A model of the configuration that a server took."""
+
+    model: str
+    """Its name in requests."""
+    versions: Sequence[int]
+    """Its available versions, the newest first."""
+    labels: Mapping[str, int]
+    """The version that each label names."""
+
+
+class Reload(Struct, frozen=True):
+    """What `reload` prints."""
+
+    address: str
+    """The server's address."""
+    models: Sequence[ReloadedModel]
+    """The models that it serves."""
 
 
 class AgentStarted(Struct, frozen=True):

@@ -34,6 +34,7 @@ PRINTED_BY: Mapping[str, Sequence[type]] = {
     "export-model verify": (logs.Verification,),
     "export-model doctor": (logs.Diagnosis,),
     "serve-model run": (served.Serving,),
+    "serve-model reload": (served.Reload,),
     "serve-model status": (served.ModelStatus,),
     "serve-model predict": (served.RowPrediction, served.ColumnPrediction, served.ExampleResults),
     "serve-model update": (served.Update,),

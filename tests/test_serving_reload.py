@@ -1,0 +1,227 @@
+"""`serve-model reload`: which configuration is sent when, and a server that takes it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from google.protobuf import text_format
+
+from exporter.wire.protos import message_class
+from serving.cli import app
+from serving.client import ModelClient
+from serving.model_config import read_config_file
+from serving.reload import Labels, first_step, has_failed, problem_of
+from serving.server import ModelServer
+from serving.server_options import ServerOptions
+from serving.status import Code, VersionState, VersionStatus
+from tests.support.printed_documents import checked
+from tests.support.serving_models import write_saved_model
+
+ONES = np.ones((1, 2), np.float32)
+
+
+def configured(text: str) -> Any:
+    config = message_class("serving.ModelServerConfig")()
+    text_format.Parse(f"model_config_list {{ config {{ name: 'm' {text} }} }}", config)
+    return config
+
+
+SPECIFIC = "model_version_policy { specific { versions: %d } }"
+LABEL = "version_labels { key: 's' value: %d }"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "known", "first"),
+    [
+        ("", Labels(set(), {}), None),
+        (LABEL % 1, Labels({1}, {}), None),
+        (LABEL % 2, Labels({1}, {}), ""),
+        (LABEL % 2, Labels({1}, {"s": 1}), LABEL % 1),
+        (LABEL % 2, Labels({2}, {"s": 1}), None),
+        (SPECIFIC % 2 + LABEL % 2, Labels({1}, {"s": 1}),
+         "model_version_policy { specific { versions: 2 versions: 1 } }" + LABEL % 1),
+        (SPECIFIC % 2 + LABEL % 2, Labels(set(), {}), SPECIFIC % 2),
+        (SPECIFIC % 2 + LABEL % 2, Labels({3}, {"s": 1}), SPECIFIC % 2),
+    ],
+)  # fmt: skip
+def test_what_is_sent_first(wanted: str, known: Labels, first: str | None) -> None:
+    found = first_step(configured(wanted), {"m": known})
+    assert found == (None if first is None else configured(first))
+
+
+START, LOADING, AVAILABLE, END = (VersionState[name] for name in ("START", "LOADING", "AVAILABLE", "END"))
+SERVED = VersionStatus(1, AVAILABLE)
+BROKEN = VersionStatus(2, END, Code.NOT_FOUND, "no file")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "statuses", "problem", "fails"),
+    [
+        ("", [SERVED], None, False),
+        ("", [], "no version of m is available", False),
+        ("", [VersionStatus(2, LOADING), SERVED], "version 2 of m is LOADING", False),
+        ("", [BROKEN, SERVED], None, False),
+        ("", [BROKEN], "no version of m is available: version 2 is END, NOT_FOUND: no file", True),
+        (SPECIFIC % 2, [BROKEN, SERVED], "version 2 of m is END, NOT_FOUND: no file", True),
+        (SPECIFIC % 2, [SERVED], "version 2 of m is not there", False),
+        (SPECIFIC % 2, [VersionStatus(2, END), SERVED], "version 2 of m is END", False),
+        (LABEL % 2, [SERVED], "version 2 of m is not there", False),
+        (LABEL % 2, [VersionStatus(2, AVAILABLE), VersionStatus(1, END)], None, False),
+    ],
+)  # fmt: skip
+def test_when_it_is_served(
+    wanted: str, statuses: list[VersionStatus], problem: str | None, fails: bool
+) -> None:
+    (model,) = configured(wanted).model_config_list.config
+    assert problem_of(model, statuses) == problem
+    assert problem is None or has_failed(model, statuses) is fails
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models `a` (versions 1 and 2) and `b` (version 5)."""
+    root = tmp_path_factory.mktemp("models")
+    for name, version in (("a", 1), ("a", 2), ("b", 5)):
+        write_saved_model(root / name / str(version), scale=version)
+    return root
+
+
+@pytest.fixture
+def server(made: Path) -> Iterator[ModelServer]:
+    with ModelServer(made / "b", options=ServerOptions(poll_seconds=0.05)) as server:
+        server.wait_available(60)
+        yield server
+
+
+def run(server: ModelServer, *arguments: object) -> Any:
+    return CliRunner().invoke(app, ["reload", server.address, *map(str, arguments)])
+
+
+def listing(path: Path, *entries: str) -> Path:
+    path.write_text(f"model_config_list {{ {' '.join(f'config {{ {entry} }}' for entry in entries)} }}")
+    return path
+
+
+def entry(made: Path, name: str) -> str:
+    return f"name: '{name}' base_path: '{made / name}' model_platform: 'tensorflow'"
+
+
+def test_one_model_alone(server: ModelServer, made: Path) -> None:
+    place = ("--model-base-path", made / "a", "--version", 1, "--version", 2)
+    done = run(
+        server, "--only", "--model", "a", *place, "--label", "stable=1", "--label", "canary=2", "--json"
+    )
+    assert done.exit_code == 0, done.output
+    assert checked(json.loads(done.stdout)) == {
+        "format_version": 1,
+        "address": server.address,
+        "models": [{"model": "a", "versions": [2, 1], "labels": {"canary": 2, "stable": 1}}],
+    }
+    assert server.models.served().keys() == {"a"}
+    assert server.models.labels("a") == {"canary": 2, "stable": 1}
+
+
+def test_a_model_is_added_to_a_file(server: ModelServer, made: Path, tmp_path: Path) -> None:
+    file = listing(tmp_path / "models.config", entry(made, "b"))
+    done = run(server, "--model-config-file", file, "--save", "--model", "a", "--model-base-path", made / "a")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "b: version 5 is available\na: version 2 is available\n"
+    assert [model.name for model in read_config_file(file).model_config_list.config] == ["b", "a"]
+    assert list(tmp_path.iterdir()) == [file]
+    done = run(server, "--model-config-file", file, "--model", "a", "--all-versions", "--label", "old=1")
+    assert done.stdout.splitlines()[1] == "a: versions 2, 1 are available; old is 1"
+    assert "old" not in file.read_text()
+
+
+def test_a_label_moves_when_its_version_is_available(server: ModelServer, made: Path, tmp_path: Path) -> None:
+    """And not a moment before: a request that names it never fails."""
+    shutil.copytree(made / "a" / "1", tmp_path / "c" / "1")
+    place = ("--only", "--model", "c", "--model-base-path", tmp_path / "c")
+    assert run(server, *place, "--version", 1, "--label", "stable=1").exit_code == 0
+    stop = threading.Event()
+    answers: list[int] = []
+    failures: list[Exception] = []
+
+    def ask() -> None:
+        with ModelClient(server.address, "c") as client:
+            while not stop.is_set():
+                try:
+                    answers.append(client.labelled("stable") or -1)
+                except Exception as error:  # noqa: BLE001 - any failure is what this is about
+                    failures.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    shutil.copytree(made / "a" / "2", tmp_path / "c" / ".2")
+    (tmp_path / "c" / ".2").rename(tmp_path / "c" / "2")
+    done = run(server, *place, "--version", 2, "--label", "stable=2")
+    stop.set()
+    asking.join()
+    assert done.exit_code == 0, done.output
+    assert not failures
+    assert answers == sorted(answers)
+    assert set(answers) <= {1, 2}
+    assert server.models.labels("c") == {"stable": 2}
+
+
+def test_a_version_that_cannot_be_loaded(server: ModelServer, made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "a", tmp_path / "c")
+    assert run(server, "--only", "--model", "c", "--model-base-path", tmp_path / "c").exit_code == 0
+    shutil.rmtree(tmp_path / "c" / "1" / "variables")
+    place = ("--only", "--model", "c", "--model-base-path", tmp_path / "c")
+    done = run(server, *place, "--all-versions", "--label", "x=1")
+    assert done.exit_code == 7
+    assert "version 1 of c is END, UNKNOWN" in done.stderr
+    assert "serve-model status" in done.stderr
+    assert server.models.labels("c") == {}, "it was not available"
+    with ModelClient(server.address, "c") as client:
+        assert client.predict({"x": ONES}).version == 2
+
+
+def test_a_base_path_that_is_not_there(server: ModelServer, tmp_path: Path) -> None:
+    done = run(
+        server, "--only", "--model", "c", "--model-base-path", tmp_path / "later", "--deadline", 0.5, "--json"
+    )
+    error = json.loads(done.stderr.splitlines()[-1])
+    assert (done.exit_code, error["error"]) == (7, "CallFailed")
+    assert "does not serve the configuration yet" in error["message"]
+    assert "it goes on loading" in error["hint"]
+    assert server.models.served().keys() == {"c"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("--model", "a", "--model-base-path", "/m"), 2, "there is no whole configuration to send"),
+        ((), 2, "there is no whole configuration to send"),
+        (("--only", "--model", "a"), 2, "model a has no base path"),
+        (("--only", "--model", "a", "--model-base-path", "/m", "--latest", "2", "--version", "1"), 2,
+         "three policies"),
+        (("--only", "--model", "a", "--model-base-path", "/m", "--label", "x=y"), 2, "'y' is not a version"),
+        (("--save", "--only", "--model", "a", "--model-base-path", "/m"), 2, "--save goes with"),
+        (("--model-config-file", "none.config"), 2, "none.config is not a model server's configuration"),
+        (("--only", "--model", "a", "--model-base-path", "gs://b/m"), 7, "gs://b/m: only local paths"),
+    ],
+)  # fmt: skip
+def test_refused(server: ModelServer, arguments: tuple[str, ...], code: int, text: str) -> None:
+    done = run(server, *arguments)
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert text in done.stderr
+    assert "hint: " in done.stderr
+    assert server.models.served().keys() == {"b"}
+
+
+def test_what_the_server_refuses_changes_nothing(server: ModelServer, made: Path, tmp_path: Path) -> None:
+    twice = listing(tmp_path / "twice.config", entry(made, "a"), entry(made, "a"))
+    done = run(server, "--model-config-file", twice)
+    assert done.exit_code == 7
+    assert "Illegal to list model a multiple times in config list" in done.stderr
+    assert server.models.served().keys() == {"b"}
