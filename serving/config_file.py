@@ -60,8 +60,10 @@ class ConfigFile:
             try:
                 models.configure(self.read(may_be_empty=False))
                 problem = ""
-            except (UsageError, StatusError) as error:
-                problem = str(error)
+            except UsageError as error:
+                problem = f"{error.message} ({error.cause})"
+            except StatusError as error:
+                problem = f"{error.code.name}: {error.message}"
             if problem and problem != self._problem:
                 _log.warning("the configuration stays as it was: %s", problem)
             self._problem = problem

@@ -47,6 +47,10 @@ class ServedModels:
             return all(manager.is_available() for manager in served.values())
         return name in served and served[name].is_available()
 
+    def labels(self, name: str) -> Mapping[str, int]:
+        """The labels of a model, and the versions that they name."""
+        return self._labels.get(name, {})
+
     def versions(self, name: str) -> list[VersionStatus]:
         """Every version of a model that was ever seen, the newest first."""
         manager = self._managers.get(name)
@@ -116,7 +120,7 @@ class ServedModels:
     def _check_labels(self, wanted: Sequence[ModelConfig]) -> None:
         """Labels move to available versions alone: a request that names one must not fail meanwhile."""
         for model in wanted:
-            current = self._labels.get(model.name, {})
+            current = self.labels(model.name)
             available = self._available(model.name)
             for label, version in model.labels.items():
                 is_moved = label in current and current[label] != version

@@ -12,6 +12,7 @@ from exporter.checkpoint.embedding_variables import embedding_variables, read_co
 from exporter.checkpoint.tensor_bundle import memory_map, read_array, read_catalog
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.mapping.extras import ExtraKind, classify_extras
+from exporter.wire import protos
 from tests.support.bundles import write
 from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full
@@ -211,3 +212,53 @@ def test_inspect_tells_why_tables_cannot_be_shown(tmp_path: Path) -> None:
     assert found.code == 0
     assert "its embedding variables cannot be read" in found.err
     assert "has no 't/part_1-values'" in found.err
+
+
+def recommenders_addons(directory: Path, ev: Ev, count: int, name: str = "emb_user") -> dict[str, np.ndarray]:
+    """The tensors of a `tfra.dynamic_embedding.Variable`: `count` hash tables, by remainder."""
+    found = {}
+    for number in range(count):
+        part = ev.at(ev.keys % count == number)
+        stem = f"{name}_mht_{number + 1}of{count}"
+        found |= {f"{stem}-keys": part.keys, f"{stem}-values": part.values}
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 12])
+@pytest.mark.parametrize("keys", [np.int32, np.int64])
+def test_tables_of_recommenders_addons_are_read_by_name(tmp_path: Path, count: int, keys: type) -> None:
+    ev, slot = Ev.random(300, keys=keys, negative=True), Ev.random(30)
+    tensors = recommenders_addons(tmp_path, ev, count)
+    tensors |= recommenders_addons(tmp_path, slot, count, "emb_user_Adam_m")
+    tensors |= recommenders_addons(tmp_path, slot, count, "emb_user_item")
+    tensors |= {"counter_mht_1of1-keys": np.arange(3), "counter_mht_1of1-values": np.arange(3)}
+    prefix = write(tmp_path / "m-1", **tensors)
+    assert_holds(prefix, "emb_user", ev, count)
+    slots = {name: variable.slot_of for name, variable in embedding_variables(read_catalog(prefix)).items()}
+    assert slots == {"emb_user": None, "emb_user_Adam_m": "emb_user", "emb_user_item": None}
+
+
+def test_tables_of_recommenders_addons_are_read_by_objects(tmp_path: Path) -> None:
+    ev = Ev.random(99)
+    graph, tensors = protos.TrackableObjectGraph(), {}
+    graph.nodes.add()
+    for name, value in recommenders_addons(tmp_path, ev, 2).items():
+        table, _, suffix = name.rpartition("-")
+        tensors[f"layer/_tables/{table[-4]}/.ATTRIBUTES/table-{suffix}"] = value
+    for number in (1, 2):
+        key = f"layer/_tables/{number}/.ATTRIBUTES/table"
+        graph.nodes[0].attributes.add(name="table", full_name=f"emb_user_mht_{number}of2", checkpoint_key=key)
+    data = np.array(graph.SerializeToString(), object)
+    prefix = write(tmp_path / "m-1", **tensors, _CHECKPOINTABLE_OBJECT_GRAPH=data)
+    assert_holds(prefix, "emb_user", ev, 2)
+
+
+def test_a_shard_of_recommenders_addons_that_is_missing_or_impossible_is_named(tmp_path: Path) -> None:
+    tensors = recommenders_addons(tmp_path, Ev.random(9), 3)
+    last = {name: value for name, value in tensors.items() if "3of3" in name}
+    fewer = write(tmp_path / "m-1", **{name: tensors[name] for name in tensors.keys() - last.keys()})
+    with pytest.raises(CorruptFile, match="'emb_user' has 2 parts, and not part 2"):
+        embedding_variables(read_catalog(fewer))
+    more = {name.replace("3of3", "4of3"): value for name, value in last.items()}
+    with pytest.raises(CorruptFile, match="is shard 4 of 3"):
+        embedding_variables(read_catalog(write(tmp_path / "m-2", **tensors, **more)))

@@ -22,6 +22,8 @@ from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
 from exporter.publish.log_entries import DeltaOrigin
+from exporter.tables.geometry import TableGeometry
+from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full
 from tests.support.deeprec_logs import DeepRecTrainer, publish_base, request, served
 from tests.support.logs import damage_tensor
@@ -384,3 +386,26 @@ def test_any_history_serves_what_a_dict_holds(
             log_maintenance.merge(model)
         newest = read_log(model)
         assert served(newest) == states[newest.at.position], what
+
+
+def test_inspect_shows_how_full_tables_are(trainer: DeepRecTrainer, model: Path) -> None:
+    trainer.upsert("emb/user", range(5_000, 5_100))
+    trainer.step += 1
+    trainer.increment()
+    exported(trainer, model)
+    found = export_model("inspect", model, "--json")
+    assert found.code == 0, found.err
+    user, item = found.document["tables"]
+    geometry = TableGeometry.for_keys(306)
+    assert user == {
+        "name": "emb/user",
+        "dtype": "float32",
+        "dimension": 3,
+        "keys": 406,
+        "free_rows": 900,
+        "load_factor": round(406 / geometry.slots, 3),
+        "bytes": geometry.capacity * 12,
+        "index_bytes": geometry.index_bytes,
+    }
+    assert (item["name"], item["keys"], item["free_rows"]) == ("item", 50, 1000)
+    assert "emb/user: 406 keys, room for 900 more, float32[3]" in export_model("inspect", model).out

@@ -1,4 +1,4 @@
-"""Read DeepRec's embedding variables, whose rows have arbitrary integers as keys, from a checkpoint.
+"""Read embedding variables, as DeepRec writes them: tables whose rows have arbitrary integers as keys.
 
 An embedding variable `<ev>`, or each part `<ev>/part_<p>` of it, is a handful of tensors:
 
@@ -10,6 +10,7 @@ An embedding variable `<ev>`, or each part `<ev>/part_<p>` of it, is a handful o
     <ev>-{keys,versions,freqs}_filtered, -partition_filter_offset     keys that were seen too seldom: no rows
 
 `-versions` is always there; the tables of stock TensorFlow, which are `-keys` and `-values`, have none.
+Tables of TensorFlow Recommenders-Addons are read as embedding variables, too: see `recommenders_addons`.
 Rows are taken as they are, NaN included, like those of any other variable.
 An optimizer's slot is an embedding variable of its own, `<ev>/Adagrad` or `<ev>/part_<p>/Adagrad`, and its
 keys need not be the variable's. A key counts wherever it lies: DeepRec, too, finds it in any part when it
@@ -32,6 +33,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.recommenders_addons import is_slot, table_shards
 from exporter.checkpoint.tensor_values import read_array
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.wire.dtypes import DType
@@ -123,10 +125,18 @@ def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
         UnsupportedFormat: rows lie outside the checkpoint's tensors.
     """
     parts: dict[str, dict[int | None, EmbeddingPart]] = {}
+    shards: dict[str, int] = {}
     for stem in _stems(catalog):
         name, number = part_of(stem)
         parts.setdefault(name, {})[number] = _Part(catalog, stem).read(number or 0)
-    found = {name: _joined(catalog, name, numbered) for name, numbered in parts.items()}
+    for shard in table_shards(catalog):
+        if shard.number >= shard.count or shard.number < 0:
+            raise CorruptFile(
+                f"{catalog.prefix}: {shard.stem!r} is shard {shard.number + 1} of {shard.count}"
+            )
+        parts.setdefault(shard.name, {})[shard.number] = _Part(catalog, shard.stem).read(shard.number)
+        shards[shard.name] = shard.count
+    found = {name: _joined(catalog, name, part, shards.get(name, 0)) for name, part in parts.items()}
     if found:
         _refuse_rows_elsewhere(catalog)
     return {name: _with_owner(variable, found) for name, variable in sorted(found.items())}
@@ -266,11 +276,14 @@ class _Part:
         return CorruptFile(f"{self._catalog.prefix}: {ref.name!r} is {found}, expected {expected}")
 
 
-def _joined(catalog: Catalog, name: str, parts: Mapping[int | None, EmbeddingPart]) -> EmbeddingVariable:
+def _joined(
+    catalog: Catalog, name: str, parts: Mapping[int | None, EmbeddingPart], count: int
+) -> EmbeddingVariable:
+    """The variable of these parts, of which there are at least `count`."""
     numbers = [number for number in parts if number is not None]
     if None in parts and numbers:
         raise CorruptFile(f"{catalog.prefix}: {name!r} is stored as a whole and in parts")
-    missing = sorted(set(range(max(numbers, default=-1) + 1)) - set(numbers))
+    missing = sorted(set(range(max([count - 1, *numbers]) + 1 if numbers else 0)) - set(numbers))
     if missing:
         raise CorruptFile(f"{catalog.prefix}: {name!r} has {len(numbers)} parts, and not part {missing[0]}")
     ordered = tuple(sorted(parts.values(), key=lambda part: part.number))
@@ -287,6 +300,7 @@ def _with_owner(variable: EmbeddingVariable, known: Mapping[str, EmbeddingVariab
     owner = variable.name.rpartition("/")[0]
     while owner and owner not in known:
         owner = owner.rpartition("/")[0]
+    owner = owner or next((name for name in known if is_slot(variable.name, name)), "")
     return replace(variable, slot_of=owner or None)
 
 

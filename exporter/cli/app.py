@@ -21,9 +21,10 @@ from exporter.cli.export_help import (
     STORAGE,
 )
 from exporter.cli.notify import Servers
+from exporter.cli.stop_options import stop_when
 from exporter.errors import UsageError
 from exporter.options import DataMode, DeltaDtype, ExportFormat, ExportRequest, Isolation, Updates, Verify
-from exporter.pipeline.watch_loop import StopWhen, Watching, parse_duration
+from exporter.pipeline.watch_loop import StopWhen, Watching
 from exporter.roles import node_role
 from exporter.terminal import completion
 from exporter.terminal.edge import (
@@ -177,6 +178,10 @@ def export(
             help="Version number, or time (seconds since 1970). [default: the training step while it grows]",
         ),
     ] = None,
+    table_head_room: Annotated[
+        float,
+        Option(group=STORAGE, metavar="X", min=0.0, help="Room for X times more keys in dynamic tables."),
+    ] = 0.25,
     keep: Annotated[
         int | None, Option(group=STORAGE, metavar="N", min=1, help="Keep only the newest N versions.")
     ] = None,
@@ -346,6 +351,7 @@ def export(
             min_change=min_change,
             min_freq=min_freq,
             max_age_steps=max_age_steps,
+            table_head_room=table_head_room,
             delta_dtype=delta_dtype,
             plain=plain,
             despite_hold=despite_hold,
@@ -362,7 +368,7 @@ def export(
             raise UsageError("--again publishes one version: it does not go with --watch and --incr")
         if not math.isfinite(min_change):
             raise UsageError(f"--min-change {min_change} is not a distance", hint="as in --min-change 0.001")
-        stop = _stop_when(stop_after, stop_count, stop_step, stop_idle)
+        stop = stop_when(stop_after, stop_count, stop_step, stop_idle)
         if not watch and stop != StopWhen():
             raise UsageError("--stop-after, --stop-count, --stop-step and --stop-idle go with --watch")
         sink.json_lines = watch
@@ -381,15 +387,6 @@ def export(
         from exporter.cli import full_command
 
         full_command.run(request, sink, watching, dry_run=dry_run)
-
-
-def _stop_when(after: str | None, count: int | None, step: int | None, idle: str | None) -> StopWhen:
-    return StopWhen(
-        math.inf if after is None else parse_duration("--stop-after", after),
-        math.inf if count is None else count,
-        math.inf if step is None else step,
-        math.inf if idle is None else parse_duration("--stop-idle", idle),
-    )
 
 
 def _refuse_root_options(context: click.Context) -> None:

@@ -15,7 +15,7 @@ from exporter.cli.documents import exported as documents
 from exporter.cli.documents import inspections, values
 from exporter.cli.documents.exported import Export, ExportPlan, Variable
 from exporter.cli.documents.values import Status
-from exporter.cli.render_tables import embedding_document, embedding_lines
+from exporter.cli.render_tables import embedding_document, embedding_lines, served_document, served_text
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import TensorSource
 from exporter.mapping.extras import Extra, ExtraKind
@@ -129,6 +129,7 @@ def _inspection(found: Inspection, *, tensors: bool) -> tuple[inspections.Inspec
                 position=None if found.at is None else found.at.position,
                 step=None if found.at is None else found.at.step,
                 hold=found.hold,
+                tables=list(map(served_document, found.tables)),
                 versions=[_bundle_document(version, tensors=False) for version in found.versions],
             )
             held = "" if found.hold is None else f", held at {found.hold}"
@@ -136,6 +137,7 @@ def _inspection(found: Inspection, *, tensors: bool) -> tuple[inspections.Inspec
             versions = count(len(found.versions), "version")
             return model, [
                 _line("model", f"{found.path}: {versions}, {where}"),
+                *(_line("table", served_text(table)) for table in found.tables),
                 *lines,
             ]
 
@@ -174,6 +176,7 @@ def _bundle_document(found: BundleView, *, tensors: bool) -> inspections.Version
         source=None if origin is None else _source(origin),
         variables=None if catalog is None else _checkpoint(catalog),
         signatures=_signatures(found.signatures),
+        tables=list(map(served_document, found.tables)),
         tensors=list(map(_tensor, _by_name(catalog))) if tensors and catalog is not None else None,
     )
 
@@ -191,6 +194,7 @@ def _bundle_lines(found: BundleView) -> Iterator[str]:
     yield _line("saved model", f"{found.path}{size}{origin}")
     for signature in found.signatures:
         yield _line("signature", str(signature))
+    yield from (_line("table", served_text(table)) for table in found.tables)
 
 
 def _plan(planned: Plan, status: Status) -> ExportPlan:

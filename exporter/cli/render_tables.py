@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from exporter.cli.documents import inspections
-from exporter.pipeline.table_views import EmbeddingView
+from exporter.pipeline.table_views import EmbeddingView, ServedTableView
 from exporter.progress import human_bytes
 
 
@@ -42,3 +42,26 @@ def embedding_lines(view: EmbeddingView) -> Iterator[tuple[str, str]]:
     if variable.rows:
         spread = f"{buckets.min()} to {buckets.max()}, median {np.median(buckets):g}"
         yield "", f"keys in each of {len(buckets)} buckets (key % {len(buckets)}): {spread}"
+
+
+def served_document(view: ServedTableView) -> inspections.ServedTable:
+    """A dynamic table as it is served, as a document."""
+    return inspections.ServedTable(
+        name=view.name,
+        dtype=view.dtype.label,
+        dimension=view.dim,
+        keys=view.keys,
+        free_rows=view.free_rows,
+        load_factor=round(view.load_factor, 3),
+        bytes=view.bytes_,
+        index_bytes=view.index_bytes,
+    )
+
+
+def served_text(view: ServedTableView) -> str:
+    """The same for people."""
+    return (
+        f"{view.name}: {view.keys} keys, room for {view.free_rows} more, {view.dtype.label}[{view.dim}], "
+        f"{human_bytes(view.bytes_)}, index {human_bytes(view.index_bytes)} with load factor "
+        f"{view.load_factor:.2f}"
+    )

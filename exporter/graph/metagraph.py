@@ -14,6 +14,7 @@ from exporter.graph.deeprec_conversion import convert_deeprec
 from exporter.graph.feeds import parse_feeds
 from exporter.graph.keys import variable_keys
 from exporter.graph.likely_ends import input_placeholders, likely_outputs
+from exporter.graph.marked_tables import marked_tables
 from exporter.graph.mutable_tables import table_keys
 from exporter.graph.nodes import GraphIndex
 from exporter.graph.signatures import (
@@ -125,7 +126,7 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
         directory=directory,
         tables=table_keys(meta_graph, index),
         notes=converted.notes,
-        dynamic_tables=converted.tables,
+        dynamic_tables=(*converted.tables, *marked_tables(meta_graph.graph_def)),
     )
 
 

@@ -32,7 +32,7 @@ from exporter.increments.increment import CheckpointId
 from exporter.increments.trained import TrainerVersion
 from exporter.layout import ASSETS_DIRECTORY
 from exporter.mapping.batch_statistics import check_batch_statistics
-from exporter.mapping.build import MappingRules, VariableMapping, build_mapping, check_casts
+from exporter.mapping.build import MappingRules, VariableMapping, check_casts
 from exporter.mapping.extras import Extra, classify_extras
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.rename_file import read_renames
@@ -42,6 +42,7 @@ from exporter.mapping.unmatched import Unmatched, find_unmatched
 from exporter.options import DataMode, ExportFormat, ExportRequest, Verify
 from exporter.pipeline.plan_digest import plan_digest
 from exporter.pipeline.same_graph import SourceFiles, graph_request
+from exporter.pipeline.table_layout import lay_out_tables, map_laid_out, write_tables
 from exporter.pipeline.target import (
     check_permission,
     permission,
@@ -58,6 +59,7 @@ from exporter.publish.log_entries import BaseEntry
 from exporter.publish.made_from import newest_made_from
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.publish.versions import require_base_path
+from exporter.tables.lay_out import TableLayout
 from exporter.verify.outputs import Difference, Request, compare_outputs
 from exporter.verify.version_files import verify_bytes, verify_files
 from exporter.version import __version__
@@ -82,6 +84,7 @@ class Plan(Struct, frozen=True, dict=True):
     training: TrainingGraph | None = None
     target_notes: tuple[str, ...] = ()
     origin: GraphOrigin | None = None
+    layout: TableLayout | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -96,7 +99,10 @@ class Plan(Struct, frozen=True, dict=True):
     @property
     def ignored(self) -> tuple[Extra, ...]:
         """What of the checkpoint is not served; the mapping's own catalog may hold served variables alone."""
-        return tuple(classify_extras(self.catalog, {source.tensor.name for source in self.mapping.sources}))
+        served = {source.tensor.name for source in self.mapping.sources}
+        if self.layout is not None:
+            served |= self.layout.served_names
+        return tuple(classify_extras(self.catalog, served))
 
 
 class Exported(Struct, frozen=True):
@@ -148,11 +154,12 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         check_permission(request)
     found = _read(request, rules, catalog, checkpoint, load)
     require_own_directory(request.out, found.catalog)
-    mapping = build_mapping(found.graph, found.catalog, found.rules)
+    graph, layout = lay_out_tables(found.graph, found.catalog, found.rules, request.table_head_room)
+    mapping = map_laid_out(graph, found.catalog, layout, found.rules)
     check_casts(mapping, found.rules.casts)
     if not request.allow_batch_statistics:
-        switches = mode_switches(found.graph.meta_graph.graph_def, found.source.feeds)
-        check_batch_statistics(found.graph, found.catalog, mapping.sources, switches)
+        switches = mode_switches(graph.meta_graph.graph_def, found.source.feeds)
+        check_batch_statistics(graph, found.catalog, mapping.sources, switches)
     training = training_graph(request, found.catalog)
     if training is not None:
         mapping = with_training(mapping, training)
@@ -161,15 +168,16 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         found.catalog,
         found.checkpoint,
         found.source,
-        found.graph,
+        graph,
         mapping,
         number,
         found.rules,
-        read_requests(request.warmup, found.graph.meta_graph) if request.warmup else (),
-        read_requests(request.verify_inputs, found.graph.meta_graph) if request.verify_inputs else (),
+        read_requests(request.warmup, graph.meta_graph) if request.warmup else (),
+        read_requests(request.verify_inputs, graph.meta_graph) if request.verify_inputs else (),
         training,
-        update_notes(found.graph, mapping) if request.updates else target_notes(request.out),
+        update_notes(graph, mapping) if request.updates else target_notes(request.out),
         found.origin,
+        layout,
     )
     if is_known:
         require_new(request, checkpoint, planned.digest)
@@ -321,6 +329,11 @@ def _write_variables(
         if data is DataMode.LINK:
             raise LinkRefused(f"{catalog.prefix} is not a tensor bundle: its bytes are written anew")
         planned, data = _in_bundle(planned, staging.path.with_name("source"), progress), DataMode.AUTO
+    elif planned.layout is not None:
+        laid_out = write_tables(
+            planned.layout, planned.mapping, planned.rules, staging.path.with_name("tables")
+        )
+        planned = replace(planned, mapping=laid_out)
     with progress("variables", planned.mapping.bytes_) as bar:
         variables = write_variables(planned.mapping, staging.path, data=data, progress=bar)
     if not catalog.is_bundle:

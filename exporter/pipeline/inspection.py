@@ -22,7 +22,13 @@ from exporter.graph.nodes import Endpoint, GraphIndex
 from exporter.graph.saved_model import SERVE_TAG, is_saved_model, read_saved_model
 from exporter.layout import MANIFEST_FILE, SAVED_MODEL_FILES, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.extras import Extra, classify_extras
-from exporter.pipeline.table_views import EmbeddingView, embedding_views
+from exporter.pipeline.table_views import (
+    EmbeddingView,
+    ServedTableView,
+    embedding_views,
+    tables_of_bundle,
+    tables_of_log,
+)
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import Manifest
 from exporter.publish.permission import held_at
@@ -101,25 +107,29 @@ class GraphView(Struct, frozen=True):
 class BundleView(Struct, frozen=True):
     """A SavedModel with the signatures of its graphs for serving, or of all if it has none.
 
-    `manifest` is None if another program wrote it, `catalog` if it has no variables.
+    `manifest` is None if another program wrote it, `catalog` if it has no variables. `tables` are its dynamic
+    tables.
     """
 
     path: Path
     signatures: tuple[Signature, ...]
     catalog: Catalog | None
     manifest: Manifest | None
+    tables: tuple[ServedTableView, ...] = ()
 
 
 class ModelView(Struct, frozen=True):
     """A model base path with its versions, newest first.
 
-    `at` is the newest position, which deltas lead to; None if it cannot be told.
+    `at` is the newest position, which deltas lead to; None if it cannot be told. `tables` are the dynamic
+    tables of its log, as they are then.
     """
 
     path: Path
     versions: tuple[BundleView, ...]
     at: Position | None = None
     hold: int | None = None
+    tables: tuple[ServedTableView, ...] = ()
 
 
 Inspection: TypeAlias = CheckpointView | GraphView | BundleView | ModelView
@@ -141,7 +151,7 @@ def inspect(path: Path) -> Inspection:
     versions = [child.path for child in version_dirs(path)] if path.is_dir() else []
     bundles = tuple(_bundle(version) for version in versions if is_saved_model(version))
     if bundles:
-        return ModelView(path, bundles, _newest_position(path, bundles[0]), held_at(path))
+        return ModelView(path, bundles, _newest_position(path, bundles[0]), held_at(path), _tables(path))
     if not path.exists() and not index_path(path).exists() and not path.parent.exists():
         close = nearest(path.parent)
         hint = f"did you mean {close / path.name}?" if close else ""
@@ -166,6 +176,13 @@ def _newest_position(model: Path, newest: BundleView) -> Position | None:
         return None if newest.manifest is None else Position(newest.manifest.position, newest.manifest.step)
 
 
+def _tables(model: Path) -> tuple[ServedTableView, ...]:
+    try:
+        return tuple(tables_of_log(read_log(model)))
+    except (ManifestError, NotUpdatable):
+        return ()
+
+
 def signatures_of(meta_graph: Proto) -> tuple[Signature, ...]:
     """The signatures of a MetaGraphDef by name, without a SavedModel's pseudo-signatures."""
     return tuple(
@@ -184,11 +201,13 @@ def _bundle(path: Path) -> BundleView:
     prefix = path / VARIABLES_DIRECTORY / VARIABLES_NAME
     graphs = [*read_saved_model(path).meta_graphs]
     graphs = [graph for graph in graphs if SERVE_TAG in graph.meta_info_def.tags] or graphs
+    catalog = read_catalog(prefix) if index_path(prefix).exists() else None
     return BundleView(
         path,
         tuple(signature for graph in graphs for signature in signatures_of(graph)),
-        read_catalog(prefix) if index_path(prefix).exists() else None,
+        catalog,
         read_manifest(path) if (path / MANIFEST_FILE).exists() else None,
+        () if catalog is None else tuple(tables_of_bundle(catalog, graphs)),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,15 @@ from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, bucket_sizes, embedding_variables
+from exporter.checkpoint.tensor_bundle import memory_map
+from exporter.delta.table_changes import ServedTable
+from exporter.errors import CorruptFile
+from exporter.publish.delta_log import DeltaLog
+from exporter.tables.change_index import ArrayState, TableState, live_rows
+from exporter.tables.geometry import PARTS, TableGeometry
+from exporter.tables.lookup import first_defaults
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
 
 Array = np.ndarray[Any, Any]
 
@@ -35,3 +44,87 @@ def embedding_views(catalog: Catalog) -> Iterator[EmbeddingView]:
             slots = (name for name, other in variables.items() if other.slot_of == variable.name)
             names = tuple(name.removeprefix(below) for name in slots)
             yield EmbeddingView(variable, names, bucket_sizes(catalog, variable))
+
+
+class ServedTableView(Struct, frozen=True):
+    """A dynamic table as it is served: how many keys it holds, and for how many more there is room.
+
+    `slots` are the places of its index; `bytes_` counts the rows, `index_bytes` what leads to them.
+    """
+
+    name: str
+    dtype: DType
+    dim: int
+    keys: int
+    room: int
+    slots: int
+    bytes_: int
+    index_bytes: int
+
+    @property
+    def free_rows(self) -> int:
+        """How many new keys there is room for."""
+        return self.room - self.keys
+
+    @property
+    def load_factor(self) -> float:
+        """The part of the index's places that keys take."""
+        return self.keys / self.slots
+
+
+def tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> Iterator[ServedTableView]:
+    """The tables of a SavedModel's graphs, as its variables hold them.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    firsts = {name: first for graph in graphs for name, first in first_defaults(graph.graph_def).items()}
+    for name, first in sorted(firsts.items()):
+        found = [catalog.tensors.get(f"{name}/{part}") for part in PARTS]
+        seeds, rows, keys, values = found
+        if seeds is None or rows is None or keys is None or values is None:
+            continue
+        geometry = _geometry(name, seeds.shape, rows.shape, keys.shape, first)
+        empty = np.empty(0, np.int64)
+        state = ArrayState(empty, memory_map(catalog, rows), empty)
+        yield _view(name, values.dtype, values.shape[1], geometry, state)
+
+
+def tables_of_log(log: DeltaLog) -> Iterator[ServedTableView]:
+    """The dynamic tables of a log at its newest position.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    tables = log.base.entry.mapping_spec.dynamic
+    if tables:
+        state = log.state(only={key for table in tables for key in table.keys})
+        for table in tables:
+            served = ServedTable.of(table, log.schema, state)
+            yield _view(table.name, served.row_values.dtype, table.dim, served.geometry, served)
+
+
+def _geometry(
+    name: str, seeds: Sequence[int], rows: Sequence[int], keys: Sequence[int], first_default: int
+) -> TableGeometry:
+    try:
+        return TableGeometry.of_shapes(seeds[0], rows[0], keys[0], keys[0] - first_default)
+    except (ValueError, IndexError) as error:
+        raise CorruptFile(f"the variables of table {name!r} are no table's: {error}") from None
+
+
+def _view(name: str, dtype: DType, dim: int, geometry: TableGeometry, state: TableState) -> ServedTableView:
+    try:
+        keys = int(np.count_nonzero(live_rows(geometry, state)))
+    except IndexError:
+        raise CorruptFile(f"the index of table {name!r} leads to rows that it does not have") from None
+    return ServedTableView(
+        name,
+        dtype,
+        dim,
+        keys,
+        geometry.usable_rows,
+        geometry.slots,
+        geometry.capacity * dim * (dtype.itemsize or 0),
+        geometry.index_bytes,
+    )

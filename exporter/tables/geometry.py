@@ -96,6 +96,11 @@ class TableGeometry(Struct, frozen=True):
             )
         return cls(group_bits, stride, capacity, defaults)
 
+    @classmethod
+    def unset(cls, defaults: int = 1) -> TableGeometry:
+        """Sizes to build a graph with until a checkpoint tells the true ones."""
+        return cls(1, 1, defaults + 1, defaults)
+
     @property
     def groups(self) -> int:
         """Elements of `index_seeds`."""

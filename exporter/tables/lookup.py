@@ -24,6 +24,12 @@ TABLE = "_dynamic_table"
 SIZE = "_dynamic_table_size"
 """The attribute of a constant that says which size of its table it is."""
 
+PART = "_dynamic_table_part"
+"""The attribute of a VarHandleOp that says which of `geometry.PARTS` it is; `TABLE` is there, too."""
+
+DEFAULTS = "_dynamic_table_defaults"
+"""The attribute of the values' VarHandleOp with the default rows, a tensor [d, dim]."""
+
 _UNSET = 1
 
 
@@ -92,6 +98,15 @@ def set_sizes(graph_def: Proto, tables: Mapping[str, TableGeometry]) -> None:
             if geometry is not None:
                 value = _sizes(geometry)[node.attr[SIZE].s.decode()]
                 _set_value(node, np.array(value, DType(node.attr["dtype"].type).numpy))
+
+
+def first_defaults(graph_def: Proto) -> dict[str, int]:
+    """The first default row of each table that a graph looks keys up in, by the table's name."""
+    return {
+        node.attr[TABLE].s.decode(): int(tensor_proto.to_array(node.attr["value"].tensor).item())
+        for node in _all_nodes(graph_def)
+        if SIZE in node.attr and node.attr[SIZE].s == b"first_default"
+    }
 
 
 def _sizes(geometry: TableGeometry) -> dict[str, int]:

@@ -78,6 +78,27 @@ class GraphInspection(Struct, frozen=True):
     """Every tensor, with `--tensors`."""
 
 
+class ServedTable(Struct, frozen=True):
+    """A dynamic table as it is served: rows have arbitrary integers as keys."""
+
+    name: str
+    """Its name."""
+    dtype: str
+    """The type of its rows."""
+    dimension: int
+    """How many numbers a row has."""
+    keys: int
+    """How many keys it holds."""
+    free_rows: int
+    """How many new keys there is room for."""
+    load_factor: float
+    """Which part of its index's places is taken."""
+    bytes: int
+    """Bytes of its rows, free ones among them."""
+    index_bytes: int
+    """Bytes of what leads from keys to rows."""
+
+
 class Source(Struct, frozen=True):
     """The checkpoint that a version was exported from."""
 
@@ -106,6 +127,8 @@ class VersionInspection(Struct, frozen=True):
     """Its variables."""
     signatures: Mapping[str, Signature]
     """Its signatures, by name."""
+    tables: Sequence[ServedTable]
+    """Its dynamic tables, as its variables hold them."""
     tensors: Sequence[Tensor] | None
     """Every variable, with `--tensors`."""
 
@@ -123,6 +146,8 @@ class ModelInspection(Struct, frozen=True):
     """The training step of its values."""
     hold: int | None
     """The position at which the model is held."""
+    tables: Sequence[ServedTable]
+    """Its dynamic tables at the newest position, if it takes deltas."""
     versions: Sequence[VersionInspection]
     """Its versions, the newest first."""
 

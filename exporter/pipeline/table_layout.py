@@ -1,0 +1,92 @@
+"""Lay out the dynamic tables of a graph: find them in the checkpoint, and give the graph their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from exporter.catalog import Catalog
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables
+from exporter.errors import MissingTensors, ShapeMismatch
+from exporter.files import writing
+from exporter.graph.dynamic_tables import with_table_shapes
+from exporter.graph.inference_graph import GraphDynamicTable, InferenceGraph, PartitionStrategy
+from exporter.mapping.build import MappingRules, VariableMapping, build_mapping
+from exporter.tables.lay_out import TableLayout, TablePlan, lay_out
+
+
+def lay_out_tables(
+    graph: InferenceGraph, catalog: Catalog, rules: MappingRules, head_room: float
+) -> tuple[InferenceGraph, TableLayout | None]:
+    """The graph with the sizes of its dynamic tables, and the checkpoint laid out for them.
+
+    Raises:
+        MissingTensors: the checkpoint lacks a table.
+        ShapeMismatch: one has rows of another length or type.
+        CorruptFile, UnsupportedFormat: see `embedding_variables`.
+    """
+    if not graph.dynamic_tables:
+        return graph, None
+    known = embedding_variables(catalog)
+    plans = [_plan(table, known, catalog, rules, head_room) for table in graph.dynamic_tables]
+    layout = lay_out(catalog, plans)
+    return with_table_shapes(graph, layout.shapes), layout
+
+
+def map_laid_out(
+    graph: InferenceGraph, catalog: Catalog, layout: TableLayout | None, rules: MappingRules
+) -> VariableMapping:
+    """The mapping of a graph's variables, those of its tables among them.
+
+    Raises:
+        MappingError: see `build_mapping`.
+    """
+    if layout is None:
+        return build_mapping(graph, catalog, rules)
+    # A table's slices are in the order of its rows.
+    ordered = dict.fromkeys(layout.shapes, PartitionStrategy.DIV)
+    return build_mapping(graph, layout.catalog, replace(rules, trained={**rules.trained, **ordered}))
+
+
+def write_tables(
+    layout: TableLayout, mapping: VariableMapping, rules: MappingRules, directory: Path
+) -> VariableMapping:
+    """The mapping with the index of its tables in a shard under `directory`, which is made.
+
+    Raises:
+        CheckpointError: keys are damaged, occur twice, or changed.
+        TableFull: keys crowd in the index.
+        PublishError: the target cannot be written.
+    """
+    with writing(directory):
+        directory.mkdir()
+    catalog = layout.write(directory, rules.admission)
+    sources = tuple(replace(item, tensor=catalog.tensors[item.tensor.name]) for item in mapping.sources)
+    return replace(mapping, catalog=catalog, sources=sources)
+
+
+def _plan(
+    table: GraphDynamicTable,
+    known: Mapping[str, EmbeddingVariable],
+    catalog: Catalog,
+    rules: MappingRules,
+    head_room: float,
+) -> TablePlan:
+    name = rules.renamed(table.name) or table.name
+    found = known.get(name)
+    if found is None:
+        near = get_close_matches(name, known, n=3, cutoff=0.4) or list(known)[:3]
+        raise MissingTensors(
+            f"{catalog.prefix.name} has no embedding variable {name!r}",
+            cause=f"it has {', '.join(map(repr, near))}" if near else "it has none at all",
+        )
+    if (found.dim, found.value_dtype) != (table.dim, table.value_dtype):
+        raise ShapeMismatch(
+            f"table {table.name!r} has rows of {table.value_dtype.label}[{table.dim}] in the graph, "
+            f"{found.value_dtype.label}[{found.dim}] in {catalog.prefix.name}",
+            cause="the checkpoint is of another model, or the graph was built with other sizes",
+        )
+    return TablePlan.of(table.name, found, table.defaults, head_room)

@@ -1,0 +1,156 @@
+"""A dynamic table in a model for stock TensorFlow: `DynamicTable` in graphs, `DynamicEmbedding` in Keras.
+
+In an export's builder a table is four variables without values; the export lays out the checkpoint's table of
+the same name for them. `rows` turns ids into row numbers of `values`, an ordinary variable, so that whatever
+TensorFlow does with a variable's rows it does with a dynamic table's:
+
+    table = DynamicTable("user_embedding", dim=16)
+    tf.nn.embedding_lookup(table.values, table.rows(ids))
+    tf.nn.embedding_lookup_sparse(table.values, table.rows(sparse_ids), weights, combiner="mean")
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from exporter.errors import UsageError
+from exporter.tables.geometry import PARTS, TableGeometry
+from exporter.tables.lookup import DEFAULTS, PART, TABLE, add_rows
+from exporter.wire import protos, tensor_proto
+from exporter.wire.dtypes import DType
+
+Array = np.ndarray[Any, Any]
+Tensor = Any
+
+_HANDLES = ("seeds", "rows", "keys", "values")
+
+
+class DynamicTable:
+    """Rows of `dim` numbers by any 64-bit integer; in a graph, for inference.
+
+    `name` is what the checkpoint calls the table. A key that it does not hold reads `default`: a number, a
+    row, or an array [d, dim], of which key k reads row `k mod d`.
+    """
+
+    def __init__(self, name: str, dim: int, dtype: str = "float32", default: Any = 0.0) -> None:
+        self.name, self.dim, self.dtype = name, dim, DType.of(str(dtype))
+        self._defaults = _default_rows(default, dim, self.dtype, name)
+        self._made: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+
+    @property
+    def values(self) -> Any:
+        """The variable that has the rows; its first dimension is a checkpoint's matter."""
+        return self._variables()[-1]
+
+    def rows(self, ids: Any) -> Any:
+        """The row number of each id, as int32: of a tensor of any shape, a SparseTensor or a RaggedTensor."""
+        import tensorflow as tf
+
+        if isinstance(ids, tf.SparseTensor):
+            return tf.SparseTensor(ids.indices, self.rows(ids.values), ids.dense_shape)
+        if isinstance(ids, tf.RaggedTensor):
+            return ids.with_flat_values(self.rows(ids.flat_values))
+        found = self._import(tf.cast(ids, tf.int64))
+        found.set_shape(ids.shape)
+        return found
+
+    def lookup(self, ids: Any) -> Any:
+        """The rows of ids, of shape `ids.shape + [dim]`; ragged for ragged ids."""
+        import tensorflow as tf
+
+        if isinstance(ids, tf.RaggedTensor):
+            return ids.with_flat_values(self.lookup(ids.flat_values))
+        return tf.nn.embedding_lookup(self.values, self.rows(ids))
+
+    def lookup_sparse(self, ids: Any, weights: Any = None, combiner: str = "mean") -> Any:
+        """The combined rows of each row of a SparseTensor; `combiner` is "sum", "mean" or "sqrtn"."""
+        import tensorflow as tf
+
+        return tf.nn.embedding_lookup_sparse(self.values, self.rows(ids), weights, combiner=combiner)
+
+    def _import(self, ids: Tensor) -> Tensor:
+        """The nodes of a lookup, in the graph that is being built."""
+        import tensorflow as tf
+
+        handles = [variable.handle for variable in self._variables()]
+        graph_def = protos.GraphDef()
+        for name, dtype in [*((name, DType.RESOURCE) for name in _HANDLES), ("ids", DType.INT64)]:
+            graph_def.node.add(name=name, op="Placeholder").attr["dtype"].type = int(dtype)
+        nodes = add_rows(graph_def, "find", self.name, _HANDLES, "ids", defaults=len(self._defaults))
+        given = dict(zip((f"{name}:0" for name in _HANDLES), handles, strict=True))
+        message = tf.compat.v1.GraphDef.FromString(graph_def.SerializeToString())
+        scope = f"{self.name.rpartition('/')[2]}_lookup"
+        (rows,) = tf.graph_util.import_graph_def(
+            message, {**given, "ids:0": ids}, [f"{nodes.rows}:0"], name=scope
+        )
+        return rows
+
+    def _variables(self) -> list[Any]:
+        """The table's variables in the graph that is being built.
+
+        Raises:
+            UsageError: there is no graph, or something else there has the table's name.
+        """
+        import tensorflow as tf
+
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                raise UsageError(
+                    f"dynamic table {self.name!r} is used outside of a graph",
+                    hint="make the model in a builder: export-model --model file.py:builder",
+                )
+            graph = tf.compat.v1.get_default_graph()
+            if graph not in self._made:
+                self._made[graph] = [self._variable(graph, part) for part in PARTS]
+        return self._made[graph]
+
+    def _variable(self, graph: Any, part: str) -> Any:
+        import tensorflow as tf
+        from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
+
+        size = TableGeometry.unset(len(self._defaults))
+        shapes = dict(zip(PARTS, ((size.groups,), (size.slots,), (size.capacity,)), strict=False))
+        dtypes = dict(zip(PARTS, ("int64", "int32", "int64"), strict=False))
+        name = f"{self.name}/{part}"
+        marks = {TABLE: self.name.encode(), PART: part.encode()}
+        attributes = {key: tf.compat.v1.AttrValue(s=value) for key, value in marks.items()}
+        if part == PARTS[-1]:
+            attributes[DEFAULTS] = tf.compat.v1.AttrValue(tensor=_tensor(self._defaults))
+        with graph._attr_scope(attributes), tf.name_scope(""):
+            variable = UninitializedVariable(
+                trainable=False,
+                shape=shapes.get(part, (size.capacity, self.dim)),
+                dtype=dtypes.get(part, self.dtype.label),
+                name=name,
+            )
+        # It has no initialiser that a collection could tell of.
+        collected = graph.get_collection_ref(tf.compat.v1.GraphKeys.GLOBAL_VARIABLES)
+        collected[:] = [each for each in collected if each is not variable]
+        if variable.handle.op.name != name:
+            raise UsageError(
+                f"dynamic table {self.name!r} is made twice in one graph, or something else is called so",
+                hint="share one DynamicTable, or give the tables different names",
+            )
+        return variable
+
+
+def _default_rows(default: Any, dim: int, dtype: DType, name: str) -> Array:
+    given = np.asarray(default, np.float64)
+    if given.ndim > 2 or (given.ndim and given.shape[-1] != dim) or not given.size:
+        raise UsageError(
+            f"dynamic table {name!r}: default of shape {list(given.shape)}",
+            cause=f"expected a number, a row of {dim} numbers, or several rows",
+        )
+    rows = given if given.ndim == 2 else np.broadcast_to(given, (1, dim))
+    return np.ascontiguousarray(rows.astype(dtype.numpy))
+
+
+def _tensor(array: Array) -> Any:
+    import tensorflow as tf
+
+    message = protos.TensorProto()
+    tensor_proto.fill(message, array)
+    return tf.make_tensor_proto(0).FromString(message.SerializeToString())

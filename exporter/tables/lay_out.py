@@ -1,0 +1,257 @@
+"""Lay the tables of a checkpoint out as ordinary tensors, so that they are served like any others.
+
+The keys and the rows stay where the trainer wrote them: they become slices of `<table>/keys` and
+`<table>/values`. The index, the room for more rows and the default rows go into one more shard; the room is a
+hole in that file. What the tensors are and how large is known from the checkpoint's index alone (`lay_out`);
+keys are read when the shard is written (`TableLayout.write`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
+from exporter.checkpoint.admission import Admission, admitted
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, read_keys
+from exporter.errors import UsageError, os_error
+from exporter.tables.build_index import build_index
+from exporter.tables.geometry import EMPTY_KEY, INDEX_ROWS, INDEX_SEEDS, KEYS, MAX_ROWS, VALUES, TableGeometry
+from exporter.wire.crc32c import combine, extend, mask
+from exporter.wire.dtypes import DType
+
+Array = np.ndarray[Any, Any]
+
+SHARD = "tables.data"
+_BLOCK = 1 << 20
+_ALIGNED = 64
+
+
+class TablePlan(Struct, frozen=True, eq=False):
+    """A table to serve: its name, where it comes from, its sizes, and its default rows [d, dim]."""
+
+    name: str
+    variable: EmbeddingVariable
+    geometry: TableGeometry
+    defaults: Array
+
+    @classmethod
+    def of(cls, name: str, variable: EmbeddingVariable, defaults: Array, head_room: float) -> TablePlan:
+        """The plan for all keys of a variable, and room for `head_room` times as many more.
+
+        Raises:
+            UsageError: more rows than row numbers.
+        """
+        geometry = TableGeometry.for_keys(variable.rows, head_room, len(defaults))
+        if geometry.capacity > MAX_ROWS:
+            raise UsageError(
+                f"table {name!r} would have {geometry.capacity} rows, {MAX_ROWS} are possible",
+                hint="leave less room for new keys: --table-head-room 0",
+            )
+        return cls(name, variable, geometry, defaults)
+
+    def tensors(self, shard: int, offset: int) -> tuple[dict[str, TensorRef], int]:
+        """Its four tensors by the last part of their names, and where the shard goes on behind them.
+
+        What is to be written has no checksums yet.
+        """
+        size, place = self.geometry, _Allocation(shard, offset)
+        parts, wide = self.variable.parts, self.variable.key_dtype is DType.INT64
+        keys = [part.keys for part in parts] if wide else []
+        dim, dtype = self.variable.dim, self.variable.value_dtype
+        made = {
+            INDEX_SEEDS: self._whole(INDEX_SEEDS, DType.INT64, (size.groups,), place),
+            INDEX_ROWS: self._whole(INDEX_ROWS, DType.INT32, (size.slots,), place),
+            KEYS: self._joined(KEYS, DType.INT64, (size.capacity,), keys, place),
+            VALUES: self._joined(VALUES, dtype, (size.capacity, dim), [part.values for part in parts], place),
+        }
+        return made, place.offset
+
+    def _whole(self, part: str, dtype: DType, shape: tuple[int, ...], place: _Allocation) -> TensorRef:
+        return self._joined(part, dtype, shape, [], place)
+
+    def _joined(
+        self, part: str, dtype: DType, shape: tuple[int, ...], stored: Iterable[TensorRef], place: _Allocation
+    ) -> TensorRef:
+        """The tensor that begins with stored ones; its other rows get a place in the new shard."""
+        slices, row = [], 0
+        for ref in stored:
+            if ref.shape[0]:
+                slices.append(SliceRef(_rows(shape, row, ref.shape[0]), ref.extent))
+                row += ref.shape[0]
+        rest = _rows(shape, row, shape[0] - row)
+        extent = place.take(int(np.prod(rest.lengths)) * (dtype.itemsize or 0))
+        name = f"{self.name}/{part}"
+        if not slices:
+            return TensorRef(name, dtype, shape, extent)
+        return TensorRef(name, dtype, shape, slices=(*slices, SliceRef(rest, extent)))
+
+
+class TableLayout(Struct, frozen=True, eq=False):
+    """A catalog with tables as ordinary tensors, some of which are still to be written."""
+
+    source: Catalog
+    catalog: Catalog
+    tables: tuple[TablePlan, ...]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tables' variables by their names."""
+        added = self.catalog.tensors.keys() - self.source.tensors.keys()
+        return {name: self.catalog.tensors[name].shape for name in added}
+
+    @property
+    def geometries(self) -> dict[str, TableGeometry]:
+        """The sizes of the tables."""
+        return {table.name: table.geometry for table in self.tables}
+
+    @property
+    def served_names(self) -> frozenset[str]:
+        """The checkpoint's own tensors that are served as parts of tables."""
+        parts = chain.from_iterable(table.variable.parts for table in self.tables)
+        return frozenset(name for part in parts for name in (part.keys.name, part.values.name))
+
+    def write(self, directory: Path, admission: Admission) -> Catalog:
+        """Write what no shard of the checkpoint holds into `directory`, which must be there.
+
+        Raises:
+            CorruptFile: keys are damaged, or one occurs twice.
+            TableFull: keys crowd in the index.
+            CheckpointChanged: a shard vanished or changed.
+            PublishError: the target cannot be written; DiskFull if there is no space.
+        """
+        path, tensors = directory / SHARD, dict(self.catalog.tensors)
+        number = len(self.catalog.shards) - 1
+        try:
+            path.touch(exist_ok=False)
+            for table in self.tables:
+                named = {part: tensors[f"{table.name}/{part}"] for part in _PARTS}
+                for ref in _Writer(self.source, table, path, number, named).write(admission):
+                    tensors[ref.name] = ref
+            with path.open("rb+") as file:
+                file.truncate(self.catalog.shard_sizes[number])
+        except OSError as error:
+            raise os_error(error, path) from error
+        return replace(self.catalog, tensors=tensors, shards=(*self.catalog.shards[:-1], path))
+
+
+_PARTS = (INDEX_SEEDS, INDEX_ROWS, KEYS, VALUES)
+
+
+def lay_out(catalog: Catalog, tables: Iterable[TablePlan]) -> TableLayout:
+    """The catalog with these tables' tensors. Nothing is read or written."""
+    tables = tuple(tables)
+    tensors, offset, shard = dict(catalog.tensors), 0, len(catalog.shards)
+    for table in tables:
+        made, offset = table.tensors(shard, offset)
+        tensors |= {ref.name: ref for ref in made.values()}
+    laid_out = replace(
+        catalog,
+        tensors=tensors,
+        shards=(*catalog.shards, catalog.prefix.with_name(SHARD)),
+        shard_sizes=(*catalog.shard_sizes, offset),
+    )
+    return TableLayout(catalog, laid_out, tables)
+
+
+class _Allocation(Struct):
+    """Hands out places in a shard, one behind the other."""
+
+    shard: int
+    offset: int
+
+    def take(self, size: int) -> Extent:
+        extent = Extent(self.shard, self.offset, size, 0)
+        self.offset += -(-size // _ALIGNED) * _ALIGNED
+        return extent
+
+
+def _rows(shape: tuple[int, ...], first: int, count: int) -> SliceSpec:
+    rest = shape[1:]
+    return SliceSpec(shape, (first, *(0 for _ in rest)), (count, *rest))
+
+
+class _Writer(Struct, frozen=True):
+    """Writes what is new of one table into a shard."""
+
+    source: Catalog
+    table: TablePlan
+    path: Path
+    shard: int
+    tensors: Mapping[str, TensorRef]
+
+    def write(self, admission: Admission) -> Iterator[TensorRef]:
+        """The tensors with their checksums."""
+        table, geometry = self.table, self.table.geometry
+        keys = read_keys(self.source, table.variable)
+        mask_ = admitted(self.source, table.variable, admission, self.source.step)
+        rows = np.arange(len(keys)) if mask_ is None else np.flatnonzero(mask_)
+
+        def blocks() -> Iterator[tuple[Array, Array]]:
+            for begin in range(0, len(rows), _BLOCK):
+                part = rows[begin : begin + _BLOCK]
+                yield part, keys[part]
+
+        seeds, index_rows = self._map(INDEX_SEEDS), self._map(INDEX_ROWS)
+        build_index(geometry, len(rows), blocks, seeds, index_rows)
+        yield self._with_crc(INDEX_SEEDS, extend(0, _raw(seeds)))
+        yield self._with_crc(INDEX_ROWS, extend(0, _raw(index_rows)))
+        tail = np.zeros(geometry.defaults + 1, np.int64)
+        tail[0], tail[-1] = len(keys), EMPTY_KEY
+        is_wide = table.variable.key_dtype is DType.INT64
+        yield self._write_ends(KEYS, keys[:0] if is_wide else keys, tail)
+        values = table.defaults.astype(table.variable.value_dtype.numpy)
+        yield self._write_ends(VALUES, values[:0], values)
+
+    def _extent(self, part: str) -> Extent:
+        """The place in the new shard of what is new of a tensor."""
+        (extent,) = (extent for extent in self.tensors[part].extents if extent.shard == self.shard)
+        return extent
+
+    def _map(self, part: str) -> Array:
+        ref, extent = self.tensors[part], self._extent(part)
+        with self.path.open("rb+") as file:
+            file.truncate(extent.offset + extent.size)
+            return np.memmap(file, ref.dtype.numpy, "r+", extent.offset, ref.shape)
+
+    def _write_ends(self, part: str, head: Array, tail: Array) -> TensorRef:
+        """Write the beginning and the end of what is new of a tensor; between them is a hole."""
+        extent = self._extent(part)
+        hole = extent.size - head.nbytes - tail.nbytes
+        with self.path.open("rb+") as file:
+            file.seek(extent.offset)
+            file.write(_raw(head).data)
+            file.seek(hole, 1)
+            file.write(_raw(tail).data)
+        crc = combine(extend(0, _raw(head)), zeros_crc(hole), hole)
+        return self._with_crc(part, extend(crc, _raw(tail)))
+
+    def _with_crc(self, part: str, crc: int) -> TensorRef:
+        ref, known = self.tensors[part], self._extent(part)
+        extent = replace(known, crc32c=mask(crc))
+        if ref.extent is not None:
+            return replace(ref, extent=extent)
+        slices = (replace(item, extent=extent) if item.extent == known else item for item in ref.slices)
+        return replace(ref, slices=tuple(slices))
+
+
+def _raw(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def zeros_crc(size: int) -> int:
+    """The plain crc32c of `size` zeros; none of them is read."""
+    crc, done = 0, 0
+    block_crc, block = extend(0, b"\0"), 1
+    while size:
+        if size & 1:
+            crc, done = combine(crc, block_crc, block), done + block
+        block_crc, block = combine(block_crc, block_crc, block), block * 2
+        size >>= 1
+    return crc

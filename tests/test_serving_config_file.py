@@ -1,0 +1,164 @@
+"""A model server that is configured by a file: several models, read again, and what is wrong with a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from exporter.errors import UsageError
+from serving.client import ModelClient
+from serving.health import NOT_SERVING, SERVING, messages
+from serving.server import ModelServer
+from serving.server_options import ServerOptions
+from serving.status import VersionState
+from tests.support.serving_models import write_saved_model
+
+WAIT_SECONDS = 60.0
+ONES = np.ones((1, 2), np.float32)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models `a` (versions 1 and 2) and `b` (version 5)."""
+    root = tmp_path_factory.mktemp("models")
+    for name, version in (("a", 1), ("a", 2), ("b", 5)):
+        write_saved_model(root / name / str(version), scale=version)
+    return root
+
+
+def entry(made: Path, name: str, more: str = "") -> str:
+    return f"config {{ name: '{name}' base_path: '{made / name}' model_platform: 'tensorflow' {more} }}"
+
+
+def listing(*entries: str) -> str:
+    return f"model_config_list {{ {' '.join(entries)} }}\n"
+
+
+def write(path: Path, text: str) -> Path:
+    staged = path.with_suffix(".new")
+    staged.write_text(text)
+    return staged.replace(path)
+
+
+BOTH = "model_version_policy { specific { versions: 1 versions: 2 } }"
+
+
+@pytest.fixture
+def file(made: Path, tmp_path: Path) -> Path:
+    return write(tmp_path / "models.config", listing(entry(made, "a", BOTH), entry(made, "b")))
+
+
+@pytest.fixture
+def server(file: Path) -> Iterator[ModelServer]:
+    options = ServerOptions(model_config_file=file, model_config_poll_seconds=0.05, poll_seconds=0.05)
+    with ModelServer(options=options) as server:
+        server.wait_available(WAIT_SECONDS)
+        yield server
+
+
+def soon(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def available(server: ModelServer, model: str) -> set[int]:
+    return {s.version for s in server.models.versions(model) if s.state is VersionState.AVAILABLE}
+
+
+def test_several_models(server: ModelServer) -> None:
+    soon(lambda: available(server, "a") == {1, 2})
+    assert available(server, "b") == {5}
+    with ModelClient(server.address, "a") as client:
+        assert [client.predict({"x": ONES}, version=n).outputs["y"][0, 0] for n in (1, 2)] == [1, 2]
+
+
+def test_the_file_is_read_again(server: ModelServer, file: Path, made: Path) -> None:
+    soon(lambda: available(server, "a") == {1, 2})
+    label = "version_labels { key: 'stable' value: 1 }"
+    write(file, listing(entry(made, "a", BOTH + label)))
+    soon(lambda: not available(server, "b"))
+    assert [s.state for s in server.models.versions("b")] == [VersionState.END]
+    soon(lambda: server.models.labels("a") == {"stable": 1})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "model_config_list { config { name: ",
+        "model_config_list { config { name: 'a' base_path: 'relative' model_platform: 'tensorflow' } }",
+        "custom_model_config { }",
+    ],
+)
+def test_what_cannot_be_applied_changes_nothing(
+    server: ModelServer, file: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(file, text)
+    soon(lambda: "the configuration stays as it was" in caplog.text)
+    file.unlink()
+    soon(lambda: caplog.text.count("the configuration stays as it was") == 2)
+    time.sleep(0.2)
+    assert caplog.text.count("the configuration stays as it was") == 2, "each problem is reported once"
+    assert available(server, "b") == {5}
+
+
+def test_labels_of_versions_that_are_not_available_yet(made: Path, tmp_path: Path) -> None:
+    text = listing(entry(made, "a", "version_labels { key: 'stable' value: 2 }"))
+    file = write(tmp_path / "labels.config", text)
+    with pytest.raises(UsageError, match="Request to assign label to version 2 of model a") as caught:
+        ModelServer(options=ServerOptions(model_config_file=file))
+    assert "--allow-version-labels-for-unavailable-models" in caught.value.hint
+    options = ServerOptions(model_config_file=file, labels_unavailable_versions=True)
+    with ModelServer(options=options) as server:
+        server.wait_available(WAIT_SECONDS)
+        assert server.models.labels("a") == {"stable": 2}
+
+
+def test_a_file_that_lists_nothing_is_a_server_that_waits_for_its_configuration(tmp_path: Path) -> None:
+    file = write(tmp_path / "empty.config", "")
+    with ModelServer(options=ServerOptions(model_config_file=file)) as server:
+        assert server.wait_available(0.1) == 0
+        assert server.statuses() == []
+
+
+def health(server: ModelServer, service: str) -> int:
+    request, response = messages()
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=request.SerializeToString,
+            response_deserializer=response.FromString,
+        )
+        return int(call(request(service=service), timeout=WAIT_SECONDS).status)
+
+
+def test_health(server: ModelServer, file: Path, made: Path, tmp_path: Path) -> None:
+    for service in ("", "tensorflow.serving.PredictionService", "a", "b"):
+        assert health(server, service) == SERVING
+    with pytest.raises(grpc.RpcError) as caught:
+        health(server, "nobody")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    write(file, listing(entry(made, "a"), entry(tmp_path, "later")))
+    soon(lambda: "later" in server.models.served())
+    assert [health(server, service) for service in ("", "a", "later")] == [NOT_SERVING, SERVING, NOT_SERVING]
+
+
+def test_the_health_services_messages_are_those_of_the_protocol() -> None:
+    request, response = messages()
+    assert request(service="a").SerializeToString() == b"\x0a\x01a"
+    assert response(status=SERVING).SerializeToString() == b"\x08\x01"
+
+
+def test_a_unix_socket(made: Path, tmp_path: Path) -> None:
+    socket = tmp_path / "grpc.sock"
+    with ModelServer(made / "b", options=ServerOptions(grpc_socket_path=socket)) as server:
+        server.wait_available(WAIT_SECONDS)
+        with ModelClient(f"unix:{socket}", "b") as client:
+            assert client.predict({"x": ONES}).version == 5

@@ -1,0 +1,121 @@
+"""TF Serving's flags on the command line of `serve-model run`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from exporter.errors import UsageError
+from serving.cli import app
+from serving.stock_flags import STOCK_FLAGS, Treatment, translate
+
+ROOT = Path(__file__).parent.parent
+
+
+def options_of_run() -> dict[str, click.Parameter]:
+    command = app.get_command(click.Context(app), "run")
+    assert command is not None
+    return {name: parameter for parameter in command.params for name in parameter.opts}
+
+
+@pytest.mark.parametrize("flag", STOCK_FLAGS, ids=lambda flag: flag.name)
+def test_what_means_the_same_is_an_option(flag: Any) -> None:
+    if flag.treatment is not Treatment.SAME:
+        assert flag.why, "a reader wants to know why"
+        return
+    option = flag.option_if_false or flag.own
+    assert option in options_of_run()
+    assert getattr(options_of_run()[option], "is_flag", False) is flag.is_boolean
+
+
+def test_flags_are_listed_once() -> None:
+    names = [flag.name for flag in STOCK_FLAGS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("typed", "parsed"),
+    [
+        (["--port=8500"], ["--port=8500"]),
+        (["--port", "8500"], ["--port", "8500"]),
+        (["models/ranker", "--model-name", "x"], ["models/ranker", "--model-name", "x"]),
+        (["--model_base_path=/models/a_b"], ["--model-base-path=/models/a_b"]),
+        (["--file_system_poll_wait_seconds=5"], ["--poll-seconds=5"]),
+        (["--file-system-poll-wait-seconds=5"], ["--poll-seconds=5"]),
+        (["--grpc_max_threads=3"], ["--threads=3"]),
+        (["--poll_seconds=5"], ["--poll-seconds=5"]),
+        (["--model_name=a=b"], ["--model-name=a=b"]),
+        (["--enable_signature_method_name_check"], ["--enable-signature-method-name-check"]),
+        (["--enable_signature_method_name_check=true"], ["--enable-signature-method-name-check"]),
+        (["--enable_signature_method_name_check=false"], []),
+        (["--enable_model_warmup=false"], ["--no-model-warmup"]),
+        (["--enable_model_warmup"], []),
+        (["--use_alts_credentials=false"], []),
+        (["--platform_config_file="], []),
+        (["--", "--model_name=x"], ["--", "--model_name=x"]),
+        (["-q", "m"], ["-q", "m"]),
+    ],
+)
+def test_translation(typed: list[str], parsed: list[str]) -> None:
+    assert translate(typed) == (parsed, [])
+
+
+def test_what_has_no_effect_is_said() -> None:
+    parsed, notes = translate(["--enable_batching=true", "--num_load_threads=4", "m"])
+    assert parsed == ["m"]
+    assert [note.partition(":")[0] for note in notes] == [
+        "--enable_batching has no effect",
+        "--num_load_threads has no effect",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("--use_alts_credentials", "--use_alts_credentials is not supported"),
+        ("--use_alts_credentials=true", "--use_alts_credentials is not supported"),
+        ("--platform_config_file=x", "--platform_config_file is not supported"),
+        ("--platform_config_file", "--platform_config_file lacks its value"),
+        ("--num_load_threads", "--num_load_threads lacks its value"),
+        ("--enable_model_warmup=perhaps", "--enable_model_warmup=perhaps: expected true or false"),
+    ],
+)
+def test_refused_by_name(argument: str, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        translate([argument])
+    assert caught.value.message == text
+
+
+def test_refused_by_the_command() -> None:
+    command = [sys.executable, "-m", "serving.cli", "run", "--mixed_precision=bfloat16"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: --mixed_precision is not supported" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "there is no model to serve"),
+        (("a", "--model_base_path=b"), "MODEL_BASE_PATH is a, --model-base-path b"),
+        (("--model_config_file=none.config",), "none.config is not a model server's configuration"),
+        (("m", "--grpc_channel_arguments=grpc.x"), "'grpc.x' is not of the form NAME=VALUE"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments: tuple[str, ...], text: str) -> None:
+    done = CliRunner().invoke(app, ["run", *arguments])
+    assert done.exit_code == 2, done.output
+    assert text in done.stderr
+    assert "hint: " in done.stderr
+
+
+def test_version() -> None:
+    done = CliRunner().invoke(app, ["run", "--version"])
+    assert (done.exit_code, done.output.split()[0]) == (0, "export-model")

@@ -1,0 +1,187 @@
+"""Export checkpoints with dynamic tables for builders that use `exporter.tables`; answers are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from exporter.options import DataMode, ExportRequest, Updates, Verify
+from exporter.pipeline.full import Exported, export
+from exporter.tables import DynamicTable
+from tests.support.deeprec import Ev, write_full
+
+Array = np.ndarray[Any, Any]
+DIM = 4
+LIMITS = np.array([0, -1, -2, 2**63 - 1, -(2**63)], np.int64)
+
+
+def export_table(
+    directory: Path, ev: Ev, builder: Any, *, parts: int = 1, old: bool = False, **options: Any
+) -> Exported:
+    write_full(directory / "ckpt" / "model.ckpt-7", {"emb": ev}, parts=parts, old=old, step=7)
+    return export(ExportRequest(directory / "ckpt", directory / "model", model=builder, **options))
+
+
+def serve(done: Exported, signature: str = "serving_default") -> Any:
+    import tensorflow as tf
+
+    loaded = tf.saved_model.load(str(done.published.path))
+    return loaded, loaded.signatures[signature]
+
+
+def reference(ev: Ev, ids: Array, default: Array) -> Array:
+    held = {int(key): row for key, row in zip(ev.keys, ev.values, strict=True)}
+    rows = [held.get(int(key), default[int(key) % len(default)]) for key in ids.ravel()]
+    return np.array(rows).reshape(*ids.shape, ev.dim)
+
+
+def lookup(default: Any = 0.0, dtype: str = "float32") -> Any:
+    def build() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        import tensorflow as tf
+
+        ids = tf.compat.v1.placeholder(tf.int64, [None, 3], name="ids")
+        table = DynamicTable("emb", DIM, dtype, default)
+        return {"ids": ids}, {"rows": tf.cast(table.lookup(ids), tf.float32)}
+
+    return build
+
+
+def asked_for(ev: Ev) -> Array:
+    random = np.random.default_rng(1)
+    known = random.choice(ev.keys, 60) if len(ev.keys) else np.zeros(60, np.int64)
+    ids = np.concatenate([known.astype(np.int64), LIMITS, random.integers(-(2**63), 2**63 - 1, 55)])
+    return random.permutation(ids).reshape(-1, 3)
+
+
+@pytest.mark.parametrize("incr", [False, True], ids=["plain", "updatable"])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("rows", [0, 1, 20_000])
+def test_served_rows_are_those_of_the_checkpoint(tmp_path: Path, rows: int, parts: int, incr: bool) -> None:
+    ev = Ev.random(rows, DIM, negative=True)
+    default = np.arange(2 * DIM).reshape(2, DIM).astype(np.float32)
+    done = export_table(
+        tmp_path, ev, lookup(default), parts=parts, old=True, updates=Updates() if incr else None
+    )
+    _, predict = serve(done)
+    ids = asked_for(ev)
+    assert predict(ids=ids)["rows"].numpy().tobytes() == reference(ev, ids, default).tobytes()
+
+
+@pytest.mark.parametrize("data", [*DataMode])
+def test_rows_are_linked_or_copied_as_asked(tmp_path: Path, data: DataMode) -> None:
+    ev = Ev.random(30_000, DIM)
+    done = export_table(tmp_path, ev, lookup(), parts=2, data=data, verify=Verify.BYTES)
+    _, predict = serve(done)
+    ids = asked_for(ev)
+    assert (predict(ids=ids)["rows"].numpy() == reference(ev, ids, np.zeros((1, DIM)))).all()
+    if data is DataMode.AUTO:
+        (source,) = (tmp_path / "ckpt").glob("*.data-*")
+        assert source.stat().st_nlink > 1
+    assert not any(extra.tensor.name.endswith(("-keys", "-values")) for extra in done.plan.ignored)
+
+
+def test_the_room_is_a_hole_in_the_file(tmp_path: Path) -> None:
+    ev = Ev.random(20_000, 64)
+    done = export_table(
+        tmp_path, ev, build_wide, table_head_room=20.0, data=DataMode.LINK, verify=Verify.BYTES
+    )
+    shards = (done.published.path / "variables").glob("*.data-*")
+    (shard,) = (each.stat() for each in shards if each.stat().st_size > 50_000_000)
+    assert shard.st_blocks * 512 < 10_000_000
+
+
+def build_wide() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    import tensorflow as tf
+
+    ids = tf.compat.v1.placeholder(tf.int64, [None], name="ids")
+    return {"ids": ids}, {"rows": DynamicTable("emb", 64).lookup(ids)}
+
+
+@pytest.mark.parametrize("cast", ["bfloat16", "float16"])
+def test_values_are_cast_and_nothing_else(tmp_path: Path, cast: str) -> None:
+    import tensorflow as tf
+
+    ev = Ev.random(5000, DIM)
+    done = export_table(tmp_path, ev, lookup(), parts=2, casts=(cast,))
+    _, predict = serve(done)
+    ids = asked_for(ev)
+    wanted = reference(ev, ids, np.zeros((1, DIM))).astype(tf.as_dtype(cast).as_numpy_dtype)
+    assert (predict(ids=ids)["rows"].numpy() == wanted.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("values", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("keys", [np.int32, np.int64])
+def test_keys_and_rows_of_other_types(tmp_path: Path, keys: Any, values: str) -> None:
+    import ml_dtypes
+
+    dtype = np.dtype(ml_dtypes.bfloat16) if values == "bfloat16" else np.dtype(values)
+    ev = Ev.random(3000, DIM, keys=keys, values=dtype)
+    _, predict = serve(export_table(tmp_path, ev, lookup(dtype=values), parts=3))
+    ids = asked_for(ev)
+    wanted = reference(ev, ids, np.zeros((1, DIM), dtype))
+    assert (predict(ids=ids)["rows"].numpy() == wanted.astype(np.float32)).all()
+
+
+def build_columns() -> Any:
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    table = DynamicTable("emb", DIM, default=0.5)
+    sparse = v1.sparse_placeholder(tf.int64, [None, None], name="sparse")
+    weights = v1.placeholder(tf.float32, [None], name="weights")
+    weighted = tf.SparseTensor(sparse.indices, weights, sparse.dense_shape)
+    outputs = {
+        f"{combiner}{'_weighted' if by else ''}": table.lookup_sparse(sparse, by, combiner)
+        for combiner in ("sum", "mean", "sqrtn")
+        for by in (None, weighted)
+    }
+    ragged = tf.RaggedTensor.from_row_splits(sparse.values, v1.placeholder(tf.int64, [None], name="splits"))
+    outputs["ragged"] = table.lookup(ragged).to_tensor()
+    unique, where = tf.unique(sparse.values)
+    outputs["unique"] = tf.gather(table.lookup(unique), where)
+    safe = tf.nn.safe_embedding_lookup_sparse(table.values, table.rows(sparse), combiner="sum")
+    names = ("sparse/indices", "sparse/values", "sparse/shape", "weights", "splits")
+    graph = v1.get_default_graph()
+    inputs = {name.rpartition("/")[2]: graph.get_tensor_by_name(f"{name}:0") for name in names}
+    return inputs, outputs | {"safe": safe}
+
+
+def test_every_kind_of_lookup(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    ev = Ev.random(4000, DIM)
+    done = export_table(tmp_path, ev, build_columns, updates=Updates())
+    _, predict = serve(done)
+    random = np.random.default_rng(2)
+    lengths = random.integers(1, 6, 40)
+    values = random.choice(np.concatenate([ev.keys[:100], LIMITS, np.arange(20)]), lengths.sum())
+    weights = random.normal(size=len(values)).astype(np.float32)
+    splits = np.concatenate([[0], np.cumsum(lengths)])
+    places = np.arange(len(values)) - np.repeat(splits[:-1], lengths)
+    indices = np.stack([np.repeat(np.arange(len(lengths)), lengths), places], 1)
+    answers = predict(
+        indices=tf.constant(indices),
+        values=tf.constant(values),
+        shape=tf.constant([len(lengths), lengths.max()], tf.int64),
+        weights=tf.constant(weights),
+        splits=tf.constant(splits),
+    )
+    rows = reference(ev, values, np.full((1, DIM), 0.5, np.float32))
+    assert answers["unique"].numpy().tobytes() == rows.tobytes()
+    for number, (begin, end) in enumerate(pairwise(splits)):
+        part, by = rows[begin:end], weights[begin:end, None]
+        close = {"rtol": 1e-5, "atol": 1e-6}
+        np.testing.assert_allclose(answers["sum"][number], part.sum(0), **close)
+        np.testing.assert_allclose(answers["safe"][number], part.sum(0), **close)
+        np.testing.assert_allclose(answers["mean"][number], part.mean(0), **close)
+        np.testing.assert_allclose(answers["sqrtn"][number], part.sum(0) / np.sqrt(len(part)), **close)
+        np.testing.assert_allclose(answers["sum_weighted"][number], (part * by).sum(0), **close)
+        np.testing.assert_allclose(
+            answers["mean_weighted"][number], (part * by).sum(0) / by.sum(), rtol=1e-3, atol=1e-4
+        )
+        assert (answers["ragged"][number, : len(part)].numpy() == part).all()
