@@ -8,12 +8,13 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from exporter.errors import os_error
+from exporter.storage import mirror
 
 _LOCK_POLL_SECONDS = 0.02
 
@@ -73,16 +74,20 @@ def sync(path: Path) -> None:
             os.close(descriptor)
 
 
-def open_regular(path: Path, *, follow: bool = True) -> int:
+def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int, int]] | None = None) -> int:
     """A descriptor to read a regular file with: opening a pipe or a device may block for ever.
 
+    Of a file that stands for an object of a store, only `ranges` (start, stop) need be there; all by default.
+
     Raises:
+        CheckpointError: what the file stands for cannot be fetched.
         OSError: as `os.open`; EISDIR for a directory, EINVAL for whatever else is no file.
     """
     kind = 0 if follow else os.O_NOFOLLOW
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | kind)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
+        mirror.fetch(path, ranges)
         return descriptor
     os.close(descriptor)
     if stat.S_ISDIR(mode):

@@ -1,4 +1,4 @@
-"""Parse paths that people give. All are local: `file://` is accepted, other schemes are refused.
+"""Parse paths that people give: local ones, `file://`, and where checkpoints are read URLs of object stores.
 
 Without this check `gs://bucket/m` would be the local directory `gs:` with `bucket/m` in it.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from exporter.errors import UsageError
+from exporter.storage.objects import Url
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 _URL_AS_PATH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(.*)", re.DOTALL)
@@ -54,6 +55,15 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
     )
 
 
+def checkpoint_path(what: str, place: str | os.PathLike[str]) -> Path:
+    """The path that a checkpoint is read from: as `local_path`, or the URL of an object store as a path.
+
+    Raises:
+        UsageError: as `local_path`.
+    """
+    return local_path(what, place) if Url.parse(os.fspath(place)) is None else Path(place)
+
+
 def local_name(what: str, name: str) -> str:
     """A name that may be a path or, as `pkg.mod:fn`, something else.
 
@@ -61,6 +71,15 @@ def local_name(what: str, name: str) -> str:
         UsageError: as `local_path`.
     """
     return str(local_path(what, name)) if _URL.match(name) else name
+
+
+def checkpoint_parser(what: str) -> Callable[[str], Path]:
+    """`checkpoint_path` for one option or argument of a command line."""
+
+    def path(text: str) -> Path:
+        return checkpoint_path(what, text)
+
+    return path
 
 
 def path_parser(what: str) -> Callable[[str], Path]:

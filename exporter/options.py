@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
 from exporter.errors import UsageError
-from exporter.local_paths import local_name, local_path
+from exporter.local_paths import checkpoint_path, local_name, local_path
 
 
 class DataMode(StrEnum):
@@ -147,7 +147,8 @@ class ExportRequest(Struct, frozen=True):
         """Take `file://` as a path, and refuse other URLs where a path is expected."""
         for name in _PATHS:
             if (place := getattr(self, name)) is not None:
-                force_setattr(self, name, local_path(f"--{name.replace('_', '-')}", place))
+                parse = checkpoint_path if name == "ckpt_dir" else local_path
+                force_setattr(self, name, parse(f"--{name.replace('_', '-')}", place))
         if isinstance(self.model, str):
             force_setattr(self, "model", local_name("--model", self.model))
         modules = tuple(local_name("--custom-objects", name) for name in self.custom_objects)

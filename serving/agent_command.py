@@ -125,9 +125,10 @@ def agent(
         require_libraries("agent", "the agent", *_LIBRARIES)
         stop_on_sigterm()
         from serving.agent import http, page, view
-        from serving.agent.fleet import Fleet, Model, Settings
+        from serving.agent.fleet import Fleet, Settings
         from serving.agent.journal import Journal
         from serving.agent.metrics import Metrics
+        from serving.agent.publications import Model
         from serving.agent.recorder import Recorder
         from serving.agent.rollout import Policy
         from serving.agent.targets import Targets

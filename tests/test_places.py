@@ -1,8 +1,9 @@
-"""Stores elsewhere are refused where a path is expected, and nothing is made in their name."""
+"""Stores elsewhere are refused where a local path is expected, and nothing is made in their name."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 import click
@@ -20,6 +21,9 @@ from serving import cli as serving_cli
 from serving.server import ModelServer
 from tests.support.commands import export_model, run_app
 
+READ_FROM_STORES = {("export-model", "ckpt_dir"), ("inspect", "path")}
+"""What checkpoints are named by."""
+
 
 @pytest.mark.parametrize("app", [cli.app, serving_cli.app], ids=["export-model", "serve-model"])
 def test_every_path_of_a_command_line_refuses_stores(app: App) -> None:
@@ -33,18 +37,28 @@ def test_every_path_of_a_command_line_refuses_stores(app: App) -> None:
         function = inspect.unwrap(command.callback) if command.callback else None
         for parameter in command.params if function else ():
             hint = str(inspect.signature(function).parameters[str(parameter.name)].annotation)
-            if "Path" not in hint and hint != "ModelArgument":
+            if not re.match(r"(Annotated\[)?(tuple\[)?Path\b|ModelArgument", hint):
                 continue
             found += 1
+            with pytest.raises(UsageError, match="only local paths"):
+                parameter.type_cast_value(context, "hdfs://name:8020/m")
+            if (command.name, parameter.name) in READ_FROM_STORES:
+                assert parameter.type_cast_value(context, "gs://bucket/m") == Path("gs:/bucket/m")
+                continue
             with pytest.raises(UsageError, match="only local paths"):
                 parameter.type_cast_value(context, "gs://bucket/m")
     assert found >= 2
 
 
 @pytest.mark.parametrize(
-    "option", ["--ckpt-dir", "--out", "--signatures", "--rename-file", "--warmup", "--verify-inputs"]
+    ("option", "url"),
+    [
+        (option, url)
+        for option in ("--ckpt-dir", "--out", "--signatures", "--rename-file", "--warmup", "--verify-inputs")
+        for url in ("gs://bucket/m", "s3://bucket/m", "hdfs://name:8020/m", "azfs://a/b")
+        if (option, url[:2]) not in (("--ckpt-dir", "gs"), ("--ckpt-dir", "s3"))
+    ],
 )
-@pytest.mark.parametrize("url", ["gs://bucket/m", "s3://bucket/m", "hdfs://name:8020/m", "azfs://a/b"])
 def test_a_store_is_a_usage_error_and_no_directory(
     option: str, url: str, ranker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,10 +74,10 @@ def test_a_store_is_a_usage_error_and_no_directory(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("inspect", "gs://bucket/m"),
+        ("inspect", "hdfs://name/m"),
         ("inspect", "train", "--unmatched", "gs://bucket/graph.meta"),
         ("diff", "gs://bucket/m@900", "train"),
-        ("diff", "train", "s3://bucket/m"),
+        ("diff", "train", "viewfs://name/m"),
         ("verify", "gs://bucket/m"),
         ("merge", "gs://bucket/m"),
         ("rollback", "gs://bucket/m", "--to", "9"),
@@ -111,8 +125,9 @@ def test_requests_take_file_urls_and_refuse_others() -> None:
         "/x/graph.meta",
     )
     assert ExportRequest(Path("a"), Path("b"), model="my.mod:fn").model == "my.mod:fn"
-    for paths in ((Path("gs://b/train"), Path("m")), (Path("train"), Path("gs://b/m"))):
-        with pytest.raises(UsageError, match=r"gs://b/(train|m): only local paths"):
+    assert ExportRequest(Path("gs://b/train"), Path("m")).ckpt_dir == Path("gs:/b/train")
+    for paths in ((Path("hdfs://b/train"), Path("m")), (Path("train"), Path("gs://b/m"))):
+        with pytest.raises(UsageError, match=r"://b/(train|m): only local paths"):
             ExportRequest(*paths)
 
 
@@ -129,6 +144,8 @@ def test_what_is_no_url_stays_as_it_is(text: str) -> None:
 
 def test_trainers_refuse_stores_before_they_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="only local paths"):
+        ExportArguments.of(ExportRequest(Path("gs://bucket/train"), Path("m")))
     with pytest.raises(UsageError, match="only local paths"):
         IncrementHook("gs://bucket/train", save_increment_secs=60)
     with pytest.raises(UsageError, match="only local paths"), checkpoint_dir("gs://bucket/train"):

@@ -16,6 +16,7 @@ from exporter.checkpoint.source_shard import check_size, open_shard
 from exporter.errors import CheckpointChanged, os_error
 from exporter.files import FileIdentity
 from exporter.progress import Progress
+from exporter.storage import mirror
 
 BATCH_BYTES = 16 << 20
 """What one task copies: large enough to amortise the task, small enough to be interrupted soon."""
@@ -49,6 +50,11 @@ def copy_ranges(
         CheckpointError: it cannot be read.
         PublishError: the target cannot be written; DiskFull if there is no space.
     """
+    if (remote := mirror.find(source)) is not None:
+        pieces = [(each.source, each.source + each.size, each.target) for each in ranges]
+        with _target(target) as writer:
+            remote[0].copy(remote[1], writer, pieces, target, progress.advance)
+        return
     with open_shard(source) as reader, _target(target) as writer:
         before = os.fstat(reader)
         check_size(source, before.st_size, size)

@@ -12,6 +12,7 @@ from msgspec import Struct
 from exporter.checkpoint.source_shard import check_size, shard_status, vanished
 from exporter.errors import CheckpointChanged
 from exporter.files import FileIdentity
+from exporter.storage import mirror
 
 _IMPOSSIBLE = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 """Other file system or mount; not ours under `protected_hardlinks`; too many links; no links at all."""
@@ -62,6 +63,8 @@ def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> s
         CheckpointError: it cannot be reached.
         OSError: the target cannot be written.
     """
+    if mirror.find(source) is not None:
+        return "it is in an object store"
     before = shard_status(source)
     check_size(source, before.st_size, size)
     lost = new_file.readers_lost_by(before)

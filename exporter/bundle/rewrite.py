@@ -186,7 +186,7 @@ def _interleave(inputs: list[_Input], rows: int, width: int, block_rows: int) ->
 @contextmanager
 def _open(catalog: Catalog, tensor: TensorRef, extent: Extent) -> Iterator[_Input]:
     path = catalog.path_of(extent)
-    with open_shard(path) as descriptor:
+    with open_shard(path, extent) as descriptor:
         yield _Input(descriptor, path, tensor, extent)
 
 

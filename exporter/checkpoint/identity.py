@@ -17,6 +17,7 @@ from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.families import family_of
 from exporter.errors import CheckpointChanged, CheckpointNotFound
 from exporter.files import read_regular
+from exporter.storage import mirror
 
 Looks: TypeAlias = tuple[tuple[str, int, int, int], ...]
 """Names, sizes in bytes, modification times in nanoseconds and inodes of files, by name."""
@@ -94,6 +95,7 @@ def look(prefix: Path) -> Looks:
 
     What others put beside them (checksums, what is being downloaded) is not the checkpoint.
     """
+    mirror.refresh(prefix)
     with suppress(OSError):
         names = [path.name for path in prefix.parent.iterdir()]
         found = sorted(family_of(prefix).files(prefix, names))

@@ -42,6 +42,7 @@ from exporter.errors import (
 )
 from exporter.files import nearest, read_regular
 from exporter.layout import CHECKPOINT_STATE_FILE, SAVED_MODEL_FILES, VARIABLES_NAME
+from exporter.storage import mirror
 
 WORKER_PREFIX = "workertemp_"
 """Begins the name of a directory into which a worker saves what only the chief keeps, in that directory."""
@@ -70,6 +71,7 @@ def open_checkpoint(path: Path) -> Catalog:
         CheckpointNotFound: nothing there; the message says what was found instead.
         MissingShard, TruncatedFile, CorruptFile, UnsupportedFormat, CheckpointChanged: see errors.py.
     """
+    path = mirror.local(path)
     if _directory(path) is None:
         return _read_settled(candidates(path)[0])
     passed_over: dict[Path, CheckpointError] = {}
@@ -101,6 +103,7 @@ def candidates(path: Path) -> list[Path]:
         CheckpointNotFound: there are none.
         CheckpointError: the directory cannot be listed.
     """
+    path = mirror.local(path)
     directory = _directory(path)
     if directory is not None:
         return _in_directory(directory)

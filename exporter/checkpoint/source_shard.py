@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from exporter.catalog import Catalog, Extent, TensorRef
 from exporter.errors import CheckpointChanged, CheckpointError
 from exporter.files import open_regular
+from exporter.storage import mirror
 
 
 @contextmanager
-def open_shard(path: Path) -> Iterator[int]:
-    """A descriptor to read the shard with.
+def open_shard(path: Path, *extents: Extent) -> Iterator[int]:
+    """A descriptor to read extents of the shard with.
 
     Raises:
         CheckpointChanged: it is no longer there.
         CheckpointError: it cannot be opened.
     """
     with _reading(path):
-        descriptor = open_regular(path)
+        ranges = [(extent.offset, extent.offset + extent.size) for extent in extents]
+        descriptor = open_regular(path, ranges=ranges)
     try:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def fetch_tensors(catalog: Catalog, tensors: Iterable[TensorRef]) -> None:
+    """Have the bytes of tensors where another program reads the shards: of a checkpoint in an object store.
+
+    Raises:
+        CheckpointError: they cannot be fetched.
+    """
+    for tensor in tensors:
+        for extent in tensor.extents:
+            mirror.fetch(catalog.path_of(extent), [(extent.offset, extent.offset + extent.size)])
 
 
 def shard_status(path: Path) -> os.stat_result:

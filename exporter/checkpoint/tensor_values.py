@@ -111,7 +111,7 @@ def encode_strings(strings: Iterable[bytes]) -> tuple[bytes, int]:
 def _open_extent(catalog: Catalog, extent: Extent) -> Iterator[int]:
     """The descriptor of a shard that is still long enough for an extent."""
     path = catalog.path_of(extent)
-    with open_shard(path) as fd:
+    with open_shard(path, extent) as fd:
         if os.fstat(fd).st_size < extent.offset + extent.size:
             raise CheckpointChanged(f"{path} became shorter after its index was read")
         yield fd

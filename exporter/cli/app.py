@@ -23,6 +23,7 @@ from exporter.cli.export_help import (
 from exporter.cli.notify import Servers
 from exporter.cli.stop_options import stop_when
 from exporter.errors import UsageError
+from exporter.local_paths import checkpoint_parser
 from exporter.options import DataMode, DeltaDtype, ExportFormat, ExportRequest, Isolation, Updates, Verify
 from exporter.pipeline.watch_loop import StopWhen, Watching
 from exporter.roles import node_role
@@ -50,7 +51,8 @@ def export(
         Option(
             group=PLACES,
             metavar="DIR|PREFIX",
-            help="Checkpoint directory (its newest one), or one checkpoint's prefix.",
+            parser=checkpoint_parser("--ckpt-dir"),
+            help="Checkpoint directory (its newest one), or one checkpoint's prefix; also s3://, gs://, az://.",
         ),
     ] = None,
     out: Annotated[

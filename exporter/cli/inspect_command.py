@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from exporter.errors import UsageError
+from exporter.local_paths import checkpoint_parser
 from exporter.options import ExportRequest
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command, pairs
 from exporter.terminal.parameters import App, Argument, Option
@@ -17,7 +18,9 @@ def register(app: App) -> None:
 
 
 def inspect(
-    path: Annotated[Path, Argument("PATH", "Checkpoint, .meta, SavedModel or model base path.")],
+    path: Annotated[
+        Path, Argument("PATH", "Checkpoint, .meta, SavedModel or model base path.", checkpoint_parser("PATH"))
+    ],
     tensors: Annotated[bool, Option(help="List every tensor.")] = False,
     unmatched: Annotated[
         str | None,

@@ -31,6 +31,7 @@ from exporter.local_paths import local_name
 from exporter.pipeline.layouts import side_by_side
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.versions import version_dirs
+from exporter.storage.objects import Url
 
 Array = np.ndarray[Any, Any]
 
@@ -84,6 +85,8 @@ def parse_side(text: str) -> Side:
         UsageError: the position is malformed.
         ExportError: what is named cannot be read, see errors.py.
     """
+    if "@" not in text and Url.parse(text) is not None:
+        return _of_catalog(open_checkpoint(Path(text)), text)
     text = local_name("side", text)
     name, at, position = text.rpartition("@")
     if at and not Path(text).exists():

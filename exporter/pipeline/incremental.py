@@ -55,6 +55,7 @@ from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.delta_publication import Publication, count_rows, publish_changes
 from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
 from exporter.publish.versions import version_dirs
+from exporter.storage import mirror
 
 if TYPE_CHECKING:
     from exporter.pipeline.full import Exported
@@ -258,7 +259,7 @@ def export_incremental(
                 raise
             return export_base(request, progress)
         except CheckpointChanged:
-            if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [request.ckpt_dir]:
+            if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [mirror.local(request.ckpt_dir)]:
                 raise
     else:
         raise AssertionError("the loop is left, or raises")

@@ -33,6 +33,7 @@ from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import Manifest
 from exporter.publish.permission import held_at
 from exporter.publish.versions import read_manifest, version_dirs
+from exporter.storage import mirror
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -142,6 +143,7 @@ def inspect(path: Path) -> Inspection:
         CheckpointError: nothing is there, or it is damaged.
         GraphError: a graph file is damaged.
     """
+    path = mirror.local(path)
     if path.name in SAVED_MODEL_FILES:
         path = path.parent
     if is_saved_model(path):

@@ -21,6 +21,7 @@ from msgspec.structs import asdict
 
 from exporter.errors import ExportError
 from exporter.progress import NoProgress, Progress
+from exporter.storage.mirror import shown
 from exporter.terminal.markup import escape, rendered
 
 if TYPE_CHECKING:
@@ -81,12 +82,11 @@ class Output(Struct):
             if self.mode is OutputMode.JSON:
                 indent = None if self.json_lines else 2
                 whole = {"format_version": FORMAT_VERSION, **asdict(document)}
-                json.dump(whole, self.stdout, indent=indent, default=to_json)
-                self.stdout.write("\n")
+                self.stdout.write(shown(json.dumps(whole, indent=indent, default=to_json)) + "\n")
             elif self.mode is OutputMode.HUMAN:
                 coloured = use_colour(self.stdout)
                 for line in [*self._time(), *lines]:
-                    self.stdout.write(rendered(line, coloured=coloured) + "\n")
+                    self.stdout.write(shown(rendered(line, coloured=coloured)) + "\n")
             self.stdout.flush()
 
     def _time(self) -> list[str]:
@@ -122,7 +122,7 @@ class Output(Struct):
         for heading, justify in columns.items():
             table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(Text(str(cell)) for cell in row))
+            table.add_row(*(Text(shown(str(cell))) for cell in row))
         console = self._console(self.stdout)
         with self._writing_stdout(is_done=False):
             console.print(table, width=None if console.is_terminal else _PIPE_WIDTH)
@@ -141,7 +141,7 @@ class Output(Struct):
     def _say(self, text: str) -> None:
         """Talk never fails a command, whatever became of stderr."""
         try:
-            self.stderr.write(rendered(text, coloured=use_colour(self.stderr)) + "\n")
+            self.stderr.write(shown(rendered(text, coloured=use_colour(self.stderr))) + "\n")
             self.stderr.flush()
         except OSError:
             silence(self.stderr)
@@ -153,7 +153,7 @@ class Output(Struct):
                 type(error).__name__, error.message, error.cause, error.hint, int(error.exit_code)
             )
             with suppress(OSError):
-                self.stderr.write(json.dumps(asdict(failure)) + "\n")
+                self.stderr.write(shown(json.dumps(asdict(failure))) + "\n")
                 self.stderr.flush()
         else:
             self._say(f"[bold red]error:[/] {escape(error.message)}")

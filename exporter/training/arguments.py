@@ -53,7 +53,7 @@ class ExportArguments(Struct, frozen=True):
         """
         if isinstance(what, ExportRequest):
             require_exact(what, 'pass arguments with "--incr": ["--ckpt-dir", "train", "--incr", ...]')
-            return cls(what.ckpt_dir, tuple(_options(what)))
+            return cls(local_path(_CKPT_DIR, what.ckpt_dir), tuple(_options(what)))
         given = [] if isinstance(what, str) else [os.fspath(argument) for argument in what]
         if _WATCH in given:
             raise UsageError(

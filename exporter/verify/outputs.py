@@ -17,6 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from exporter.checkpoint.source_shard import fetch_tensors
 from exporter.errors import VerificationError
 from exporter.graph.runnable import runnable_graph
 from exporter.graph.signatures import tensor_names
@@ -188,6 +189,7 @@ def _restore(session: Any, mapping: TensorMapping) -> None:
 
     prefix = str(mapping.catalog.prefix)
     graph = session.graph
+    fetch_tensors(mapping.catalog, [item.tensor for item in mapping.sources])
     for item in mapping.sources:
         moved = _moved_rows(prefix, item) if item.gather_parts or item.scatter_parts else None
         for variable in item.variables:

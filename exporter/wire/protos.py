@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import threading
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,10 @@ _SERVING_FILES = (
 
 Proto = Any
 """A message of the private pool; protobuf makes its class at run time, so there is no static type."""
+
+
+_BUILDING = threading.RLock()
+"""There is one pool, though threads ask for their first messages at once: those of two do not mix."""
 
 
 def __getattr__(name: str) -> Any:
@@ -53,10 +58,11 @@ def message_class(name: str) -> Any:
     from google.protobuf import message_factory
 
     files = _SERVING_FILES if name.startswith("serving.") else _FILES
-    for file in files:
-        _add_file(_pool(), file)
-        with suppress(KeyError):
-            return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"tensorflow.{name}"))
+    with _BUILDING:
+        for file in files:
+            _add_file(_pool(), file)
+            with suppress(KeyError):
+                return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"tensorflow.{name}"))
     raise KeyError(name)
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 
 from msgspec import Struct, field
 
@@ -17,8 +16,8 @@ from exporter.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving.agent import rollout
 from serving.agent.audit import Audited
-from serving.agent.directory import ModelDirectory
 from serving.agent.journal import Event, Journal, What
+from serving.agent.publications import Model, Publications
 from serving.agent.replica import Replica
 from serving.agent.rollout import Apply, Audit, Observe, Observed, Policy, Published, Refusal, Rest
 from serving.agent.targets import Resolved, Targets
@@ -26,13 +25,6 @@ from serving.updates import Updated
 
 _LONGEST_WAIT_S = 60.0
 _REFUSED = "INVALID_ARGUMENT"
-
-
-class Model(Struct, frozen=True):
-    """A model's name on the servers, and its base path as the agent sees it."""
-
-    name: str
-    path: Path
 
 
 class Settings(Struct, frozen=True):
@@ -49,88 +41,6 @@ class Settings(Struct, frozen=True):
     deadline_s: float = 10.0
     audit_chunks: int = 16
     access: ServerAccess = WITHOUT_TLS
-
-
-class Publications:
-    """What is published of one model, kept current by a thread; workers wait here for news."""
-
-    def __init__(self, model: Model, journal: Journal, poll_s: float) -> None:
-        self.model = model
-        self.directory = ModelDirectory(model.path)
-        self._journal = journal
-        self._poll_s = poll_s
-        self._news = threading.Condition()
-        self._count = 0
-        self.current = self.directory.read()
-        if self.current.problem:
-            self._tell(What.UNSEEN, self.current.problem)
-
-    def wait(self, seen: int, timeout_s: float) -> int:
-        """Sleep until there are news beyond `seen`, or for `timeout_s`; the number of the last news."""
-        with self._news:
-            self._news.wait_for(lambda: self._count != seen, timeout_s)
-            return self._count
-
-    def wake(self) -> None:
-        """Let whoever waits look again."""
-        with self._news:
-            self._count += 1
-            self._news.notify_all()
-
-    def follow(self, stop: threading.Event) -> None:
-        """List the directory whenever something appears in it, and every `poll_s`, until `stop`."""
-        while not stop.is_set():
-            places = self.directory.places()
-            for _ in changes(places, stop, self._poll_s):
-                self.look()
-                if self.directory.places() != places or stop.is_set():
-                    break
-
-    def look(self) -> None:
-        """List the directory now."""
-        before, found = self.current, self.directory.read()
-        if found == before:
-            return
-        if found.problem != before.problem:
-            what = What.UNSEEN if found.problem else What.SEEN
-            self._tell(what, found.problem or f"{self.model.path} can be seen again")
-        self.current = found
-        self.wake()
-
-    def _tell(self, what: What, message: str) -> None:
-        self._journal.write(Event(what, message, self.model.name))
-
-
-def changes(places: Sequence[Path], stop: threading.Event, poll_s: float) -> Iterator[None]:
-    """Yield whenever something may have changed in one of the directories, and at least every `poll_s`.
-
-    The kernel tells of changes on local disks; on network file systems it tells of one's own alone, so that
-    the period is what counts there.
-    """
-    if not places:
-        stop.wait(poll_s)
-        yield
-        return
-    import watchfiles
-
-    told = watchfiles.watch(
-        *places,
-        watch_filter=None,
-        debounce=20,
-        step=2,
-        stop_event=stop,
-        rust_timeout=max(1, int(poll_s * 1000)),
-        yield_on_timeout=True,
-        raise_interrupt=False,
-        recursive=False,
-        ignore_permission_denied=True,
-    )
-    yield  # what appeared before the watch began
-    try:
-        for _ in told:
-            yield
-    except FileNotFoundError:  # a place vanished
-        stop.wait(poll_s)
 
 
 class Worker:
@@ -184,9 +94,13 @@ class Worker:
 
     def _run(self) -> None:
         settings = self._settings
-        with Replica(self.address, self.model, settings.deadline_s, settings.access) as replica:
-            while not self._stop.is_set():
-                self._act(replica)
+        while not self._stop.is_set():
+            try:
+                with Replica(self.address, self.model, settings.deadline_s, settings.access) as replica:
+                    while not self._stop.is_set():
+                        self._act(replica)
+            except Exception as error:  # noqa: BLE001 - else nobody would look after this replica any more
+                self._failed(CallFailed("INTERNAL", f"{type(error).__name__}: {error}"))
 
     def _act(self, replica: Replica) -> None:
         now = time.monotonic()

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec import Struct, to_builtins
 
 from serving.agent import rollout
 from serving.agent.audit import Audited
@@ -132,7 +131,7 @@ class FleetView(Struct, frozen=True):
             "at": self.at.isoformat(timespec="milliseconds"),
             "models": [
                 {
-                    **{name: value for name, value in asdict(model).items() if name != "quarantined"},
+                    **to_builtins(model),
                     "quarantined": [
                         {"delta": str(found.delta), "reason": found.reason} for found in model.quarantined
                     ],

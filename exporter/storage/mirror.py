@@ -1,0 +1,258 @@
+"""Mirror a checkpoint directory of an object store: a local directory of files that are empty until read.
+
+Every object becomes a sparse file of its size, name and time. Whoever opens one fetches it first: all of it,
+or of a shard the ranges that are needed. So a checkpoint in a store is read by the same code as a local one,
+and of a terabyte only the index and what is exported crosses the network. What is fetched is pinned to the
+object that was listed: one that is replaced meanwhile is `CheckpointChanged`.
+
+The mirrors of a process are removed when it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from exporter.errors import os_error
+from exporter.storage.objects import ObjectReader, RemoteObject, Url
+
+PART_BYTES = 8 << 20
+"""What one request fetches: a connection's time to the first byte hardly counts, and a retry costs little."""
+_CONNECTIONS = 16
+_MIRRORS: dict[str, Mirror] = {}  # by the path of their directory
+_LOCK = threading.Lock()
+
+
+class Mirror:
+    """A local directory with the names, sizes and times of the objects below a URL.
+
+    `url` is a directory, or the prefix of a checkpoint's files in one.
+    """
+
+    def __init__(self, url: Url) -> None:
+        self.asked = url
+        self._reader = ObjectReader(url)
+        self._found: dict[str, RemoteObject] = {}
+        self._fetched: dict[str, Ranges] = {}
+        self._lock = threading.Lock()
+        self._is_prefix = not any(self._reader.below(url.path))
+        self.url = url.parent if self._is_prefix and url.path else url
+        self.root = _new_directory() / url.scheme / url.bucket / self.url.path
+        self.root.mkdir(parents=True)
+
+    @property
+    def path(self) -> Path:
+        """What stands locally for the URL."""
+        return self.root / self.asked.name if self._is_prefix else self.root
+
+    def refresh(self) -> None:
+        """List the objects again: new ones appear, replaced ones become new files, others are removed.
+
+        Raises:
+            CheckpointError: they cannot be listed.
+            DiskFull, PublishError: the local directory cannot be written.
+        """
+        found = {name: each for each in self._list() if (name := self._name(each)) is not None}
+        with self._lock:
+            for name in self._found.keys() - found.keys():
+                (self.root / name).unlink(missing_ok=True)
+                del self._found[name], self._fetched[name]
+            for name, each in found.items():
+                if self._found.get(name) != each:
+                    self._place(self.root / name, each)
+                    self._found[name], self._fetched[name] = each, Ranges()
+
+    def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
+        """Fill ranges (start, stop) of a file, or all of it; what is there already is not fetched again.
+
+        Raises:
+            CheckpointChanged: the object is gone or was replaced.
+            CheckpointError: it cannot be read.
+            DiskFull, PublishError: the local file cannot be written.
+        """
+        with self._lock:
+            if (each := self._found.get(name)) is None:
+                return  # a file that is not there is its reader's to report
+            wanted = [(0, each.size)] if ranges is None else ranges
+            missing = [gap for start, stop in wanted for gap in self._fetched[name].gaps(start, stop)]
+            if missing:
+                path = self.root / name
+                descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                before = os.fstat(descriptor)
+                try:
+                    self._copy(each, descriptor, [(start, stop, start) for start, stop in missing], path)
+                finally:
+                    os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
+                    os.close(descriptor)
+                for start, stop in missing:
+                    self._fetched[name].add(start, stop)
+
+    def copy(
+        self,
+        name: str,
+        descriptor: int,
+        pieces: Iterable[tuple[int, int, int]],
+        target: Path,
+        advance: Callable[[int], None],
+    ) -> None:
+        """Fetch pieces (start, stop, offset in the target) of an object into an open file; none is kept here.
+
+        `advance` is told of the bytes that have come, from several threads.
+
+        Raises:
+            CheckpointChanged, CheckpointError, DiskFull, PublishError: as `fetch`.
+        """
+        self._copy(self._found[name], descriptor, pieces, target, advance)
+
+    def _copy(
+        self,
+        each: RemoteObject,
+        descriptor: int,
+        pieces: Iterable[tuple[int, int, int]],
+        target: Path,
+        advance: Callable[[int], None] | None = None,
+    ) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        def move(part: tuple[int, int, int]) -> None:
+            start, stop, offset = part
+            content = self._reader.read(each, start, stop)
+            try:
+                while content:
+                    written = os.pwrite(descriptor, content, offset)
+                    content, offset = content[written:], offset + written
+            except OSError as error:
+                raise os_error(error, target) from error
+            if advance is not None:
+                advance(stop - start)
+
+        parts = [part for piece in pieces for part in _parts(*piece)]
+        if len(parts) == 1:
+            move(parts[0])
+            return
+        with ThreadPoolExecutor(min(_CONNECTIONS, max(1, len(parts))), "fetch") as pool:
+            tasks = [pool.submit(move, part) for part in parts]
+            try:
+                for task in tasks:
+                    task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    def _list(self) -> Iterator[RemoteObject]:
+        if not self._is_prefix:
+            return self._reader.below(self.url.path)
+        prefix = self.asked.path
+        return (each for each in self._reader.beside(self.url.path) if each.key.startswith(prefix))
+
+    def _name(self, each: RemoteObject) -> str | None:
+        """The path below the root; None for what cannot be a file there: `a//b`, `..`, `a/`."""
+        base = f"{self.url.path}/" if self.url.path else ""
+        parts = each.key.removeprefix(base).split("/")
+        is_plain = all(part not in ("", ".", "..") and "\0" not in part for part in parts)
+        return "/".join(parts) if is_plain and each.key.startswith(base) else None
+
+    def _place(self, path: Path, each: RemoteObject) -> None:
+        new = path.with_name(f".{path.name}.new")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with new.open("wb") as file:
+                file.truncate(each.size)
+            os.utime(new, (each.modified, each.modified))
+            new.replace(path)
+        except OSError as error:
+            raise os_error(error, path) from error
+
+
+class Ranges:
+    """Ranges that do not overlap, in order."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """What is missing of a range."""
+        at = bisect_left(self._stops, start)
+        while start < stop and at < len(self._starts) and self._starts[at] < stop:
+            if start < self._starts[at]:
+                yield start, self._starts[at]
+            start = max(start, self._stops[at])
+            at += 1
+        if start < stop:
+            yield start, stop
+
+    def add(self, start: int, stop: int) -> None:
+        """Add a range, joined with those that it touches."""
+        first, last = bisect_left(self._stops, start), bisect_left(self._starts, stop + 1)
+        if first < last:
+            start, stop = min(start, self._starts[first]), max(stop, self._stops[last - 1])
+        self._starts[first:last], self._stops[first:last] = [start], [stop]
+
+
+def _parts(start: int, stop: int, offset: int) -> Iterator[tuple[int, int, int]]:
+    for at in range(start, stop, PART_BYTES):
+        yield at, min(at + PART_BYTES, stop), offset + at - start
+
+
+def local(path: Path) -> Path:
+    """The local path that stands for a URL of an object store, listed anew; any other path is returned.
+
+    Raises:
+        UsageError: the library that reads stores is not installed.
+        CheckpointError: the store cannot be read.
+    """
+    url = Url.parse(os.fspath(path))
+    if url is None:
+        refresh(path)
+        return path
+    with _LOCK:
+        mirror = next((mirror for mirror in _MIRRORS.values() if mirror.asked == url), None)
+        if mirror is None:
+            mirror = Mirror(url)
+            _MIRRORS[str(mirror.root)] = mirror
+    mirror.refresh()
+    return mirror.path
+
+
+def _new_directory() -> Path:
+    import shutil
+    import tempfile
+
+    root = Path(tempfile.mkdtemp(prefix="export-model-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+def find(path: Path) -> tuple[Mirror, str] | None:
+    """The mirror that a path lies in and its name there; None for a path that is no mirror's."""
+    if not _MIRRORS:
+        return None
+    text = os.fspath(path)
+    for root, mirror in _MIRRORS.items():
+        if text == root or text.startswith(f"{root}/"):
+            return mirror, text[len(root) + 1 :]
+    return None
+
+
+def refresh(path: Path) -> None:
+    """List again what a path stands for, if it is a mirror's."""
+    if (found := find(path)) is not None:
+        found[0].refresh()
+
+
+def fetch(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> None:
+    """Have ranges (start, stop) of a file, or all of it, if it is a mirror's; see `Mirror.fetch`."""
+    if (found := find(path)) is not None:
+        found[0].fetch(found[1], ranges)
+
+
+def shown(text: str) -> str:
+    """A text with URLs in place of the local paths that stand for them."""
+    for root, mirror in _MIRRORS.items():
+        text = text.replace(root, str(mirror.url))
+    return text

@@ -1,0 +1,205 @@
+"""Read objects of a store: list them, and read byte ranges of exactly the object that was listed.
+
+Credentials and endpoints come from the environment as each cloud's own tools take them (`AWS_*`, `GOOGLE_*`,
+`AZURE_*`); none of them ever stands in an error's text. obstore reads all three clouds; it is imported when a
+URL is opened, not before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, UsageError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_URL = re.compile(r"(s3|gs|az):/{1,2}([^/?#@:\s]+)(?:/+([^?#]*))?", re.ASCII)
+_MOST_OBJECTS = 100_000
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_ENDPOINT")
+"""Name another server than the cloud's own; one that is told as `http://` is asked without encryption."""
+_CONNECT, _REQUEST, _RETRY = timedelta(seconds=10), timedelta(seconds=60), timedelta(seconds=60)
+_RETRIES = 5
+
+
+class Url(Struct, frozen=True):
+    """Where objects are: `scheme://bucket/path`; of Azure the bucket is the container."""
+
+    scheme: str
+    bucket: str
+    path: str
+
+    @classmethod
+    def parse(cls, text: str) -> Url | None:
+        """The URL of an object store, or of a `Path` made of one (`s3:/b`); None for any other text."""
+        found = _URL.fullmatch(text)
+        if found is None:
+            return None
+        return cls(found[1], found[2], "/".join(part for part in (found[3] or "").split("/") if part))
+
+    @property
+    def parent(self) -> Url:
+        """The directory above, as if there were directories."""
+        return Url(self.scheme, self.bucket, self.path.rpartition("/")[0])
+
+    @property
+    def name(self) -> str:
+        """What follows the last slash."""
+        return self.path.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        """The URL as it is written."""
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
+
+
+class RemoteObject(Struct, frozen=True):
+    """An object as it was listed: its key, size in bytes, entity tag, time of its last change (s)."""
+
+    key: str
+    size: int
+    tag: str | None
+    modified: float
+
+
+class ObjectReader:
+    """The objects of one bucket.
+
+    Raises:
+        UsageError: the library that reads stores is not installed.
+        CheckpointError: the environment's settings are refused.
+    """
+
+    def __init__(self, url: Url) -> None:
+        self.url = url
+        self._store = _open(url)
+
+    def below(self, path: str) -> Iterator[RemoteObject]:
+        """All objects below a directory, by key.
+
+        Raises:
+            CheckpointError: they cannot be listed, or are more than a checkpoint's directory has.
+        """
+        import obstore
+
+        with asking(self.url):
+            count = 0
+            for batch in obstore.list(self._store, path or None, chunk_size=1000):
+                yield from map(_object, batch)
+                count += len(batch)
+                if count > _MOST_OBJECTS:
+                    raise CheckpointError(
+                        f"{self.url} has more than {_MOST_OBJECTS} objects below it",
+                        hint="name the directory of one training's checkpoints",
+                    )
+
+    def beside(self, path: str) -> Iterator[RemoteObject]:
+        """The objects of a directory alone.
+
+        Raises:
+            CheckpointError: they cannot be listed.
+        """
+        import obstore
+
+        with asking(self.url):
+            yield from map(_object, obstore.list_with_delimiter(self._store, path or None)["objects"])
+
+    def read(self, found: RemoteObject, start: int, stop: int) -> memoryview:
+        """Bytes `start` to `stop` of the object that was listed.
+
+        Raises:
+            CheckpointChanged: it is gone, or another one has its name.
+            CheckpointError: it cannot be read.
+        """
+        import obstore
+
+        if start >= stop:
+            return memoryview(b"")
+        options: Any = {"range": (start, stop), "if_match": found.tag}
+        with asking(self.url, found.key):
+            content = memoryview(obstore.get(self._store, found.key, options=options).bytes())
+        if len(content) != stop - start:
+            raise CheckpointChanged(f"{self._named(found.key)} is shorter than it was when it was listed")
+        return content
+
+    def _named(self, key: str) -> str:
+        return f"{self.url.scheme}://{self.url.bucket}/{key}"
+
+
+def _open(url: Url) -> ObjectStore:
+    try:
+        from obstore import store
+    except ImportError:
+        raise UsageError(
+            f"{url}: reading object stores needs a library that is not installed",
+            hint="pip install 'export-model[stores]'",
+        ) from None
+    plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
+    options: Any = {
+        "client_options": {"connect_timeout": _CONNECT, "timeout": _REQUEST, "allow_http": plain},
+        "retry_config": {"max_retries": _RETRIES, "retry_timeout": _RETRY},
+    }
+    with asking(url):
+        if url.scheme == "s3":
+            return store.S3Store(url.bucket, **options)
+        if url.scheme == "gs":
+            return store.GCSStore(url.bucket, **options)
+        return store.AzureStore(url.bucket, **options)
+
+
+def _object(listed: Any) -> RemoteObject:
+    return RemoteObject(listed["path"], listed["size"], listed["e_tag"], listed["last_modified"].timestamp())
+
+
+@contextmanager
+def asking(url: Url, key: str | None = None) -> Iterator[None]:
+    """Turn what a store answers into errors by name; of its text only what can hold no secret is kept."""
+    from obstore import exceptions
+
+    where = str(url) if key is None else f"{url.scheme}://{url.bucket}/{key}"
+    try:
+        yield
+    except (exceptions.PreconditionError, FileNotFoundError) as error:
+        if key is None:
+            raise CheckpointNotFound(f"there is no {where}", hint="name a bucket that is there") from None
+        gone = isinstance(error, FileNotFoundError)
+        raise CheckpointChanged(
+            f"{where} {'vanished' if gone else 'was replaced'} after it was listed"
+        ) from None
+    except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
+        raise CheckpointError(
+            f"{where}: the store refuses these credentials",
+            hint=_CREDENTIALS[url.scheme],
+        ) from None
+    except exceptions.InvalidPathError:
+        raise CheckpointError(
+            f"{where}: a name below it is no path",
+            cause="it has an empty part, or one that is '.' or '..'",
+            hint="name the directory of the checkpoint alone, or remove that object",
+        ) from None
+    except exceptions.BaseError as error:
+        raise CheckpointError(
+            f"{where}: the store cannot be read", cause=_said(error), hint=_CREDENTIALS[url.scheme]
+        ) from None
+
+
+_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL for other clouds",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or what else identifies you",
+}
+_STATUS = re.compile(r"\b(?:status:? |HTTP error: )?([45][0-9]{2} [A-Z][A-Za-z ]+)")
+
+
+def _said(error: Exception) -> str:
+    """The status that a store answered with, or that it did not: its text may hold a signed URL."""
+    text = str(error)
+    if found := _STATUS.search(text):
+        return found[1].strip()
+    return "no answer in time" if "timed out" in text.lower() else "no connection, or no answer to be read"

@@ -1,0 +1,107 @@
+"""The agent's threads: what goes wrong in one of them ends none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import watchfiles
+
+from serving.agent.fleet import Settings, Worker
+from serving.agent.journal import Event, Journal, What
+from serving.agent.publications import Model, Publications
+from serving.agent.rollout import Published
+
+ASK_AT_ONCE = """
+import threading, time
+from google.protobuf import descriptor_pool
+from exporter.wire.protos import message_class
+
+NAMES = ["serving.GetModelStatusRequest", "serving.PredictRequest", "TensorProto"] * 4
+begin, pools, real = threading.Barrier(len(NAMES)), [], descriptor_pool.DescriptorPool
+
+def slow_pool():
+    time.sleep(0.2)  # so that all are there before the first is done
+    return real()
+
+def ask(name):
+    begin.wait()
+    pools.append(message_class(name).DESCRIPTOR.file.pool)
+
+descriptor_pool.DescriptorPool = slow_pool
+threads = [threading.Thread(target=ask, args=(name,)) for name in NAMES]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert len(pools) == len(NAMES), f"{len(NAMES) - len(pools)} threads died"
+assert len({id(pool) for pool in pools}) == 1, "messages of two pools do not mix"
+"""
+
+
+def test_threads_that_ask_for_their_first_messages_at_once_get_them_of_one_pool() -> None:
+    done = subprocess.run([sys.executable, "-c", ASK_AT_ONCE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def wait_for(journal: Journal, what: What) -> Event:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        for event in journal.last():
+            if event.what is what:
+                return event
+        time.sleep(0.01)
+    raise AssertionError(f"no {what}: {journal.last()}")
+
+
+def test_a_replica_is_looked_after_again_whatever_went_wrong(tmp_path: Path) -> None:
+    journal, broken = Journal(), [True]
+
+    def allowed(worker: Worker, published: Published) -> Published:
+        if broken:
+            broken.pop()
+            raise RuntimeError("a fault of our own")
+        return published
+
+    publications = Publications(Model("m", tmp_path), journal, 0.05)
+    worker = Worker("127.0.0.1:9", publications, journal, Settings(), allowed=allowed)
+    worker.start()
+    try:
+        until = time.monotonic() + 60
+        while worker.observed.failures < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        said = [event.message for event in journal.last() if event.what is What.FAILED]
+        assert any("a fault of our own" in message for message in said)
+        assert any("UNAVAILABLE" in message for message in said), "it was called again"
+    finally:
+        worker.end()
+        assert worker.join(60)
+
+
+def test_a_directory_whose_changes_are_not_told_is_polled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def watch(*_: object, **__: object) -> None:
+        raise OSError("OS file watch limit reached")
+
+    monkeypatch.setattr(watchfiles, "watch", watch)
+    model = tmp_path / "ranker"
+    model.mkdir()
+    journal, stop = Journal(), threading.Event()
+    publications = Publications(Model("ranker", model), journal, 0.05)
+    thread = threading.Thread(target=publications.follow, args=(stop,))
+    thread.start()
+    try:
+        assert "watch limit" in wait_for(journal, What.FAILED).message
+        before = publications.current
+        model.rename(tmp_path / "away")
+        until = time.monotonic() + 60
+        while publications.current == before and time.monotonic() < until:
+            time.sleep(0.01)
+        assert "is its volume mounted?" in publications.current.problem
+        assert len([event for event in journal.last() if event.what is What.FAILED]) == 1, "it is said once"
+    finally:
+        stop.set()
+        thread.join(60)
