@@ -89,6 +89,28 @@ def agent(
             help="Apply one delta at a time, and wait this long between two. [default: all at once]",
         ),
     ] = None,
+    pace_factor: Annotated[
+        float | None,
+        Option(
+            metavar="N",
+            min=1,
+            help="Spare predictions: apply deltas one by one, with pauses while the p99 of probes is more "
+            "than N times that of an idle replica. Probes are the first request of the version's warm-up. "
+            "[default: no probes, no pauses]",
+        ),
+    ] = None,
+    pace_max_delay: Annotated[
+        float,
+        Option(metavar="SECONDS", min=0, help="With --pace-factor a delta waits no longer than this."),
+    ] = 5.0,
+    probe_seconds: Annotated[
+        float,
+        Option(
+            metavar="SECONDS",
+            min=0.001,
+            help="Time between two probes while deltas are applied; ten times that otherwise.",
+        ),
+    ] = 0.02,
     audit_seconds: Annotated[
         float | None,
         Option(
@@ -128,6 +150,7 @@ def agent(
         from serving.agent.fleet import Fleet, Settings
         from serving.agent.journal import Journal
         from serving.agent.metrics import Metrics
+        from serving.agent.pacing import PacePolicy
         from serving.agent.publications import Model
         from serving.agent.recorder import Recorder
         from serving.agent.rollout import Policy
@@ -136,9 +159,20 @@ def agent(
         sink.json_lines = True
         models = [Model(name, path) for name, path in _models(model_base_path).items()]
         token = None if token_file is None else _token(token_file)
-        policy = Policy(refresh_s=refresh_seconds, step_s=step_seconds, audit_s=audit_seconds)
+        pace = None if pace_factor is None else PacePolicy(pace_factor, pace_max_delay, probe_seconds)
+        policy = Policy(
+            refresh_s=refresh_seconds,
+            step_s=step_seconds,
+            audit_s=audit_seconds,
+            longest_delay_s=None if pace is None else pace.longest_delay_s,
+        )
         settings = Settings(
-            policy, poll_s=poll_seconds, resolve_s=resolve_seconds, deadline_s=deadline, access=access
+            policy,
+            poll_s=poll_seconds,
+            resolve_s=resolve_seconds,
+            deadline_s=deadline,
+            access=access,
+            pace=pace,
         )
         journal = Journal()
         journal.read_by(partial(_tell, sink))

@@ -45,6 +45,13 @@ _HINTS = {
 }
 
 
+_REPLAYED = {
+    "PredictRequest": ("Predict", "serving.PredictResponse"),
+    "ClassificationRequest": ("Classify", "serving.ClassificationResponse"),
+    "RegressionRequest": ("Regress", "serving.RegressionResponse"),
+}
+
+
 class Prediction(Struct, frozen=True):
     """A signature's outputs by name, and the version that computed them."""
 
@@ -164,6 +171,20 @@ class ModelClient:
         return Regression(
             [row.value for row in response.result.regressions], response.model_spec.version.value
         )
+
+    def replay(self, request: Proto, version: int) -> None:
+        """Send a recorded predict, classify or regress request to a version, whatever model it names.
+
+        Raises:
+            CallFailed: the server did not answer, or refused.
+        """
+        kind = request.DESCRIPTOR.name
+        method, response = _REPLAYED[kind]
+        copy = type(request)()
+        copy.CopyFrom(request)
+        copy.model_spec.name = self.model
+        copy.model_spec.version.value = version
+        self._call("PredictionService", method, copy, response)
 
     def metadata(self, version: int | None = None) -> Metadata:
         """The signatures of a version.

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 
 from msgspec import Struct, field
@@ -17,10 +17,23 @@ from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving.agent import rollout
 from serving.agent.audit import Audited
 from serving.agent.journal import Event, Journal, What
+from serving.agent.pacer import Pacer
+from serving.agent.pacing import PacePolicy
 from serving.agent.publications import Model, Publications
 from serving.agent.replica import Replica
-from serving.agent.rollout import Apply, Audit, Observe, Observed, Policy, Published, Refusal, Rest
+from serving.agent.rollout import (
+    Apply,
+    Audit,
+    Observe,
+    Observed,
+    Paced,
+    Policy,
+    Published,
+    Refusal,
+    Rest,
+)
 from serving.agent.targets import Resolved, Targets
+from serving.status import VersionState
 from serving.updates import Updated
 
 _LONGEST_WAIT_S = 60.0
@@ -32,7 +45,8 @@ class Settings(Struct, frozen=True):
 
     `poll_s`: between two listings of a directory where nothing tells of changes. `resolve_s`: between two
     looks at what names stand for. `deadline_s`: of any call, to which the time of a catch-up is added.
-    `audit_chunks`: how many chunks an audit compares. `access`: files for TLS, a certificate, a token.
+    `audit_chunks`: how many chunks an audit compares. `pace`: how far predictions are spared (None: not
+    at all). `access`: files for TLS, a certificate, a token.
     """
 
     policy: Policy = field(default_factory=Policy)
@@ -40,6 +54,7 @@ class Settings(Struct, frozen=True):
     resolve_s: float = 10.0
     deadline_s: float = 10.0
     audit_chunks: int = 16
+    pace: PacePolicy | None = None
     access: ServerAccess = WITHOUT_TLS
 
 
@@ -66,6 +81,7 @@ class Worker:
         self._allowed = allowed
         self._stop = threading.Event()
         self._seen = 0
+        self.pacer = self._pacer()
         self._thread = threading.Thread(target=self._run, name=f"replica {address}", daemon=True)
 
     @property
@@ -76,6 +92,8 @@ class Worker:
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+        if self.pacer is not None:
+            self.pacer.start(self._stop)
 
     def end(self) -> None:
         """Make no more calls after the one under way."""
@@ -92,6 +110,18 @@ class Worker:
         """What this replica may take of what is published."""
         return self._allowed(self, self.publications.current)
 
+    @property
+    def served_version(self) -> int | None:
+        """The version that requests get which name none."""
+        available = (v.number for v in self.observed.versions if v.state is VersionState.AVAILABLE)
+        return max(available, default=None)
+
+    def _pacer(self) -> Pacer | None:
+        pace, access = self._settings.pace, self._settings.access
+        if pace is None:
+            return None
+        return Pacer(self.address, self.publications.model, pace, access, lambda: self.served_version)
+
     def _run(self) -> None:
         settings = self._settings
         while not self._stop.is_set():
@@ -103,14 +133,15 @@ class Worker:
                 self._failed(CallFailed("INTERNAL", f"{type(error).__name__}: {error}"))
 
     def _act(self, replica: Replica) -> None:
-        now = time.monotonic()
+        now, published, pacer = time.monotonic(), self.published, self.pacer
         action = rollout.next_action(
             self.observed,
-            self.published,
+            published,
             self._settings.policy,
             now,
             last_applied=self.last_applied,
             last_audit=self.last_audit,
+            paced=Paced() if pacer is None else pacer.paced(self.observed.versions, published, now),
         )
         match action:
             case Rest(until):
@@ -140,7 +171,8 @@ class Worker:
         bytes_ = self.publications.directory.size(action.lineage, action.chain)
         began = time.monotonic()
         try:
-            done = replica.apply(action, bytes_)
+            with self.pacer.applying() if self.pacer else nullcontext():
+                done = replica.apply(action, bytes_)
         except CallFailed as error:
             if error.code == _REFUSED:
                 self._refused(replica, action, error.cause or error.message)
@@ -153,6 +185,8 @@ class Worker:
             return
         self.observed = self.observed.moved(done.version, done.position, done.step)
         self._applied(action, done, now - began)
+        if self.pacer is not None and (told := self.pacer.adapt()):
+            self._tell(What.PACED, told)
 
     def _applied(self, action: Apply, done: Updated, seconds: float) -> None:
         commit = self.publications.directory.commit(action.lineage, done.position)

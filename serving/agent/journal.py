@@ -32,6 +32,7 @@ class What(StrEnum):
     ROLLED_BACK = "rolled_back"
     AUDIT = "audit"
     DIFFERS = "differs"
+    PACED = "paced"
     ENDED = "ended"
 
 

@@ -111,6 +111,10 @@ class _Standing:
             "Since the newest event that a version was trained on; absent where the trainer does not tell.",
             *by_version,
         )
+        pause = gauge("pause_seconds", "The pause between two deltas that pacing chose.", *of_replica)
+        probes = gauge(
+            "probe_p99_seconds", "The p99 of probes, by what the replica did meanwhile.", *of_replica, "state"
+        )
         for model in self._view().models:
             visible.add_metric([model.name], float(not model.problem))
             wanted.add_metric([model.name], float(model.base_wanted))
@@ -128,6 +132,14 @@ class _Standing:
                 up.add_metric([model.name, replica.address], float(replica.is_answering))
                 if replica.audited is not None and replica.audited.chunks:
                     right.add_metric([model.name, replica.address], float(not replica.audited.differing))
+                if replica.pace is not None:
+                    pause.add_metric([model.name, replica.address], replica.pace.pause_s)
+                    for state, seconds in (
+                        ("idle", replica.pace.idle_p99_s),
+                        ("applying", replica.pace.applying_p99_s),
+                    ):
+                        if seconds is not None:
+                            probes.add_metric([model.name, replica.address, state], seconds)
                 for version in replica.versions:
                     labels = [model.name, replica.address, str(version.number)]
                     for metric, value in (
@@ -141,4 +153,4 @@ class _Standing:
                         if value is not None:
                             metric.add_metric(labels, value)
         yield from (visible, published, wanted, quarantined, worst, oldest, last_event, up, right)
-        yield from (position, step, behind, stale, age, event_age)
+        yield from (position, step, behind, stale, age, event_age, pause, probes)

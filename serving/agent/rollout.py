@@ -6,6 +6,7 @@
     | never seen, in doubt, or seen too long ago        | `Observe`                                    |
     | a version behind what its log allows              | `Apply` to exactly that version, newest first |
     | the same, but this delta was refused here         | `Apply` to the end of another, smaller one   |
+    | the same, and predictions are to be spared        | `Rest` for the pause, then `Apply` one delta |
     | current, and not compared for long                | `Audit` what it holds                        |
     | a version is being loaded                         | `Rest` for a short while, then `Observe`     |
     | anything else                                     | `Rest` until it is to be looked at again     |
@@ -182,13 +183,25 @@ class Policy(Struct, frozen=True):
 
     `refresh_s`: between looks, when nothing happens. `retry_refused_s`: until a refused delta is tried again
     (a network file system may show a file late). `step_s`: least time between two deltas (None: all at once).
-    `audit_s`: between two audits of a replica (None: never).
+    `audit_s`: between two audits of a replica (None: never). `longest_delay_s`: how long a paced delta may
+    wait (None: nothing is paced, see `pacing`).
     """
 
     refresh_s: float = 5.0
     retry_refused_s: float = 60.0
     step_s: float | None = None
     audit_s: float | None = None
+    longest_delay_s: float | None = None
+
+
+class Paced(Struct, frozen=True):
+    """What pacing says of a replica now: the pause between two deltas, and how long one has waited so far."""
+
+    pause_s: float = 0.0
+    waited_s: float = 0.0
+
+
+_UNPACED = Paced()
 
 
 def next_action(
@@ -199,6 +212,7 @@ def next_action(
     *,
     last_applied: float = 0.0,
     last_audit: float = 0.0,
+    paced: Paced = _UNPACED,
 ) -> Action:
     """What to do for a replica; see the module's table."""
     if observed.failures and now < observed.retry_at:
@@ -212,12 +226,11 @@ def next_action(
     if now >= look_again:
         return Observe()
     for version in observed.versions:
-        action = _advance(version, observed, published, policy, now)
+        action = _advance(version, observed, published, policy, paced, now)
         if action is None:
             continue
-        if policy.step_s is not None and now < last_applied + policy.step_s:
-            return Rest(min(look_again, last_applied + policy.step_s))
-        return action
+        until = _pause_ends(policy, paced, now, last_applied)
+        return action if now >= until else Rest(min(look_again, until))
     if policy.audit_s is None:
         return Rest(look_again)
     due = last_audit + policy.audit_s
@@ -229,8 +242,17 @@ def next_action(
     return Rest(look_again)
 
 
+def _pause_ends(policy: Policy, paced: Paced, now: float, last_applied: float) -> float:
+    """When the next delta may be applied."""
+    until = last_applied + (policy.step_s or 0.0)
+    if policy.longest_delay_s is None:
+        return until
+    in_time = now + policy.longest_delay_s - paced.waited_s
+    return max(until, min(last_applied + paced.pause_s, in_time))
+
+
 def _advance(
-    version: Version, observed: Observed, published: Published, policy: Policy, now: float
+    version: Version, observed: Observed, published: Published, policy: Policy, paced: Paced, now: float
 ) -> Apply | None:
     log = published.logs.get(version.lineage)
     if log is None or version.position is None or version.state is not VersionState.AVAILABLE:
@@ -240,8 +262,9 @@ def _advance(
     if not chain:
         return None
     # The graph plans by itself and knows of no refusal: only step by step is a refused delta gone around.
-    one_by_one = policy.step_s is not None or any(span.accepts(version.position) for span in refused)
-    if one_by_one:
+    is_paced = policy.longest_delay_s is not None and paced.waited_s < policy.longest_delay_s
+    has_refused = any(span.accepts(version.position) for span in refused)
+    if policy.step_s is not None or is_paced or has_refused:
         small = smallest_step(log, version.position, refused)
         chain = (small,)
     return Apply(version.number, version.lineage, chain[-1].end, chain)

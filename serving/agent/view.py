@@ -35,9 +35,17 @@ class VersionView(Struct, frozen=True):
     message: str
 
 
+class PaceView(Struct, frozen=True):
+    """The pause between two deltas, and the p99 of probes; None where there were too few of them."""
+
+    pause_s: float
+    idle_p99_s: float | None
+    applying_p99_s: float | None
+
+
 class ReplicaView(Struct, frozen=True):
     """One model of one server. `is_answering` is False after a call that had no answer; `audited` is what
-    the last comparison with what is published found.
+    the last comparison with what is published found; `pace` is None where nothing is paced.
     """
 
     model: str
@@ -46,6 +54,7 @@ class ReplicaView(Struct, frozen=True):
     error: str
     versions: tuple[VersionView, ...]
     audited: Audited | None = None
+    pace: PaceView | None = None
 
     @property
     def served(self) -> VersionView | None:
@@ -176,7 +185,16 @@ def _replica(worker: Worker, directory: ModelDirectory, now: datetime) -> Replic
         _version(version, worker.publications.current, directory, now) for version in observed.versions
     )
     answering = bool(observed.versions) and not observed.failures
-    return ReplicaView(worker.model, worker.address, answering, observed.error, versions, worker.audited)
+    return ReplicaView(
+        worker.model, worker.address, answering, observed.error, versions, worker.audited, _pace(worker)
+    )
+
+
+def _pace(worker: Worker) -> PaceView | None:
+    if worker.pacer is None:
+        return None
+    found = worker.pacer.latencies
+    return PaceView(worker.pacer.pause_s, found.idle_p99_s, found.applying_p99_s)
 
 
 def _version(version: Version, published: Published, directory: ModelDirectory, now: datetime) -> VersionView:

@@ -1,0 +1,135 @@
+"""Probes: a prediction at a steady rate, to see what applying deltas costs those who ask a replica.
+
+What is asked is the first request of the version's own warm-up file that is a prediction: somebody chose it
+(`--warmup`), or it was made up of the signature, and every server has answered it before. It changes nothing.
+A version without one is not probed, and deltas are applied to it without pauses.
+
+Requests that were not sent because one took longer than the period would have waited, too: they are counted
+as if they had been sent on time (else a stall of a second would be one slow probe among many).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from exporter.errors import CallFailed
+from exporter.files import open_regular
+from exporter.layout import WARMUP_FILE
+from exporter.terminal.server_access import ServerAccess
+from exporter.wire.protos import Proto, message_class
+from exporter.wire.tfrecord import DamagedRecord, read_records
+from serving.agent.pacing import LEAST_PROBES, Latencies
+from serving.client import ModelClient
+
+_KEPT = 512
+_IDLE_SHARE = 10
+"""Once enough is known of an idle replica, it is asked so many times less often."""
+_AFTER_S = 1.0
+"""Time after a call that applied something which still counts as applying: others come on its heels."""
+_DEADLINE_S = 2.0
+_NOBODY_S = 0.5
+_OWN_SIGNATURES = "incremental_"
+
+
+def probe_request(version: Path) -> Proto | None:
+    """The recorded request that a version is probed with; None if it brings none along."""
+    try:
+        with os.fdopen(open_regular(version / WARMUP_FILE), "rb") as file:
+            for record in read_records(file):
+                log = message_class("serving.PredictionLog").FromString(record)
+                kind = log.WhichOneof("log_type")
+                if kind not in ("predict_log", "classify_log", "regress_log"):
+                    continue
+                request = getattr(log, kind).request
+                if not request.model_spec.signature_name.startswith(_OWN_SIGNATURES):
+                    return request
+    except (OSError, ValueError, DamagedRecord):  # servers say what is wrong with it
+        return None
+    return None
+
+
+class Prober:
+    """Probes one model of one server, in a thread of its own; `version` tells which is to be asked."""
+
+    def __init__(
+        self, address: str, model: str, path: Path, probe_s: float, version: Callable[[], int | None]
+    ) -> None:
+        self.address = address
+        self.model = model
+        self._path = path
+        self._probe_s = probe_s
+        self._version = version
+        self._lock = threading.Lock()
+        self._idle: deque[float] = deque(maxlen=_KEPT)
+        self._applying: deque[float] = deque(maxlen=_KEPT)
+        self._requests: dict[int, Proto] = {}
+        self._calls = 0
+        self._applied_at = -_AFTER_S
+
+    def latencies(self) -> Latencies:
+        """What probes took so far."""
+        with self._lock:
+            return Latencies(tuple(self._idle), tuple(self._applying))
+
+    def begin_anew(self) -> None:
+        """Another pause was chosen: what is measured from now on tells of it."""
+        with self._lock:
+            self._applying.clear()
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """Deltas are applied inside the block."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._applied_at = time.monotonic()
+            self._calls -= 1
+
+    def run(self, access: ServerAccess, stop: threading.Event) -> None:
+        """Probe until `stop`."""
+        with ModelClient(self.address, self.model, deadline_s=_DEADLINE_S, access=access) as client:
+            while not stop.is_set():
+                stop.wait(self._probe(client))
+
+    def _probe(self, client: ModelClient) -> float:
+        """Ask once; how long to wait before the next time."""
+        version = self._version()
+        if version is None or (request := self._request(version)) is None:
+            return _NOBODY_S
+        was_applying, began = self._is_applying, time.monotonic()
+        try:
+            client.replay(request, version)
+        except CallFailed as error:
+            if error.code != "DEADLINE_EXCEEDED":
+                return _NOBODY_S
+        took = time.monotonic() - began
+        is_applying = was_applying or self._is_applying
+        period = self._probe_s if is_applying or len(self._idle) < LEAST_PROBES else self._slow_s
+        with self._lock:
+            kept = self._applying if is_applying else self._idle
+            waited = took
+            while waited > 0:
+                kept.append(waited)
+                waited -= period
+        return max(0.0, period - took)
+
+    def _request(self, version: int) -> Proto | None:
+        if version not in self._requests:
+            found = probe_request(self._path / str(version))
+            self._requests = {} if found is None else {version: found}
+        return self._requests.get(version)
+
+    @property
+    def _slow_s(self) -> float:
+        return self._probe_s * _IDLE_SHARE
+
+    @property
+    def _is_applying(self) -> bool:
+        return self._calls > 0 or time.monotonic() - self._applied_at < _AFTER_S
