@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +24,7 @@ from serving.agent.metrics import PREFIX, Metrics
 from serving.agent.view import FleetView, ModelView, PaceView, ReplicaView, VersionView
 from serving.cli import app as serving_app
 from tests.support.commands import export_model, run_app
+from tests.support.forks import run_warm
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 KUBERNETES = sorted(path for path in (DEPLOY / "kubernetes").glob("*.yaml") if path.stem != "kustomization")
@@ -62,6 +66,59 @@ def test_commands_take_the_options_that_they_are_given() -> None:
         options = set(re.findall(r"--[a-z-]+", run(*words, "--help").out))
         given = {word.partition("=")[0] for word in line if word.startswith("--")}
         assert given <= options, f"{line[0]} has no {given - options}"
+
+
+def workflow_steps() -> list[dict[str, Any]]:
+    (workflow,) = documents(DEPLOY / "ci/export.yaml")
+    found = workflow["jobs"]["export"]["steps"]
+    assert len(found) > 5
+    return list(found)
+
+
+@pytest.mark.parametrize(
+    ("schema", "file"), [("github-workflows", "ci/export.yaml"), ("compose-spec", "compose.yaml")]
+)
+def test_files_fit_the_schema_of_who_reads_them(schema: str, file: str) -> None:
+    checker = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
+    done = subprocess.run([*checker, DEPLOY / file], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_workflow_exports_what_it_has_tried(tmp_path: Path) -> None:
+    """Its steps, as the runner runs them, but with directories of the test's own, and a free port."""
+    (workflow,) = documents(DEPLOY / "ci/export.yaml")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = DEPLOY.parent
+    (tmp_path / "examples").symlink_to(root / "examples")
+    run_warm(root / "examples/ranker/train.py", "--out", tmp_path / "train", "--steps", "20")
+    environment = {
+        **os.environ,
+        **workflow["jobs"]["export"]["env"],
+        "CKPT_DIR": str(tmp_path / "train"),
+        "MODEL": str(tmp_path / "models/ranker"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    for step in workflow_steps():
+        if "run" not in step or step["name"] == "Install":
+            continue
+        script = step["run"].replace("8599", str(port))
+        done = subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", script],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, f"{step['name']}: {done.stdout}{done.stderr}"
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert len(answer["predictions"]) == 1
+    published = json.loads((tmp_path / "published.json").read_text())
+    assert published["status"] == "published"
+    assert (tmp_path / "models/ranker/20/saved_model.pb").is_file()
 
 
 def test_rules_and_dashboard_name_metrics_that_exist() -> None:
