@@ -308,7 +308,7 @@ class SchemaChanged(PositionError):
 class TableFull(PositionError):
     """A dynamic table has no free row, or no place in its index, for a new key."""
 
-    default_hint = "publish a new base with more room: leave --incr out, or give --full-on-mismatch"
+    default_hint = "publish a new base, which gets more room: --updatable for --incr, or --full-on-mismatch"
 
 
 class PositionUnknown(PositionError):

@@ -11,6 +11,7 @@ Source: DeepRec, tensorflow/core/kernels/incr_save_restore_ops.h (DumpSparseEmbe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -53,6 +54,16 @@ def touched_rows(catalog: Catalog, variables: Mapping[str, EmbeddingVariable]) -
         if len(twice):
             raise CorruptFile(f"{catalog.prefix}: key {twice[0]} of {name!r} is there twice")
         yield rows
+
+
+def touched_keys(catalog: Catalog) -> Counter[str]:
+    """How many keys of each embedding variable an increment holds, by its index alone."""
+    found: Counter[str] = Counter()
+    for stem in _stems(catalog):
+        ref = catalog.tensors.get(stem + INCR_KEYS)
+        if ref is not None:
+            found[part_of(stem)[0]] += ref.elements
+    return found
 
 
 def _stems(catalog: Catalog) -> list[str]:

@@ -37,6 +37,7 @@ from exporter.errors import (
     PositionError,
     PositionMoved,
     PublishError,
+    TableFull,
 )
 from exporter.files import writing
 from exporter.increments.trained import TrainerVersion
@@ -47,7 +48,7 @@ from exporter.mapping.request_rules import parse_rules
 from exporter.options import ExportRequest, Updates, Verify
 from exporter.pipeline.log_maintenance import tidy
 from exporter.pipeline.same_graph import SameGraph, check_same_graph
-from exporter.pipeline.table_deltas import ordinary, table_changes
+from exporter.pipeline.table_deltas import has_room, ordinary, table_changes
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
@@ -242,6 +243,8 @@ def export_incremental(
 ) -> Incremental:
     """Publish the next delta, or a base if nothing is published yet or a new log may begin.
 
+    A watch begins a new log by itself where a dynamic table has no room for new keys.
+
     Raises:
         ExportError: any of errors.py.
     """
@@ -249,8 +252,13 @@ def export_incremental(
         return export_base(request, progress)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            done = execute_incremental(plan_incremental(request, is_watching=is_watching), progress)
+            planned = plan_incremental(request, is_watching=is_watching)
+            done = execute_incremental(planned, progress)
             break
+        except TableFull:
+            if not (full_on_mismatch or is_watching) or has_room(planned.log, planned.trainer):
+                raise
+            return export_base(request, progress)
         except PositionMoved:
             if attempt == _ATTEMPTS:
                 raise

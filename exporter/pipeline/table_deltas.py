@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from exporter.delta.snapshot import Snapshot
 from exporter.delta.table_changes import ServedTable, compared, upserted
 from exporter.errors import SchemaChanged
 from exporter.increments.deeprec import DeepRecIncrement
+from exporter.increments.deeprec_tables import touched_keys
 from exporter.increments.trained_table import TrainedTable, in_dtype
 from exporter.layout import CHECKED_DIRECTORY
 from exporter.mapping.mapping_spec import DynamicTable, MappingSpec
@@ -50,10 +52,36 @@ def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableC
     """
     if not log.base.entry.mapping_spec.dynamic:
         return TableChanges({})
-    newest = next((each for each in trainer.plan.increments if isinstance(each, DeepRecIncrement)), None)
+    newest = _newest(trainer)
     if not trainer.plan.is_known:
         return _compared(log, trainer, newest, scratch)
     return TableChanges({} if newest is None else _told(log, trainer, newest))
+
+
+def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
+    """True if a base of the trainer's full checkpoint was made with room for its increment: that is this log.
+
+    Where such a log has a full table nevertheless, as keys crowd in its index, another base would have one.
+
+    Raises:
+        CheckpointError: the trainer's files cannot be read.
+    """
+    if log.base.entry.trained.checkpoint != trainer.plan.target.checkpoint:
+        return False
+    spec, known = log.base.entry.mapping_spec, embedding_variables(trainer.catalog)
+    shapes = {variable.name: variable.shape for variable in log.schema.variables}
+    newest = _newest(trainer)
+    awaited = touched_keys(newest.catalog) if newest is not None else Counter[str]()
+    for table in spec.dynamic:
+        name = spec.trained_name(table)
+        room = shapes[table.keys[2]][0] - table.defaults - 1
+        if name in known and known[name].rows + awaited[name] > room:
+            return False
+    return True
+
+
+def _newest(trainer: TrainerState) -> DeepRecIncrement | None:
+    return next((each for each in trainer.plan.increments if isinstance(each, DeepRecIncrement)), None)
 
 
 class _Table(Struct, frozen=True):

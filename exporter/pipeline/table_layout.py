@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,10 +11,12 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables
-from exporter.errors import MissingTensors, ShapeMismatch
+from exporter.errors import CheckpointError, MissingTensors, ShapeMismatch, UsageError
 from exporter.files import writing
 from exporter.graph.dynamic_tables import with_table_shapes
 from exporter.graph.inference_graph import GraphDynamicTable, InferenceGraph, PartitionStrategy
+from exporter.increments.deeprec import read_increment
+from exporter.increments.deeprec_tables import touched_keys
 from exporter.mapping.build import MappingRules, VariableMapping, build_mapping
 from exporter.tables.lay_out import TableLayout, TablePlan, lay_out
 
@@ -24,14 +27,22 @@ def lay_out_tables(
     """The graph with the sizes of its dynamic tables, and the checkpoint laid out for them.
 
     Raises:
+        UsageError: keys are to be filtered, and there are none, or nothing that tells of them.
         MissingTensors: the checkpoint lacks a table.
         ShapeMismatch: one has rows of another length or type.
         CorruptFile, UnsupportedFormat: see `embedding_variables`.
     """
     if not graph.dynamic_tables:
+        if not rules.admission.is_everyone:
+            raise UsageError(
+                "--min-freq and --max-age-steps choose keys of dynamic tables, and the graph has none",
+                hint="leave them out",
+            )
         return graph, None
     known = embedding_variables(catalog)
-    plans = [_plan(table, known, catalog, rules, head_room) for table in graph.dynamic_tables]
+    awaited = _awaited_keys(catalog)
+    plans = [_plan(table, known, catalog, rules, head_room, awaited) for table in graph.dynamic_tables]
+    rules.admission.require_recorded(catalog, tuple(plan.variable for plan in plans))
     layout = lay_out(catalog, plans)
     return with_table_shapes(graph, layout.shapes), layout
 
@@ -74,6 +85,7 @@ def _plan(
     catalog: Catalog,
     rules: MappingRules,
     head_room: float,
+    awaited: Mapping[str, int],
 ) -> TablePlan:
     name = rules.renamed(table.name) or table.name
     found = known.get(name)
@@ -89,4 +101,17 @@ def _plan(
             f"{found.value_dtype.label}[{found.dim}] in {catalog.prefix.name}",
             cause="the checkpoint is of another model, or the graph was built with other sizes",
         )
-    return TablePlan.of(table.name, found, table.defaults, head_room)
+    return TablePlan.of(table.name, found, table.defaults, head_room, awaited.get(name, 0))
+
+
+def _awaited_keys(catalog: Catalog) -> Counter[str]:
+    """How many keys of each table the newest increment on top of a checkpoint holds.
+
+    Some may be new: without room for them a base could not take its first delta. A damaged increment is
+    no matter of this export.
+    """
+    try:
+        increment = read_increment(catalog)
+    except CheckpointError:
+        return Counter()
+    return Counter() if increment is None else touched_keys(increment.catalog)

@@ -42,13 +42,20 @@ class TablePlan(Struct, frozen=True, eq=False):
     defaults: Array
 
     @classmethod
-    def of(cls, name: str, variable: EmbeddingVariable, defaults: Array, head_room: float) -> TablePlan:
-        """The plan for all keys of a variable, and room for `head_room` times as many more.
+    def of(
+        cls,
+        name: str,
+        variable: EmbeddingVariable,
+        defaults: Array,
+        head_room: float,
+        awaited: int = 0,
+    ) -> TablePlan:
+        """The plan for all keys of a variable and `awaited` more, with room for `head_room` times as many.
 
         Raises:
             UsageError: more rows than row numbers.
         """
-        geometry = TableGeometry.for_keys(variable.rows, head_room, len(defaults))
+        geometry = TableGeometry.for_keys(variable.rows + awaited, head_room, len(defaults))
         if geometry.capacity > MAX_ROWS:
             raise UsageError(
                 f"table {name!r} would have {geometry.capacity} rows, {MAX_ROWS} are possible",

@@ -211,8 +211,13 @@ def _variables(ev: Ev, head_room: float, admission: Admission) -> tuple[np.ndarr
     return seeds, slots, keys, values
 
 
-def served(log: DeltaLog, position: int | None = None) -> dict[str, Table]:
-    """What the log's tables hold at a position, read as a server would find it."""
+def served(
+    log: DeltaLog, position: int | None = None, *, defaults: np.ndarray | None = None
+) -> dict[str, Table]:
+    """What the log's tables hold at a position, read as a server would find it.
+
+    `defaults` are the default rows of a table that has several.
+    """
     state = log.state(position)
     found = {}
     for table in log.base.entry.mapping_spec.dynamic:
@@ -223,7 +228,10 @@ def served(log: DeltaLog, position: int | None = None) -> dict[str, Table]:
         assert (read.find(absent) == -1).all()
         values = state.rows_at(table.keys[3], rows)
         first = read.geometry.first_default
-        default = state.rows(table.keys[3], first, first + 1).astype(np.float32)
-        assert default.tobytes() == DEFAULT.tobytes()
+        default = state.rows(table.keys[3], first, first + table.defaults).astype(np.float32)
+        if defaults is None:
+            assert default.tobytes() == DEFAULT.tobytes()
+        elif table.defaults > 1:
+            assert default.tobytes() == defaults.tobytes()
         found[table.name] = {key: row.tobytes() for key, row in zip(keys.tolist(), values, strict=True)}
     return found
