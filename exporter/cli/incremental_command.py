@@ -16,7 +16,7 @@ from exporter.cli.notify import NOBODY, Servers
 from exporter.errors import ExportError, ManifestError, PositionError, UsageError
 from exporter.graph.origin import check_named
 from exporter.options import ExportRequest
-from exporter.pipeline import incremental
+from exporter.pipeline import begin_log, incremental
 from exporter.pipeline.incremental import ExportedDelta, Incremental, IncrementalPlan
 from exporter.pipeline.watch_loop import Poll, Watching, follow, is_for_a_person
 from exporter.progress import count, human_bytes
@@ -215,7 +215,7 @@ def _next_lines(plan: IncrementalPlan) -> Iterator[str]:
 
 
 def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
-    if not incremental.is_begun(request):
+    if not begin_log.is_begun(request):
         _dry_run_base(request, sink)
         return
     try:
@@ -238,7 +238,7 @@ def _dry_run_base(request: ExportRequest, sink: Output) -> None:
     from exporter.cli import render
     from exporter.pipeline import full as pipeline
 
-    render.plan(pipeline.plan(incremental.as_base(request)), sink)
+    render.plan(pipeline.plan(begin_log.as_base(request)), sink)
 
 
 def _document(planned: IncrementalPlan, status: Status, *, dry_run: bool = False) -> DeltaPlan:

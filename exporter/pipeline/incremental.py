@@ -32,8 +32,6 @@ from exporter.delta.tolerance import Tolerance, apply_tolerance, load_residual, 
 from exporter.errors import (
     CheckpointChanged,
     ExportError,
-    ManifestError,
-    NotUpdatable,
     PositionError,
     PositionMoved,
     PublishError,
@@ -45,7 +43,8 @@ from exporter.layout import CACHES_DIRECTORY, CHECKED_DIRECTORY, HASHES_DIRECTOR
 from exporter.mapping.build import MappingRules
 from exporter.mapping.rename_file import read_renames
 from exporter.mapping.request_rules import parse_rules
-from exporter.options import ExportRequest, Updates, Verify
+from exporter.options import ExportRequest, Verify
+from exporter.pipeline.begin_log import export_base, is_begun
 from exporter.pipeline.log_maintenance import tidy
 from exporter.pipeline.same_graph import SameGraph, check_same_graph
 from exporter.pipeline.table_deltas import has_room, ordinary, table_changes
@@ -55,7 +54,6 @@ from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.delta_publication import Publication, count_rows, publish_changes
 from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
-from exporter.publish.versions import version_dirs
 from exporter.storage import mirror
 
 if TYPE_CHECKING:
@@ -288,38 +286,6 @@ def _tidied(log: DeltaLog) -> tuple[ExportError, ...]:
     except ExportError as error:
         return (error,)
     return ()
-
-
-def is_begun(request: ExportRequest) -> bool:
-    """True if something is published under the target already."""
-    return any(child.has_manifest for child in version_dirs(request.out))
-
-
-def export_base(request: ExportRequest, progress: ProgressFactory = no_progress) -> Exported:
-    """Begin a log by a full export.
-
-    Raises:
-        ExportError: any of errors.py.
-    """
-    from exporter.pipeline.full import (
-        export,
-    )  # the stages of a full export take as long to import as a delta to make
-
-    return export(as_base(request), progress)
-
-
-def as_base(request: ExportRequest) -> ExportRequest:
-    """The full export that begins a log; it takes deltas as the base before it did, unless told otherwise.
-
-    Where the log broke, it is the checkpoint of the base before that is published again.
-    """
-    request = replace(request, again=True)
-    if request.updates not in (None, Updates()):
-        return request
-    before = Updates()
-    with suppress(NotUpdatable, ManifestError):
-        before = read_log(request.out).base.entry.updates
-    return replace(request, updates=before)
 
 
 def _rules(request: ExportRequest) -> MappingRules:
