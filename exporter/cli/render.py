@@ -158,7 +158,7 @@ def _graph_document(found: GraphView, *, tensors: bool) -> inspections.GraphInsp
 
 def _graph_lines(found: GraphView) -> Iterator[str]:
     yield _line("graph", f"{found.path}: {found.nodes} nodes, {found.variables} variables")
-    yield from (_line("table by keys", escape(name)) for name in found.embedding_variables)
+    yield from (_line("table", f"{name}, rows by keys") for name in found.embedding_variables)
     yield from (_line("placeholder", str(spec)) for spec in found.placeholders)
     yield from (_line("batch", str(spec)) for spec in found.batches)
     yield from (_line("output?", str(spec)) for spec in found.likely_outputs[:_LIKELY_SHOWN])

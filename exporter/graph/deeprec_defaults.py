@@ -121,18 +121,25 @@ def _part_defaults(index: GraphIndex, handle: Proto, dtype: DType, dim: int) -> 
     filtered = attr(made, "filter_freq")
     if filtered is not None and filtered.i > 0:
         return Defaults(constant)
-    value, why = _Evaluation(index).of(data_inputs(made)[_VALUE_OF[made.op]])
+    inputs, position = data_inputs(made), _VALUE_OF[made.op]
+    value, why = _Evaluation(index).of(inputs[position] if position < len(inputs) else Endpoint("", 0))
     if value is None:
         shown = f"{float(constant[0, 0]):g}"
         return Defaults(
             constant,
             f"{shown}: {why}, so that nothing stored tells what DeepRec reads there (another: --absent-key)",
         )
+    if value.dtype.kind == "O" or value.size % dim or not value.size:
+        raise NotServable(
+            f"the initial value of {handle.name!r} has shape {list(value.shape)}: no rows of {dim} numbers",
+            cause="the graph is damaged, or was made for another dimension",
+            hint="write the .meta again from the training program, or say --absent-key",
+        )
     rows = np.asarray(value).reshape(-1, dim).astype(dtype.numpy)
     count = attr(made, "default_value_dim")
     if count is not None and 0 < count.i < len(rows):
         rows = rows[: count.i]
-    same = len(rows) > 0 and bool((rows == rows[0]).all())
+    same = bool((rows == rows[0]).all())
     return Defaults(np.ascontiguousarray(rows[:1] if same else rows))
 
 
@@ -145,9 +152,12 @@ def _initialiser(index: GraphIndex, handle: str) -> Proto | None:
     readers = [index.nodes[name] for name, position in index.consumers[handle] if position < 2]
     for ops in (INITIALISERS, {_IMPORT}):
         for node in readers:
-            position = 1 if node.op == _IMPORT else 0
-            inputs = data_inputs(node)
-            if node.op in ops and through_identities(index.nodes, inputs[position].node) == handle:
+            position, inputs = 1 if node.op == _IMPORT else 0, data_inputs(node)
+            if (
+                node.op in ops
+                and position < len(inputs)
+                and through_identities(index.nodes, inputs[position].node) == handle
+            ):
                 return node
     return None
 

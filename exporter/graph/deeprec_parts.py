@@ -93,9 +93,10 @@ def _counts_up(index: GraphIndex, places: Endpoint, ids: Endpoint) -> bool:
         return False
     start, limit, step = data_inputs(node)[:3]
     size = _origin(index, limit)
-    while size is not None and size.op == "Cast":
+    while size is not None and size.op == "Cast" and data_inputs(size):
         size = _origin(index, data_inputs(size)[0])
-    if size is None or size.op != "Size" or _source(index, data_inputs(size)[0]) != ids:
+    counted = data_inputs(size) if size is not None and size.op == "Size" else []
+    if not counted or _source(index, counted[0]) != ids:
         return False
     return _number(index, start) == 0 and _number(index, step) == 1
 
@@ -103,7 +104,8 @@ def _counts_up(index: GraphIndex, places: Endpoint, ids: Endpoint) -> bool:
 def _number(index: GraphIndex, tensor: Endpoint) -> int | None:
     node = _origin(index, tensor)
     value = const_value(node) if node is not None else None
-    return int(value.ravel()[0]) if value is not None and value.size == 1 else None
+    is_number = value is not None and value.size == 1 and value.dtype.kind in "iu"
+    return int(value.ravel()[0]) if value is not None and is_number else None
 
 
 def _origin(index: GraphIndex, tensor: Endpoint) -> Proto | None:

@@ -18,7 +18,7 @@ from exporter.wire.protos import Proto
 
 PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2", "PlaceholderWithDefault"})
 _WORDS = {"true": True, "false": False, "yes": True, "no": False}
-_BATCHED = re.compile(r"\w*Dequeue(Many|UpTo)?\w*|\w*IteratorGetNext\w*|\w*Unstage\w*")
+_BATCHED = re.compile(r"TensorBufferTake|\w*Dequeue(Many|UpTo)?\w*|\w*IteratorGetNext\w*|\w*Unstage\w*")
 _SPARSE = "DeserializeSparse"
 """Follows an iterator that gives a sparse tensor as one variant."""
 

@@ -116,7 +116,8 @@ def const_value(node: Proto) -> np.ndarray | None:
     if dtype is DType.STRING:
         flat = np.array([*tensor.string_val], dtype=object)
     elif tensor.tensor_content:
-        return np.frombuffer(tensor.tensor_content, dtype.numpy).reshape(shape)
+        whole = int(np.prod(shape, dtype=np.int64)) * dtype.numpy.itemsize == len(tensor.tensor_content)
+        return np.frombuffer(tensor.tensor_content, dtype.numpy).reshape(shape) if whole else None
     else:
         field = next((name for name in _VALUE_FIELDS if len(getattr(tensor, name))), None)
         flat = np.array([] if field is None else [*getattr(tensor, field)])

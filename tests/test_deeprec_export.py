@@ -1,0 +1,146 @@
+"""DeepRec's files to a stock SavedModel: what is served equals numpy's answers, before and after deltas."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exporter.errors import MissingTensors, SchemaChanged
+from exporter.options import ExportRequest, Updates, Verify
+from exporter.pipeline.full import export
+from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from tests.support.deeprec_graphs import Generation, deeprec_graph
+from tests.support.deeprec_models import INPUTS, OUTPUTS, Trainer, assert_answers, build
+from tests.support.updatable import Loaded, loaded
+
+
+def request(trainer: Trainer, out: Path, **options: Any) -> ExportRequest:
+    return ExportRequest(trainer.directory, out, inputs=INPUTS, outputs=OUTPUTS, **options)
+
+
+def assert_serves(server: Loaded, trainer: Trainer, more: list[int] | None = None) -> None:
+    asked = trainer.probes(more or ())
+    assert_answers(server.predict(**asked), trainer.answers(asked))
+
+
+@pytest.mark.parametrize("generation", [*Generation], ids=lambda one: one.name.lower())
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_full_export(tmp_path: Path, generation: Generation, parts: int) -> None:
+    trainer = Trainer(tmp_path / "train", parts=parts, generation=generation)
+    trainer.save()
+    done = export(request(trainer, tmp_path / "model", verify=Verify.BYTES))
+    with loaded(done.published.path) as server:
+        assert_serves(server, trainer)
+    assert not done.plan.notes
+
+
+def test_a_saved_model_with_a_newer_checkpoint(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "train")
+    trainer.save()
+    with deeprec_graph() as program:
+        tensors = build(program)
+        saved = program.saved_model(
+            tmp_path / "saved",
+            {name: tensors[name] for name in INPUTS},
+            {name: tensors[name] for name in OUTPUTS},
+        )
+    done = export(ExportRequest(trainer.directory, tmp_path / "model", model=str(saved)))
+    with loaded(done.published.path) as server:
+        assert_serves(server, trainer)
+
+
+def test_a_graph_of_other_parts_than_the_checkpoint(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "train", parts=2)
+    trainer.save()
+    with deeprec_graph() as program:
+        build(program, parts=5)
+        other = program.save_meta(tmp_path / "other.meta")
+    done = export(request(trainer, tmp_path / "model", model=str(other)))
+    with loaded(done.published.path) as server:
+        assert_serves(server, trainer)
+
+
+def test_increments_and_full_checkpoints_become_deltas(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "train")
+    trainer.save()
+    asked = request(trainer, tmp_path / "model", updates=Updates(stamp=True))
+    base = export(asked)
+    with loaded(base.published.path) as server:
+        assert_serves(server, trainer)
+        for seed in range(3):
+            trainer.train(seed)
+            trainer.save_increment()
+            delta = export_incremental(asked)
+            assert isinstance(delta, ExportedDelta)
+            assert server.update()["position"] == trainer.step
+            assert_serves(server, trainer)
+        trainer.train(9)
+        gone = trainer.evict()
+        trainer.save()
+        assert isinstance(export_incremental(asked), ExportedDelta)
+        server.update()
+        assert_serves(server, trainer, gone)
+
+
+def test_another_graph_is_no_delta(tmp_path: Path) -> None:
+    """Another constant for absent keys is another graph; a later `.meta` of the same program is not."""
+    trainer = Trainer(tmp_path / "train")
+    trainer.save()
+    asked = request(trainer, tmp_path / "model", updates=Updates())
+    export(asked)
+    trainer.train(1)
+    trainer.save()
+    export_incremental(asked)
+    trainer.train(2)
+    trainer.save()
+    with pytest.raises(SchemaChanged, match="graph"):
+        export_incremental(request(trainer, tmp_path / "model", updates=Updates(), absent_keys={".*": "3"}))
+
+
+def test_a_table_that_the_checkpoint_lacks(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "train")
+    prefix = trainer.save()
+    trainer.directory.joinpath("checkpoint").unlink()
+    with deeprec_graph() as program:
+        other = program.embedding_variable("other", 4, initializer=0.0)
+        import tensorflow as tf
+
+        ids = tf.compat.v1.placeholder(tf.int64, [None], name="ids")
+        tf.identity(program.embedding_lookup(other, ids), name="rows")
+        meta = program.save_meta(tmp_path / "other.meta")
+    wrong = ExportRequest(prefix, tmp_path / "m", model=str(meta), inputs={"x": "ids"}, outputs={"y": "rows"})
+    with pytest.raises(MissingTensors, match="other"):
+        export(wrong)
+
+
+def test_dry_run_and_inspect_do_not_import_tensorflow(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "train")
+    prefix = trainer.save()
+    ends = [f"--input={name}={tensor}" for name, tensor in INPUTS.items()]
+    ends += [f"--output={name}={tensor}" for name, tensor in OUTPUTS.items()]
+    code = (
+        "import sys; from exporter.cli.app import app\n"
+        "try: app(sys.argv[1:])\n"
+        "except SystemExit as end: code = end.code\n"
+        "assert 'tensorflow' not in sys.modules; sys.exit(code)"
+    )
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    out = ["--out", str(tmp_path / "model")]
+    planned = json.loads(run("--ckpt-dir", str(trainer.directory), *out, *ends, "--dry-run", "--json"))
+    assert planned["status"] == "planned"
+    seen = json.loads(run("inspect", f"{prefix}.meta", "--json"))
+    assert [spec["name"] for spec in seen["placeholders"]] == ["user", "items"]
+    assert seen["likely_outputs"][0]["tensor"] == "scores:0"
+    assert len(seen["embedding_variables"]) == 2
