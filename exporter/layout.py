@@ -4,7 +4,7 @@
 <model>/deltas/<log>/<from>-<to>/delta.*  manifest.json
 <model>/deltas/<log>/hold                        a position that readers do not pass by themselves
 <model>/deltas/<log>/.state/                     caches of the exporter
-<model>/.lock  .watch  .staging-*  .trash-*      work in progress; a server skips what is no number
+<model>/.lock  .watch  .canary  .staging-*  .trash-*   work in progress; a server skips what is no number
 <ckpt-dir>/checkpoint                            names the newest checkpoint
 <ckpt-dir>/increments/<from>-<to>/delta.*  manifest.json
 <ckpt-dir>/increments/<checkpoint>.json  .session
@@ -45,6 +45,7 @@ SOURCES_FILE = CACHES_DIRECTORY / "sources.json"
 RESIDUAL_PREFIX = "left-out-"
 LOCK_FILE = ".lock"
 WATCH_LOCK_FILE = ".watch"
+CANARY_LOCK_FILE = ".canary"
 STAGING_PREFIX = ".staging-"
 TRASH_PREFIX = ".trash-"
 

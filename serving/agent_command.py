@@ -33,13 +33,16 @@ confirm. A new delta is noticed at once on local disks, elsewhere within --poll-
 refuses, restarts or vanishes holds back no other. Nothing is kept but in the replicas and the directory: the
 agent may be killed at any time, and two of them do no harm.
 
+With --canary one replica goes first; golden requests decide whether the others follow.
+
 Its own port answers /metrics (Prometheus), /healthz, /readyz, /livez,
 /status.json, and a status page at /.
 
 \b
 Examples:
   serve-model agent --model-base-path models/ranker --target 127.0.0.1:8500
-  serve-model agent --model-base-path prod=/models/ranker --target dns:///model-servers:8500 --json"""
+  serve-model agent --model-base-path prod=/models/ranker --target dns:///model-servers:8500 --json
+  serve-model agent --model-base-path models/ranker --target dns:///model-servers --canary golden.json"""
 
 
 def register(app: App) -> None:
@@ -120,6 +123,31 @@ def agent(
             "for bases exported with --with-digest. [default: never]",
         ),
     ] = None,
+    canary: Annotated[
+        tuple[str, ...],
+        Option(
+            metavar="[NAME=]FILE",
+            help="Let one replica go first, ask it the golden requests of this file, and let the others "
+            "follow, or roll back.",
+        ),
+    ] = (),
+    canary_drift: Annotated[
+        float | None,
+        Option(
+            metavar="FACTOR",
+            min=0,
+            help="How far a canary's scores may move from those before, as a part of their mean size; "
+            "`drift` in the file goes before it. [default: any distance]",
+        ),
+    ] = None,
+    canary_seconds: Annotated[
+        float,
+        Option(
+            metavar="SECONDS",
+            min=0.1,
+            help="How long a canary may take, beside the time of its bytes, before another goes first.",
+        ),
+    ] = 30.0,
     poll_seconds: Annotated[
         float, Option(metavar="SECONDS", min=0.01, help="List directories at least this often.")
     ] = 1.0,
@@ -147,6 +175,8 @@ def agent(
         require_libraries("agent", "the agent", *_LIBRARIES)
         stop_on_sigterm()
         from serving.agent import http, page, view
+        from serving.agent.canary_keeper import Canaries
+        from serving.agent.canary_options import canary_rules
         from serving.agent.fleet import Fleet, Settings
         from serving.agent.journal import Journal
         from serving.agent.metrics import Metrics
@@ -176,8 +206,17 @@ def agent(
         )
         journal = Journal()
         journal.read_by(partial(_tell, sink))
-        fleet = Fleet(models, Targets(target), journal, settings)
-        look = partial(view.view, fleet)
+        rules = canary_rules(
+            canary,
+            {model.name: model.path for model in models},
+            drift=canary_drift,
+            patience_s=canary_seconds,
+            deadline_s=deadline,
+            access=access,
+        )
+        canaries = Canaries(rules, journal)
+        fleet = Fleet(models, Targets(target), journal, settings, allowed=canaries.allowed)
+        look = partial(view.view, fleet, canaries)
         metrics = Metrics(look)
         journal.read_by(metrics)
         recorder = Recorder(look)
@@ -186,6 +225,7 @@ def agent(
         try:
             with (
                 http.serving(http.Site(look, metrics, show, fresh_within, token), host, port) as bound,
+                canaries.running(fleet.publications, fleet.members),
                 fleet.running(grace_s=deadline),
             ):
                 threading.Thread(target=recorder.follow, args=(stop,), daemon=True).start()

@@ -21,7 +21,7 @@ import yaml
 from serving.agent.audit import Audited
 from serving.agent.journal import Event, What
 from serving.agent.metrics import PREFIX, Metrics
-from serving.agent.view import FleetView, ModelView, PaceView, ReplicaView, VersionView
+from serving.agent.view import CanaryView, FleetView, ModelView, PaceView, ReplicaView, VersionView
 from serving.cli import app as serving_app
 from tests.support.commands import export_model, run_app
 from tests.support.forks import run_warm
@@ -148,7 +148,8 @@ def every_metric() -> str:
     """The text of a fleet about which everything is known."""
     version = VersionView(1, "AVAILABLE", 5, 5, 0, 0.0, 1.0, 2.0, "")
     replica = ReplicaView("m", "h:1", True, "", (version,), Audited(5, 1), PaceView(0.1, 0.01, 0.02))
-    model = ModelView("m", "/m", "", 1, 5, None, (), False, (replica,))
+    canary = CanaryView(5, 0.0, None, "")
+    model = ModelView("m", "/m", "", 1, 5, None, (), False, (replica,), canary)
     metrics = Metrics(lambda: FleetView(datetime.now(UTC), (model,)))
     applied = Event(
         What.APPLIED,

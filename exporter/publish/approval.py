@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from exporter.errors import ManifestError
 from exporter.publish.commit import model_lock
 from exporter.publish.hold import Hold
 from exporter.publish.staging import Staging
@@ -24,13 +23,7 @@ def approve(log: Path, model: Path, *, expected: int | None, position: int) -> b
     """
     hold = Hold(log)
     with Staging(model) as staging, model_lock(model):
-        if hold.is_set and not hold.is_canary:
-            return False
-        try:
-            found = hold.read()
-        except ManifestError:
-            return False
-        if found != expected:
+        if hold.approved() != expected or hold.binds:
             return False
         hold.put(position, staging, canary=True)
     return True

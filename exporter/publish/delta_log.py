@@ -251,7 +251,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
     @property
     def approved(self) -> int | None:
         """The position up to which a canary has approved the log; None if no canary's hold stands."""
-        return self.hold() if self.held.is_canary else None
+        return self.held.approved()
 
     def standing(self, position: int) -> LogBase | LogDelta:
         """What leads to, or is, a position.

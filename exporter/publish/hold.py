@@ -52,7 +52,7 @@ class Hold(Struct, frozen=True):
     @property
     def is_canary(self) -> bool:
         """True if it is how far a canary has approved the log."""
-        return _CANARY.fullmatch(self.content() or b"") is not None
+        return _is_canary(self.content())
 
     @property
     def binds(self) -> bool:
@@ -65,7 +65,14 @@ class Hold(Struct, frozen=True):
         Raises:
             ManifestError: there is a hold, and it does not say a position.
         """
+        return self._position(self.content())
+
+    def approved(self) -> int | None:
+        """The position up to which a canary has approved the log; None if no canary's hold stands."""
         content = self.content()
+        return self._position(content) if _is_canary(content) else None
+
+    def _position(self, content: bytes | None) -> int | None:
         if content is None:
             return None
         text = content.decode("ascii", "replace").strip()
@@ -157,6 +164,10 @@ class Hold(Struct, frozen=True):
     def _replace(self, file: Path) -> None:
         file.replace(self.path)
         sync(self.directory)
+
+
+def _is_canary(content: bytes | None) -> bool:
+    return _CANARY.fullmatch(content or b"") is not None
 
 
 def _written(staging: Staging, content: bytes) -> Path:

@@ -82,6 +82,7 @@ class Output(Struct):
             if self.mode is OutputMode.JSON:
                 indent = None if self.json_lines else 2
                 whole = {"format_version": FORMAT_VERSION, **asdict(document)}
+                # In one call: other threads may print documents, too.
                 self.stdout.write(shown(json.dumps(whole, indent=indent, default=to_json)) + "\n")
             elif self.mode is OutputMode.HUMAN:
                 coloured = use_colour(self.stdout)

@@ -14,8 +14,9 @@ from exporter.errors import ExportError, ManifestError, NotUpdatable
 from exporter.layout import DELTAS_DIRECTORY
 from exporter.publish.delta_log import LogBase, LogDelta, list_deltas, log_path
 from exporter.publish.hold import Hold
+from exporter.publish.log_entries import DeltaOrigin
 from exporter.publish.versions import version_dirs
-from serving.agent.rollout import Published, PublishedLog
+from serving.agent.rollout import Published, PublishedLog, Rollback
 
 _UNREADABLE_HOLD = -1
 
@@ -41,6 +42,7 @@ class ModelDirectory:
         self._bases: dict[Path, LogBase | None] = {}
         self._deltas: dict[Path, tuple[Span, Commit] | None] = {}
         self._commits: dict[tuple[str, int], Commit] = {}
+        self._rollbacks: dict[tuple[str, int], Rollback] = {}
         self._was_seen = False
 
     def read(self) -> Published:
@@ -61,6 +63,13 @@ class ModelDirectory:
         with self._lock:
             known = [found for found in self._deltas.values() if found is not None and found[0] in wanted]
         return sum(commit.bytes_ for _, commit in known)
+
+    def log_path(self, lineage: str) -> Path | None:
+        """The directory of a log's deltas, which need not exist; None if no base of it was read."""
+        for base in list(self._bases.values()):
+            if base is not None and base.manifest.lineage == lineage:
+                return log_path(self.path, base.entry.log)
+        return None
 
     def places(self) -> tuple[Path, ...]:
         """The directories in which something appears when something is published."""
@@ -105,16 +114,14 @@ class ModelDirectory:
 
     def _log(self, base: LogBase, lineage: str) -> PublishedLog:
         directory = log_path(self.path, base.entry.log)
+        limit, is_canary = _read_hold(Hold(directory))  # before the listing: see `subgraph.list_deltas`
         spans = []
         for delta in list_deltas(directory):
             found = self._delta(delta, lineage)
             if found is not None:
                 spans.append(found[0])
-        try:
-            limit = Hold(directory).read()
-        except ManifestError:
-            limit = _UNREADABLE_HOLD
-        return PublishedLog(lineage, tuple(spans), limit)
+        rollback = None if limit is None or is_canary else self._rollbacks.get((lineage, limit))
+        return PublishedLog(lineage, tuple(spans), limit, is_canary, base.at.position, rollback)
 
     def _delta(self, delta: LogDelta, lineage: str) -> tuple[Span, Commit] | None:
         if delta.path not in self._deltas:
@@ -127,9 +134,23 @@ class ModelDirectory:
             commit = Commit(manifest.created, manifest.step, size, entry.trained.newest_event)
             self._remember(lineage, delta.end, commit)
             self._deltas[delta.path] = (span, commit)
+            if entry.made is DeltaOrigin.ROLLBACK and entry.back_to is not None:
+                told = Rollback(delta.end, entry.back_to, entry.reason or "")
+                self._rollbacks[lineage, delta.end] = told
         return self._deltas[delta.path]
 
     def _remember(self, lineage: str, position: int, commit: Commit) -> None:
         known = self._commits.get((lineage, position))
         if known is None or commit.created < known.created:
             self._commits[lineage, position] = commit
+
+
+def _read_hold(hold: Hold) -> tuple[int | None, bool]:
+    """The position, and whether it is a canary's."""
+    approved = hold.approved()
+    if approved is not None:
+        return approved, True
+    try:
+        return hold.read(), False
+    except ManifestError:
+        return _UNREADABLE_HOLD, False

@@ -16,6 +16,7 @@ from exporter.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving.agent import rollout
 from serving.agent.audit import Audited
+from serving.agent.canary import Member
 from serving.agent.journal import Event, Journal, What
 from serving.agent.pacer import Pacer
 from serving.agent.pacing import PacePolicy
@@ -38,6 +39,9 @@ from serving.updates import Updated
 
 _LONGEST_WAIT_S = 60.0
 _REFUSED = "INVALID_ARGUMENT"
+
+Allowed = Callable[[str, str, Published], Published]
+"""What a replica may take, by model, address and what is published of it."""
 
 
 class Settings(Struct, frozen=True):
@@ -67,8 +71,7 @@ class Worker:
         publications: Publications,
         journal: Journal,
         settings: Settings,
-        *,
-        allowed: Callable[[Worker, Published], Published] = lambda worker, published: published,
+        allowed: Allowed,
     ) -> None:
         self.address = address
         self.publications = publications
@@ -108,7 +111,7 @@ class Worker:
     @property
     def published(self) -> Published:
         """What this replica may take of what is published."""
-        return self._allowed(self, self.publications.current)
+        return self._allowed(self.model, self.address, self.publications.current)
 
     @property
     def served_version(self) -> int | None:
@@ -284,9 +287,16 @@ class Fleet:
     """Every model on every server."""
 
     def __init__(
-        self, models: Sequence[Model], targets: Targets, journal: Journal, settings: Settings
+        self,
+        models: Sequence[Model],
+        targets: Targets,
+        journal: Journal,
+        settings: Settings,
+        *,
+        allowed: Allowed = lambda model, address, published: published,
     ) -> None:
         self.journal = journal
+        self._allowed = allowed
         self.settings = settings
         self.publications = [Publications(model, journal, settings.poll_s) for model in models]
         self._targets = targets
@@ -303,6 +313,10 @@ class Fleet:
     def workers_of(self, model: str) -> list[Worker]:
         """Those of one model."""
         return [worker for worker in self.workers if worker.model == model]
+
+    def members(self, model: str) -> list[Member]:
+        """The replicas of a model, as a canary sees them."""
+        return [Member(worker.address, worker.observed) for worker in self.workers_of(model)]
 
     @contextmanager
     def running(self, grace_s: float) -> Iterator[None]:
@@ -339,7 +353,7 @@ class Fleet:
         with self._lock:
             gone = [self._workers.pop(key) for key in self._workers.keys() - wanted.keys()]
             new = {
-                key: Worker(key[0], publications, self.journal, self.settings)
+                key: Worker(key[0], publications, self.journal, self.settings, self._allowed)
                 for key, publications in wanted.items()
                 if key not in self._workers
             }

@@ -30,6 +30,8 @@ class What(StrEnum):
     CANARY = "canary"
     APPROVED = "approved"
     ROLLED_BACK = "rolled_back"
+    CANARY_STUCK = "canary_stuck"
+    GOLDEN = "golden"
     AUDIT = "audit"
     DIFFERS = "differs"
     PACED = "paced"
@@ -44,6 +46,8 @@ TROUBLE = frozenset(
         What.BASE_WANTED,
         What.UNSEEN,
         What.ROLLED_BACK,
+        What.CANARY_STUCK,
+        What.GOLDEN,
         What.DIFFERS,
     }
 )

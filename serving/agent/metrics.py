@@ -94,6 +94,13 @@ class _Standing:
         worst = gauge("worst_stale_seconds", "The largest stale_seconds of all replicas.", *of_model)
         oldest = gauge("worst_served_age_seconds", "The largest served_age_seconds of all.", *of_model)
         last_event = gauge("worst_event_age_seconds", "The largest event_age_seconds of all.", *of_model)
+        waiting = gauge(
+            "canary_waiting_seconds",
+            "Since a delta was published that the canary has yet to approve.",
+            *of_model,
+        )
+        approved = gauge("canary_approved_position", "How far the canary approved.", *of_model)
+        rolled_back = gauge("rolled_back", "1 while the model is held at a rollback.", *of_model)
         up = gauge("replica_up", "1 if the replica answered last.", *of_replica)
         by_version = (*of_replica, "version")
         right = gauge(
@@ -119,6 +126,11 @@ class _Standing:
             visible.add_metric([model.name], float(not model.problem))
             wanted.add_metric([model.name], float(model.base_wanted))
             quarantined.add_metric([model.name], len(model.quarantined))
+            rolled_back.add_metric([model.name], float(model.rollback is not None))
+            if model.canary is not None:
+                waiting.add_metric([model.name], model.canary.waiting_s)
+                if model.canary.approved is not None:
+                    approved.add_metric([model.name], model.canary.approved)
             if model.position is not None:
                 published.add_metric([model.name], model.position)
             for metric, seconds in (
@@ -154,3 +166,4 @@ class _Standing:
                             metric.add_metric(labels, value)
         yield from (visible, published, wanted, quarantined, worst, oldest, last_event, up, right)
         yield from (position, step, behind, stale, age, event_age, pause, probes)
+        yield from (rolled_back, waiting, approved)

@@ -14,7 +14,7 @@ from serving.incremental_status import IncrementalStatus, read_incremental_statu
 from serving.status import VersionState, VersionStatus, error_text
 from serving.updates import Updated, call_until_there
 
-_BYTES_A_SECOND = 20e6
+BYTES_A_SECOND = 20e6
 """A catch-up is given the time that its deltas take at this rate, beside the deadline of any call."""
 
 
@@ -41,7 +41,7 @@ class Replica:
         Raises:
             CallFailed: INVALID_ARGUMENT, the version does not take a delta; otherwise nobody knows.
         """
-        self._client.deadline_s = self._deadline_s + bytes_ / _BYTES_A_SECOND
+        self._client.deadline_s = self._deadline_s + bytes_ / BYTES_A_SECOND
         try:
             return call_until_there(self._client, action.up_to, action.version)
         finally:

@@ -31,15 +31,28 @@ _LOADING_S = 0.25
 """How often a server is asked that is loading a version."""
 
 
+class Rollback(Struct, frozen=True):
+    """A published rollback: what leads to `position` has the values of `back_to` again."""
+
+    position: int
+    back_to: int
+    reason: str
+
+
 class PublishedLog(Struct, frozen=True):
     """A log at one moment: its deltas, and the position that nobody passes unasked.
 
-    `limit` is None without a hold; -1 for a hold that cannot be read, which stops everybody.
+    `limit` is None without a hold; -1 for a hold that cannot be read, which stops everybody. `is_canary`: it
+    is how far a canary approved the log. `base` is where the newest base of the log stands, `rollback` the
+    one that it is held at.
     """
 
     lineage: str
     deltas: tuple[Span, ...] = ()
     limit: int | None = None
+    is_canary: bool = False
+    base: int = 0
+    rollback: Rollback | None = None
 
     def up_to(self, position: int) -> PublishedLog:
         """The log as a call sees it that names a position; a hold does not count for it."""
@@ -77,6 +90,19 @@ class Published(Struct, frozen=True):
     logs: Mapping[str, PublishedLog] = field(default_factory=dict)
     newest_version: int | None = None
     problem: str = ""
+
+    @property
+    def newest_log(self) -> PublishedLog | None:
+        """The log of the newest base, which is the one that goes on."""
+        return next(iter(self.logs.values()), None)
+
+    def decided(self) -> Published:
+        """The same, as if a canary had approved all of it: what servers would have to take then."""
+        logs = {
+            lineage: replace(log, limit=None, is_canary=False) if log.is_canary else log
+            for lineage, log in self.logs.items()
+        }
+        return replace(self, logs=logs)
 
 
 class Version(Struct, frozen=True):

@@ -10,9 +10,12 @@ from msgspec import Struct, to_builtins
 
 from serving.agent import rollout
 from serving.agent.audit import Audited
+from serving.agent.canary import Action, Go, Judge, Rest
+from serving.agent.canary_keeper import Canaries
 from serving.agent.directory import ModelDirectory
 from serving.agent.fleet import Fleet, Worker
-from serving.agent.rollout import Published, Quarantined, Version
+from serving.agent.publications import Publications
+from serving.agent.rollout import Published, Quarantined, Rollback, Version
 from serving.status import VersionState
 
 
@@ -63,10 +66,22 @@ class ReplicaView(Struct, frozen=True):
         return max(available, key=lambda version: version.number, default=None)
 
 
+class CanaryView(Struct, frozen=True):
+    """Where a model's canary is: `approved` is how far the others go, `waiting_s` for how long the oldest
+    delta waits that it has yet to approve, 0 if none does. `doing` is told in words.
+    """
+
+    approved: int | None
+    waiting_s: float
+    replica: str | None
+    doing: str
+
+
 class ModelView(Struct, frozen=True):
     """A model: what is published, and each replica of it.
 
-    `position` is the newest published position that the hold allows, `hold` the hold itself.
+    `position` is the newest published position that the hold allows, `hold` the hold itself. `rollback` is
+    the one that the model is held at.
     """
 
     name: str
@@ -78,6 +93,8 @@ class ModelView(Struct, frozen=True):
     quarantined: tuple[Quarantined, ...]
     base_wanted: bool
     replicas: tuple[ReplicaView, ...]
+    canary: CanaryView | None = None
+    rollback: Rollback | None = None
 
     @property
     def stale_s(self) -> float | None:
@@ -150,14 +167,17 @@ class FleetView(Struct, frozen=True):
         }
 
 
-def view(fleet: Fleet) -> FleetView:
+def view(fleet: Fleet, canaries: Canaries) -> FleetView:
     """How the fleet stands now."""
     now = datetime.now(UTC)
-    return FleetView(now, tuple(_model(fleet, publications, now) for publications in fleet.publications))
+    return FleetView(
+        now, tuple(_model(fleet, publications, canaries, now) for publications in fleet.publications)
+    )
 
 
-def _model(fleet: Fleet, publications: Any, now: datetime) -> ModelView:
-    published: Published = publications.current
+def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: datetime) -> ModelView:
+    published = publications.current
+    decided = published.decided()
     workers = fleet.workers_of(publications.model.name)
     observed = [worker.observed for worker in workers]
     newest = _newest_log(workers, published)
@@ -168,10 +188,48 @@ def _model(fleet: Fleet, publications: Any, now: datetime) -> ModelView:
         published.newest_version,
         None if newest is None or newest.newest < 0 else newest.newest,
         None if newest is None else newest.limit,
-        rollout.quarantined(observed, published),
-        rollout.needs_base(observed, published),
+        rollout.quarantined(observed, decided),
+        rollout.needs_base(observed, decided),
         tuple(_replica(worker, publications.directory, now) for worker in workers),
+        _canary(canaries, publications, now),
+        None if published.newest_log is None else published.newest_log.rollback,
     )
+
+
+def _canary(canaries: Canaries, publications: Publications, now: datetime) -> CanaryView | None:
+    if publications.model.name not in canaries.models:
+        return None
+    log, canary = publications.current.newest_log, canaries.of.get(publications.model.name)
+    if log is None:
+        return CanaryView(None, 0.0, None, "no published version takes deltas")
+    current = None if canary is None else canary.current
+    replica, doing = _doing(None if current is None else current[1])
+    if log.rollback is not None:
+        doing = f"waits: the model is rolled back to the values of {log.rollback.back_to}"
+    approved = log.limit if log.is_canary else None
+    waiting = [
+        commit.created
+        for span in log.deltas
+        if approved is not None and span.end > approved
+        if (commit := publications.directory.commit(log.lineage, span.end)) is not None
+    ]
+    waited = max((_since(created, now) for created in waiting), default=0.0)
+    return CanaryView(approved, waited, replica, doing)
+
+
+def _doing(action: Action | None) -> tuple[str | None, str]:
+    """Which replica goes first now, and what is done."""
+    match action:
+        case Go(address, target):
+            return address, f"goes first, to {target}"
+        case Judge(address, _, position, _):
+            return address, f"is judged at {position}"
+        case Rest(reason):
+            return None, reason
+        case None:
+            return None, "another agent decides, or none can"
+        case _:
+            return None, "decides"
 
 
 def _newest_log(workers: Sequence[Worker], published: Published) -> rollout.PublishedLog | None:

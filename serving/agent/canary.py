@@ -1,0 +1,251 @@
+"""What a model's canary does next: a function of the log, the replicas, the trial under way, and the time.
+
+One replica goes first. The log's hold is how far the canary approved: it keeps the others back, and every
+replica that starts. Who stands beyond it is the canary, so that nothing else has to be remembered.
+
+    | the log's hold     | replicas                                | action                            |
+    |--------------------|-----------------------------------------|-----------------------------------|
+    | a person's         | -                                       | `Rest`: a person decides          |
+    | cannot be read     | -                                       | `Rest`                            |
+    | none               | one was never asked                     | `Rest`                            |
+    | none               | some serve the log                      | `Approve` what they serve already |
+    | none               | none does, all answer                   | `Approve` where its base stands   |
+    | the canary's, at G | one stands beyond G                     | `Judge` it there; it stays there  |
+    | the canary's, at G | nothing is published beyond             | `Rest`                            |
+    | the canary's, at G | answers at G are unknown, one stands so | `Learn` them                      |
+    | the canary's, at G | two in a row did not survive it         | `RollBack`                        |
+    | the canary's, at G | somebody can go further                 | `Go`: first, for a bounded time   |
+    | the canary's, at G | nobody can                              | `Rest`: they refuse, or are down  |
+
+A replica that has not passed the hold within its time gives way to the next; refusals make others eligible
+at once. Nothing here reads a clock, a file or the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from serving.agent.rollout import Observed, PublishedLog, Version
+from serving.status import VersionState
+
+LOST_MEANS_BAD = 2
+"""So many replicas that stop answering, each after it was sent to take the same deltas, condemn these."""
+
+
+class Member(Struct, frozen=True):
+    """A replica and what is known of it."""
+
+    address: str
+    observed: Observed
+
+    @property
+    def was_asked(self) -> bool:
+        """True once a call was made, whatever came of it."""
+        return self.observed.seen_at is not None or bool(self.observed.failures or self.observed.versions)
+
+    def standing(self, lineage: str) -> Version | None:
+        """The version that it serves of a log; None if it does not answer, or serves none."""
+        if self.observed.failures:
+            return None
+        serving = [
+            version
+            for version in self.observed.versions
+            if version.state is VersionState.AVAILABLE and version.lineage == lineage
+        ]
+        return max(serving, key=lambda version: version.number, default=None)
+
+
+class Trial(Struct, frozen=True):
+    """Who goes first from the approved position, and since when.
+
+    `lost` did not pass it in time; of these, `dead` in a row did not answer at the end.
+    """
+
+    approved: int
+    address: str
+    began: float
+    lost: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
+
+
+class Rest(Struct, frozen=True):
+    """Nothing to do before something happens. `is_stuck`: something is published, and nobody goes first."""
+
+    reason: str
+    is_stuck: bool = False
+
+
+class Approve(Struct, frozen=True):
+    """Move the canary's hold, if it is where it was."""
+
+    expected: int | None
+    position: int
+
+
+class Learn(Struct, frozen=True):
+    """Ask what is answered before the next deltas, to compare with."""
+
+    address: str
+    version: int
+    position: int
+
+
+class Go(Struct, frozen=True):
+    """Let a replica pass the hold."""
+
+    address: str
+    target: int
+
+
+class Judge(Struct, frozen=True):
+    """Ask the canary, which stands beyond the hold, and decide."""
+
+    address: str
+    version: int
+    position: int
+    approved: int
+
+
+class RollBack(Struct, frozen=True):
+    """Publish the approved values again, as the next position."""
+
+    to: int
+    reason: str
+
+
+Action = Rest | Approve | Learn | Go | Judge | RollBack
+
+
+def decide(
+    log: PublishedLog,
+    members: Iterable[Member],
+    trial: Trial | None,
+    now: float,
+    *,
+    patience_s: float,
+    knows: bool,
+    retry_refused_s: float = 60.0,
+) -> tuple[Action, Trial | None]:
+    """What to do, and the trial from now on; see the module's table.
+
+    `patience_s` is how long one replica may take to go first; `knows` says that the answers at the approved
+    position are known, or cannot be.
+    """
+    members = sorted(members, key=lambda member: member.address)
+    if log.limit is None:
+        return _begin(log, members), None
+    if not log.is_canary:
+        where = "cannot be read" if log.limit < 0 else f"is at {log.limit}"
+        return Rest(f"a person decides: the hold {where}"), None
+    approved, beyond = log.limit, replace(log, limit=None)
+    if trial is not None and trial.approved != approved:
+        trial = None
+    ahead = _ahead(members, log.lineage, approved, trial)
+    if ahead is not None:
+        address, version, position = ahead
+        if trial is None or trial.address != address:
+            trial = Trial(approved, address, now)
+        return Judge(address, version.number, position, approved), trial
+    if beyond.newest <= approved:
+        return Rest(f"all is approved, up to {approved}"), None
+    held = None if knows else at_position(members, log.lineage, approved)
+    if held is not None:
+        return Learn(*held, approved), trial
+    able = [member.address for member in members if _can_pass(beyond, member, approved, now, retry_refused_s)]
+    return _send(beyond, approved, members, able, trial, now, patience_s)
+
+
+def at_position(members: Iterable[Member], lineage: str, position: int) -> tuple[str, int] | None:
+    """A replica that serves a log at a position, and by which version; None if none does."""
+    for member in members:
+        version = member.standing(lineage)
+        if version is not None and version.position == position:
+            return member.address, version.number
+    return None
+
+
+def _begin(log: PublishedLog, members: list[Member]) -> Action:
+    """Set the first hold: nobody is to be sent back by it, and nobody sent on."""
+    if not members or not all(member.was_asked for member in members):
+        return Rest("not every replica was asked yet")
+    positions = [
+        version.position
+        for member in members
+        if (version := member.standing(log.lineage)) is not None and version.position is not None
+    ]
+    if positions:
+        return Approve(None, max(positions))
+    if any(member.observed.failures for member in members):
+        return Rest("no replica tells where it stands", is_stuck=True)
+    return Approve(None, log.base)
+
+
+def _ahead(
+    members: list[Member], lineage: str, approved: int, trial: Trial | None
+) -> tuple[str, Version, int] | None:
+    """The replica that stands furthest beyond what is approved, if one does; of several the one on trial."""
+    found = [
+        (version.position, trial is not None and member.address == trial.address, member.address, version)
+        for member in members
+        if (version := member.standing(lineage)) is not None
+        and version.position is not None
+        and version.position > approved
+    ]
+    if not found:
+        return None
+    position, _, address, version = max(found, key=lambda one: (one[0], one[1]))
+    return address, version, position
+
+
+def _send(
+    log: PublishedLog,
+    approved: int,
+    members: list[Member],
+    able: list[str],
+    trial: Trial | None,
+    now: float,
+    patience_s: float,
+) -> tuple[Action, Trial | None]:
+    """Choose who goes first of those that can, or go on with who was chosen. `log` is without its hold."""
+    if trial is None:
+        trial = Trial(approved, "", now)
+    if trial.address and now - trial.began >= patience_s:
+        trial = _lose(trial, members, now)
+    if len(trial.dead) >= LOST_MEANS_BAD and any(member.standing(log.lineage) for member in members):
+        names = " and ".join(trial.dead)
+        reason = f"{names} stopped answering, one after the other, when they were to go beyond {approved}"
+        return RollBack(approved, reason), trial
+    fresh = [address for address in able if address not in trial.lost]
+    if trial.address not in able and _is_silent(trial.address, members):
+        return Rest(f"waiting for {trial.address}, which was to go first", is_stuck=True), trial
+    if able and not fresh:  # all had their time: once more from the beginning
+        trial, fresh = replace(trial, lost=()), able
+    if not fresh:
+        return Rest("no replica can go first: they refuse, or do not answer", is_stuck=True), trial
+    if trial.address not in fresh:
+        trial = replace(trial, address=fresh[0], began=now)
+    return Go(trial.address, log.newest), trial
+
+
+def _lose(trial: Trial, members: list[Member], now: float) -> Trial:
+    """The trial after who went first had its time; the next one begins when it is chosen."""
+    is_dead = _is_silent(trial.address, members)
+    dead = tuple(dict.fromkeys((*trial.dead, trial.address))) if is_dead else ()
+    return replace(trial, address="", began=now, lost=(*trial.lost, trial.address), dead=dead)
+
+
+def _is_silent(address: str, members: list[Member]) -> bool:
+    return any(member.address == address and member.observed.failures for member in members)
+
+
+def _can_pass(log: PublishedLog, member: Member, approved: int, now: float, retry_refused_s: float) -> bool:
+    """True if published deltas that it has not refused lately lead it beyond what is approved."""
+    version = member.standing(log.lineage)
+    if version is None or version.position is None:
+        return False
+    refused = member.observed.refusals_of(log.lineage, now, retry_refused_s)
+    way = log.reach(version.position, without=refused)
+    return bool(way) and way[-1].end > approved

@@ -1,0 +1,377 @@
+"""Does what `canary` decides: a thread for each model, which asks, approves and rolls back.
+
+Of several agents that have a canary for a model one decides, by a lock in its directory that ends with its
+process; the others keep their replicas behind the hold. The rollback is done by `export-model rollback`, in a
+process and session of its own, so that it ends what it began if the agent is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.errors import CallFailed, ExportError, TargetBusy
+from exporter.layout import CANARY_LOCK_FILE
+from exporter.progress import count
+from exporter.publish.approval import approve
+from exporter.publish.commit import model_lock
+from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
+from serving.agent.canary import (
+    Action,
+    Approve,
+    Go,
+    Judge,
+    Learn,
+    Member,
+    Rest,
+    RollBack,
+    Trial,
+    at_position,
+    decide,
+)
+from serving.agent.golden import Answer, Failure, Gates, ask
+from serving.agent.journal import Event, Journal, What
+from serving.agent.publications import Publications
+from serving.agent.replica import BYTES_A_SECOND
+from serving.agent.rollout import Published, PublishedLog
+from serving.client import ModelClient
+from serving.incremental_status import read_incremental_status
+
+_BUSY_S, _IDLE_S = 0.1, 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_SILENT_S = 60.0
+"""How long the same is not told again."""
+
+_KEPT = 32
+_SHOWN_FAILURES = 3
+_LONGEST_REASON = 500
+_NEWS = frozenset({What.APPLIED, What.REFUSED, What.RESTARTED, What.VERSION, What.FAILED})
+
+
+class CanaryRules(Struct, frozen=True):
+    """The gates of a model's canary, and for how long one replica may be the one that goes first."""
+
+    gates: Gates
+    patience_s: float = 30.0
+    deadline_s: float = 10.0
+    access: ServerAccess = WITHOUT_TLS
+
+
+class Canary:
+    """The canary of one model. `current` is what it does now, of which log; None while it does not decide."""
+
+    def __init__(
+        self,
+        publications: Publications,
+        members: Callable[[], Sequence[Member]],
+        journal: Journal,
+        rules: CanaryRules,
+    ) -> None:
+        self.publications = publications
+        self.current: tuple[str, Action] | None = None
+        self._members = members
+        self._journal = journal
+        self._rules = rules
+        self._trial: Trial | None = None
+        self._answers: dict[tuple[str, int], tuple[Answer, ...]] = {}
+        self._told_wrong: frozenset[tuple[str, str, str]] = frozenset()
+        self._waiting_since: dict[str, float] = {}
+        self._told: dict[tuple[What, str, str | None], float] = {}
+        self._troubles = 0
+        self._stop = threading.Event()
+        self._clients: dict[str, ModelClient] = {}
+        self._seen = 0
+
+    def allowed(self, address: str, published: Published) -> Published:
+        """What a replica may take of what is published."""
+        newest = published.newest_log
+        if newest is None or (newest.limit is not None and not newest.is_canary):
+            return published
+        return replace(published, logs={**published.logs, newest.lineage: self._limited(address, newest)})
+
+    def _limited(self, address: str, log: PublishedLog) -> PublishedLog:
+        lineage, action = self.current or ("", None)
+        if lineage == log.lineage and log.limit is not None:
+            match action:
+                case Go(chosen, target) if chosen == address:
+                    return replace(log, limit=target)
+                case Judge(chosen, _, position) if chosen == address:
+                    return replace(log, limit=max(position, log.limit))
+        # Before the first hold nobody moves: what others serve by then is approved.
+        return replace(log, limit=-1) if log.limit is None else log
+
+    def follow(self, stop: threading.Event) -> None:
+        """Decide for the model while no other agent does, until `stop`."""
+        self._stop = stop
+        while not stop.is_set():
+            try:
+                with model_lock(self.publications.model.path, seconds=0, name=CANARY_LOCK_FILE):
+                    self._lead()
+            except TargetBusy:
+                pass
+            except Exception as error:  # noqa: BLE001  a thread that died would hold replicas back unseen
+                if not self.publications.current.problem:
+                    self._tell(What.CANARY_STUCK, f"the canary cannot decide: {error}")
+            self.current = None
+            stop.wait(_IDLE_S)
+        for client in self._clients.values():
+            client.close()
+
+    def _lead(self) -> None:
+        """Decide until the end, until the directory is gone, or until nobody here can go first for long."""
+        stuck_since: float | None = None
+        while not self._stop.is_set() and not self.publications.current.problem:
+            pause = self._step()
+            is_stuck = (
+                self.current is not None and isinstance(found := self.current[1], Rest) and found.is_stuck
+            )
+            stuck_since = (stuck_since or time.monotonic()) if is_stuck else None
+            if stuck_since is not None and time.monotonic() - stuck_since > self._rules.patience_s:
+                return  # perhaps another agent sees replicas that can
+            if pause:
+                self._seen = self.publications.wait(self._seen, pause)
+
+    def _step(self) -> float:
+        """Decide and do it; for how long to sleep then, unless something happens."""
+        log = self.publications.current.newest_log
+        if log is None:
+            self.current = None
+            return _IDLE_S
+        approved = log.limit if log.is_canary else None
+        key = (log.lineage, approved if approved is not None else -1)
+        pending = tuple(span for span in log.deltas if approved is not None and span.end > approved)
+        size = self.publications.directory.size(log.lineage, pending)
+        action, self._trial = decide(
+            log,
+            self._members(),
+            self._trial,
+            time.monotonic(),
+            patience_s=self._rules.patience_s + size / BYTES_A_SECOND,
+            knows=key in self._answers or self._has_waited("learn", key),
+        )
+        if self.current != (log.lineage, action):
+            self.current = (log.lineage, action)
+            self._announce(action)
+        match action:
+            case Rest(_, is_stuck):
+                return _BUSY_S if is_stuck else _IDLE_S
+            case Go():
+                return _BUSY_S
+            case Approve(expected, position):
+                return self._approve(log, expected, position, "what replicas serve already is approved")
+            case Learn(address, version, position):
+                return 0.0 if self._learn(log, address, version, position) else _BUSY_S
+            case Judge():
+                return self._judge(log, action)
+            case RollBack(to, reason):
+                return self._roll_back(log, to, reason)
+
+    def _announce(self, action: Action) -> None:
+        match action:
+            case Go(address, target):
+                self._tell(What.CANARY, f"goes first, to {target}", address, target)
+                self.publications.wake()
+            case Rest(reason, True):
+                self._tell(What.CANARY_STUCK, reason)
+
+    def _learn(self, log: PublishedLog, address: str, version: int, position: int) -> bool:
+        """Ask what is answered at the approved position; True if it is known now."""
+        answers = self._ask(log, address, version, position)
+        if not answers:
+            return False
+        self._keep(log, position, answers)
+        wrong = self._rules.gates.wrong(answers)
+        kinds = frozenset(failure.kind for failure in wrong)
+        if wrong and kinds != self._told_wrong:
+            text = f"golden requests fail at {position} without any new delta, which is not blamed for it: "
+            self._tell(What.GOLDEN, text + _text(wrong), address, position)
+        self._told_wrong = kinds
+        return True
+
+    def _judge(self, log: PublishedLog, action: Judge) -> float:
+        before = self._answers.get((log.lineage, action.approved))
+        if before is None:
+            held = at_position(self._members(), log.lineage, action.approved)
+            if held is not None and self._learn(log, *held, action.approved):
+                return 0.0
+            others = any(member.address != action.address for member in self._members())
+            if others and not self._has_waited("compare", action):
+                return _BUSY_S
+            text = f"no replica stands at {action.approved}: scores are not compared with those before"
+            self._tell(What.CANARY, text, action.address)
+        answers = self._ask(log, action.address, action.version, action.position)
+        if answers is None:
+            return _BUSY_S
+        if not answers:
+            if not self._has_waited("judge", action):
+                return _BUSY_S
+            silent = f"{action.address} answers no golden request at {action.position}"
+            return self._roll_back(log, action.approved, silent)
+        failures = self._rules.gates.failures(answers, before)
+        if failures:
+            return self._roll_back(log, action.approved, _text(failures))
+        self._keep(log, action.position, answers)
+        many = count(len(answers), "golden request")
+        return self._approve(log, action.approved, action.position, f"{action.address} passed {many}")
+
+    def _ask(self, log: PublishedLog, address: str, version: int, position: int) -> tuple[Answer, ...] | None:
+        """What a replica answers at a position; nothing if it tells where it stands, and does not answer.
+
+        None if it is gone or stands elsewhere by now: who looks after it finds out.
+        """
+        if address not in self._clients:
+            model = self.publications.model.name
+            self._clients[address] = ModelClient(
+                address, model, deadline_s=self._rules.deadline_s, access=self._rules.access
+            )
+        client = self._clients[address]
+        answers: tuple[Answer, ...] = ()
+        try:
+            before = read_incremental_status(client, version)
+            with suppress(CallFailed):
+                answers = ask(client, self._rules.gates.requests, version)
+            after = read_incremental_status(client, version)
+        except CallFailed:
+            return None
+        stood = {(at.lineage, at.position) for at in (before, after) if at is not None}
+        return answers if stood == {(log.lineage, position)} else None
+
+    def _approve(self, log: PublishedLog, expected: int | None, position: int, why: str) -> float:
+        path = self.publications.directory.log_path(log.lineage)
+        try:
+            done = path is not None and approve(
+                path, self.publications.model.path, expected=expected, position=position
+            )
+        except ExportError as error:
+            self._tell(What.CANARY_STUCK, f"{position} cannot be approved: {error}", position=position)
+            return self._pause()
+        self._troubles = 0
+        if done:
+            self._tell(What.APPROVED, f"position {position} is approved: {why}", position=position)
+        self.publications.look()
+        return 0.0 if done else _BUSY_S
+
+    def _roll_back(self, log: PublishedLog, to: int, reason: str) -> float:
+        reason = reason[:_LONGEST_REASON]
+        self._tell(What.CANARY, f"what lies beyond {to} is rolled back: {reason}")
+        done = _run_rollback(self.publications.model.path, to, f"canary: {reason}")
+        self._waiting_since.clear()
+        self.publications.look()
+        if done.returncode == 0:
+            self._troubles = 0
+            self._tell(What.ROLLED_BACK, f"rolled back to the values of {to}: {reason}", position=to)
+            return 0.0
+        now = self.publications.current.logs.get(log.lineage)
+        if now is not None and now.is_canary:  # nobody else has decided
+            text = f"the rollback to {to} failed: {done.stderr.strip()[-_LONGEST_REASON:]}"
+            self._tell(What.CANARY_STUCK, text)
+        return self._pause()
+
+    def _pause(self) -> float:
+        """After trouble that is not over at once; whatever happens meanwhile."""
+        self._stop.wait(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**self._troubles))
+        self._troubles = min(self._troubles + 1, 10)
+        return 0.0
+
+    def _has_waited(self, what: str, about: object) -> bool:
+        """True once this was asked for as long as one replica may take."""
+        key, now = f"{what} {about}", time.monotonic()
+        if key not in self._waiting_since:
+            self._waiting_since = {**dict(list(self._waiting_since.items())[-_KEPT:]), key: now}
+        return now - self._waiting_since[key] >= self._rules.patience_s
+
+    def _keep(self, log: PublishedLog, position: int, answers: tuple[Answer, ...]) -> None:
+        """Remember answers, and those of the position before."""
+        kept = list(self._answers.items())[-1:]
+        self._answers = {**dict(kept), (log.lineage, position): answers}
+
+    def _tell(
+        self, what: What, message: str, replica: str | None = None, position: int | None = None
+    ) -> None:
+        key, now = (what, message, replica), time.monotonic()
+        if now - self._told.get(key, -_SILENT_S) < _SILENT_S:
+            return
+        self._told = {**dict(list(self._told.items())[-_KEPT:]), key: now}
+        self._journal.write(Event(what, message, self.publications.model.name, replica, position=position))
+
+
+class Canaries:
+    """The canaries of a fleet, by the model's name."""
+
+    def __init__(self, rules: Mapping[str, CanaryRules], journal: Journal) -> None:
+        self._rules = rules
+        self._journal = journal
+        self.models = frozenset(rules)
+        self.of: dict[str, Canary] = {}
+
+    def allowed(self, model: str, address: str, published: Published) -> Published:
+        """What a replica may take; all of it where the model has no canary, nothing before that begins."""
+        if model not in self._rules:
+            return published
+        canary = self.of.get(model)
+        return Published() if canary is None else canary.allowed(address, published)
+
+    @contextmanager
+    def running(
+        self, publications: Sequence[Publications], members: Callable[[str], Sequence[Member]]
+    ) -> Iterator[None]:
+        """Decide inside the block; at its end what is under way may end within a second."""
+        stop = threading.Event()
+        for one in publications:
+            name = one.model.name
+            if name in self._rules:
+                self.of[name] = Canary(one, partial(members, name), self._journal, self._rules[name])
+        self._journal.read_by(self._hear)
+        threads = [
+            threading.Thread(target=canary.follow, args=(stop,), daemon=True) for canary in self.of.values()
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            for canary in self.of.values():
+                canary.publications.wake()
+            for thread in threads:
+                thread.join(1.0)
+
+    def _hear(self, event: Event) -> None:
+        """Whatever a replica does may be what a canary waits for."""
+        if event.what in _NEWS and event.model in self.of:
+            self.of[event.model].publications.wake()
+
+
+def _run_rollback(model: Path, to: int, reason: str) -> subprocess.CompletedProcess[str]:
+    """Run the command of this very installation, in whatever directory the agent was started."""
+    import exporter
+
+    packages = Path(exporter.__file__).parent.parent
+    search = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "exporter", "rollback", str(model)),
+            *("--to", str(to), "--if-canary", "--reason", reason),
+        ],
+        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        check=False,
+    )
+
+
+def _text(failures: Sequence[Failure]) -> str:
+    shown = "; ".join(map(str, failures[:_SHOWN_FAILURES]))
+    left = len(failures) - _SHOWN_FAILURES
+    return shown + (f"; and {left} more" if left > 0 else "")

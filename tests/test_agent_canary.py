@@ -1,0 +1,351 @@
+"""Every decision of a canary: the hold, the replicas, the trial under way and the time give one action."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from exporter.delta.spans import Span
+from serving.agent.canary import (
+    Action,
+    Approve,
+    Go,
+    Judge,
+    Learn,
+    Member,
+    Rest,
+    RollBack,
+    Trial,
+    decide,
+)
+from serving.agent.rollout import Observed, PublishedLog, Refusal, Version
+from serving.status import VersionState
+
+LINE = "line"
+NOW = 100.0
+PATIENCE_S = 30.0
+
+
+def log(*ends: int, limit: int | None, is_canary: bool = True) -> PublishedLog:
+    """Deltas from 0 to each end in turn."""
+    starts = (0, *ends)
+    spans = tuple(Span(start, end) for start, end in zip(starts, ends, strict=False))
+    return PublishedLog(LINE, spans, limit, is_canary and limit is not None, base=0)
+
+
+def at(position: int | None, number: int = 1, lineage: str = LINE, **more: object) -> Version:
+    return replace(Version(number, VersionState.AVAILABLE, position, position, lineage), **more)
+
+
+def replica(name: str, *versions: Version | int) -> Member:
+    known = [at(version) if isinstance(version, int) else version for version in versions]
+    return Member(name, Observed().answered(known, NOW))
+
+
+def down(name: str, *versions: int) -> Member:
+    return Member(name, replica(name, *versions).observed.failed("UNAVAILABLE", NOW, 0.0))
+
+
+def refusing(name: str, position: int, *pair: int, ago: float = 0.0) -> Member:
+    refusal = Refusal(LINE, Span(*pair), "damaged", NOW - ago)
+    return Member(name, replica(name, position).observed.refused(refusal).answered([at(position)], NOW))
+
+
+def trial(address: str, ago: float = 0.0, **more: object) -> Trial:
+    return replace(Trial(1, address, NOW - ago), **more)
+
+
+UNASKED = Member("z", Observed())
+A0, A1, A2, B0, B1, B2, C1 = (
+    *(replica("a", position) for position in (0, 1, 2)),
+    *(replica("b", position) for position in (0, 1, 2)),
+    replica("c", 1),
+)
+HELD = log(1, 2, 3, limit=1)
+STUCK = True
+DECISIONS: dict[str, tuple[PublishedLog, list[Member], Trial | None, bool, Action]] = {
+    "a person holds it": (
+        log(1, 2, limit=1, is_canary=False),
+        [A1],
+        None,
+        True,
+        Rest("a person decides: the hold is at 1"),
+    ),
+    "a hold that nobody can read": (
+        log(1, 2, limit=-1, is_canary=False),
+        [A1],
+        None,
+        True,
+        Rest("a person decides: the hold cannot be read"),
+    ),
+    "a person holds it while one is judged": (
+        log(1, 2, limit=1, is_canary=False),
+        [A2, B1],
+        trial("a"),
+        True,
+        Rest("a person decides: the hold is at 1"),
+    ),
+    "no hold, one was never asked": (
+        log(1, 2, limit=None),
+        [A1, UNASKED],
+        None,
+        True,
+        Rest("not every replica was asked yet"),
+    ),
+    "no hold, no replica is known yet": (
+        log(1, 2, limit=None),
+        [],
+        None,
+        True,
+        Rest("not every replica was asked yet"),
+    ),
+    "no hold: nobody is sent back": (
+        log(1, 2, limit=None),
+        [A1, B2, replica("c", 0)],
+        None,
+        True,
+        Approve(None, 2),
+    ),
+    "no hold: one that is down has no say": (
+        log(1, 2, limit=None),
+        [A1, down("b", 2)],
+        None,
+        True,
+        Approve(None, 1),
+    ),
+    "no hold, a new log that nobody has loaded": (
+        PublishedLog("new", (), None, base=7),
+        [A1, B1],
+        None,
+        True,
+        Approve(None, 7),
+    ),
+    "no hold, nobody answers": (
+        log(1, limit=None),
+        [down("a", 1)],
+        None,
+        True,
+        Rest("no replica tells where it stands", STUCK),
+    ),
+    "all is approved": (log(1, limit=1), [A1, B1], None, True, Rest("all is approved, up to 1")),
+    "one lags behind what is approved": (
+        log(1, limit=1),
+        [A0, B1],
+        None,
+        True,
+        Rest("all is approved, up to 1"),
+    ),
+    "something new, answers are unknown": (HELD, [A1, B1], None, False, Learn("a", 1, 1)),
+    "they are asked of one that stands there": (HELD, [A0, B1], None, False, Learn("b", 1, 1)),
+    "nobody stands there": (HELD, [A0, B0], None, False, Go("a", 3)),
+    "something new": (HELD, [B1, A1], None, True, Go("a", 3)),
+    "the one on trial goes on": (HELD, [A1, B1], trial("b", 29), True, Go("b", 3)),
+    "the target moves on with what is published": (
+        log(1, 2, 9, limit=1),
+        [A1, B1],
+        trial("a"),
+        True,
+        Go("a", 9),
+    ),
+    "approval ends a trial": (log(1, 2, 3, limit=2), [A2, B2], trial("b"), True, Go("a", 3)),
+    "one stands beyond": (HELD, [A1, B2], None, True, Judge("b", 1, 2, 1)),
+    "after the agent was killed": (HELD, [A1, B2], None, False, Judge("b", 1, 2, 1)),
+    "two stand beyond: the furthest": (HELD, [A2, replica("b", 3)], None, True, Judge("b", 1, 3, 1)),
+    "two at one place: the one on trial": (HELD, [A2, B2], trial("b"), True, Judge("b", 1, 2, 1)),
+    "judged however long it takes": (HELD, [A1, B2], trial("b", 1000), True, Judge("b", 1, 2, 1)),
+    "its time is over": (HELD, [A1, B1], trial("a", 30), True, Go("b", 3)),
+    "so is that of all": (HELD, [A1, B1], trial("b", 30, lost=("a",)), True, Go("a", 3)),
+    "it refuses": (HELD, [refusing("a", 1, 1, 2), B1], trial("a"), True, Go("b", 3)),
+    "it refuses, and there is another way": (
+        PublishedLog(LINE, (Span(1, 2), Span(1, 3)), 1, True),
+        [refusing("a", 1, 1, 3), B1],
+        trial("a"),
+        True,
+        Go("a", 3),
+    ),
+    "it refused long ago": (HELD, [refusing("a", 1, 1, 2, ago=60)], None, True, Go("a", 3)),
+    "all refuse": (
+        HELD,
+        [refusing("a", 1, 1, 2), refusing("b", 1, 1, 2)],
+        trial("a"),
+        True,
+        Rest("no replica can go first: they refuse, or do not answer", STUCK),
+    ),
+    "it does not answer, and may come back": (
+        HELD,
+        [down("a", 1), B1],
+        trial("a", 29),
+        True,
+        Rest("waiting for a, which was to go first", STUCK),
+    ),
+    "it did not come back": (HELD, [down("a", 1), B1, C1], trial("a", 30), True, Go("b", 3)),
+    "it vanished from the targets": (HELD, [B1], trial("a", 1), True, Go("b", 3)),
+    "it stood beyond, and does not answer": (
+        HELD,
+        [down("a", 2), B1],
+        trial("a", 29),
+        True,
+        Rest("waiting for a, which was to go first", STUCK),
+    ),
+    "it restarted, behind the hold": (HELD, [A1, B1], trial("a", 3), True, Go("a", 3)),
+    "two in a row did not survive it": (
+        HELD,
+        [A1, down("b", 1), C1],
+        trial("b", 30, lost=("a",), dead=("a",)),
+        True,
+        RollBack(1, "a and b stopped answering, one after the other, when they were to go beyond 1"),
+    ),
+    "the second one was only slow": (
+        HELD,
+        [A1, B1, C1],
+        trial("b", 30, lost=("a",), dead=("a",)),
+        True,
+        Go("c", 3),
+    ),
+    "none is left to tell whether it was the network": (
+        HELD,
+        [down("a", 1), down("b", 1)],
+        trial("b", 30, lost=("a",), dead=("a",)),
+        True,
+        Rest("no replica can go first: they refuse, or do not answer", STUCK),
+    ),
+    "a new base of the log is loaded: it counts": (
+        HELD,
+        [replica("a", at(2), at(1, 2)), B1],
+        trial("a"),
+        True,
+        Go("a", 3),
+    ),
+    "a new base is judged by its version": (
+        HELD,
+        [replica("a", at(1), at(2, 2)), B1],
+        None,
+        True,
+        Judge("a", 2, 2, 1),
+    ),
+    "a version that is being loaded does not count": (
+        HELD,
+        [replica("a", at(2), at(1, 2, state=VersionState.LOADING)), B1],
+        None,
+        True,
+        Judge("a", 1, 2, 1),
+    ),
+    "a replica of another log cannot go first": (
+        HELD,
+        [replica("a", at(1, lineage="old")), B1],
+        None,
+        True,
+        Go("b", 3),
+    ),
+    "the trainer was set back: its delta is one as others": (
+        log(1, 2, 5, limit=2),
+        [A2],
+        None,
+        True,
+        Go("a", 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_decisions(name: str) -> None:
+    published, members, before, knows, expected = DECISIONS[name]
+    action, _ = decide(published, members, before, NOW, patience_s=PATIENCE_S, knows=knows)
+    assert action == expected
+
+
+def test_a_trial_counts_from_when_its_replica_was_chosen() -> None:
+    action, first = decide(HELD, [A1, B1], None, NOW, patience_s=PATIENCE_S, knows=True)
+    assert (action, first) == (Go("a", 3), Trial(1, "a", NOW))
+    action, second = decide(HELD, [A1, B1], first, NOW + 29, patience_s=PATIENCE_S, knows=True)
+    assert second == first
+    action, third = decide(HELD, [A1, B1], first, NOW + 31, patience_s=PATIENCE_S, knows=True)
+    assert (action, third) == (Go("b", 3), Trial(1, "b", NOW + 31, lost=("a",)))
+
+
+class World:
+    """Replicas that do as they are told, or not, and a canary; `bad` is the end of the delta that is bad."""
+
+    def __init__(self, count: int, bad: int | None) -> None:
+        self.ends, self.limit, self.is_canary, self.bad = [1], None, False, bad
+        self.positions = dict.fromkeys("abcdef"[:count], 0)
+        self.is_down: set[str] = set()
+        self.trial: Trial | None = None
+        self.exposed: set[str] = set()
+        self.now = NOW
+
+    @property
+    def log(self) -> PublishedLog:
+        spans = tuple(Span(start, end) for start, end in zip((0, *self.ends), self.ends, strict=False))
+        return PublishedLog(LINE, spans, self.limit, self.is_canary)
+
+    def step(self) -> Action:
+        self.now += 1.0
+        members = [
+            down(name, position) if name in self.is_down else replica(name, position)
+            for name, position in self.positions.items()
+        ]
+        action, self.trial = decide(
+            self.log, members, self.trial, self.now, patience_s=PATIENCE_S, knows=True
+        )
+        match action:
+            case Approve(expected, position):
+                assert expected == self.limit
+                self.limit, self.is_canary = position, True
+            case Go(address, target):
+                self.move(address, target)
+            case Judge(address, _, position, approved):
+                assert self.positions[address] == position
+                if self.bad is not None and approved < self.bad <= position:
+                    self.roll_back(approved)
+                else:
+                    self.limit = position
+            case RollBack(to, _):
+                self.roll_back(to)
+            case _:
+                pass
+        for name in self.positions:
+            if self.limit is not None and name not in self.is_down and self.positions[name] < self.limit:
+                self.move(name, self.limit)
+        return action
+
+    def move(self, name: str, position: int) -> None:
+        self.positions[name] = position
+        if self.bad is not None and position >= self.bad and position in self.ends:
+            self.exposed.add(name)
+
+    def roll_back(self, to: int) -> None:
+        del to
+        self.ends.append(self.ends[-1] + 1)
+        self.limit, self.is_canary, self.bad = self.ends[-1], False, None
+
+
+@given(st.data())
+def test_whatever_happens_all_follow_what_is_good_and_one_alone_meets_what_is_bad(
+    data: st.DataObject,
+) -> None:
+    """Replicas go down and come back, the agent is killed, deltas are published meanwhile."""
+    bad = data.draw(st.none() | st.integers(2, 6))
+    world = World(data.draw(st.integers(1, 4)), bad)
+    for _ in range(5):
+        assert isinstance(world.step(), Approve | Go | Judge | Rest)
+    events = data.draw(st.lists(st.sampled_from(["", "publish", "kill", "down", "up"]), max_size=30))
+    for event in [*events, *["publish"] * 6]:
+        name = data.draw(st.sampled_from(sorted(world.positions)))
+        if event == "publish" and not (world.limit is not None and not world.is_canary):
+            world.ends.append(world.ends[-1] + 1)
+        if event == "kill":
+            world.trial = None
+        if event == "down" and name not in world.exposed:
+            world.is_down.add(name)
+        if event == "up":
+            world.is_down.discard(name)
+        world.step()
+    world.is_down.clear()
+    for _ in range(200):
+        world.step()
+    assert set(world.positions.values()) == {world.ends[-1]}
+    assert len(world.exposed) <= 1
+    assert bad is None or not world.is_canary, "it was rolled back, and a person decides"
