@@ -6,7 +6,7 @@ from pathlib import Path
 
 from exporter.cli.app import app as export_model
 from serving.cli import app as serve_model
-from tools.reference import commands, documents, failures, files, rooms
+from tools.reference import commands, documents, failures, files, rooms, tf_serving
 
 ROOT = Path(__file__).parent.parent.parent
 NOTE = "<!-- Made from the code by `python -m tools.reference`; edit the code instead. -->\n\n"
@@ -17,6 +17,7 @@ def made() -> dict[str, str]:
     pages = {
         "export-model.md": commands.page(export_model, "export-model"),
         "serve-model.md": commands.page(serve_model, "serve-model"),
+        "tensorflow-serving.md": tf_serving.page(),
         "documents.md": documents.page(),
         "exit-codes.md": failures.exit_codes(),
         "troubleshooting.md": failures.troubleshooting(),
