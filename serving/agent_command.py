@@ -185,7 +185,9 @@ def agent(
         from serving.agent.recorder import Recorder
         from serving.agent.rollout import Policy
         from serving.agent.targets import Targets
+        from serving.credentials import channel_credentials
 
+        channel_credentials(access)  # what is wrong with its files is said now, not for each replica
         sink.json_lines = True
         models = [Model(name, path) for name, path in _models(model_base_path).items()]
         token = None if token_file is None else _token(token_file)

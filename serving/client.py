@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
-from exporter.errors import CallFailed
+from exporter.errors import CallFailed, UsageError
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.tensor_proto import fill, to_array
 from serving.address import with_port
-from serving.credentials import open_channel
+from serving.credentials import identity, open_channel
 from serving.status import Code, VersionState, VersionStatus
 
 DEFAULT_DEADLINE_S = 10.0
@@ -105,12 +106,8 @@ class ModelClient:
         self.address = address = with_port(address)
         self.model = model
         self.deadline_s = deadline_s
-        limit = [
-            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-        ]
-        self._channel = open_channel(address, access, limit)
-        self._calls: dict[str, Callable[..., Proto]] = {}
+        self._access = access
+        self._connection = _Connection(address, access)
 
     def predict(
         self,
@@ -259,7 +256,7 @@ class ModelClient:
 
     def close(self) -> None:
         """Close the channel."""
-        self._channel.close()
+        self._connection.channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -287,16 +284,25 @@ class ModelClient:
         import grpc
 
         path = f"/tensorflow.serving.{service}/{method}"
-        if path not in self._calls:
-            self._calls[path] = self._channel.unary_unary(
+        connection = self._connection
+        if path not in connection.calls:
+            connection.calls[path] = connection.channel.unary_unary(
                 path,
                 request_serializer=type(request).SerializeToString,
                 response_deserializer=message_class(response).FromString,
             )
         try:
-            return self._calls[path](request, timeout=deadline_s or self.deadline_s)
+            return connection.calls[path](request, timeout=deadline_s or self.deadline_s)
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._connect_anew(connection)
             raise self._failed(method, error.code().name, error.details() or "") from error
+
+    def _connect_anew(self, failed: _Connection) -> None:
+        """Use certificates that were replaced since: those of a program that runs for long expire."""
+        if failed is self._connection and failed.identity != identity(self._access):
+            with suppress(UsageError):  # half of them replaced: the next call that fails tries again
+                self._connection = _Connection(self.address, self._access)
 
     def _failed(self, method: str, code: str, details: str) -> CallFailed:
         cause = f"{code}: {_GRAPH_PLACE.sub('', details).strip()}"
@@ -315,6 +321,19 @@ class ModelClient:
             message = f"{self.address} did not answer {method} in {self.deadline_s:g} s"
             return CallFailed(code, message, cause=cause, hint=hint)
         return CallFailed(code, f"{self.address} refused {method} for {self.model}", cause=cause, hint=hint)
+
+
+class _Connection:
+    """A channel, its calls by path, and the files that it was opened with."""
+
+    def __init__(self, address: str, access: ServerAccess) -> None:
+        self.identity = identity(access)
+        limits = [
+            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ]
+        self.channel = open_channel(address, access, limits)
+        self.calls: dict[str, Callable[..., Proto]] = {}
 
 
 def _array(value: ArrayLike) -> NDArray[Any]:

@@ -30,20 +30,47 @@ def open_channel(address: str, access: ServerAccess, options: Sequence[tuple[str
     """
     import grpc
 
-    _require_sense(access)
-    if access.grpc_ca is None:
+    credentials = channel_credentials(access)
+    if credentials is None:
         return grpc.insecure_channel(address, options)
-    authorities = None if access.grpc_ca == SYSTEM_CA else _authorities(access.grpc_ca)
-    key, certificate = _key_pair(access)
-    credentials = grpc.ssl_channel_credentials(authorities, key, certificate)
-    if access.grpc_token_file is not None:
-        file = access.grpc_token_file
-        _token(file)  # what is wrong with it is said now, not at the first call
-        calls = grpc.metadata_call_credentials(_authorization(file), name="token")  # type: ignore[arg-type]
-        credentials = grpc.composite_channel_credentials(credentials, calls)
     if access.grpc_name is not None:
         options = [*options, ("grpc.ssl_target_name_override", access.grpc_name)]
     return grpc.secure_channel(address, credentials, options)
+
+
+def channel_credentials(access: ServerAccess) -> grpc.ChannelCredentials | None:
+    """What a channel is opened with; None without TLS. All files are read, so that errors come early.
+
+    Raises:
+        UsageError: options that do not go together, or a file that cannot be read or holds something else.
+    """
+    import grpc
+
+    _require_sense(access)
+    if access.grpc_ca is None:
+        return None
+    authorities = None if access.grpc_ca == SYSTEM_CA else _authorities(access.grpc_ca)
+    key, certificate = _key_pair(access)
+    credentials = grpc.ssl_channel_credentials(authorities, key, certificate)
+    if access.grpc_token_file is None:
+        return credentials
+    file = access.grpc_token_file
+    _token(file)
+    calls = grpc.metadata_call_credentials(_authorization(file), name="token")  # type: ignore[arg-type]
+    return grpc.composite_channel_credentials(credentials, calls)
+
+
+def identity(access: ServerAccess) -> tuple[object, ...]:
+    """What changes when a certificate, a key or the authority's file is replaced."""
+    found: list[object] = []
+    for file in filter(None, (access.grpc_ca, access.grpc_cert, access.grpc_key)):
+        try:
+            stat = Path(file).stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
 
 
 def _require_sense(access: ServerAccess) -> None:

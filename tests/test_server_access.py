@@ -130,6 +130,27 @@ def test_a_token_goes_with_each_call_and_is_read_anew(world: Certified, tmp_path
     assert TOKEN not in repr(access)
 
 
+def test_certificates_are_replaced_while_it_runs(world: Certified, tmp_path: Path) -> None:
+    """Those that it began with have expired, so to say: the server does not take them any more."""
+    own = Pair(tmp_path / "own.pem", tmp_path / "own.key")
+    own.cert.write_bytes(world.stranger.cert.read_bytes())
+    own.key.write_bytes(world.stranger.key.read_bytes())
+    access = ServerAccess(grpc_ca=str(world.ca), grpc_cert=str(own.cert), grpc_key=str(own.key))
+    with (
+        listening(world, world.server, verify=True) as address,
+        ModelClient(address, "ranker", deadline_s=DEADLINE_S, access=access) as client,
+    ):
+        with pytest.raises(CallFailed):
+            client.status()
+        own.cert.write_bytes(world.client.cert.read_bytes())
+        with pytest.raises(CallFailed):  # the key is not there yet
+            client.status()
+        own.key.write_bytes(world.client.key.read_bytes())
+        with pytest.raises(CallFailed):  # by which it notices
+            client.status()
+        assert [status.version for status in client.status()] == [7]
+
+
 BAD: list[tuple[dict[str, str], str]] = [
     ({"grpc_token_file": "token"}, "--grpc-token-file without --grpc-ca"),
     ({"grpc_cert": "client.pem", "grpc_key": "client.key"}, "--grpc-cert and --grpc-key without --grpc-ca"),
@@ -188,7 +209,9 @@ def test_a_key_with_a_password_does_not_ask_for_it(world: Certified, tmp_path: P
 
 def test_every_command_that_asks_servers_has_the_same_options() -> None:
     options = {f"--{name.replace('_', '-')}" for name in ServerAccess.__struct_fields__}
-    helps = [run_app(app, command, "--help").out for command in ("status", "update", "predict", "agent")]
+    helps = [
+        run_app(app, command, "--help").out for command in ("status", "update", "reload", "predict", "agent")
+    ]
     helps += [export_model("--help").out, export_model("doctor", "--help").out]
     for text in helps:
         assert options <= set(text.split())

@@ -35,9 +35,9 @@ class Servers(Struct, frozen=True):
             return
         if not self.addresses:
             raise UsageError("--grpc-ca and its like go with --notify")
-        from serving.client import ModelClient
+        from serving.credentials import channel_credentials
 
-        ModelClient(self.addresses[0], "", access=self.access).close()
+        channel_credentials(self.access)
 
     def notify(self, model: str) -> list[Notified]:
         """Bring each as far as what is published and the hold allow, all at the same time."""

@@ -37,6 +37,7 @@ from serving.agent.targets import Resolved, Targets
 from serving.status import VersionState
 from serving.updates import Updated
 
+_AFTER_A_SURPRISE_S = 1.0
 _LONGEST_WAIT_S = 60.0
 _REFUSED = "INVALID_ARGUMENT"
 
@@ -134,6 +135,7 @@ class Worker:
                         self._act(replica)
             except Exception as error:  # noqa: BLE001 - else nobody would look after this replica any more
                 self._failed(CallFailed("INTERNAL", f"{type(error).__name__}: {error}"))
+                self._stop.wait(_AFTER_A_SURPRISE_S)
 
     def _act(self, replica: Replica) -> None:
         now, published, pacer = time.monotonic(), self.published, self.pacer
