@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from tests.support import autodist_trainer, estimators
+from tests.support.deeprec_models import Trainer as DeepRecTrainer
 from tests.support.guide_commands import run_command
 from tests.support.guide_pages import ROOT
 from tests.support.once import once_a_run
@@ -99,6 +101,16 @@ def _deeprec(factory: pytest.TempPathFactory, directory: Path) -> None:
             writer.add(f"{name}-sparse_incr_values", value[touched])
 
 
+def _deeprec_tables(_: pytest.TempPathFactory, directory: Path) -> None:
+    """A full checkpoint with embedding variables and its `.meta`, and the increment after it."""
+    trainer = DeepRecTrainer(directory / "ctr")
+    trainer.users = replace(trainer.users, keys=np.arange(1000, 1500))
+    trainer.items = replace(trainer.items, keys=np.arange(1, 301))
+    trainer.save()
+    trainer.train(seed=1)
+    trainer.save_increment()
+
+
 def _type(command: str, directory: Path) -> str:
     examples = directory / "examples"
     examples.symlink_to(ROOT / "examples")
@@ -124,6 +136,7 @@ MAKERS: dict[str, Callable[[pytest.TempPathFactory, Path], None]] = {
     "train-tower": _tower,
     "warmup.jsonl": _warmup,
     "deeprec": _deeprec,
+    "ctr": _deeprec_tables,
     "model_dir": _model_dir,
     "saved_model": _saved_model,
 }
