@@ -94,10 +94,10 @@ DECISIONS: dict[str, tuple[Observed, Published, Action]] = {
         Rest(100.25),
     ),
     "only a version that ended": (seen(version(1, 0, state=VersionState.END)), THREE, Rest(105.0)),
-    "refused, and no way around": (
+    "refused, and no way around: it is tried again": (
         seen(version()).refused(refusal(0, 1)).answered([version()], 100.0),
         THREE,
-        Rest(105.0),
+        Rest(101.0),
     ),
     "a refused merger, and its parts": (
         seen(version()).refused(refusal(0, 2)).answered([version()], 100.0),
@@ -130,9 +130,30 @@ def test_a_replica_is_looked_at_again_when_time_has_passed() -> None:
     assert next_action(loading, THREE, POLICY, 100.25) == Observe()
 
 
-def test_a_refused_delta_is_tried_again_after_a_while() -> None:
-    refused = seen(version()).refused(refusal(0, 1, at=39.0)).answered([version()], 100.0)
-    assert isinstance(next_action(refused, THREE, POLICY, 100.0), Apply)
+def test_a_refused_delta_is_tried_again_soon_and_then_ever_more_seldom() -> None:
+    """It may be a file that a network file system shows late, and somebody may heal it."""
+    observed, now, waits = seen(version()), 100.0, []
+    for _ in range(9):
+        observed = observed.refused(refusal(0, 1, at=now)).answered([version()], now)
+        began = now
+        while isinstance(action := next_action(observed, THREE, POLICY, now), Rest):
+            assert now < action.until
+            now = action.until
+            if next_action(observed, THREE, POLICY, now) == Observe():
+                observed = observed.answered([version()], now)
+        assert isinstance(action, Apply)
+        waits.append(now - began)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_a_refused_delta_that_was_healed_or_gone_around_is_forgotten() -> None:
+    stuck = seen(version()).refused(refusal(0, 1)).answered([version()], 100.0)
+    assert quarantined([stuck], THREE)
+    assert not quarantined([stuck.moved(1, 1, 1)], THREE)
+    assert not stuck.moved(1, 1, 1).refusals
+    assert not stuck.answered([version(position=2)], 101.0).refusals
+    assert stuck.answered([version(position=None, state=VersionState.LOADING)], 101.0).refusals
+    assert stuck.answered([version(2, 1), version(1, 0)], 101.0).refusals, "the older one has yet to take it"
 
 
 def test_back_off_doubles_spreads_and_is_bounded() -> None:

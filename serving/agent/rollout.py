@@ -7,6 +7,7 @@
     | a version behind what its log allows              | `Apply` to exactly that version, newest first |
     | the same, but this delta was refused here         | `Apply` to the end of another, smaller one   |
     | the same, and predictions are to be spared        | `Rest` for the pause, then `Apply` one delta |
+    | the same, and there is no other                   | `Rest` until that one is to be tried again   |
     | current, and not compared for long                | `Audit` what it holds                        |
     | a version is being loaded                         | `Rest` for a short while, then `Observe`     |
     | anything else                                     | `Rest` until it is to be looked at again     |
@@ -27,6 +28,8 @@ from serving.status import VersionState
 
 FIRST_BACK_OFF_S = 0.1
 LONGEST_BACK_OFF_S = 30.0
+FIRST_RETRY_S = 1.0
+"""Until a refused delta is tried again, the first time; twice as long after each refusal."""
 _LOADING_S = 0.25
 """How often a server is asked that is loading a version."""
 
@@ -117,12 +120,17 @@ class Version(Struct, frozen=True):
 
 
 class Refusal(Struct, frozen=True):
-    """A delta that a replica did not take, and in its words why."""
+    """A delta that a replica did not take, and in its words why; `count` times in a row, last at `at`."""
 
     lineage: str
     delta: Span
     reason: str
     at: float
+    count: int = 1
+
+    def retry_at(self, longest_s: float) -> float:
+        """When to try it again: a network file system may show a file late, and somebody may heal it."""
+        return self.at + min(longest_s, FIRST_RETRY_S * 2.0 ** min(self.count - 1, 30))
 
 
 class Observed(Struct, frozen=True):
@@ -141,7 +149,10 @@ class Observed(Struct, frozen=True):
     def answered(self, versions: Sequence[Version], now: float) -> Observed:
         """It told where its versions stand."""
         newest_first = sorted(versions, key=lambda version: -version.number)
-        return replace(self, seen_at=now, versions=tuple(newest_first), failures=0, retry_at=0.0, error="")
+        answered = replace(
+            self, seen_at=now, versions=tuple(newest_first), failures=0, retry_at=0.0, error=""
+        )
+        return answered._forget_passed()
 
     def moved(self, version: int, position: int, step: int) -> Observed:
         """A version confirmed that it stands at a position now."""
@@ -149,7 +160,7 @@ class Observed(Struct, frozen=True):
             replace(known, position=position, step=step) if known.number == version else known
             for known in self.versions
         )
-        return replace(self, versions=tuple(moved), failures=0, retry_at=0.0, error="")
+        return replace(self, versions=tuple(moved), failures=0, retry_at=0.0, error="")._forget_passed()
 
     def failed(self, error: str, now: float, jitter: float) -> Observed:
         """A call had no answer, or no good one: what is known of the replica is in doubt.
@@ -163,15 +174,28 @@ class Observed(Struct, frozen=True):
     def refused(self, refusal: Refusal) -> Observed:
         """It does not take a delta. Where it stands is read again."""
         others = tuple(r for r in self.refusals if (r.lineage, r.delta) != (refusal.lineage, refusal.delta))
-        return replace(self, seen_at=None, refusals=(*others, refusal), error=refusal.reason)
+        before = sum(r.count for r in self.refusals if r not in others)
+        again = replace(refusal, count=before + 1)
+        return replace(self, seen_at=None, refusals=(*others, again), error=refusal.reason)
 
-    def refusals_of(self, lineage: str, now: float, forget_after_s: float) -> tuple[Span, ...]:
-        """The deltas of a log that it refused lately."""
+    def refusals_of(self, lineage: str, now: float, longest_s: float) -> tuple[Refusal, ...]:
+        """Those of a log that are not to be tried again yet."""
         return tuple(
-            refusal.delta
+            refusal
             for refusal in self.refusals
-            if refusal.lineage == lineage and now - refusal.at < forget_after_s
+            if refusal.lineage == lineage and now < refusal.retry_at(longest_s)
         )
+
+    def _forget_passed(self) -> Observed:
+        """Without the refusals of deltas that no version has yet to take: healed since, or gone around."""
+        kept = []
+        for refusal in self.refusals:
+            standing = [v for v in self.versions if v.lineage == refusal.lineage and v.position is not None]
+            if not standing or any(
+                refusal.delta.accepts(v.position) for v in standing if v.position is not None
+            ):
+                kept.append(refusal)
+        return replace(self, refusals=tuple(kept))
 
 
 class Rest(Struct, frozen=True):
@@ -207,10 +231,10 @@ Action = Rest | Observe | Apply | Audit
 class Policy(Struct, frozen=True):
     """How often a replica is looked at, and how far it may go.
 
-    `refresh_s`: between looks, when nothing happens. `retry_refused_s`: until a refused delta is tried again
-    (a network file system may show a file late). `step_s`: least time between two deltas (None: all at once).
-    `audit_s`: between two audits of a replica (None: never). `longest_delay_s`: how long a paced delta may
-    wait (None: nothing is paced, see `pacing`).
+    `refresh_s`: between looks, when nothing happens. `retry_refused_s`: the longest time until a refused
+    delta is tried again. `step_s`: least time between two deltas (None: all at once). `audit_s`: between two
+    audits of a replica (None: never). `longest_delay_s`: how long a paced delta may wait (None: nothing is
+    paced, see `pacing`).
     """
 
     refresh_s: float = 5.0
@@ -251,6 +275,8 @@ def next_action(
     look_again = observed.seen_at + min(policy.refresh_s, _LOADING_S if is_loading else policy.refresh_s)
     if now >= look_again:
         return Observe()
+    retries = [refusal.retry_at(policy.retry_refused_s) for refusal in observed.refusals]
+    look_again = min([look_again, *(at for at in retries if at > now)])
     for version in observed.versions:
         action = _advance(version, observed, published, policy, paced, now)
         if action is None:
@@ -283,7 +309,7 @@ def _advance(
     log = published.logs.get(version.lineage)
     if log is None or version.position is None or version.state is not VersionState.AVAILABLE:
         return None
-    refused = observed.refusals_of(version.lineage, now, policy.retry_refused_s)
+    refused = [r.delta for r in observed.refusals_of(version.lineage, now, policy.retry_refused_s)]
     chain = log.reach(version.position, without=refused)
     if not chain:
         return None
