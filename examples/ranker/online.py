@@ -53,7 +53,8 @@ def train(task: Task, target: str, options: argparse.Namespace) -> None:
         train_op = _training(size, step, seed=1 + task.index + 100 * task.is_chief)
         roll_call = RollCall(task.workers)
         # Every node has the increment hook: whoever writes rows records them. The chief's collects.
-        increments = IncrementHook(options.ckpt_dir, save_increment_secs=1, is_chief=task.is_chief)
+        every = options.increment_secs
+        increments = IncrementHook(options.ckpt_dir, save_increment_secs=every, is_chief=task.is_chief)
         hooks: list[Any] = [TrainUntil(options.until), increments]
         if task.is_chief:
             hooks.append(Answer(size, step, options.expected))
@@ -142,6 +143,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--until", type=Path, required=True, help="train until this file is there")
     parser.add_argument("--users", type=int, default=model.USERS, help="rows of the table of users")
     parser.add_argument("--items", type=int, default=model.ITEMS, help="rows of the table of items")
+    parser.add_argument("--increment-secs", type=float, default=1.0, help="seconds between increments")
     parser.add_argument("--save-every", type=int, default=80, help="steps between full checkpoints")
     return parser.parse_args()
 

@@ -2,121 +2,245 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from examples.cluster import started_cluster
 from exporter.errors import CallFailed
 from exporter.publish.delta_log import list_deltas, read_log
-from exporter.publish.versions import read_head
+from exporter.publish.served_digests import served_chunks, served_digests
+from exporter.publish.versions import read_head, version_dirs
 from serving.client import ModelClient
 from tests.benchmarks.job import Timer
-from tests.support.agents import ROOT, Published, Server, agent, wait
+from tests.support.agents import ROOT, Server, agent, wait
+from tests.support.trainer_replay import Recording
 
 _REQUEST_EVERY_S = 0.02
 """Each replica is asked this often, by a clock: an open loop, which does not slow down with the server."""
+_BATCH = 64
+_SIZE = {"users": 200_000, "items": 20_000}
+_MODEL = ROOT / "examples" / "ranker" / "model.py"
+_WARM_UP = 2
+"""Increments before those that count: a version's first update prepares it."""
+
+
+def record(timer: Timer, directory: str, increments: str, every_s: str) -> None:
+    """Let a cluster of 4 processes train, and record what it leaves: so many increments, at this pace."""
+    place, wanted = Path(directory), int(increments) + _WARM_UP
+    train, until, kept = place / "train", place / "until", place / "kept"
+    kept.mkdir(parents=True)
+    recording, stop = Recording(kept), threading.Event()
+    node = [ROOT / "examples" / "ranker" / "online.py", "--ckpt-dir", train, "--until", until]
+    size = [part for name, rows in _SIZE.items() for part in (f"--{name}", str(rows))]
+    options = ["--expected", place / "expected.npz", "--increment-secs", every_s, *size]
+    with timer, started_cluster([*node, *options], logs=place / "logs", workers=1, timeout_s=550) as cluster:
+        follower = threading.Thread(target=recording.follow, args=(train, stop))
+        follower.start()
+        while len(recording.increments) < wanted and cluster.is_training():
+            time.sleep(0.1)
+        until.touch()
+        while cluster.is_training():
+            time.sleep(0.1)
+        stop.set()
+        follower.join()
 
 
 @dataclass
 class Client:
-    """Asks one replica for predictions, and notes when each position was first answered."""
+    """Asks one replica for predictions, and notes when each position was first answered, and how fast."""
 
     address: str
     model: str
     first_seen: list[tuple[int, float]] = field(default_factory=list)
-    answers: int = 0
+    latencies: list[tuple[float, float]] = field(default_factory=list)
+    wrong: str = ""
 
     def follow(self, stop: threading.Event) -> None:
-        """Ask until told to stop; an answer that goes back is a failure."""
-        inputs = {"user": np.array([1]), "item": np.array([1])}
-        last, due = -1, time.monotonic()
+        """Ask until told to stop."""
+        inputs = {"user": np.arange(_BATCH), "item": np.arange(_BATCH)}
+        due = time.monotonic()
         with ModelClient(self.address, self.model, deadline_s=30) as client:
             while not stop.is_set():
                 due += _REQUEST_EVERY_S
                 time.sleep(max(0.0, due - time.monotonic()))
-                position = int(client.predict(inputs).outputs["model_position"][0])
-                assert position >= last, f"{self.address} went back from {last} to {position}"
-                if position > last:
-                    self.first_seen.append((position, time.time()))
-                    last = position
-                self.answers += 1
+                found = set(client.predict(inputs).outputs["model_position"].tolist())
+                self.latencies.append((time.time(), time.monotonic() - due))
+                self._see(found)
 
-    def seconds_until(self, position: int, since: float) -> float:
-        """From `since` until it answered from `position` or beyond."""
-        return next(at for seen, at in self.first_seen if seen >= position) - since
+    def _see(self, positions: set[int]) -> None:
+        (position, *others), last = sorted(positions), self.first_seen[-1][0] if self.first_seen else -1
+        if others or position < last:
+            self.wrong = f"{self.address} answered from {sorted(positions)} after {last}"
+        if position > last:
+            self.first_seen.append((position, time.time()))
+
+    def at(self, position: int) -> float:
+        """When it first answered from `position` or beyond."""
+        return next(at for seen, at in self.first_seen if seen >= position)
 
 
-def commit_to_served(timer: Timer, deltas: str, pace_s: str, replicas: str) -> dict[str, list[float]]:
-    """Seconds from each commit to the first answer of each replica; and the same for a full version.
+def commit_to_served(timer: Timer, directory: str, replicas: str) -> dict[str, list[float]]:
+    """Play a recording; seconds from each increment to the first answer of each replica that has it.
 
-    A trainer in numpy writes an increment every `pace_s`, `export-model --watch --incr` publishes, the agent
-    applies, a client asks each replica all the time.
+    `export-model --watch --incr` publishes, the agent applies, a client asks each replica all the time.
+    Fails if an increment is lost, a position goes back, or a replica ends with something else than was
+    trained.
     """
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        published = Published(Path(directory), ("--stamp",))
-        servers = [Server(published.model, stack=stack).start() for _ in range(int(replicas))]
+    place = Path(directory)
+    recording = Recording.read(place / "kept")
+    with ExitStack() as stack:
+        train, model = place / "replayed", place / "served" / "ranker"
+        stack.callback(_remove, place / "served", train)
+        recording.prepare(train)
+        export = [*_export(train, model), "--incr", "--stamp", "--with-digest"]
+        subprocess.run([*export, "-q"], cwd=ROOT, check=True)
+        servers = [Server(model, stack=stack, poll_s=1.0).start() for _ in range(int(replicas))]
         stop = threading.Event()
         stack.callback(stop.set)
-        clients = [Client(server.address, published.model.name) for server in servers]
-        stack.enter_context(agent(published.model, *(server.address for server in servers)))
+        clients = [Client(server.address, model.name) for server in servers]
+        stack.enter_context(agent(model, *(server.address for server in servers)))
         threads = [threading.Thread(target=client.follow, args=(stop,)) for client in clients]
         for thread in threads:
             thread.start()
-        warm = published.publish()  # a version's first update prepares it
-        wait(lambda: all(client.first_seen and client.first_seen[-1][0] >= warm for client in clients))
+        wait(lambda: all(len(client.latencies) > 100 for client in clients))
+        idle = [seconds for client in clients for _, seconds in client.latencies[50:]]
         watching = subprocess.Popen(
-            [sys.executable, "-m", "exporter", *published.arguments(), "--watch", "--interval", "0.05", "-q"],
-            cwd=ROOT,
+            [*export, "--watch", "--interval", "0.05", "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
         stack.callback(watching.kill)
+        published: list[dict[str, Any]] = []
+        reader = threading.Thread(target=_read, args=(watching, published), daemon=True)
+        reader.start()
+        committed: dict[str, float] = {}
         with timer:
-            for _ in range(int(deltas)):
-                time.sleep(float(pace_s))
-                published.train()
-            wait(lambda: published.is_current)
-        newest = published.position
+            for event, at in recording.play(train):
+                if event.is_increment:
+                    committed[Path(event.name).name] = at
+                    _require_right(clients)
+        with np.load(place / "expected.npz") as arrays:
+            expected = dict(arrays)
+        wait(lambda: bool(published) and published[-1]["step"] == int(expected["step"]))
+        newest = published[-1]["position"]
         wait(lambda: all(client.first_seen[-1][0] == newest for client in clients))
         stop.set()
         for thread in threads:
             thread.join()
-        commits = {
-            delta.end: delta.manifest.created.timestamp()
-            for delta in list_deltas(read_log(published.model).path)
-            if delta.start >= warm
-        }
-        assert len(commits) >= int(deltas) // 2, "the exporter did not keep up with the trainer"
-        return {
-            "served": [client.seconds_until(end, at) for end, at in commits.items() for client in clients],
-            "answers": [client.answers for client in clients],
-            "deltas": [len(commits)],
-        }
+        _require_right(clients)
+        _require_nothing_lost(recording.increments, published, clients)
+        _require_as_trained(servers, model, expected)
+        return _figures(model, clients, published, committed, idle)
 
 
-def full_version(timer: Timer, versions: str) -> list[float]:
+def _figures(
+    model: Path,
+    clients: list[Client],
+    published: list[dict[str, Any]],
+    committed: dict[str, float],
+    idle: list[float],
+) -> dict[str, list[float]]:
+    commits = {delta.end: delta.manifest.created.timestamp() for delta in list_deltas(read_log(model).path)}
+    served, until_published, until_applied = [], [], []
+    counted = list(committed)[_WARM_UP:]
+    for delta in published:
+        position = delta["position"]
+        for name in delta["increments"]:
+            if name in counted:
+                served += [client.at(position) - committed[name] for client in clients]
+                if position in commits:
+                    until_published.append(commits[position] - committed[name])
+                    until_applied += [client.at(position) - commits[position] for client in clients]
+    began = committed[counted[0]]
+    busy = [seconds for client in clients for at, seconds in client.latencies if at >= began]
+    return {
+        "served": served,
+        "published": until_published,
+        "applied": until_applied,
+        "deltas": [len(published)],
+        "increments": [len(counted)],
+        "idle": idle,
+        "busy": busy,
+    }
+
+
+def _require_right(clients: list[Client]) -> None:
+    assert not any(client.wrong for client in clients), [client.wrong for client in clients]
+
+
+def _require_nothing_lost(wanted: list[str], published: list[dict[str, Any]], clients: list[Client]) -> None:
+    """Each increment after the base is in one delta, in order; clients saw what was published."""
+    assert [name for delta in published for name in delta["increments"]][-len(wanted) :] == wanted
+    positions = [delta["position"] for delta in published]
+    assert positions == sorted(set(positions))
+    for client in clients:
+        assert {seen for seen, _ in client.first_seen[1:]} <= set(positions)
+
+
+def _require_as_trained(servers: list[Server], model: Path, expected: dict[str, Any]) -> None:
+    """Each replica answers as the cluster did, and holds what was published, chunk by chunk."""
+    log = read_log(model)
+    chunks = served_chunks(log)
+    digests = served_digests(log, log.at.position, chunks)
+    rows = {"rows": np.arange(len(chunks))}
+    for server in servers:
+        with ModelClient(server.address, model.name, deadline_s=60) as client:
+            answer = client.predict({"user": expected["user"], "item": expected["item"]})
+            assert answer.outputs["click"].tobytes() == expected["click"].tobytes()
+            told = client.predict(rows, signature="incremental_digest").outputs["digest"]
+            assert [int(bytes(text)) for text in told] == digests
+
+
+def _read(watching: subprocess.Popen[str], published: list[dict[str, Any]]) -> None:
+    assert watching.stdout is not None
+    published.extend(json.loads(line) for line in watching.stdout)  # one by one, as they come
+
+
+def _export(train: Path, model: Path) -> list[str]:
+    size = [part for name, rows in _SIZE.items() for part in ("--model-arg", f"{name}={rows}")]
+    what = ("--ckpt-dir", train, "--model", f"{_MODEL}:serving", *size, "--out", model)
+    return [sys.executable, "-m", "exporter", *map(str, what)]
+
+
+def _remove(*directories: Path) -> None:
+    import shutil
+
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def full_version(timer: Timer, directory: str, versions: str) -> list[float]:
     """Seconds from the commit of a plain version to its first answer; the server polls each second."""
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        published = Published(Path(directory), plain=True)
-        server = Server(published.model, stack=stack, poll_s=1.0).start()
-        client = stack.enter_context(ModelClient(server.address, published.model.name, deadline_s=30))
+    place = Path(directory)
+    recording = Recording.read(place / "kept")
+    with ExitStack() as stack:
+        train, model = place / "replayed", place / "plain" / "ranker"
+        stack.callback(_remove, place / "plain", train)
+        recording.prepare(train)
+        export = [*_export(train, model), "--again", "-q"]
+        subprocess.run(export, cwd=ROOT, check=True)
+        server = Server(model, stack=stack, poll_s=1.0).start()
+        client = stack.enter_context(ModelClient(server.address, model.name, deadline_s=30))
         taken = []
         with timer:
             for _ in range(int(versions)):
-                version = published.publish()
-                committed = read_head(published.model / str(version)).created.timestamp()
+                subprocess.run(export, cwd=ROOT, check=True)
+                version = version_dirs(model)[0].version
+                committed = read_head(model / str(version)).created.timestamp()
                 wait(lambda version=version: _answers(client, version))
                 taken.append(time.time() - committed)
         return taken
 
 
 def _answers(client: ModelClient, version: int) -> bool:
-    inputs = {"user": np.array([1]), "item": np.array([1])}
+    inputs = {"user": np.arange(_BATCH), "item": np.arange(_BATCH)}
     try:
         return client.predict(inputs).version == version
     except CallFailed:

@@ -2,8 +2,8 @@
 
 Each accident is mended after a while, and others happen meanwhile. All the time:
 
-* a client of each server sees no position go back, except when the server was started anew while a delta
-  could not be read, or when the answer says that another version gave it;
+* a client of each server sees no position go back, except when the answer says that another version gave it,
+  or when the server was started anew while a delta could not be read, or a rollback held the log;
 * two servers that stand at one position answer with the same bits;
 * no process ends by itself, unless the accident of that moment says why.
 
@@ -175,8 +175,10 @@ class Client:
         if last is not None and position < last.position:
             self.back += 1
             is_said = seen.version != last.version
-            is_damage = seen.start != last.start and self._world.unreadable.was(self._server.started_at)
-            if not (is_said or is_damage):
+            reasons = (self._world.unreadable, self._world.held)
+            began = self._server.started_at
+            is_restart = seen.start != last.start and any(reason.was(began) for reason in reasons)
+            if not (is_said or is_restart):
                 self._world.fault(f"{self._server.name} went back: {last}, then {seen}")
 
 
@@ -202,6 +204,7 @@ class World:
         self.happened: dict[str, int] = {}
         self.unreadable = Accident()
         self.full = Accident()
+        self.held = Accident()
         self.ended = threading.Event()
         self.stack = ExitStack()
         self.stack.callback(self.ended.set)
@@ -408,7 +411,7 @@ class World:
         """Somebody rolls back, resumes, merges or publishes a base."""
         with suppress(OSError, ExportError):
             log = read_log(self.model)
-            if log.held.is_set:
+            if log.held.is_set or self.held.now:
                 return None
             positions = [delta.end for delta in log.deltas[-8:-1]]
             choices = [("merge", self.model), ("merge", self.model, "--rebase")]
@@ -416,6 +419,7 @@ class World:
                 choices += [("rollback", self.model, "--to", self.dice.choice(positions))] * 2
             chosen = self.dice.choice(choices)
             if chosen[0] == "rollback":
+                self.held.begin()
                 self._mend_later("the hold is lifted", self._resume)
             return self._command(*chosen)
         return None
@@ -442,6 +446,9 @@ class World:
 
     def _tend_commands(self, now: float) -> None:
         """Kill those that take too long; those that have ended must have said why in words of their own."""
+        with suppress(OSError, ExportError):
+            if self.held.now and not self.commands and not read_log(self.model).held.is_set:
+                self.held.end()
         for command in list(self.commands):
             until, program = command
             if program.code is None and now < until:
