@@ -50,9 +50,9 @@ class Recording:
     def begin(self) -> int:
         """How many events there are until a full checkpoint of a trained model is named; all if none is."""
         for number, event in enumerate(self.events, 1):
-            if event.name == _STATE_FILE and event.kept is not None:
-                if _TRAINED.search((self.directory / event.kept).read_text()):
-                    return number
+            is_named = event.name == _STATE_FILE and event.kept is not None
+            if is_named and _TRAINED.search((self.directory / str(event.kept)).read_text()):
+                return number
         return len(self.events)
 
     @property
@@ -83,14 +83,23 @@ class Recording:
         written = json.dumps([asdict(event) for event in self.events], indent=1)
         (self.directory / "events.json").write_text(written)
 
-    def prepare(self, target: Path) -> None:
-        """Let everything happen in `target` that happened until `begin`, at once."""
-        for event in self.events[: self.begin]:
+    def after_increments(self, count: int) -> int:
+        """How many events there are until so many increments after `begin`."""
+        left = count
+        for number, event in enumerate(self.events[self.begin :], self.begin + 1):
+            left -= event.is_increment
+            if not left:
+                return number
+        return len(self.events)
+
+    def do(self, target: Path, begin: int, end: int) -> None:
+        """Let happen in `target` what happened from one event to another, at once."""
+        for event in self.events[begin:end]:
             self._do(target, event)
 
-    def play(self, target: Path) -> Iterator[tuple[Event, float]]:
-        """Let happen what happened from `begin` on, as fast as it did; each event and when it was done."""
-        events = self.events[self.begin :]
+    def play(self, target: Path, begin: int) -> Iterator[tuple[Event, float]]:
+        """Let happen what happened from an event on, as fast as it did; each event and when it was done."""
+        events = self.events[begin:]
         ahead = time.monotonic() - (events[0].at if events else 0.0)
         for event in events:
             time.sleep(max(0.0, ahead + event.at - time.monotonic()))
