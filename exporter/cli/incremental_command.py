@@ -17,6 +17,7 @@ from exporter.errors import ExportError, ManifestError, PositionError, UsageErro
 from exporter.graph.origin import check_named
 from exporter.options import ExportRequest
 from exporter.pipeline import begin_log, incremental
+from exporter.pipeline.arrivals import Arrivals
 from exporter.pipeline.incremental import ExportedDelta, Incremental, IncrementalPlan
 from exporter.pipeline.watch_loop import Poll, Watching, follow, is_for_a_person
 from exporter.progress import count, human_bytes
@@ -61,7 +62,8 @@ def run(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool)
     else:
         check_named(request.model)
         tell, ended = partial(outlived, sink), partial(watch_ended, sink)
-        for done in follow(lambda: _look(request, sink, how), how.watching, tell, ended=ended):
+        sleep = Arrivals.of_trainer(request.ckpt_dir).sleep
+        for done in follow(lambda: _look(request, sink, how), how.watching, tell, ended=ended, sleep=sleep):
             _report(done, sink, how)
             if how.rebase:
                 _rebase_or_tell(request, done, sink)

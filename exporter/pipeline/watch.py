@@ -30,6 +30,7 @@ from exporter.files import make_directories, writing
 from exporter.graph.origin import check_named
 from exporter.layout import WATCH_LOCK_FILE
 from exporter.options import ExportRequest, require_exact
+from exporter.pipeline.arrivals import Arrivals
 from exporter.pipeline.full import Exported, GraphSource, export, run_builders_once
 from exporter.pipeline.trainer_graph import model_beside
 from exporter.pipeline.watch_loop import EVERY_SECOND, Poll, Watching, follow
@@ -63,7 +64,8 @@ def watch(
         )
     check_named(request.model)
     newest = _Newest(replace(request, again=False), progress, run_builders_once())
-    yield from follow(newest.export, watching, tell, ended=ended)
+    sleep = Arrivals.of_trainer(request.ckpt_dir).sleep
+    yield from follow(newest.export, watching, tell, ended=ended, sleep=sleep)
 
 
 class _Newest(Struct):
