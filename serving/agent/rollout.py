@@ -178,10 +178,10 @@ class Observed(Struct, frozen=True):
         again = replace(refusal, count=before + 1)
         return replace(self, seen_at=None, refusals=(*others, again), error=refusal.reason)
 
-    def refusals_of(self, lineage: str, now: float, longest_s: float) -> tuple[Refusal, ...]:
-        """Those of a log that are not to be tried again yet."""
+    def refusals_of(self, lineage: str, now: float, longest_s: float) -> tuple[Span, ...]:
+        """The deltas of a log that it refused, and that are not to be tried again yet."""
         return tuple(
-            refusal
+            refusal.delta
             for refusal in self.refusals
             if refusal.lineage == lineage and now < refusal.retry_at(longest_s)
         )
@@ -309,7 +309,7 @@ def _advance(
     log = published.logs.get(version.lineage)
     if log is None or version.position is None or version.state is not VersionState.AVAILABLE:
         return None
-    refused = [r.delta for r in observed.refusals_of(version.lineage, now, policy.retry_refused_s)]
+    refused = observed.refusals_of(version.lineage, now, policy.retry_refused_s)
     chain = log.reach(version.position, without=refused)
     if not chain:
         return None
