@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 # A room may import the rooms of the lines above its own, and no other room of its own line.
 STAGES = [
-    {"errors", "layout", "progress", "version", "wire"},
+    {"errors", "integer_sets", "layout", "progress", "version", "wire"},
     {"storage"},
     {"catalog", "files", "local_paths", "roles"},
     {"options", "terminal"},

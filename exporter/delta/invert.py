@@ -11,6 +11,7 @@ import numpy as np
 from exporter.delta.diff import RowSpill
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.snapshot import Changes, Snapshot
+from exporter.integer_sets import distinct
 
 Array = np.ndarray[Any, Any]
 
@@ -44,7 +45,7 @@ def restoring(since: Sequence[Changes], then: Snapshot, schema: Schema, scratch:
 def _rows_then(
     touched: Sequence[Rows], then: Snapshot, variable: ServedVariable, scratch: Path
 ) -> Rows | None:
-    ids = np.unique(np.concatenate([change.ids for change in touched]))
+    ids = distinct(np.concatenate([change.ids for change in touched]))
     with RowSpill(variable, scratch) as spill:
         for start in range(0, len(ids), _ROWS_AT_ONCE):
             some = ids[start : start + _ROWS_AT_ONCE]

@@ -20,6 +20,7 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.files import read_regular
+from exporter.integer_sets import distinct
 from exporter.wire.crc32c import masked_crc
 
 Array = np.ndarray[Any, Any]
@@ -80,7 +81,7 @@ class HashIndex(Struct, frozen=True):
 def without_rows(hashes: Array, rows: Array, row_bytes: int) -> Array:
     """A table's hashes with the blocks of these rows invalidated, so that they are compared again."""
     forgotten = hashes.copy()
-    blocks = np.unique(rows // block_rows(row_bytes))
+    blocks = distinct(rows // block_rows(row_bytes))
     forgotten[blocks] = ~forgotten[blocks]
     return forgotten
 

@@ -19,6 +19,7 @@ from exporter.delta.format import Change, Rows, Schema, ServedVariable
 from exporter.delta.keyed_rows import KeyedRows
 from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile, TableFull
+from exporter.integer_sets import among
 from exporter.mapping.mapping_spec import DynamicTable
 from exporter.tables.change_index import IndexChange, change_index, find_rows, live_rows
 from exporter.tables.geometry import VALUES, TableGeometry
@@ -141,7 +142,7 @@ def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[st
     """
     rows = table.find(trained.keys)
     live, live_keys = table.live()
-    drop = live_keys[~np.isin(live, rows[rows >= 0], assume_unique=True)]
+    drop = live_keys[~among(live, np.sort(rows[rows >= 0]))]
     new = np.flatnonzero(rows < 0)
     change = table.change(trained.keys[new], drop)
     rows[new] = change.added

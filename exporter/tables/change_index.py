@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.errors import TableFull
+from exporter.integer_sets import among, distinct
 from exporter.tables.geometry import WINDOW, TableGeometry
 from exporter.tables.spread import Crowded, spread
 
@@ -100,7 +101,7 @@ def change_index(geometry: TableGeometry, state: TableState, add: Array, drop: A
         ValueError: a key occurs twice, or is to be added and dropped.
     """
     both = np.concatenate([add, drop])
-    if len(np.unique(both)) != len(both):
+    if len(distinct(both)) != len(both):
         raise ValueError("a key is named twice")
     rows, _ = _find(geometry, state, add)
     gone, gone_slots = _find(geometry, state, drop)
@@ -160,7 +161,8 @@ def _insert(
     """Place new keys and clear the slots of those that went: changed seeds and slots."""
     area = _Area.around(geometry, state, geometry.groups_of(new), gone_slots)
     seeds = area.insert(new, rows)
-    outside = np.setdiff1d(gone_slots, area.slots)
+    gone_slots = np.sort(gone_slots)
+    outside = gone_slots[~among(gone_slots, area.slots)]
     changed = area.changed()
     ids = np.concatenate([changed.ids, outside])
     cleared = np.full(len(outside), geometry.empty_row, np.int32)
@@ -185,14 +187,14 @@ class _Area(Struct):
     @classmethod
     def around(cls, geometry: TableGeometry, state: TableState, groups: Array, cleared: Array) -> _Area:
         """The windows of these groups, with `cleared` slots taken for empty."""
-        groups = np.unique(groups)
+        groups = distinct(groups)
         steps = np.minimum(np.diff(groups) * geometry.stride, WINDOW)
         starts = np.concatenate([[0], np.cumsum(steps)]).astype(np.int64)[: len(groups)]
         slots = np.empty(starts[-1] + WINDOW if len(groups) else 0, np.int64)
         for offset in range(WINDOW):
             slots[starts + offset] = groups * geometry.stride + offset
         before = state.rows(slots).astype(np.int32)
-        rows = np.where(np.isin(slots, cleared), np.int32(geometry.empty_row), before)
+        rows = np.where(among(slots, np.sort(cleared)), np.int32(geometry.empty_row), before)
         keys = np.zeros(len(slots), np.int64)
         filled = np.flatnonzero(rows != geometry.empty_row)
         keys[filled] = state.keys(rows[filled].astype(np.int64))
@@ -234,7 +236,7 @@ class _Area(Struct):
         filled = np.flatnonzero(self.rows != self.geometry.empty_row)
         groups = self.geometry.groups_of(self.keys[filled])
         # A window has keys of other groups, too: they stay where they are.
-        ours = np.isin(groups, self.groups[number])
+        ours = among(groups, np.sort(self.groups[number]))
         places, owners = filled[ours], np.searchsorted(self.groups, groups[ours])
         keys = np.concatenate([self.keys[places], new])
         held = np.concatenate([self.rows[places], rows.astype(np.int32)])

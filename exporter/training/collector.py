@@ -14,6 +14,7 @@ from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_arr
 from exporter.delta.diff import differing_rows
 from exporter.delta.format import ChangeKind, Rows, ServedVariable
 from exporter.increments.increment import Changed, StoredIncrement, rows_of
+from exporter.integer_sets import distinct
 from exporter.training.access import CHUNK_BYTES, Access, PartAccess, access
 from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking
 from exporter.training.recording import Recording, RowGroup
@@ -142,7 +143,7 @@ class Collector:
         """Take over the touched rows of every group; see the proof in `recording`."""
         found = session.run([group.collect for group in self._groups]) if self._groups else []
         for index, rows in enumerate(found):
-            self._pending[index] = np.union1d(self._pending[index], rows)
+            self._pending[index] = distinct(np.concatenate([self._pending[index], rows]))
 
     def touch(self, stored: StoredIncrement) -> None:
         """Count the rows that an increment holds as touched."""
@@ -154,7 +155,7 @@ class Collector:
             for part in entry.parts:
                 rows = _inside(part, change.ids) - part.offset
                 for index in self._groups_of(part):
-                    self._pending[index] = np.union1d(self._pending[index], rows)
+                    self._pending[index] = distinct(np.concatenate([self._pending[index], rows]))
 
     @property
     def knows_more(self) -> bool:

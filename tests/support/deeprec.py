@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from exporter.checkpoint.tensor_bundle import BundleWriter
+from exporter.integer_sets import distinct
 from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY
 
 Array = np.ndarray[Any, Any]
@@ -60,9 +61,9 @@ class Ev:
         """Distinct keys from the whole range of their type, and normal values."""
         rng = np.random.default_rng(seed)
         low, high = (np.iinfo(keys).min if negative else 0), np.iinfo(keys).max
-        found = np.unique(rng.integers(low, high, rows + 16 + rows // 1000, keys, endpoint=True))
+        found = distinct(rng.integers(low, high, rows + 16 + rows // 1000, keys, endpoint=True))
         while len(found) < rows:
-            found = np.unique(np.concatenate([found, rng.integers(low, high, rows, keys, endpoint=True)]))
+            found = distinct(np.concatenate([found, rng.integers(low, high, rows, keys, endpoint=True)]))
         found = found[rng.choice(len(found), rows, replace=False)] if rows < 1 << 20 else found[:rows]
         return cls(found, rng.standard_normal((rows, dim), np.float32).astype(values))
 
