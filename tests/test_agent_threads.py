@@ -59,7 +59,7 @@ def wait_for(journal: Journal, what: What) -> Event:
 def test_a_replica_is_looked_after_again_whatever_went_wrong(tmp_path: Path) -> None:
     journal, broken = Journal(), [True]
 
-    def allowed(worker: Worker, published: Published) -> Published:
+    def allowed(model: str, address: str, published: Published) -> Published:
         if broken:
             broken.pop()
             raise RuntimeError("a fault of our own")
