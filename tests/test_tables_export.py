@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from exporter.errors import VerificationError
 from exporter.options import DataMode, ExportRequest, Updates, Verify
 from exporter.pipeline.full import Exported, export
 from exporter.tables import DynamicTable
+from exporter.tables.build_index import build_index
 from tests.support.deeprec import Ev, write_full
 
 Array = np.ndarray[Any, Any]
@@ -185,3 +187,26 @@ def test_every_kind_of_lookup(tmp_path: Path) -> None:
             answers["mean_weighted"][number], (part * by).sum(0) / by.sum(), rtol=1e-3, atol=1e-4
         )
         assert (answers["ragged"][number, : len(part)].numpy() == part).all()
+
+
+@pytest.mark.parametrize("cast", [(), ("bfloat16",)])
+def test_answers_are_verified_with_tables_in_the_graph(tmp_path: Path, cast: tuple[str, ...]) -> None:
+    ev = Ev.random(5000, DIM)
+    done = export_table(
+        tmp_path, ev, lookup(), parts=2, casts=cast, verify=Verify.OUTPUTS, tolerance=0.02 if cast else 0
+    )
+    assert [(found.output, found.max_error) for found in done.differences] == [("rows", 0.0)]
+
+
+def test_an_index_that_leads_astray_is_found_before_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def astray(geometry: Any, count: int, blocks: Any, seeds: Array, rows: Array) -> None:
+        build_index(geometry, count, blocks, seeds, rows)
+        filled = np.flatnonzero(rows != geometry.empty_row)
+        rows[filled] = np.roll(rows[filled], 1)
+
+    monkeypatch.setattr("exporter.tables.lay_out.build_index", astray)
+    with pytest.raises(VerificationError, match="expected row 0"):
+        export_table(tmp_path, Ev.random(5000, DIM), lookup())
+    assert not (tmp_path / "model" / "7").exists()

@@ -61,6 +61,7 @@ from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.publish.versions import require_base_path
 from exporter.tables.lay_out import TableLayout
 from exporter.verify.outputs import Difference, Request, compare_outputs
+from exporter.verify.tables import verify_tables
 from exporter.verify.version_files import verify_bytes, verify_files
 from exporter.version import __version__
 
@@ -398,6 +399,9 @@ def _verify(
     if request.verify.includes(Verify.BYTES):
         with progress("verify", variables.catalog.bytes_) as bar:
             verify_bytes(variables.catalog, progress=bar)
+    if planned.layout is not None and request.verify is not Verify.NONE:
+        is_filtered = not planned.rules.admission.is_everyone
+        verify_tables(planned.layout, variables.catalog, is_filtered=is_filtered)
     if not request.verify.includes(Verify.OUTPUTS):
         return ()
     probes = [Request(probe.signature, probe.inputs) for probe in planned.probes or planned.warmup]
@@ -408,4 +412,5 @@ def _verify(
         requests=probes,
         tolerance=request.tolerance,
         traced_rows=planned.graph.traced_rows,
+        tables=planned.layout.geometries if planned.layout else None,
     )

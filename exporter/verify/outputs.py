@@ -3,6 +3,8 @@
 The baseline is the graph as its author left it, nothing pruned, its variables restored by TensorFlow's own
 RestoreV2 (what a stock Saver runs); the candidate is the staged SavedModel in TensorFlow's own loader.
 Nothing of this project computes a number here: also the reordering of `mod` tables is redone in plain numpy.
+Except for dynamic tables: both graphs read the staged index, which `exporter.verify.tables` checks against
+the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from exporter.graph.runnable import runnable_graph
 from exporter.graph.signatures import tensor_names
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.tables import files_to_feed
-from exporter.layout import SAVED_MODEL_FILE
+from exporter.layout import SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import TensorSource
 from exporter.mapping.build import VariableMapping as TensorMapping
+from exporter.tables.geometry import PARTS, TableGeometry
+from exporter.tables.lookup import set_sizes
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
@@ -61,6 +65,7 @@ def compare_outputs(
     requests: Iterable[Request] = (),
     tolerance: float,
     traced_rows: int | None = None,
+    tables: Mapping[str, TableGeometry] | None = None,
 ) -> tuple[Difference, ...]:
     """The difference of every output of every signature, the largest over the requests.
 
@@ -82,7 +87,7 @@ def compare_outputs(
             batches = _BATCHES if _has_open_batch(signature) else _BATCHES[:1]
             requests += [generated(name, signature, rows) for rows in batches]
     with _reported(f"the source graph ({source.label})"):
-        expected = _run_source(source, mapping, requests, traced_rows)
+        expected = _run_source(source, mapping, requests, traced_rows, _Tables(tables or {}, bundle))
     with _reported("the staged bundle"):
         found = _run_bundle(bundle, requests)
     differences: dict[tuple[str, str], float] = {}
@@ -137,18 +142,53 @@ def _served_signatures(bundle: Path) -> Mapping[str, Proto]:
     return dict(saved_model.meta_graphs[0].signature_def)
 
 
+class _Tables(Struct, frozen=True):
+    """The dynamic tables of a staged bundle: their sizes by their names, and where they are read from."""
+
+    geometries: Mapping[str, TableGeometry]
+    bundle: Path
+
+    def has(self, item: TensorSource) -> bool:
+        """True for a variable of such a table."""
+        table, _, part = item.key.rpartition("/")
+        return part in PARTS and table in self.geometries
+
+    def size(self, source: SourceGraph, graph_def: Proto) -> None:
+        """Give the source graph the tables' sizes."""
+        set_sizes(graph_def, self.geometries)
+        nodes = {node for table in source.dynamic_tables for node in table.nodes}
+        for node in graph_def.node:
+            if node.name in nodes:
+                node.attr["shape"].shape.Clear()
+                node.attr["shape"].shape.unknown_rank = True
+
+    def value(self, item: TensorSource, dtype: Any) -> Any:
+        """The staged value of a variable."""
+        import tensorflow as tf
+
+        (value,) = tf.raw_ops.RestoreV2(
+            prefix=str(self.bundle / VARIABLES_DIRECTORY / VARIABLES_NAME),
+            tensor_names=[item.key],
+            shape_and_slices=[""],
+            dtypes=[int(item.dtype)],
+        )
+        return tf.cast(value, dtype)
+
+
 def _run_source(
-    source: SourceGraph, mapping: TensorMapping, requests: list[Request], rows: int | None
+    source: SourceGraph, mapping: TensorMapping, requests: list[Request], rows: int | None, tables: _Tables
 ) -> list[Feeds]:
     import tensorflow as tf
 
-    graph_def = tf.compat.v1.GraphDef.FromString(runnable_graph(source).SerializeToString())
+    runnable = runnable_graph(source)
+    tables.size(source, runnable)
+    graph_def = tf.compat.v1.GraphDef.FromString(runnable.SerializeToString())
     for body in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
         for node in body:
             node.device = ""
     with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
         tf.import_graph_def(graph_def, name="")
-        _restore(session, mapping)
+        _restore(session, mapping, tables)
         if source.init_op:
             files = {f"{node}:0": str(path) for node, path in files_to_feed(source).items()}
             session.run(graph.get_operation_by_name(source.init_op), files)
@@ -184,17 +224,19 @@ def _rows_of(request: Request) -> int:
     return counts.pop() if len(counts) == 1 else 0
 
 
-def _restore(session: Any, mapping: TensorMapping) -> None:
+def _restore(session: Any, mapping: TensorMapping, tables: _Tables) -> None:
     import tensorflow as tf
 
     prefix = str(mapping.catalog.prefix)
     graph = session.graph
-    fetch_tensors(mapping.catalog, [item.tensor for item in mapping.sources])
+    fetch_tensors(mapping.catalog, [item.tensor for item in mapping.sources if not tables.has(item)])
     for item in mapping.sources:
         moved = _moved_rows(prefix, item) if item.gather_parts or item.scatter_parts else None
         for variable in item.variables:
             spec = variable.part
-            if moved is None:
+            if tables.has(item):
+                value = tables.value(item, int(variable.dtype))
+            elif moved is None:
                 value = tf.raw_ops.RestoreV2(
                     prefix=prefix,
                     tensor_names=[item.tensor.name],
