@@ -61,7 +61,7 @@ from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.publish.versions import require_base_path
 from exporter.tables.lay_out import TableLayout
 from exporter.verify.outputs import Difference, Request, compare_outputs
-from exporter.verify.tables import verify_tables
+from exporter.verify.table_index import verify_tables
 from exporter.verify.version_files import verify_bytes, verify_files
 from exporter.version import __version__
 

@@ -3,8 +3,7 @@
 The baseline is the graph as its author left it, nothing pruned, its variables restored by TensorFlow's own
 RestoreV2 (what a stock Saver runs); the candidate is the staged SavedModel in TensorFlow's own loader.
 Nothing of this project computes a number here: also the reordering of `mod` tables is redone in plain numpy.
-Except for dynamic tables: both graphs read the staged index, which `exporter.verify.tables` checks against
-the checkpoint.
+Except for dynamic tables: both graphs read the staged index, which `exporter.verify.table_index` checks.
 """
 
 from __future__ import annotations
