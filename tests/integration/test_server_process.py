@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -160,11 +161,70 @@ def test_json_is_one_document(base: Path) -> None:
         document = json.loads("".join(lines))
         port = document.pop("port")
         models = [{"model": "prod", "version": 1}]
-        assert document == {"format_version": 1, **models[0], "models": models, "host": "127.0.0.1"}
+        assert document == {
+            "format_version": 1,
+            **models[0],
+            "models": models,
+            "host": "127.0.0.1",
+            "rest_port": None,
+        }
         with ModelClient(f"127.0.0.1:{port}", "prod") as client:
             assert client.predict({"x": X}).version == 1
         out, _ = end(process, signal.SIGINT)
     assert (process.returncode, out) == (130, "")
+
+
+def test_the_start_script_of_a_stock_server(base: Path, tmp_path: Path) -> None:
+    """As the image of TensorFlow Serving calls its server, with what people add to it."""
+    script = tmp_path / "start.sh"
+    script.write_text(
+        'exec "$@" --port=0 --rest_api_port=0 --model_name="$MODEL_NAME" --model_base_path="$MODEL_BASE_PATH"'
+        " --file_system_poll_wait_seconds=1 --enable_batching=true --enable_model_warmup=false"
+        " --tensorflow_session_parallelism=2 --grpc_channel_arguments=grpc.max_connection_age_ms=60000\n"
+    )
+    environment = {**os.environ, "MODEL_NAME": "prod", "MODEL_BASE_PATH": str(base)}
+    process = subprocess.Popen(
+        ["sh", str(script), sys.executable, "-m", "serving.cli", "run"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+    try:
+        line = ready_line(process)
+        assert line.startswith("serving prod version 1 on 127.0.0.1:")
+        with ModelClient(line.split(" on ")[1].split()[0].rstrip(",;"), "prod") as client:
+            assert client.predict({"x": X}).version == 1
+        _, talk = end(process, signal.SIGTERM)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert "--enable_batching has no effect: " in talk
+
+
+def test_several_models_of_a_file_are_announced(made: dict[int, Path], tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(made[1], tmp_path / name / "1")
+    entries = "".join(
+        f"config {{ name: '{name}' base_path: '{tmp_path / name}' model_platform: 'tensorflow' }}"
+        for name in ("b", "a")
+    )
+    (tmp_path / "models.config").write_text(f"model_config_list {{ {entries} }}")
+    arguments = [sys.executable, "-m", "serving.cli", "run", "--port=0"]
+    process = subprocess.Popen(
+        [*arguments, f"--model_config_file={tmp_path / 'models.config'}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        lines = [ready_line(process), ready_line(process)]
+        assert [line.split()[:4] for line in lines] == [["serving", name, "version", "1"] for name in "ab"]
+        end(process, signal.SIGTERM)
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
