@@ -115,9 +115,19 @@ class Server:
     port: int = 0
     poll_s: float = 0.1
     stack: ExitStack = field(default_factory=ExitStack)
+    more: tuple[str, ...] = ()
 
     def start(self) -> Server:
-        arguments = ("run", self.base, "--port", self.port, "--poll-seconds", self.poll_s, "--json")
+        arguments = (
+            "run",
+            self.base,
+            "--port",
+            self.port,
+            "--poll-seconds",
+            self.poll_s,
+            "--json",
+            *self.more,
+        )
         self.process = self.stack.enter_context(process(*arguments))
         self.port = json.loads(_document(self.process))["port"]
         return self
