@@ -24,9 +24,11 @@ from serving.server import ModelServer
 from serving.server_options import ServerOptions
 from tests.support.serving_models import write_saved_model
 from tests.support.updatable import random_changes, updatable_model
+from tools.reference.rest import HTTP_OUTCOMES, HttpOutcome
 
 WAIT_SECONDS = 60
 X = [[1.0, 2.0], [3.0, 4.0]]
+MODEL = "/v1/models/ranker"
 
 
 class Answer:
@@ -263,6 +265,85 @@ class TestModels:
         assert "Unrecognized servable version label: stable one" in answer.json["error"]
 
 
+BAD_FLOAT = [{"instances": [["a", 1]]}, {"instances": [[16777217, 1]]}, {"instances": [[1e39, 1]]}]
+PROVOKED: dict[str, list[tuple[str, str, Any]]] = {
+    "the body is empty, no JSON, or no object": [
+        ("POST", ":predict", body) for body in (b"", b"{", b"[1]", b"3")
+    ],
+    "neither `instances` nor `inputs`, or both": [
+        ("POST", ":predict", {}),
+        ("POST", ":predict", {"instances": X, "inputs": X}),
+    ],
+    "a row lacks an input, or has one that the signature lacks": [
+        ("POST", ":predict", {"instances": [{"z": [1, 2]}]}),
+        ("POST", ":predict", {"instances": [{"x": [1, 2], "z": 1}]}),
+        ("POST", ":predict", {"signature_name": "two", "instances": [{"x": [1, 2]}]}),
+    ],
+    "`inputs` has more than the signature wants": [("POST", ":predict", {"inputs": {"x": X, "z": 1}})],
+    "`inputs` lacks one": [("POST", ":predict", {"signature_name": "two", "inputs": {"x": X}})],
+    "lists of unequal length": [("POST", ":predict", {"instances": [[1, 2], [3]]})],
+    "a value of another type, or a number that its type cannot hold": [
+        ("POST", ":predict", body) for body in BAD_FLOAT
+    ],
+    "`signature_name` is not known, or no string": [
+        ("POST", ":predict", {"signature_name": name, "instances": X}) for name in ("none", 3)
+    ],
+    "the model's own check fails": [
+        ("POST", ":predict", {"signature_name": "check", "instances": [[-1, 1]]})
+    ],
+    "computing takes longer than `--rest_api_timeout_in_ms`": [
+        ("POST", ":predict", {"signature_name": "slow", "inputs": [10**12]})
+    ],
+    "the body has more than 512 MiB, as sent or unpacked": [("POST", ":predict", b" " * (1 << 21))],
+    "no `examples`, or none in it": [
+        ("POST", ":classify", {"instances": X}),
+        ("POST", ":regress", {"examples": []}),
+    ],
+    "a feature with values of several types": [("POST", ":regress", {"examples": [{"x": [1.0, "a"]}]})],
+    "the signature is not known": [
+        ("POST", ":classify", {"signature_name": "none", "examples": [{"x": [1.0]}]})
+    ],
+    "the model, or the version, is not served": [("GET", "x", None), ("GET", "/versions/8", None)],
+    "the label is not known": [("GET", "/labels/none", None)],
+    "no model is named": [("GET", "/v1/models", None)],
+    "another path, method or verb below `/v1/`": [
+        ("GET", "/v1/other", None),
+        ("PUT", ":predict", {}),
+        ("POST", ":train", {}),
+        ("HEAD", "", None),
+    ],
+    "a path elsewhere": [("GET", "/", None), ("GET", "/v2", None)],
+    "OPTIONS without `Origin`": [("OPTIONS", ":predict", None)],
+}
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+    """A server that computes for a moment, and takes small bodies."""
+    base = tmp_path_factory.mktemp("hasty") / "ranker"
+    write_saved_model(base / "7")
+    network = NetworkOptions(rest_api_port=0, rest_api_timeout_in_ms=2000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rest, "MAX_BODY_BYTES", 1 << 20)
+        with ModelServer(base, options=ServerOptions(network=network)) as server:
+            server.wait_available(WAIT_SECONDS)
+            yield server
+
+
+@pytest.mark.parametrize("outcome", HTTP_OUTCOMES, ids=lambda outcome: outcome.when)
+def test_every_status_that_the_reference_tells(hasty: ModelServer, outcome: HttpOutcome) -> None:
+    for method, path, body in PROVOKED[outcome.when]:
+        web = Web(hasty.rest_port or 0)
+        is_whole = path == "/" or path.startswith(("/v1", "/v2"))
+        answer = web(method, path if is_whole else f"{MODEL}{path}", body)
+        assert answer.code == outcome.here, (method, path, body, answer.body)
+        web.connection.close()
+
+
+def test_the_reference_tells_every_status_that_is_provoked() -> None:
+    assert PROVOKED.keys() == {outcome.when for outcome in HTTP_OUTCOMES}
+
+
 class TestHttp:
     def test_the_connection_is_kept(self, web: Web) -> None:
         web("GET", "/v1/models/ranker")
@@ -296,7 +377,7 @@ class TestHttp:
 
     def test_a_body_that_is_announced_too_long(self, server: ModelServer) -> None:
         with socket.create_connection(("127.0.0.1", server.rest_port or 0), WAIT_SECONDS) as link:
-            length = rest.MAX_BODY_BYTES + 1
+            length = (512 << 20) + 1
             link.sendall(
                 b"POST /v1/models/ranker:predict HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % length
             )

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from serving.status import Code
 from serving.stock_flags import STOCK_FLAGS, StockFlag, Treatment
+from tools.reference import rest
 from tools.reference.markdown import code, table, text
 
 
@@ -161,10 +162,15 @@ Names may be written with dashes or underscores. These are all of TensorFlow Ser
 {flags}
 ## Statuses
 
-What gRPC clients get; REST answers with the HTTP status that TensorFlow Serving gives for it. Messages say
-the same, mostly in the same words, and are cut after 1,024 characters as there.
+What gRPC clients get. Messages say the same, mostly in the same words, and are cut after 1,024 characters
+as there.
 
 {outcomes}
+## REST
+
+For a status of gRPC, REST answers with the HTTP status that TensorFlow Serving gives for it.
+
+{rest}
 ## Behaviour
 
 {behaviour}"""
@@ -199,6 +205,7 @@ def page() -> str:
         ),
         flags=table(("flag", "here", "note"), map(_flag_row, STOCK_FLAGS)),
         outcomes=table(("call", "when", "there", "here", "why"), map(_outcome_row, OUTCOMES)),
+        rest=rest.section(),
         behaviour=table(("what", "here", "note"), ((text(a), b.value, text(c)) for a, b, c in BEHAVIOUR)),
     )
 

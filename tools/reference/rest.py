@@ -1,0 +1,95 @@
+"""How REST of `serve-model run` compares with TensorFlow Serving's: statuses of HTTP, and the rest."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from tools.reference.markdown import code, table, text
+
+
+class HttpOutcome(Struct, frozen=True):
+    """The status that a request ends in under a condition, there and here."""
+
+    request: str
+    when: str
+    there: int
+    here: int
+    why: str = ""
+
+
+_PREDICT, _EXAMPLES, _GET, _ANY = "POST ...:predict", "POST ...:classify, :regress", "GET ...", "any"
+
+
+def _same(request: str, when: str, status: int) -> HttpOutcome:
+    return HttpOutcome(request, when, status, status)
+
+
+HTTP_OUTCOMES = (
+    _same(_PREDICT, "the body is empty, no JSON, or no object", 400),
+    _same(_PREDICT, "neither `instances` nor `inputs`, or both", 400),
+    _same(_PREDICT, "a row lacks an input, or has one that the signature lacks", 400),
+    _same(_PREDICT, "`inputs` has more than the signature wants", 200),
+    _same(_PREDICT, "`inputs` lacks one", 400),
+    _same(_PREDICT, "lists of unequal length", 400),
+    _same(_PREDICT, "a value of another type, or a number that its type cannot hold", 400),
+    _same(_PREDICT, "`signature_name` is not known, or no string", 400),
+    _same(_PREDICT, "the model's own check fails", 400),
+    _same(_PREDICT, "computing takes longer than `--rest_api_timeout_in_ms`", 504),
+    HttpOutcome(
+        _PREDICT,
+        "the body has more than 512 MiB, as sent or unpacked",
+        there=200,
+        here=413,
+        why="numbers take ten times that in memory",
+    ),
+    _same(_EXAMPLES, "no `examples`, or none in it", 400),
+    _same(_EXAMPLES, "a feature with values of several types", 400),
+    _same(_EXAMPLES, "the signature is not known", 400),
+    _same(_GET, "the model, or the version, is not served", 404),
+    _same(_GET, "the label is not known", 400),
+    _same(_GET, "no model is named", 400),
+    _same(_ANY, "another path, method or verb below `/v1/`", 400),
+    _same(_ANY, "a path elsewhere", 404),
+    _same(_ANY, "OPTIONS without `Origin`", 400),
+)
+"""A test makes each of these requests."""
+
+_DIFFERENCES = (
+    ("layout", "one line; there indented"),
+    ("float32 in answers", "the shortest digits that mean it: 0.33333334; there up to nine: 0.333333343"),
+    (
+        "strings in answers that are not UTF-8, of outputs not called `..._bytes`",
+        "400; there the bytes as they are, which is no JSON",
+    ),
+    ("numbers beyond int8, uint8 or int16 in requests", "400; there other numbers of that type"),
+    ("`Inf` and `-Inf` in requests", "no JSON; as there, `NaN`, `Infinity` and `-Infinity` are numbers"),
+    ("a key that an object has twice", "the last counts; there the first"),
+    ("bytes in requests that are not UTF-8", "400; there taken as they are"),
+    ("TLS", "of the gRPC port alone, as there"),
+    (
+        "metrics",
+        "`:tensorflow:serving:request_count` (untyped) and `:tensorflow:serving:request_latency`; the others "
+        "are absent. Also `export_model_server_version_state`, `..._position` and `..._step`",
+    ),
+)
+
+_ABOUT_BODIES = """
+Bodies may be packed with gzip, as there; answers are not. An error is `{"error": "..."}`. What differs:
+
+"""
+
+
+def section() -> str:
+    """The part of the page about REST."""
+    outcomes = (
+        (
+            code(found.request),
+            text(found.when),
+            "same" if found.there == found.here else str(found.there),
+            str(found.here),
+            text(found.why),
+        )
+        for found in HTTP_OUTCOMES
+    )
+    differences = table(("what", "here"), ((text(what), text(here)) for what, here in _DIFFERENCES))
+    return table(("request", "when", "there", "here", "why"), outcomes) + _ABOUT_BODIES + differences
