@@ -17,6 +17,7 @@ from tests.support.bundles import write
 from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full
 from tests.support.logs import damage_tensor
+from tests.support.recommenders_addons import hash_tables
 
 
 def assert_holds(prefix: Path, name: str, ev: Ev, parts: int) -> None:
@@ -214,23 +215,13 @@ def test_inspect_tells_why_tables_cannot_be_shown(tmp_path: Path) -> None:
     assert "has no 't/part_1-values'" in found.err
 
 
-def recommenders_addons(directory: Path, ev: Ev, count: int, name: str = "emb_user") -> dict[str, np.ndarray]:
-    """The tensors of a `tfra.dynamic_embedding.Variable`: `count` hash tables, by remainder."""
-    found = {}
-    for number in range(count):
-        part = ev.at(ev.keys % count == number)
-        stem = f"{name}_mht_{number + 1}of{count}"
-        found |= {f"{stem}-keys": part.keys, f"{stem}-values": part.values}
-    return found
-
-
 @pytest.mark.parametrize("count", [1, 2, 12])
 @pytest.mark.parametrize("keys", [np.int32, np.int64])
 def test_tables_of_recommenders_addons_are_read_by_name(tmp_path: Path, count: int, keys: type) -> None:
     ev, slot = Ev.random(300, keys=keys, negative=True), Ev.random(30)
-    tensors = recommenders_addons(tmp_path, ev, count)
-    tensors |= recommenders_addons(tmp_path, slot, count, "emb_user_Adam_m")
-    tensors |= recommenders_addons(tmp_path, slot, count, "emb_user_item")
+    tensors = hash_tables(ev, count, "emb_user")
+    tensors |= hash_tables(slot, count, "emb_user_Adam_m")
+    tensors |= hash_tables(slot, count, "emb_user_item")
     tensors |= {"counter_mht_1of1-keys": np.arange(3), "counter_mht_1of1-values": np.arange(3)}
     prefix = write(tmp_path / "m-1", **tensors)
     assert_holds(prefix, "emb_user", ev, count)
@@ -242,7 +233,7 @@ def test_tables_of_recommenders_addons_are_read_by_objects(tmp_path: Path) -> No
     ev = Ev.random(99)
     graph, tensors = protos.TrackableObjectGraph(), {}
     graph.nodes.add()
-    for name, value in recommenders_addons(tmp_path, ev, 2).items():
+    for name, value in hash_tables(ev, 2, "emb_user").items():
         table, _, suffix = name.rpartition("-")
         tensors[f"layer/_tables/{table[-4]}/.ATTRIBUTES/table-{suffix}"] = value
     for number in (1, 2):
@@ -254,7 +245,7 @@ def test_tables_of_recommenders_addons_are_read_by_objects(tmp_path: Path) -> No
 
 
 def test_a_shard_of_recommenders_addons_that_is_missing_or_impossible_is_named(tmp_path: Path) -> None:
-    tensors = recommenders_addons(tmp_path, Ev.random(9), 3)
+    tensors = hash_tables(Ev.random(9), 3, "emb_user")
     last = {name: value for name, value in tensors.items() if "3of3" in name}
     fewer = write(tmp_path / "m-1", **{name: tensors[name] for name in tensors.keys() - last.keys()})
     with pytest.raises(CorruptFile, match="'emb_user' has 2 parts, and not part 2"):
