@@ -78,6 +78,17 @@ def agent(
             help="Ask for `Authorization: Bearer` and this file's content on the own port; not for probes.",
         ),
     ] = None,
+    tls_cert: Annotated[
+        str | None, Option(metavar="FILE", help="Certificate (PEM) of the own port, which speaks HTTPS then.")
+    ] = None,
+    tls_key: Annotated[str | None, Option(metavar="FILE", help="Its private key (PEM).")] = None,
+    client_ca: Annotated[
+        str | None,
+        Option(
+            metavar="FILE",
+            help="Ask for certificates that this authority (PEM) has signed on the own port; not for probes.",
+        ),
+    ] = None,
     fresh_within: Annotated[
         float,
         Option(
@@ -186,11 +197,13 @@ def agent(
         from serving.agent.rollout import Policy
         from serving.agent.targets import Targets
         from serving.credentials import channel_credentials
+        from serving.http_tls import HttpTls
 
         channel_credentials(access)  # what is wrong with its files is said now, not for each replica
         sink.json_lines = True
         models = [Model(name, path) for name, path in _models(model_base_path).items()]
         token = None if token_file is None else _token(token_file)
+        tls = HttpTls.of(tls_cert, tls_key, client_ca)
         pace = None if pace_factor is None else PacePolicy(pace_factor, pace_max_delay, probe_seconds)
         policy = Policy(
             refresh_s=refresh_seconds,
@@ -223,15 +236,16 @@ def agent(
         journal.read_by(metrics)
         recorder = Recorder(look)
         show = partial(page.page, look, recorder, journal, fresh_within)
+        site = http.Site(look, metrics, show, fresh_within, token, client_ca is not None)
         stop = threading.Event()
         try:
             with (
-                http.serving(http.Site(look, metrics, show, fresh_within, token), host, port) as bound,
+                http.serving(site, host, port, tls) as bound,
                 canaries.running(fleet.publications, fleet.members),
                 fleet.running(grace_s=deadline),
             ):
                 threading.Thread(target=recorder.follow, args=(stop,), daemon=True).start()
-                sink.note(f"status page and metrics on http://{host}:{bound}/")
+                sink.note(f"status page and metrics on http{'' if tls is None else 's'}://{host}:{bound}/")
                 if sink.mode is OutputMode.JSON:
                     sink.result(AgentStarted("started", host, bound))
                 sleep_until_a_signal()

@@ -6,12 +6,15 @@ The agent's own port and the model server's REST interface are such ports.
 from __future__ import annotations
 
 import logging
+import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any
 
 from exporter.errors import ServerError, UsageError
+from serving.http_tls import HttpTls, bound, secure
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -32,6 +35,8 @@ class HttpPort:
         option: str,
         threads: int,
         max_body_bytes: int = 0,
+        tls: HttpTls | None = None,
+        request_seconds: float | None = None,
     ) -> None:
         """Listen.
 
@@ -42,6 +47,8 @@ class HttpPort:
             option: the option that chose the port, for the hint of an error.
             threads: how many requests are worked on at a time.
             max_body_bytes: longer requests are refused unread with 413; 0 is any length.
+            tls: files for TLS; without them it speaks plain HTTP.
+            request_seconds: a request that takes longer, as it is sent too, is cut off; None is any time.
 
         Raises:
             ServerError: the address cannot be listened on.
@@ -51,6 +58,10 @@ class HttpPort:
         )
         self._server.max_request_body_size = max_body_bytes
         self._server.keep_alive_conn_limit = _MOST_IDLE_CONNECTIONS
+        if tls is not None:
+            secure(self._server, tls)
+        if request_seconds is not None:
+            bound(self._server, request_seconds)
         try:
             self._server.prepare()
         except OSError as error:
@@ -94,6 +105,8 @@ def _quiet_server(*arguments: Any, **options: Any) -> Any:
 
     class Server(wsgi.Server):
         def error_log(self, msg: str = "", level: int = logging.INFO, traceback: bool = False) -> None:
+            if isinstance(sys.exception(), ssl.SSLError):  # somebody without a certificate, or a scanner
+                level, traceback = logging.DEBUG, False
             _log.log(level, msg, exc_info=traceback)
 
     return Server(*arguments, **options)

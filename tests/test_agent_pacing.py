@@ -76,6 +76,8 @@ ACTIONS: dict[str, tuple[Policy, Paced, float, Action]] = {
     "not beyond the delay": (PACED, Paced(4.0, 4.9), 99.9, Rest(100.1)),
     "too late for pauses": (PACED, Paced(4.0, 5.0), 99.9, ALL),
     "steps are the operator's": (Policy(step_s=1.0, longest_delay_s=5.0), Paced(4.0, 5.0), 99.5, Rest(100.5)),
+    "before anything is measured": (PACED, Paced(is_measured=False), 0.0, Rest(100.1)),
+    "measured for too long": (PACED, Paced(0.0, 5.0, is_measured=False), 0.0, ALL),
     "no delay allowed": (Policy(longest_delay_s=0.0), Paced(), 99.9, ALL),
 }
 

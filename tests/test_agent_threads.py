@@ -66,7 +66,7 @@ def test_a_replica_is_looked_after_again_whatever_went_wrong(tmp_path: Path) -> 
         return published
 
     publications = Publications(Model("m", tmp_path), journal, 0.05)
-    worker = Worker("127.0.0.1:9", publications, journal, Settings(), allowed=allowed)
+    worker = Worker("127.0.0.1:9", publications, journal, Settings(), allowed)
     worker.start()
     try:
         until = time.monotonic() + 60

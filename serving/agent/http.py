@@ -13,19 +13,28 @@ from msgspec import Struct, to_builtins
 from serving.agent.metrics import Metrics
 from serving.agent.view import FleetView
 from serving.http_port import HttpPort
+from serving.http_tls import CLIENT_VERIFY, VERIFIED, HttpTls
 
 _OPEN = frozenset({"/healthz", "/livez", "/readyz"})
 """What an orchestrator asks for without a token; nothing of the model is told there."""
 
 
+_THREADS = 8
+_REQUEST_S = 10.0
+"""A few clients that dawdle delay probes by no more than this, and the rollout by nothing."""
+
+
 class Site(Struct, frozen=True):
-    """What the port answers. `token` is asked for as `Authorization: Bearer TOKEN`, except for probes."""
+    """What the port answers. `token` is asked for as `Authorization: Bearer TOKEN`, except for probes; so is,
+    with `wants_certificate`, one that the clients' authority has signed.
+    """
 
     view: Callable[[], FleetView]
     metrics: Metrics
     page: Callable[[], str]
     fresh_within_s: float
     token: str | None = None
+    wants_certificate: bool = False
 
     def __call__(
         self, environ: dict[str, Any], start_response: Callable[[str, list[tuple[str, str]]], Any]
@@ -34,6 +43,8 @@ class Site(Struct, frozen=True):
         path, method = environ.get("PATH_INFO", "/"), environ.get("REQUEST_METHOD", "GET")
         if method not in ("GET", "HEAD"):
             status, kind, body = "405 Method Not Allowed", "text/plain", b"only GET\n"
+        elif path not in _OPEN and self.wants_certificate and environ.get(CLIENT_VERIFY) != VERIFIED:
+            status, kind, body = "403 Forbidden", "text/plain", b"a client's certificate is needed\n"
         elif path not in _OPEN and not self._may(environ.get("HTTP_AUTHORIZATION", "")):
             status, kind, body = "401 Unauthorized", "text/plain", b"a token is needed\n"
         else:
@@ -81,19 +92,22 @@ class Site(Struct, frozen=True):
     def _probe(self, reasons: tuple[str, ...], summary: str) -> tuple[str, str, bytes]:
         if not reasons:
             return "200 OK", "text/plain", b"ok\n"
-        # With a token, who has none learns the number alone: messages name paths and servers.
-        text = "\n".join(reasons) if self.token is None else f"{len(reasons)} {summary}"
+        # Who has no token or certificate learns the number alone: messages name paths and servers.
+        is_guarded = self.token is not None or self.wants_certificate
+        text = f"{len(reasons)} {summary}" if is_guarded else "\n".join(reasons)
         return "503 Service Unavailable", "text/plain", f"{text}\n".encode()
 
 
 @contextmanager
-def serving(site: Site, host: str, port: int) -> Iterator[int]:
+def serving(site: Site, host: str, port: int, tls: HttpTls | None = None) -> Iterator[int]:
     """Answer inside the block; the port that is listened on.
 
     Raises:
         ServerError: the address cannot be listened on.
     """
-    listening = HttpPort(site, host, port, option="--port", threads=2)
+    listening = HttpPort(
+        site, host, port, option="--port", threads=_THREADS, tls=tls, request_seconds=_REQUEST_S
+    )
     try:
         yield listening.port
     finally:

@@ -38,7 +38,7 @@ class Pacer:
         """The pause, and how long a delta has waited that one of the versions may take."""
         logs = published.logs
         pairs = [(version, logs[version.lineage]) for version in versions if version.lineage in logs]
-        return Paced(self.pause_s, self._waiting.longest_s(pairs, now))
+        return Paced(self.pause_s, self._waiting.longest_s(pairs, now), not self._prober.is_measuring)
 
     def applying(self) -> AbstractContextManager[None]:
         """Deltas are applied inside the block."""

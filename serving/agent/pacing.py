@@ -10,9 +10,10 @@ applied one by one, parts rather than their merger, with a pause between two cal
     | within the limit                                              | half as long, below 20 ms none  |
     | whatever, but a delta has waited for `longest_delay_s`        | none, and everything in one call |
 
-The limit is `factor` times the p99 of when nothing is applied, and 1 ms above it at least. The p99 is over
-all the time in which deltas are applied, pauses included: it is what clients see, and pauses lower it. What
-one single delta costs, no pause makes less.
+Before the first delta, an idle replica is measured for about a second (50 probes). The limit is `factor`
+times the p99 of when nothing is applied, and 1 ms above it at least. The p99 is over all the time in which
+deltas are applied, pauses included: it is what clients see, and pauses lower it. What one single delta costs,
+no pause makes less.
 
 Nothing here reads a clock or the network.
 """

@@ -69,6 +69,7 @@ class Prober:
         self._idle: deque[float] = deque(maxlen=_KEPT)
         self._applying: deque[float] = deque(maxlen=_KEPT)
         self._requests: dict[int, Proto] = {}
+        self._is_answered = True
         self._calls = 0
         self._applied_at = -_AFTER_S
 
@@ -81,6 +82,11 @@ class Prober:
         """Another pause was chosen: what is measured from now on tells of it."""
         with self._lock:
             self._applying.clear()
+
+    @property
+    def is_measuring(self) -> bool:
+        """True while probes are answered, and too few of them tell how an idle replica is."""
+        return self._is_answered and len(self._idle) < LEAST_PROBES
 
     @contextmanager
     def applying(self) -> Iterator[None]:
@@ -101,13 +107,16 @@ class Prober:
     def _probe(self, client: ModelClient) -> float:
         """Ask once; how long to wait before the next time."""
         version = self._version()
-        if version is None or (request := self._request(version)) is None:
+        request = None if version is None else self._request(version)
+        self._is_answered = request is not None
+        if version is None or request is None:
             return _NOBODY_S
         was_applying, began = self._is_applying, time.monotonic()
         try:
             client.replay(request, version)
         except CallFailed as error:
             if error.code != "DEADLINE_EXCEEDED":
+                self._is_answered = False
                 return _NOBODY_S
         took = time.monotonic() - began
         is_applying = was_applying or self._is_applying

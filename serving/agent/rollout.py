@@ -32,6 +32,8 @@ FIRST_RETRY_S = 1.0
 """Until a refused delta is tried again, the first time; twice as long after each refusal."""
 _LOADING_S = 0.25
 """How often a server is asked that is loading a version."""
+_MEASURING_S = 0.1
+"""How often it is looked whether an idle replica has been measured."""
 
 
 class Rollback(Struct, frozen=True):
@@ -245,10 +247,14 @@ class Policy(Struct, frozen=True):
 
 
 class Paced(Struct, frozen=True):
-    """What pacing says of a replica now: the pause between two deltas, and how long one has waited so far."""
+    """What pacing says of a replica now: the pause between two deltas, and how long one has waited so far.
+
+    `is_measured` is False while too little is known of the replica as it is when nothing is applied.
+    """
 
     pause_s: float = 0.0
     waited_s: float = 0.0
+    is_measured: bool = True
 
 
 _UNPACED = Paced()
@@ -300,6 +306,8 @@ def _pause_ends(policy: Policy, paced: Paced, now: float, last_applied: float) -
     if policy.longest_delay_s is None:
         return until
     in_time = now + policy.longest_delay_s - paced.waited_s
+    if not paced.is_measured and in_time > now:
+        return min(in_time, now + _MEASURING_S)
     return max(until, min(last_applied + paced.pause_s, in_time))
 
 
