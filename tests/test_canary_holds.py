@@ -139,6 +139,21 @@ def test_the_rollback_of_a_canary_keeps_its_reason_and_binds(request_: ExportReq
     assert "scores: NaN" in export_model("history", request_.out).out
 
 
+def test_a_rollback_that_was_killed_before_it_held_is_done_again(request_: ExportRequest) -> None:
+    """Its delta is there, and the canary's hold stays: nobody goes anywhere until it is known who decides."""
+    log_maintenance.rollback(request_.out, 20, if_canary=True)
+    log = log_of(request_)
+    set_hold(log, None)
+    assert approve(log.path, request_.out, expected=None, position=20)
+    with loaded(request_.out / "10") as server, loaded(request_.out / "10") as canary:
+        assert server.update(-1)["position"] == 20
+        assert canary.update(30)["position"] == 30
+        log_maintenance.rollback(request_.out, 20, if_canary=True)
+        assert server.update(-1)["position"] == canary.update(-1)["position"] == 32
+        after, before = values_at(log_of(request_), 32), values_at(log_of(request_), 20)
+        assert all((after[name] == before[name]).all() for name in before)
+
+
 @pytest.mark.parametrize("held", [30, 20, None])
 def test_the_rollback_of_a_canary_gives_way_to_whoever_decided_before(
     request_: ExportRequest, held: int | None

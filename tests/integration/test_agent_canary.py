@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -320,3 +321,75 @@ def test_wrong_golden_requests_end_the_command_at_its_start(
         _, err = started.communicate(timeout=DEADLINE_S)
     assert started.returncode == 2
     assert message in err
+
+
+def test_agents_that_see_one_replica_each_have_one_canary_together(
+    published: Published, servers: list[Server], golden: Path
+) -> None:
+    """As beside each server in a pod: one decides for all, and another if its own server is gone."""
+    with ExitStack() as stack:
+        agents = [
+            stack.enter_context(canary(published, [server], golden, "--canary-seconds", "2"))
+            for server in servers
+        ]
+        good = publish(published, normal)
+        wait(lambda: positions(servers, published) == {good})
+        deciding = [running for running in agents if running.of("approved")]
+        assert len(deciding) == 1
+        with Clients(servers) as clients:
+            bad = publish(published, all_nan)
+            wait(lambda: read_log(published.model).held.binds)
+            wait(lambda: positions(servers, published) == {published.position})
+        assert sum(bad in seen for seen in clients.seen.values()) <= 1
+        assert export_model("resume", published.model, "--lift-only").code == 0
+        publish(published, normal)
+        wait(lambda: positions(servers, published) == {published.position})
+        gone = servers[agents.index(deciding[0])]
+        gone.kill()
+        newest = publish(published)
+        wait(lambda: positions([s for s in servers if s is not gone], published) == {newest})
+        gone.start()
+        wait(lambda: positions(servers, published) == {newest})
+
+
+def test_a_canary_that_hangs_gives_way(published: Published, servers: list[Server], golden: Path) -> None:
+    with canary(published, servers, golden, "--canary-seconds", "2", "--deadline", "1") as running:
+        good = publish(published, normal)
+        wait(lambda: positions(servers, published) == {good})
+        os.kill(servers[0].process.pid, signal.SIGSTOP)
+        try:
+            newest = publish(published)
+            wait(lambda: positions(servers[1:], published) == {newest})
+        finally:
+            os.kill(servers[0].process.pid, signal.SIGCONT)
+        wait(lambda: positions(servers, published) == {newest})
+        assert not running.of("rolled_back")
+
+
+@pytest.mark.parametrize("killed", ["agent", "first", "second"])
+def test_whoever_is_killed_no_two_replicas_serve_what_is_bad(
+    published: Published, servers: list[Server], golden: Path, killed: str
+) -> None:
+    """At any moment from the publication of a bad delta to its rollback; each comes back at once."""
+    dice = random.Random(killed)
+    with ExitStack() as stack, Clients(servers) as clients:
+        running = stack.enter_context(canary(published, servers, golden))
+        for _ in range(2):
+            good = publish(published, normal)
+            wait(lambda: positions(servers, published) == {good})  # noqa: B023
+            bad = publish(published, all_nan)
+            time.sleep(dice.uniform(0, 0.8))
+            if killed == "agent":
+                running.process.kill()
+                running = stack.enter_context(canary(published, servers, golden))
+            else:
+                server = servers[0 if killed == "first" else 1]
+                server.kill()
+                server.start()
+            wait(lambda: read_log(published.model).held.binds)
+            wait(lambda: positions(servers, published) == {published.position})
+            log = read_log(published.model)
+            assert log.newest.entry.back_to == good
+            met = {address for address, seen in clients.seen.items() if bad in seen}
+            assert met <= {servers[0].address}
+            assert export_model("resume", published.model, "--lift-only").code == 0
