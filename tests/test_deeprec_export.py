@@ -39,6 +39,16 @@ def test_full_export(tmp_path: Path, generation: Generation, parts: int) -> None
     assert not done.plan.notes
 
 
+def test_outputs_are_compared_with_the_trainers_graph(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "train")
+    trainer.save()
+    asked = {name: value.tolist() for name, value in trainer.probes().items()}
+    inputs = tmp_path / "requests.jsonl"
+    inputs.write_text(json.dumps({"signature_name": "serving_default", "inputs": asked}))
+    done = export(request(trainer, tmp_path / "model", verify=Verify.OUTPUTS, verify_inputs=inputs))
+    assert {difference.output for difference in done.differences} == {*OUTPUTS}
+
+
 def test_a_saved_model_with_a_newer_checkpoint(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "train")
     trainer.save()
