@@ -33,7 +33,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
-from exporter.checkpoint.recommenders_addons import is_slot, table_shards
+from exporter.checkpoint.recommenders_addons import slot_owner, table_shards
 from exporter.checkpoint.tensor_values import read_array
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.wire.dtypes import DType
@@ -193,8 +193,8 @@ def bucket_sizes(catalog: Catalog, variable: EmbeddingVariable) -> Array:
     sizes = np.zeros(BUCKETS, np.int64)
     for part in variable.parts:
         if part.offsets is not None:
-            offsets: Array = read_array(catalog, part.offsets)
-            sizes += offsets[1:].astype(np.int64) - offsets[:-1]
+            offsets = _read_offsets(catalog, part.keys, part.offsets)
+            sizes += offsets[1:] - offsets[:-1]
         else:
             sizes += np.bincount(read_array(catalog, part.keys) % BUCKETS, minlength=BUCKETS)
     return sizes
@@ -300,7 +300,7 @@ def _with_owner(variable: EmbeddingVariable, known: Mapping[str, EmbeddingVariab
     owner = variable.name.rpartition("/")[0]
     while owner and owner not in known:
         owner = owner.rpartition("/")[0]
-    owner = owner or next((name for name in known if is_slot(variable.name, name)), "")
+    owner = owner or slot_owner(variable.name, known)
     return replace(variable, slot_of=owner or None)
 
 
@@ -310,15 +310,24 @@ def check_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef, keys
     Raises:
         CorruptFile: they do not, or the checksum of the offsets is wrong.
     """
-    offsets = read_array(catalog, offsets_ref)
-    what = f"{catalog.prefix}: {offsets_ref.name!r}"
-    if offsets[0] != 0 or offsets[-1] != len(keys) or (np.diff(offsets) < 0).any():
-        raise CorruptFile(f"{what} does not divide the {len(keys)} keys of {ref.name!r}")
+    offsets = _read_offsets(catalog, ref, offsets_ref)
     expected = np.repeat(np.arange(BUCKETS, dtype=np.int16), np.diff(offsets))
     wrong = np.flatnonzero(keys % BUCKETS != expected)
     if len(wrong):
         key, bucket = keys[wrong[0]], expected[wrong[0]]
+        what = f"{catalog.prefix}: {offsets_ref.name!r}"
         raise CorruptFile(f"{what} places key {key} in bucket {bucket}, it belongs in {key % BUCKETS}")
+
+
+def _read_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef) -> Array:
+    """int64 [1001]: where each bucket begins among the keys of `ref`, and where the last one ends."""
+    offsets: Array = read_array(catalog, offsets_ref).astype(np.int64)
+    rows = ref.shape[0]
+    if offsets[0] != 0 or offsets[-1] != rows or (np.diff(offsets) < 0).any():
+        raise CorruptFile(
+            f"{catalog.prefix}: {offsets_ref.name!r} does not divide the {rows} keys of {ref.name!r}"
+        )
+    return offsets
 
 
 def _check_unique(catalog: Catalog, variable: EmbeddingVariable, keys: Array) -> None:

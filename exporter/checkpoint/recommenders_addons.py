@@ -17,7 +17,7 @@ Source: tensorflow/recommenders-addons, dynamic_embedding/python/ops: dynamic_em
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from google.protobuf.message import DecodeError
 from msgspec import Struct
@@ -53,9 +53,11 @@ def table_shards(catalog: Catalog) -> Iterator[TableShard]:
             yield TableShard(stem, match[1], int(match[2]) - 1, int(match[3]))
 
 
-def is_slot(name: str, owner: str) -> bool:
-    """True if a table has the name of an optimizer's slot of another one."""
-    return name.startswith(owner) and _SLOT.fullmatch(name.removeprefix(owner)) is not None
+def slot_owner(name: str, known: Collection[str]) -> str:
+    """The table whose optimizer's slot has this name; "" if it is no slot's."""
+    ends = [at for at, letter in enumerate(name) if letter == "_"]
+    owners = (name[:end] for end in ends if name[:end] in known and _SLOT.fullmatch(name[end:]))
+    return next(owners, "")
 
 
 def _stems(catalog: Catalog) -> Iterator[tuple[str, str]]:
