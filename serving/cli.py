@@ -144,6 +144,9 @@ def predict(
         int | None,
         Option(metavar="VERSION", min=0, help="The version to ask. [default: the newest that is available]"),
     ] = None,
+    label: Annotated[
+        str | None, Option(metavar="LABEL", help="Ask the version that this label names.")
+    ] = None,
     deadline: Deadline = 10.0,
     access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
     json_: JsonFlag = False,
@@ -156,11 +159,14 @@ def predict(
 
         from serving.client import ModelClient
 
+        if version is not None and label is not None:
+            raise UsageError("--version and --label both name a version", hint="leave one of them out")
         request = _request(json_input)
         name = signature or request.get("signature_name") or "serving_default"
         with ModelClient(address, model, deadline_s=deadline, access=access) as client:
-            metadata = client.metadata(version)
-            answer, served = _ask(client, metadata, name, version, request)
+            metadata = client.metadata(version, label=label)
+            asked = version if label is None else metadata.version
+            answer, served = _ask(client, metadata, name, asked, request)
         document = _ANSWERS[next(iter(answer))](model, served, name, *answer.values())
         _print(sink, document, json.dumps(answer, ensure_ascii=False))
 

@@ -183,13 +183,15 @@ class ModelClient:
         copy.model_spec.version.value = version
         self._call("PredictionService", method, copy, response)
 
-    def metadata(self, version: int | None = None) -> Metadata:
-        """The signatures of a version.
+    def metadata(self, version: int | None = None, *, label: str | None = None) -> Metadata:
+        """The signatures of a version, or of the one that a label names.
 
         Raises:
             CallFailed: the server did not answer, or refused.
         """
         request = self._request("serving.GetModelMetadataRequest", version)
+        if label is not None:
+            request.model_spec.version_label = label
         request.metadata_field.append("signature_def")
         response = self._call(
             "PredictionService", "GetModelMetadata", request, "serving.GetModelMetadataResponse"
@@ -218,18 +220,12 @@ class ModelClient:
         Raises:
             CallFailed: the server did not answer, or refused for another reason.
         """
-        request = self._request("serving.GetModelMetadataRequest", None)
-        request.model_spec.version_label = label
-        request.metadata_field.append("signature_def")
         try:
-            response = self._call(
-                "PredictionService", "GetModelMetadata", request, "serving.GetModelMetadataResponse"
-            )
+            return self.metadata(label=label).version
         except CallFailed as error:
             if error.code not in (Code.INVALID_ARGUMENT.name, Code.NOT_FOUND.name, Code.UNAVAILABLE.name):
                 raise
             return None
-        return int(response.model_spec.version.value)
 
     def configure(self, config: Proto, deadline_s: float) -> None:
         """Send a `ModelServerConfig`: the server serves exactly its models then.

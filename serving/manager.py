@@ -104,6 +104,8 @@ class VersionManager:
         A version of the same number that is loaded stays, wherever it came from, as in TF Serving.
         """
         with self._changed:
+            if (self.base_path, self._policy) == (base_path, policy):
+                return
             self.base_path, self._policy = base_path, policy
             self._wanted = frozenset()  # nothing is hopeless until the new place was looked at
         self._wake.set()

@@ -29,9 +29,12 @@ class ServedModels:
         self._managers: dict[str, VersionManager] = {}
         self._labels: Mapping[str, Mapping[str, int]] = {}
         self._configuring = threading.Lock()
+        self._is_stopping = False
 
     def stop(self, grace_seconds: float) -> None:
-        """Unload everything."""
+        """Unload everything, and take no other configuration."""
+        with self._configuring:
+            self._is_stopping = True
         deadline = time.monotonic() + grace_seconds
         for manager in self._managers.values():
             manager.stop(max(0.0, deadline - time.monotonic()))
@@ -97,9 +100,11 @@ class ServedModels:
 
         Raises:
             StatusError: INVALID_ARGUMENT, a platform that is not served; FAILED_PRECONDITION, a label for a
-                version that is not available now.
+                version that is not available now; UNAVAILABLE, the server stops.
         """
         with self._configuring:
+            if self._is_stopping:
+                raise StatusError(Code.UNAVAILABLE, "the server stops")
             served = self.served()
             require_platform(wanted, served)
             self._check_labels(wanted)

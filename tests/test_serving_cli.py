@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from serving.cli import app
+from serving.model_config import ModelConfig
 from serving.server import ModelServer
 from serving.server_options import ServerOptions
 from tests.support.printed_documents import checked
@@ -126,6 +128,19 @@ def test_predict(server: ModelServer, request_: Any, options: tuple[str, ...], a
     done = predict(server, request_, *options)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout) == answer
+
+
+def test_predict_by_a_label(server: ModelServer) -> None:
+    (ranker,) = server.models.served().values()
+    config = ModelConfig("ranker", ranker.base_path)
+    server.models.configure([replace(config, labels={"stable": 7})])
+    done = predict(server, {"instances": [[1, 2]]}, "--label", "stable", "--json")
+    assert json.loads(done.stdout)["version"] == 7
+    done = predict(server, {"instances": [[1, 2]]}, "--label", "canary")
+    assert (done.exit_code, "Unrecognized servable version label: canary" in done.stderr) == (7, True)
+    done = predict(server, {"instances": [[1, 2]]}, "--label", "stable", "--version", "7")
+    assert (done.exit_code, "both name a version" in done.stderr) == (2, True)
+    server.models.configure([config])
 
 
 def test_predict_as_json(server: ModelServer) -> None:

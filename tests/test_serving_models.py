@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,8 +99,6 @@ def test_a_model_moves_to_another_base_path(models: ServedModels, made: Path) ->
 
 
 def wait_for(models: ServedModels, *expected: tuple[int, VersionState]) -> None:
-    import time
-
     deadline = time.monotonic() + WAIT_SECONDS
     while {(s.version, s.state) for s in models.statuses(spec("a"))} != set(expected):
         assert time.monotonic() < deadline, models.statuses(spec("a"))
@@ -203,6 +203,46 @@ def test_a_model_may_leave_and_come_back_at_once(models: ServedModels, made: Pat
     apply(models, config(a=made / "a", b=made / "b"))
     wait_for(models, (2, VersionState.AVAILABLE))
     assert answer(models, "a") == (2, 2.0)
+
+
+def test_a_model_that_is_taken_out_while_it_is_waited_for(
+    models: ServedModels, made: Path, tmp_path: Path
+) -> None:
+    """Two configurations at once: the first call does not wait for what the second one took away."""
+    new = models.configure(listed_models(config(a=made / "a", c=tmp_path / "later")))
+    taking = threading.Timer(0.2, lambda: models.configure(listed_models(config(a=made / "a"))))
+    taking.start()
+    with pytest.raises(StatusError, match="c is not served any more: it was taken out") as caught:
+        wait_for_models(new, WAIT_SECONDS)
+    assert caught.value.code is Code.UNKNOWN
+    assert answer(models, "a") == (2, 2.0)
+
+
+def test_configurations_at_once(models: ServedModels, made: Path) -> None:
+    def swing(name: str) -> None:
+        for _ in range(20):
+            models.configure(listed_models(config(a=made / "a", **{name: made / "b"})))
+
+    threads = [threading.Thread(target=swing, args=(name,)) for name in ("b", "c", "d")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    apply(models, config(a=made / "a", d=made / "b"))
+    assert models.served().keys() == {"a", "d"}
+    assert answer(models, "d") == (5, 5.0)
+    for name in ("b", "c"):
+        deadline = time.monotonic() + WAIT_SECONDS
+        while any(s.state is not VersionState.END for s in models.versions(name)):
+            assert time.monotonic() < deadline, models.versions(name)
+            time.sleep(0.01)
+
+
+def test_no_configuration_after_the_end(models: ServedModels, made: Path) -> None:
+    models.stop(5.0)
+    with pytest.raises(StatusError, match="the server stops") as caught:
+        models.configure(listed_models(config(b=made / "b")))
+    assert caught.value.code is Code.UNAVAILABLE
 
 
 def test_a_base_path_that_is_not_there_yet(models: ServedModels, made: Path, tmp_path: Path) -> None:

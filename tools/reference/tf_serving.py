@@ -182,6 +182,7 @@ BEHAVIOUR = (
     ("versions that come and go", Match.SAME, "the new one is loaded first, then the old one unloaded"),
     ("a version that fails to load", Match.DIFFERENT,
      "END at once, and tried again when its directory changes; there tried five times, a minute apart"),
+    ("a SavedModel whose variables are missing", Match.DIFFERENT, "it fails; there it is served"),
     ("a version directory without a model in it", Match.DIFFERENT, "waited for; there it fails"),
     ("a base path that changes", Match.SAME, "a loaded version of the same number stays"),
     ("a configuration file that is read again", Match.SAME,
