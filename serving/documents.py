@@ -184,7 +184,7 @@ class AgentEvent(Struct, frozen=True):
     """What `agent` prints of each thing that happens."""
 
     what: str
-    """What it is about: `applied`, `failed`, `refused`, `quarantined`, `rolled_back`, ..."""
+    """What it is about: `applied`, `failed`, `refused`, `canary`, `approved`, `golden`, `rolled_back`, ..."""
     message: str
     """The same for people."""
     model: str

@@ -187,7 +187,7 @@ class Canary:
     def _learn(self, log: PublishedLog, address: str, version: int, position: int) -> bool:
         """Ask what is answered at the approved position; True if it is known now."""
         answers = self._ask(log, address, version, position)
-        if not answers:
+        if answers is None:
             return False
         self._keep(log, position, answers)
         wrong = self._rules.gates.wrong(answers)
@@ -212,11 +212,6 @@ class Canary:
         answers = self._ask(log, action.address, action.version, action.position)
         if answers is None:
             return _BUSY_S
-        if not answers:
-            if not self._has_waited("judge", action):
-                return _BUSY_S
-            silent = f"{action.address} answers no golden request at {action.position}"
-            return self._roll_back(log, action.approved, silent)
         failures = self._rules.gates.failures(answers, before)
         if failures:
             return self._roll_back(log, action.approved, _text(failures))
@@ -225,9 +220,11 @@ class Canary:
         return self._approve(log, action.approved, action.position, f"{action.address} passed {many}")
 
     def _ask(self, log: PublishedLog, address: str, version: int, position: int) -> tuple[Answer, ...] | None:
-        """What a replica answers at a position; nothing if it tells where it stands, and does not answer.
+        """What a replica answers at a position; None if it is gone or stands elsewhere by now, as who looks
+        after it finds out.
 
-        None if it is gone or stands elsewhere by now: who looks after it finds out.
+        One that tells where it stands and does not answer is asked again, as long as one may take to go
+        first; then that is its answer.
         """
         if address not in self._clients:
             model = self.publications.model.name
@@ -244,7 +241,12 @@ class Canary:
         except CallFailed:
             return None
         stood = {(at.lineage, at.position) for at in (before, after) if at is not None}
-        return answers if stood == {(log.lineage, position)} else None
+        if stood != {(log.lineage, position)}:
+            return None
+        if answers or not self._has_waited("answers", (address, version, position)):
+            return answers or None
+        silence = Answer(refused=f"no answer in {self._rules.patience_s:g} s")
+        return tuple(silence for _ in self._rules.gates.requests)
 
     def _approve(self, log: PublishedLog, expected: int | None, position: int, why: str) -> float:
         path = self.publications.directory.log_path(log.lineage)

@@ -18,6 +18,7 @@ import pytest
 
 from exporter.errors import CallFailed
 from exporter.publish.delta_log import read_log
+from exporter.publish.log_entries import DeltaOrigin
 from serving.client import ModelClient
 from tests.support.agents import DEADLINE_S, Agent, Published, Server, agent, process, wait
 from tests.support.commands import export_model
@@ -265,6 +266,45 @@ def test_a_person_decides_before_any_canary(
         publish(published, normal)
         assert export_model("resume", published.model).code == 0
         wait(lambda: positions(servers, published) == {published.position})
+
+
+def test_what_is_resumed_is_judged_anew(published: Published, servers: list[Server], golden: Path) -> None:
+    """Each time a person asks for it, and no more often."""
+    with canary(published, servers, golden) as running, Clients(servers) as clients:
+        good = publish(published, normal)
+        wait(lambda: positions(servers, published) == {good})
+        bad = {publish(published, all_nan)}
+        wait(lambda: len(running.of("rolled_back")) == 1)
+        wait(lambda: positions(servers, published) == {published.position})
+        assert export_model("resume", published.model).code == 0
+        wait(lambda: len(running.of("rolled_back")) == 2)
+        bad |= {
+            delta.end for delta in read_log(published.model).deltas if delta.entry.made is DeltaOrigin.RESUME
+        }
+        wait(lambda: positions(servers, published) == {published.position})
+        assert {address for address, seen in clients.seen.items() if bad & seen} <= {servers[0].address}
+
+
+def test_a_delta_that_no_replica_takes_is_quarantined_though_one_goes_first(
+    published: Published, servers: list[Server], golden: Path
+) -> None:
+    with canary(published, servers, golden):
+        good = publish(published, normal)
+        wait(lambda: positions(servers, published) == {good})
+    newest = publish(published, normal)
+    damaged = next(delta for delta in read_log(published.model).deltas if delta.end == newest)
+    data = next(damaged.path.glob("delta.data-*"))
+    content = data.read_bytes()
+    data.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with canary(published, servers, golden) as running:
+        wait(lambda: status(running)["base_wanted"])
+        assert {event["replica"] for event in running.of("refused")} == {one.address for one in servers}
+        assert "no replica can go first" in status(running)["canary"]["doing"]
+        assert status(running)["canary"]["waiting_s"] > 0
+        assert not running.of("rolled_back")
+    data.write_bytes(content)
+    with canary(published, servers, golden):
+        wait(lambda: positions(servers, published) == {newest})
 
 
 def test_what_was_wrong_before_is_not_rolled_back(
