@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test lint unit thorough docs soak fuzz chaos faults bench clean
+.PHONY: help demo test lint unit thorough docs soak pictures fuzz chaos faults bench clean
 help:
 	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
 	@echo "make test    lint, types and all tests"
 	@echo "make thorough  all tests, and ten times as much of what they leave to chance"
 	@echo "make docs    the documentation as a site, in build/site; fails on a broken link"
+	@echo "make pictures  the guide's pictures of the status page anew, by Chromium"
 	@echo "make soak    hundreds of increments of a cluster whose processes die at random; some minutes"
 	@echo "make fuzz    thousands of damaged files of every kind; some minutes"
 	@echo "make chaos   all that trainers, exporters, operators and accidents do, in random order; half an hour"
@@ -42,6 +43,9 @@ thorough: $(STAMP)
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "build/site/index.html"
+
+pictures: $(STAMP)
+	$(BIN)/python -m tests.support.status_pages docs/assets
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -s tests/integration/soak_increments.py

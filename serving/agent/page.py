@@ -14,7 +14,7 @@ from serving.agent.view import FleetView
 if TYPE_CHECKING:
     from jinja2 import Template
 
-_EVENTS = 30
+_EVENTS, _REASONS = 30, 12
 _WIDTH, _HEIGHT = 600, 48
 
 
@@ -24,6 +24,7 @@ def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fr
     return _template().render(
         view=now,
         reasons=now.why_not_ready(fresh_within_s),
+        most_reasons=_REASONS,
         events=journal.last()[:_EVENTS],
         plot=lambda replica: plot(recorder.series(replica.model, replica.address)),
         seconds=seconds,
@@ -44,13 +45,17 @@ def seconds(value: float | None) -> str:
 def plot(series: Sequence[float | None], *, at_least: float = 1.0) -> dict[str, object]:
     """An SVG path of the values, the newest at the right, `top` at its upper edge, gaps for None."""
     top = max([at_least, *(value for value in series if value is not None)])
+    heights = [
+        None if value is None else f"{_HEIGHT - 2 - (_HEIGHT - 4) * value / top:.1f}" for value in series
+    ]
     commands, pen = [], "M"
-    for index, value in enumerate(series):
-        if value is None:
+    for index, height in enumerate(heights):
+        if height is None:
             pen = "M"
             continue
-        x = _WIDTH - (len(series) - 1 - index)
-        commands.append(f"{pen}{x:.0f} {_HEIGHT - 2 - (_HEIGHT - 4) * value / top:.1f}")
+        # A point on a level line says nothing: a fleet of hundreds is level most of the time.
+        if not (pen == "L" and heights[index - 1 : index + 2] == [height] * 3):
+            commands.append(f"{pen}{_WIDTH - (len(series) - 1 - index):.0f} {height}")
         pen = "L"
     return {
         "path": "".join(commands),
