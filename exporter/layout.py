@@ -5,6 +5,7 @@
 <model>/deltas/<log>/hold                        a position that readers do not pass by themselves
 <model>/deltas/<log>/.state/                     caches of the exporter
 <model>/.lock  .watch  .canary  .staging-*  .trash-*   work in progress; a server skips what is no number
+<model>/.pushed                                  heads of the stores that hold a copy of the model
 <ckpt-dir>/checkpoint                            names the newest checkpoint
 <ckpt-dir>/increments/<from>-<to>/delta.*  manifest.json
 <ckpt-dir>/increments/<checkpoint>.json  .session
@@ -46,8 +47,16 @@ RESIDUAL_PREFIX = "left-out-"
 LOCK_FILE = ".lock"
 WATCH_LOCK_FILE = ".watch"
 CANARY_LOCK_FILE = ".canary"
+PUSHED_FILE = ".pushed"
+"""The head of each store that a model was pushed to, or pulled from."""
+
+HEAD_FILE = "head.json"
+"""In a store: what is published next, or was last."""
+
 STAGING_PREFIX = ".staging-"
 TRASH_PREFIX = ".trash-"
+PULL_PREFIX = ".pull-"
+PULL_LOCK_FILE = ".pull"
 
 CHECKPOINT_STATE_FILE = "checkpoint"
 INCREMENTS_DIRECTORY = "increments"

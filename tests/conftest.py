@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
+from exporter.storage import mirror
 from tests.support.commands import export_model
 from tests.support.forks import run_warm
 from tests.support.longest_first import longest_first
+from tests.support.object_stores import Bucket, new_bucket, s3_server
 from tests.support.once import once_a_run
 
 ROOT = Path(__file__).parent.parent
@@ -46,3 +49,20 @@ def ranker_graph(ranker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         assert ran.code == 0, ran.err
 
     return once_a_run(tmp_path_factory, "ranker-graph", publish) / "20"
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The address of an S3 server, a process of its own."""
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """A new bucket of that server, which the environment leads to."""
+    found = new_bucket(s3)
+    for name, value in found.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(mirror, "_MIRRORS", {})
+    return found

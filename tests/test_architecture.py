@@ -30,7 +30,7 @@ STAGES = [
     {"increments", "subgraph"},
     {"publish"},
     {"verify", "training"},
-    {"pipeline"},
+    {"pipeline", "transfer"},
     {"doctor"},
     {"cli"},
     {"__main__"},

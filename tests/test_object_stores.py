@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from exporter.storage.objects import ObjectReader, Url
 from tests.support.commands import export_model
 from tests.support.graph_runs import Trained, train
 from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
-from tests.support.object_stores import SECRET, Bucket, new_bucket, s3_server
+from tests.support.object_stores import SECRET, Bucket
 from tests.support.setting import Setting, followed
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -43,21 +42,6 @@ def scorer(v1: Any) -> None:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train(tmp_path_factory.mktemp("scorer"), scorer)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with s3_server() as address:
-        yield address
-
-
-@pytest.fixture
-def bucket(server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    found = new_bucket(server, f"test-{abs(hash(request.node.name))}")
-    for name, value in found.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(mirror, "_MIRRORS", {})
-    return found
 
 
 @pytest.fixture

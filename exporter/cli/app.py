@@ -8,7 +8,13 @@ from typing import Annotated
 
 import click
 
-from exporter.cli import doctor_command, history_command, inspect_command, log_commands
+from exporter.cli import (
+    doctor_command,
+    history_command,
+    inspect_command,
+    log_commands,
+    transfer_commands,
+)
 from exporter.cli.export_help import (
     CHECKS,
     DELTAS,
@@ -409,6 +415,7 @@ inspect_command.register(app)
 completion.register(app, "export-model")
 history_command.register(app)
 log_commands.register(app)
+transfer_commands.register(app)
 app.subcommand()(doctor_command.doctor)
 
 

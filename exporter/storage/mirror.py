@@ -20,9 +20,6 @@ from pathlib import Path
 from exporter.errors import os_error
 from exporter.storage.objects import ObjectReader, RemoteObject, Url
 
-PART_BYTES = 8 << 20
-"""What one request fetches: a connection's time to the first byte hardly counts, and a retry costs little."""
-_CONNECTIONS = 16
 _MIRRORS: dict[str, Mirror] = {}  # by the path of their directory
 _LOCK = threading.Lock()
 
@@ -84,7 +81,9 @@ class Mirror:
                 descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
                 before = os.fstat(descriptor)
                 try:
-                    self._copy(each, descriptor, [(start, stop, start) for start, stop in missing], path)
+                    self._reader.copy(
+                        each, descriptor, [(start, stop, start) for start, stop in missing], path
+                    )
                 finally:
                     os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
                     os.close(descriptor)
@@ -106,42 +105,7 @@ class Mirror:
         Raises:
             CheckpointChanged, CheckpointError, DiskFull, PublishError: as `fetch`.
         """
-        self._copy(self._found[name], descriptor, pieces, target, advance)
-
-    def _copy(
-        self,
-        each: RemoteObject,
-        descriptor: int,
-        pieces: Iterable[tuple[int, int, int]],
-        target: Path,
-        advance: Callable[[int], None] | None = None,
-    ) -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
-        def move(part: tuple[int, int, int]) -> None:
-            start, stop, offset = part
-            content = self._reader.read(each, start, stop)
-            try:
-                while content:
-                    written = os.pwrite(descriptor, content, offset)
-                    content, offset = content[written:], offset + written
-            except OSError as error:
-                raise os_error(error, target) from error
-            if advance is not None:
-                advance(stop - start)
-
-        parts = [part for piece in pieces for part in _parts(*piece)]
-        if len(parts) == 1:
-            move(parts[0])
-            return
-        with ThreadPoolExecutor(min(_CONNECTIONS, max(1, len(parts))), "fetch") as pool:
-            tasks = [pool.submit(move, part) for part in parts]
-            try:
-                for task in tasks:
-                    task.result()
-            finally:
-                for task in tasks:
-                    task.cancel()
+        self._reader.copy(self._found[name], descriptor, pieces, target, advance)
 
     def _list(self) -> Iterator[RemoteObject]:
         if not self._is_prefix:
@@ -192,11 +156,6 @@ class Ranges:
         if first < last:
             start, stop = min(start, self._starts[first]), max(stop, self._stops[last - 1])
         self._starts[first:last], self._stops[first:last] = [start], [stop]
-
-
-def _parts(start: int, stop: int, offset: int) -> Iterator[tuple[int, int, int]]:
-    for at in range(start, stop, PART_BYTES):
-        yield at, min(at + PART_BYTES, stop), offset + at - start
 
 
 def local(path: Path) -> Path:

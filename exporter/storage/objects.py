@@ -1,4 +1,4 @@
-"""Read objects of a store: list them, and read byte ranges of exactly the object that was listed.
+"""Objects of a store: list them, read byte ranges of exactly what was listed, write under conditions.
 
 Credentials and endpoints come from the environment as each cloud's own tools take them (`AWS_*`, `GOOGLE_*`,
 `AZURE_*`); none of them ever stands in an error's text. obstore reads all three clouds; it is imported when a
@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, UsageError
+from exporter.errors import (
+    CheckpointChanged,
+    CheckpointError,
+    CheckpointNotFound,
+    PublishError,
+    UsageError,
+    os_error,
+)
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -27,6 +35,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_
 """Name another server than the cloud's own; one that is told as `http://` is asked without encryption."""
 _CONNECT, _REQUEST, _RETRY = timedelta(seconds=10), timedelta(seconds=60), timedelta(seconds=60)
 _RETRIES = 5
+_PART_BYTES, _CONNECTIONS = 8 << 20, 16
 
 
 class Url(Struct, frozen=True):
@@ -128,8 +137,173 @@ class ObjectReader:
             raise CheckpointChanged(f"{self._named(found.key)} is shorter than it was when it was listed")
         return content
 
+    def copy(
+        self,
+        found: RemoteObject,
+        descriptor: int,
+        pieces: Iterable[tuple[int, int, int]],
+        target: Path,
+        advance: Callable[[int], None] | None = None,
+    ) -> None:
+        """Fetch pieces (start, stop, offset in the target) into an open file, in parallel.
+
+        `advance` is told of the bytes that have come, from several threads.
+
+        Raises:
+            CheckpointChanged, CheckpointError: as `read`.
+            DiskFull, PublishError: the target cannot be written.
+        """
+        from concurrent.futures import ThreadPoolExecutor
+
+        def move(start: int, stop: int, offset: int) -> None:
+            content = self.read(found, start, stop)
+            try:
+                while content:
+                    written = os.pwrite(descriptor, content, offset)
+                    content, offset = content[written:], offset + written
+            except OSError as error:
+                raise os_error(error, target) from error
+            if advance is not None:
+                advance(stop - start)
+
+        parts = [part for piece in pieces for part in _parts(*piece)]
+        if len(parts) == 1:
+            move(*parts[0])
+            return
+        with ThreadPoolExecutor(_CONNECTIONS, "fetch") as pool:
+            tasks = [pool.submit(move, *part) for part in parts]
+            try:
+                for task in tasks:
+                    task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+
     def _named(self, key: str) -> str:
         return f"{self.url.scheme}://{self.url.bucket}/{key}"
+
+
+def _parts(start: int, stop: int, offset: int) -> Iterator[tuple[int, int, int]]:
+    """Pieces of what one request fetches: its first byte hardly counts, and a retry costs little."""
+    for at in range(start, stop, _PART_BYTES):
+        yield at, min(at + _PART_BYTES, stop), offset + at - start
+
+
+class ObjectWriter(ObjectReader):
+    """The objects of one bucket, to be written as well.
+
+    Raises:
+        PublishError: the store does not honour conditions, by which publishers keep out of each other's way.
+    """
+
+    def probe(self, path: str) -> None:
+        """Find out whether the store refuses to create what is there, and to replace what has changed.
+
+        Raises:
+            PublishError: it does not, or cannot be written.
+        """
+        key = f"{path}/.probe-{os.urandom(8).hex()}"
+        try:
+            first = self.create(key, b"1")
+            again = self.create(key, b"2")
+            moved = self.replace(key, b"3", first) if first else None
+            stale = self.replace(key, b"4", first) if first else None
+        finally:
+            self.delete(key)
+        if first is None or again is not None or moved is None or stale is not None:
+            raise PublishError(
+                f"{self.url}: this store ignores conditional requests",
+                cause="it replaced an object that it was asked to create only if absent",
+                hint="use a store that honours If-None-Match and If-Match: S3, GCS, Azure, R2, MinIO",
+            )
+
+    def upload(self, key: str, file: Path) -> None:
+        """Put a file under a key, in parts if it is large.
+
+        Raises:
+            PublishError: the store cannot be written.
+        """
+        import obstore
+
+        with _writing(self.url, key):
+            obstore.put(self._store, key, file, chunk_size=_PART_BYTES, max_concurrency=_CONNECTIONS)
+
+    def create(self, key: str, content: bytes) -> str | None:
+        """Put a new object; its tag, or None if the key is taken.
+
+        Raises:
+            PublishError: the store cannot be written.
+        """
+        return self._put(key, content, "create")
+
+    def replace(self, key: str, content: bytes, tag: str) -> str | None:
+        """Put an object in place of the one with this tag; its own tag, or None if another one is there.
+
+        Raises:
+            PublishError: the store cannot be written.
+        """
+        return self._put(key, content, {"e_tag": tag})
+
+    def _put(self, key: str, content: bytes, mode: Any) -> str | None:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        with _writing(self.url, key):
+            try:
+                return obstore.put(self._store, key, content, mode=mode, use_multipart=False)["e_tag"] or ""
+            except (FileExistsError, AlreadyExistsError, PreconditionError, FileNotFoundError):
+                return None
+
+    def put(self, key: str, content: bytes) -> None:
+        """Put an object, whatever is there.
+
+        Raises:
+            PublishError: the store cannot be written.
+        """
+        self._put(key, content, "overwrite")
+
+    def fetch(self, key: str, limit: int) -> tuple[bytes, str] | None:
+        """A small object and its tag; None if there is none.
+
+        Raises:
+            CheckpointError: it cannot be read, or has more than `limit` bytes.
+        """
+        import obstore
+
+        with asking(self.url, key):
+            try:
+                found = obstore.get(self._store, key)
+            except (FileNotFoundError, obstore.exceptions.NotFoundError):
+                return None
+            if found.meta["size"] > limit:
+                raise CheckpointError(f"{self._named(key)} has more than {limit} bytes")
+            return bytes(found.bytes()), found.meta["e_tag"] or ""
+
+    def delete(self, *keys: str) -> None:
+        """Remove objects; that one is not there is no failure.
+
+        Raises:
+            PublishError: the store cannot be written.
+        """
+        import obstore
+
+        for key in keys:
+            with _writing(self.url, key), suppress(FileNotFoundError, obstore.exceptions.NotFoundError):
+                obstore.delete(self._store, key)
+
+
+@contextmanager
+def _writing(url: Url, key: str) -> Iterator[None]:
+    """`asking`, for writes."""
+    try:
+        with asking(url, key):
+            yield
+    except CheckpointError as error:
+        raise PublishError(
+            f"{url.scheme}://{url.bucket}/{key}: the store cannot be written",
+            cause=error.cause or error.message,
+            hint=error.hint,
+        ) from None
 
 
 def _open(url: Url) -> ObjectStore:

@@ -76,7 +76,18 @@ def test_options_that_the_guide_names_exist() -> None:
     from serving.cli import app as serve_app
     from tests.support.commands import export_model, run_app
 
-    exporting = ("inspect", "merge", "rollback", "resume", "diff", "verify", "doctor", "history")
+    exporting = (
+        "inspect",
+        "merge",
+        "rollback",
+        "resume",
+        "diff",
+        "verify",
+        "doctor",
+        "history",
+        "push",
+        "pull",
+    )
     helps = export_model("--help").out
     helps += "".join(export_model(command, "--help").out for command in exporting)
     helps += "".join(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import subprocess
 import sys
@@ -37,6 +38,14 @@ class Bucket:
     def put(self, key: str, content: bytes) -> None:
         self.client.put_object(Bucket=self.name, Key=key, Body=content)
 
+    def keys(self, path: str = "") -> dict[str, bytes]:
+        """Every object below a path."""
+        found = self.client.list_objects_v2(Bucket=self.name, Prefix=path).get("Contents", ())
+        return {
+            each["Key"]: self.client.get_object(Bucket=self.name, Key=each["Key"])["Body"].read()
+            for each in found
+        }
+
     def delete(self, key: str) -> None:
         self.client.delete_object(Bucket=self.name, Key=key)
 
@@ -56,8 +65,10 @@ def s3_server() -> Iterator[str]:
             process.kill()
 
 
-def new_bucket(address: str, name: str) -> Bucket:
+def new_bucket(address: str) -> Bucket:
     import boto3
+
+    name = f"bucket-{secrets.token_hex(8)}"
 
     environment = {
         "AWS_ACCESS_KEY_ID": "tests",

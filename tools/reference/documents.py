@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from exporter.cli.documents import exported, inspections, logs
+from exporter.cli.documents import exported, inspections, logs, transfers
 from exporter.terminal.output import FORMAT_VERSION, Failure
 from serving import documents as served
 from tools.reference.markdown import code, table, text
@@ -33,6 +33,8 @@ PRINTED_BY: Mapping[str, Sequence[type]] = {
     "export-model diff": (logs.Differences,),
     "export-model verify": (logs.Verification,),
     "export-model doctor": (logs.Diagnosis,),
+    "export-model push": (transfers.Push,),
+    "export-model pull": (transfers.Pull,),
     "serve-model run": (served.Serving,),
     "serve-model reload": (served.Reload,),
     "serve-model status": (served.ModelStatus,),

@@ -1,0 +1,146 @@
+"""`export-model push MODEL URL` and `export-model pull URL MODEL`: a published model in an object store."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from exporter.cli.documents import transfers as documents
+from exporter.cli.documents.values import Status
+from exporter.errors import CheckpointError, ExportError, PublishError, UsageError
+from exporter.progress import count, human_bytes
+from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command, outlived
+from exporter.terminal.markup import escape
+from exporter.terminal.output import Output
+from exporter.terminal.parameters import App, Argument, Option
+
+if TYPE_CHECKING:
+    from exporter.transfer.items import StoredModel
+    from exporter.transfer.pull import Pulled
+    from exporter.transfer.push import PushPlan
+
+DryRunFlag = Annotated[bool, Option("--dry-run", help="Print what would be done and write nothing.")]
+
+
+def register(app: App) -> None:
+    """Add the subcommands to an application."""
+    app.subcommand()(push)
+    app.subcommand()(pull)
+
+
+def push(
+    model: Annotated[Path, Argument("MODEL", "Model base path.")],
+    url: Annotated[str, Argument("URL", "s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL.")],
+    prune: Annotated[bool, Option(help="Remove from the store what is not published here any more.")] = False,
+    dry_run: DryRunFlag = False,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Upload what is published to an object store: versions, deltas and the hold, each whole or not at all.
+
+    \b
+    Examples:
+      export-model push models/ranker s3://models/ranker
+      export-model push models/ranker s3://models/ranker --prune --dry-run
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter.transfer import push as transfer
+
+        plan = transfer.plan_push(model, url, prune=prune)
+        if not dry_run:
+            transfer.push(plan, sink.progress)
+        _told(plan, sink, dry_run=dry_run)
+
+
+def _told(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
+    is_nothing = not (plan.upload or plan.remove or plan.changes_holds)
+    status = Status.NOTHING_TO_DO if is_nothing else Status.PLANNED if dry_run else Status.PUBLISHED
+    document = documents.Push(
+        dry_run=dry_run,
+        status=status,
+        url=str(plan.url),
+        uploaded=[item.path for item in plan.upload],
+        removed=plan.remove,
+        bytes=plan.bytes_,
+        position=plan.position,
+    )
+    what = f"{count(len(plan.upload), 'publication')}, {human_bytes(plan.bytes_)}, to {plan.url}"
+    lines = [f"[bold]{'would upload' if dry_run else 'uploaded':<14}[/]{escape(what)}"]
+    if plan.remove:
+        lines.append(f"[bold]{'would remove' if dry_run else 'removed':<14}[/]{', '.join(plan.remove)}")
+    lines.append(f"[bold]{'position':<14}[/]{plan.position}")
+    if not dry_run:
+        lines.append(f"[bold]{'next':<14}[/]{escape(f'export-model pull {plan.url} MODEL')}")
+    sink.result(document, lines, is_done=not dry_run)
+
+
+def pull(
+    url: Annotated[str, Argument("URL", "Where a model was pushed to.")],
+    model: Annotated[Path, Argument("MODEL", "Model base path, for servers that read files.")],
+    prune: Annotated[bool, Option(help="Remove here what is not in the store any more.")] = False,
+    watch: Annotated[bool, Option(help="Go on: fetch what appears in the store.")] = False,
+    interval: Annotated[
+        float, Option(metavar="SECONDS", min=0.05, help="With --watch: how often to look.")
+    ] = 1.0,
+    json_: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Fetch what is published in an object store into a local directory, checked, in order of positions.
+
+    \b
+    Examples:
+      export-model pull s3://models/ranker models/ranker
+      export-model pull s3://models/ranker models/ranker --watch --interval 0.5 --prune
+    """
+    with command(json_, quiet, debug) as sink:
+        from exporter.transfer import pull as transfer
+
+        if interval != 1.0 and not watch:
+            raise UsageError("--interval is for --watch", hint="add --watch")
+        if not watch:
+            _pulled(transfer.pull(url, model, prune=prune, progress=sink.progress), model, sink)
+            return
+        sink.json_lines = True
+        known: StoredModel | None = None
+        said = ""
+        while True:
+            try:
+                done = transfer.pull(url, model, prune=prune, known=known, progress=sink.progress)
+            except (CheckpointError, PublishError) as error:
+                said = _tell_once(error, said, sink)
+            else:
+                known, said = done.stored, ""
+                if done.fetched or done.removed:
+                    _pulled(done, model, sink)
+            time.sleep(interval)
+
+
+def _tell_once(error: ExportError, said: str, sink: Output) -> str:
+    if error.message != said:
+        outlived(sink, error)
+    return error.message
+
+
+def _pulled(done: Pulled, model: Path, sink: Output) -> None:
+    document = documents.Pull(
+        status=Status.PUBLISHED if done.fetched or done.removed else Status.NOTHING_TO_DO,
+        model=str(model),
+        fetched=done.fetched,
+        removed=done.removed,
+        incomplete=done.incomplete,
+        bytes=done.bytes_,
+        position=done.position,
+    )
+    what = f"{count(len(done.fetched), 'publication')}, {human_bytes(done.bytes_)}, to {model}"
+    lines = [f"[bold]{'fetched':<14}[/]{escape(what)}"]
+    if done.removed:
+        lines.append(f"[bold]{'removed':<14}[/]{', '.join(done.removed)}")
+    if done.incomplete:
+        lines.append(f"[bold]{'not whole yet':<14}[/]{', '.join(done.incomplete)}")
+    lines.append(f"[bold]{'position':<14}[/]{done.position}")
+    lines.append(f"[bold]{'next':<14}[/]{escape(f'serve-model run {shlex.quote(str(model))}')}")
+    sink.result(document, lines, is_done=True)

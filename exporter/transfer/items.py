@@ -1,0 +1,129 @@
+"""What is published for a model, in a local directory or in a store: versions and deltas by their manifests.
+
+Both places have the same names (see `exporter.layout`). In a store there is no rename: a version or a delta
+is there once its manifest is, which is therefore written last, and removed first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from msgspec import Struct
+
+from exporter.errors import ManifestError
+from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
+from exporter.publish.manifest import Manifest, from_json
+from exporter.publish.versions import MAX_MANIFEST_BYTES, delta_names, read_manifest, version_dirs
+from exporter.storage.objects import ObjectReader, RemoteObject, Url
+
+_ITEM = re.compile(rf"([0-9]{{1,19}}|{DELTAS_DIRECTORY}/[0-9]{{20}}/[0-9]{{20}}-[0-9]{{20}})/(.+)")
+_HOLD = re.compile(rf"(?:{DELTAS_DIRECTORY}/[0-9]{{20}}/)?{HOLD_FILE}")
+_LONGEST_HOLD = 64
+_CONNECTIONS = 16
+
+
+class Item(Struct, frozen=True):
+    """A version or a delta: its path below the model, its manifest, and the manifest's bytes."""
+
+    path: str
+    manifest: Manifest
+    content: bytes
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """Items are carried in this order: by position, a base before a delta."""
+        return self.manifest.position, "/" in self.path
+
+    @property
+    def digest(self) -> str:
+        """Lower-case SHA-256 of the manifest."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def bytes_(self) -> int:
+        """Bytes of its files, without the manifest."""
+        return sum(file.bytes_ for file in self.manifest.files)
+
+
+class StoredModel(Struct, frozen=True):
+    """A model in a store: what has a manifest, by path; all objects, by key below the model; its holds."""
+
+    items: dict[str, Item]
+    objects: dict[str, RemoteObject]
+    holds: dict[str, bytes]
+
+
+def local_items(model: Path) -> list[Item]:
+    """What is published locally, in the order in which it is carried.
+
+    Raises:
+        ManifestError: a manifest is damaged.
+    """
+    paths = [child.path for child in version_dirs(model) if child.has_manifest]
+    logs = sorted(path for path in (model / DELTAS_DIRECTORY).glob("*") if path.is_dir())
+    paths += [log / name for log in logs for name, _, _ in delta_names(log)]
+    return sorted((local_item(model, path) for path in paths), key=lambda item: item.order)
+
+
+def local_item(model: Path, path: Path) -> Item:
+    """What is published in one directory.
+
+    Raises:
+        ManifestError: its manifest is damaged.
+    """
+    manifest = read_manifest(path)
+    return Item(path.relative_to(model).as_posix(), manifest, (path / MANIFEST_FILE).read_bytes())
+
+
+def local_holds(model: Path) -> dict[str, bytes]:
+    """The holds by their paths below the model."""
+    paths = [model / HOLD_FILE, *(model / DELTAS_DIRECTORY).glob(f"*/{HOLD_FILE}")]
+    return {path.relative_to(model).as_posix(): path.read_bytes() for path in paths if path.is_file()}
+
+
+def stored_model(store: ObjectReader, url: Url, known: StoredModel | None = None) -> StoredModel:
+    """What is published in a store. Of what was `known` before, only manifests that changed are read.
+
+    Raises:
+        ManifestError: a manifest is damaged.
+        CheckpointError: the store cannot be read.
+    """
+    base = f"{url.path}/" if url.path else ""
+    objects = {each.key.removeprefix(base): each for each in store.below(url.path)}
+    items: dict[str, Item] = {}
+    holds, new = {}, {}
+    for name, each in objects.items():
+        found = _ITEM.fullmatch(name)
+        if found and found[2] == MANIFEST_FILE:
+            if known is not None and known.objects.get(name) == each:
+                items[found[1]] = known.items[found[1]]
+            else:
+                new[found[1]] = each
+        elif _HOLD.fullmatch(name):
+            holds[name] = bytes(store.read(each, 0, min(each.size, _LONGEST_HOLD)))
+    with ThreadPoolExecutor(_CONNECTIONS, "manifests") as pool:
+        items |= {item.path: item for item in pool.map(lambda pair: _read(store, *pair), new.items())}
+    return StoredModel(items, objects, holds)
+
+
+def _read(store: ObjectReader, path: str, each: RemoteObject) -> Item:
+    if each.size > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"{store.url}: the manifest of {path} is longer than {MAX_MANIFEST_BYTES} bytes")
+    content = bytes(store.read(each, 0, each.size))
+    try:
+        return Item(path, from_json(content), content)
+    except ManifestError as error:
+        raise ManifestError(
+            f"{store.url}: the manifest of {path}: {error.message}", cause=error.cause, hint=error.hint
+        ) from error
+
+
+def files_of(model: StoredModel, item: Item) -> dict[str, RemoteObject] | None:
+    """An item's objects by their paths in it; None if one is missing or of another size than it should be."""
+    found = {file.path: model.objects.get(f"{item.path}/{file.path}") for file in item.manifest.files}
+    sizes = {file.path: file.bytes_ for file in item.manifest.files}
+    whole = {path: each for path, each in found.items() if each is not None and each.size == sizes[path]}
+    return whole if len(whole) == len(found) else None

@@ -1,0 +1,468 @@
+"""Push and pull: a model in an object store has one history, and is met whole, in order, or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+from exporter.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    ForeignLineage,
+    NotUpdatable,
+    PositionMoved,
+    PublishError,
+    TargetBusy,
+    UsageError,
+    VerificationError,
+)
+from exporter.layout import HEAD_FILE, PULL_LOCK_FILE, PUSHED_FILE
+from exporter.pipeline.incremental import export_incremental
+from exporter.pipeline.log_maintenance import merge
+from exporter.publish.commit import model_lock
+from exporter.publish.delta_log import read_log
+from exporter.storage.objects import ObjectReader, ObjectWriter
+from exporter.transfer import pull as pulling
+from exporter.transfer.pull import pull
+from exporter.transfer.push import plan_push, push
+from tests.support.commands import export_model
+from tests.support.logs import Serving, Trainer, assert_same_bits, request, served_now, values_at
+from tests.support.object_stores import Bucket
+from tests.support.setting import Setting, followed
+
+OURS = {".lock", ".pull", ".pushed", HEAD_FILE}
+
+
+class Machine(Setting):
+    """A base at 10 and deltas to 20 and 30, as one machine has published them."""
+
+    trainer: Trainer
+
+    def go_on(self, step: int) -> None:
+        self.trainer.train()
+        self.trainer.step = step
+        self.trainer.increment()
+        export_incremental(request(self.trainer, self.model))
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    found = Machine(tmp_path / "one")
+    object.__setattr__(found, "trainer", followed(found.directory, (20, 30), published=30))
+    return found
+
+
+@pytest.fixture
+def url(bucket: Bucket) -> str:
+    return bucket.url("models/ranker")
+
+
+def pushed(model: Path, url: str, **options: Any) -> None:
+    push(plan_push(model, url, **options))
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """All that readers may see of a local model."""
+    found = (path for path in root.rglob("*") if path.is_file())
+    names = {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
+    return {name: content for name, content in names.items() if not {*name.split("/")} & {*OURS, ".state"}}
+
+
+def stored(bucket: Bucket) -> dict[str, bytes]:
+    base = "models/ranker/"
+    names = {key.removeprefix(base): content for key, content in bucket.keys(base).items()}
+    return {name: content for name, content in names.items() if name != HEAD_FILE}
+
+
+def test_there_and_back(machine: Machine, bucket: Bucket, url: str, tmp_path: Path) -> None:
+    ran = export_model("push", machine.model, url, "--json")
+    assert (ran.code, ran.document["status"], ran.document["position"]) == (0, "published", 30), ran.err
+    assert stored(bucket) == files(machine.model)
+    ran = export_model("pull", url, tmp_path / "two", "--json")
+    assert (ran.code, ran.document["fetched"]) == (
+        0,
+        [
+            "10",
+            "deltas/00000000000000000010/00000000000000000010-00000000000000000020",
+            "deltas/00000000000000000010/00000000000000000020-00000000000000000030",
+        ],
+    ), ran.err
+    assert files(tmp_path / "two") == files(machine.model)
+    assert_same_bits(values_at(read_log(tmp_path / "two")), served_now(machine.trainer, Serving()))
+    assert export_model("push", machine.model, url, "--json").document["status"] == "nothing_to_do"
+    assert export_model("pull", url, tmp_path / "two", "--json").document["status"] == "nothing_to_do"
+    machine.go_on(40)
+    planned = export_model("push", machine.model, url, "--dry-run", "--json").document
+    assert (planned["status"], len(planned["uploaded"])) == ("planned", 1)
+    assert stored(bucket) != files(machine.model)
+    assert export_model("push", machine.model, url).code == 0
+    pull(url, tmp_path / "two")
+    assert files(tmp_path / "two") == files(machine.model)
+
+
+def test_another_machine_goes_on(machine: Machine, url: str, tmp_path: Path) -> None:
+    pushed(machine.model, url)
+    pull(url, tmp_path / "two" / "model")
+    shutil.copytree(machine.train, tmp_path / "two" / "train")
+    shutil.rmtree(machine.model)
+    machine.trainer.directory = tmp_path / "two" / "train"
+    object.__setattr__(machine, "directory", tmp_path / "two")
+    machine.go_on(40)
+    pushed(machine.model, url)
+    assert pull(url, tmp_path / "three").position == 40
+
+
+def test_who_does_not_lead_on_is_refused(machine: Machine, bucket: Bucket, url: str, tmp_path: Path) -> None:
+    pushed(machine.model, url)
+    other = tmp_path / "other"
+    pull(url, other)
+    machine.go_on(40)
+    pushed(machine.model, url)
+    before = stored(bucket)
+    machine.trainer.train()
+    machine.trainer.step = 41
+    machine.trainer.increment()
+    export_incremental(request(machine.trainer, other))  # from 30 on: 40 is not known there
+    ran = export_model("push", other, url, "--json")
+    assert (ran.code, ran.error["error"]) == (5, "PositionMoved")
+    assert f"export-model pull {url}" in ran.error["hint"]
+    assert stored(bucket) == before
+    with pytest.raises(ForeignLineage, match="another publication"):
+        pull(bucket.url("models/ranker"), _another_model(tmp_path))
+
+
+def _another_model(tmp_path: Path) -> Path:
+    setting = Setting(tmp_path / "foreign")
+    followed(setting.directory, (), published=0)
+    return setting.model
+
+
+def test_a_store_that_something_else_filled(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path
+) -> None:
+    bucket.upload(_another_model(tmp_path), "models/ranker")
+    with pytest.raises(ForeignLineage, match="another publication than"):
+        plan_push(machine.model, url)
+
+
+class Killed(BaseException):
+    """What ends a process."""
+
+
+@contextmanager
+def killed_at(
+    monkeypatch: pytest.MonkeyPatch, kind: type, names: tuple[str, ...], call: int
+) -> Iterator[list[str]]:
+    """The process dies right before the `call`-th of these methods' calls; what had been called."""
+    calls: list[str] = []
+    with monkeypatch.context() as patch:
+        for name in names:
+            method = getattr(kind, name)
+
+            def counted(
+                self: Any, *rest: Any, _method: Callable[..., Any] = method, _name: str = name
+            ) -> Any:
+                if len(calls) == call:
+                    raise Killed
+                calls.append(f"{_name} {rest[0]}")
+                return _method(self, *rest)
+
+            patch.setattr(kind, name, counted)
+        yield calls
+
+
+def test_a_push_that_is_killed_anywhere(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed(machine.model, url)
+    machine.go_on(40)
+    rounds = 0
+    while True:
+        target = bucket.url("models/ranker")
+        with killed_at(monkeypatch, ObjectWriter, ("upload", "create", "replace", "put"), rounds) as calls:
+            try:
+                pushed(machine.model, target)
+                break
+            except Killed:
+                pass
+        done = pull(target, tmp_path / f"after-{rounds}")
+        assert done.position == 30 or any("manifest.json" in call for call in calls)
+        rounds += 1
+    assert rounds > 4
+    assert pull(url, tmp_path / "last").position == 40
+    assert files(tmp_path / "last") == files(machine.model)
+
+
+def test_a_pull_that_is_killed_anywhere(
+    machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed(machine.model, url)
+    here, copied, rounds = tmp_path / "here", 0, 0
+    while True:
+        with killed_at(monkeypatch, ObjectReader, ("copy",), 1) as calls:
+            try:
+                pull(url, here)
+                break
+            except Killed:
+                assert len(calls) == 1, "one more file with each run"
+        copied += len(calls)
+        rounds += 1
+        positions = [delta.end for delta in (read_log(here).chain(10) if (here / "10").exists() else ())]
+        assert positions == [20, 30][: len(positions)]
+    assert copied + len(calls) == len([name for name in files(machine.model) if "manifest.json" not in name])
+    assert files(here) == files(machine.model)
+    assert not list(here.glob(".pull-*"))
+
+
+def test_two_machines_at_once(machine: Machine, url: str, tmp_path: Path) -> None:
+    """Each publishes its own next delta; in every round exactly one of them is in the store."""
+    pushed(machine.model, url)
+    models = [machine.model, tmp_path / "other"]
+    pull(url, models[1])
+    for step in range(40, 160, 10):
+        machine.trainer.train()
+        machine.trainer.step = step
+        machine.trainer.increment()
+        for model in models:
+            export_incremental(request(machine.trainer, model))
+        outcomes = _at_once(lambda model: pushed(model, url), models)
+        winners = [model for model, error in zip(models, outcomes, strict=True) if error is None]
+        assert len(winners) == 1, outcomes
+        assert all(isinstance(error, PositionMoved | ForeignLineage) for error in outcomes if error)
+        loser = models[1 - models.index(winners[0])]
+        shutil.rmtree(loser)
+        assert pull(url, loser).position == step
+        assert files(loser) == files(winners[0])
+
+
+def _at_once(work: Callable[[Path], None], models: list[Path]) -> list[BaseException | None]:
+    outcomes: list[BaseException | None] = [None] * len(models)
+
+    def run(number: int) -> None:
+        try:
+            work(models[number])
+        except Exception as error:  # noqa: BLE001  to be looked at by the test
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(models))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return outcomes
+
+
+def test_a_rollback_and_its_hold(machine: Machine, bucket: Bucket, url: str, tmp_path: Path) -> None:
+    pushed(machine.model, url)
+    here = tmp_path / "here"
+    pull(url, here)
+    assert export_model("rollback", machine.model, "--to", "20").code == 0
+    pushed(machine.model, url)
+    done = pull(url, here)
+    assert (done.position, read_log(here).hold()) == (31, 31)
+    assert files(here) == files(machine.model)
+    assert_same_bits(values_at(read_log(here)), values_at(read_log(here), 20))
+    assert export_model("resume", machine.model).code == 0
+    pushed(machine.model, url)
+    pull(url, here)
+    assert read_log(here).hold() is None
+    assert files(here) == files(machine.model)
+
+
+def test_while_a_rollback_is_pushed_nobody_moves(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed(machine.model, url)
+    assert export_model("rollback", machine.model, "--to", "20").code == 0
+    with killed_at(monkeypatch, ObjectWriter, ("upload",), 1), pytest.raises(Killed):
+        pushed(machine.model, url)
+    pull(url, tmp_path / "here")
+    assert not read_log(tmp_path / "here").held.content()[:1].isdigit()  # type: ignore[index]
+    pushed(machine.model, url)
+    pull(url, tmp_path / "here")
+    assert read_log(tmp_path / "here").hold() == 31
+
+
+def test_what_is_not_whole_yet_is_waited_for(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path
+) -> None:
+    """As a tool leaves it that copies files in any order."""
+    bucket.upload(machine.model, "models/ranker")
+    missing = next(key for key in bucket.keys("models/ranker/deltas") if "20-" in key and ".data-" in key)
+    content = bucket.keys(missing)[missing]
+    bucket.delete(missing)
+    ran = export_model("pull", url, tmp_path / "here", "--json")
+    assert (ran.code, ran.document["position"], len(ran.document["incomplete"])) == (0, 20, 1)
+    bucket.put(missing, content[:-1])
+    assert pull(url, tmp_path / "here").position == 20
+    bucket.put(missing, content)
+    assert pull(url, tmp_path / "here").position == 30
+
+
+def test_damage_is_fetched_anew_and_never_published(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path
+) -> None:
+    pushed(machine.model, url)
+    for part, what in (("models/ranker/10/", ".data-"), ("models/ranker/deltas", ".data-")):
+        key = max(key for key in bucket.keys(part) if what in key)
+        content = bucket.keys(key)[key]
+        bucket.put(key, bytes(255 - byte for byte in content))
+        with pytest.raises((VerificationError, CheckpointError)):
+            pull(url, tmp_path / "here")
+        assert not list((tmp_path / "here").glob(".pull-*"))
+        bucket.put(key, content)
+    assert pull(url, tmp_path / "here").position == 30
+    assert files(tmp_path / "here") == files(machine.model)
+
+
+def test_hostile_manifests(machine: Machine, bucket: Bucket, url: str, tmp_path: Path) -> None:
+    pushed(machine.model, url)
+    key = "models/ranker/10/manifest.json"
+    document = json.loads(bucket.keys(key)[key])
+    for path in ("../../outside", "/etc/outside"):
+        bucket.put(
+            key, json.dumps(document | {"files": [{"path": path, "bytes": 1, "crc32c": None}]}).encode()
+        )
+        ran = export_model("pull", url, tmp_path / "here", "--json")
+        assert (ran.code, ran.error["error"]) == (6, "ManifestError"), ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    bucket.put(f"models/ranker/{HEAD_FILE}", b"[]")
+    assert export_model("push", machine.model, url, "--json").error["error"] == "ManifestError"
+
+
+def test_merged_away(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed(machine.model, url)
+    pull(url, tmp_path / "here")
+    merge(machine.model)
+    for delta in machine.deltas:
+        if not delta.name.endswith("10-00000000000000000030"):
+            shutil.rmtree(delta)  # as retention does, in time
+    pushed(machine.model, url)
+    assert len(pull(url, tmp_path / "here").fetched) == 1
+    assert export_model("push", machine.model, url, "--prune").code == 0
+    assert stored(bucket) == files(machine.model)
+    assert pull(url, tmp_path / "here", prune=True).removed == ()
+    monkeypatch.setattr(pulling, "GRACE_SECONDS", 0.0)
+    assert len(pull(url, tmp_path / "here", prune=True).removed) == 2
+    assert files(tmp_path / "here") == files(machine.model)
+    machine.go_on(40)
+    pushed(machine.model, url)
+
+
+def test_the_head_is_kept_when_what_it_names_is_merged_away(machine: Machine, url: str) -> None:
+    pushed(machine.model, url)
+    merge(machine.model)
+    for delta in machine.deltas:
+        if not delta.name.endswith("10-00000000000000000030"):
+            shutil.rmtree(delta)
+    assert (machine.model / PUSHED_FILE).is_file()
+    machine.go_on(40)
+    pushed(machine.model, url)
+
+
+def test_two_pulls_at_once(
+    machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed(machine.model, url)
+    outcomes = _at_once(lambda model: pull(url, model) and None, [tmp_path / "here"] * 2)
+    assert outcomes == [None, None]
+    assert files(tmp_path / "here") == files(machine.model)
+    monkeypatch.setattr(pulling, "_LOCK_SECONDS", 0.1)
+    with model_lock(tmp_path / "here", 1, PULL_LOCK_FILE), pytest.raises(TargetBusy):
+        pull(url, tmp_path / "here")
+
+
+@contextmanager
+def careless(address: str) -> Iterator[str]:
+    """A store that ignores conditions: a real one behind a proxy that takes them out of requests."""
+
+    class Proxy(BaseHTTPRequestHandler):
+        def forward(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            kept = {k: v for k, v in self.headers.items() if not k.lower().startswith("if-")}
+            asked = Request(address + self.path, body or None, kept, method=self.command)
+            try:
+                answer = urlopen(asked, timeout=30)
+            except OSError as error:
+                answer = error  # type: ignore[assignment]  # an HTTPError is an answer
+            with answer:
+                content = answer.read()
+                self.send_response(getattr(answer, "status", 502))
+                for name, value in answer.headers.items():
+                    if name.lower() not in ("transfer-encoding", "content-length", "connection"):
+                        self.send_header(name, value)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward
+
+        def log_message(self, *rest: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_store_that_ignores_conditions(
+    machine: Machine, bucket: Bucket, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with careless(bucket.environment["AWS_ENDPOINT_URL"]) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        with pytest.raises(PublishError, match="ignores conditional requests"):
+            pushed(machine.model, url)
+    assert bucket.keys() == {}
+
+
+def test_what_cannot_be_pushed_or_pulled(machine: Machine, url: str, tmp_path: Path) -> None:
+    with pytest.raises(NotUpdatable, match="nothing published"):
+        plan_push(tmp_path / "empty", url)
+    with pytest.raises(CheckpointNotFound, match="no model"):
+        pull(url, tmp_path / "here")
+    assert not (tmp_path / "here").exists()
+    for wrong in ("s3://bucket", "hdfs://name/x", "models/local"):
+        with pytest.raises(UsageError, match="expected s3://"):
+            pull(wrong, tmp_path / "here")
+        with pytest.raises(UsageError, match="expected s3://"):
+            plan_push(machine.model, wrong)
+    assert export_model("pull", url, tmp_path / "here", "--interval", "2").code == 2
+
+
+def test_a_watch_fetches_what_appears(machine: Machine, url: str, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "exporter", "pull", url, str(tmp_path / "here"), "--watch"]
+    with subprocess.Popen(
+        [*command, "--interval", "0.1", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            time.sleep(1)  # there is nothing yet
+            pushed(machine.model, url)
+            assert json.loads(process.stdout.readline())["position"] == 30
+            machine.go_on(40)
+            pushed(machine.model, url)
+            assert json.loads(process.stdout.readline())["position"] == 40
+            process.terminate()
+            assert process.wait(30) == 130
+        finally:
+            process.kill()
+    assert files(tmp_path / "here") == files(machine.model)
