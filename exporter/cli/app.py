@@ -8,13 +8,7 @@ from typing import Annotated
 
 import click
 
-from exporter.cli import (
-    doctor_command,
-    history_command,
-    inspect_command,
-    log_commands,
-    transfer_commands,
-)
+from exporter.cli import doctor_command, history_command, inspect_command, log_commands, transfer_commands
 from exporter.cli.export_help import (
     CHECKS,
     DELTAS,
@@ -413,9 +407,8 @@ def _refuse_root_options(context: click.Context) -> None:
 
 inspect_command.register(app)
 completion.register(app, "export-model")
-history_command.register(app)
-log_commands.register(app)
-transfer_commands.register(app)
+for commands in (history_command, log_commands, transfer_commands):
+    commands.register(app)
 app.subcommand()(doctor_command.doctor)
 
 

@@ -102,7 +102,7 @@ def schema() -> str:
 
 def every_document() -> Iterator[type[Struct]]:
     """Every class of the documents, and of what they hold."""
-    for module in (exported, inspections, logs, served):
+    for module in (exported, inspections, logs, transfers, served):
         yield from {kind.__name__: kind for kind in vars(module).values() if _is_document(kind)}.values()
     yield Failure
 
