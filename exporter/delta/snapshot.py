@@ -19,6 +19,7 @@ from msgspec import Struct, field
 from exporter.delta.format import Change, Rows
 from exporter.delta.row_reader import RowReader, StoredRun, check_stored
 from exporter.errors import CheckpointError
+from exporter.integer_sets import among
 
 Array = np.ndarray[Any, Any]
 
@@ -78,15 +79,13 @@ class Snapshot(Struct, frozen=True, eq=False):
         return values
 
     def rows_at(self, name: str, ids: Array) -> Array:
-        """Rows `ids` (int64 [n], increasing) of a table, as a copy."""
+        """Rows `ids` (int64 [n], in any order) of a table, as a copy."""
         values = np.array(self.stored[name].rows_at(ids))
         for layer in self.layers:
             change = layer.get(name)
-            if isinstance(change, Rows) and len(change.ids):
-                at = np.minimum(np.searchsorted(change.ids, ids), len(change.ids) - 1)
-                found = change.ids[at] == ids
-                values[found] = change.values[at[found]]
-            elif change is not None and not isinstance(change, Rows):
+            if isinstance(change, Rows):
+                _lay_over(values, ids, change)
+            elif change is not None:
                 values = change[ids]
         return values
 
@@ -112,3 +111,22 @@ class Snapshot(Struct, frozen=True, eq=False):
         except CheckpointError as error:
             error.hint = self.hint or error.hint
             raise
+
+
+_SPARSE = 64  # a byte for each row between the first and the last that is asked for costs less than a search
+
+
+def _lay_over(values: Array, ids: Array, change: Rows) -> None:
+    """Put the rows of a change in the place of those of `values`, which are the rows `ids`."""
+    if not len(ids) or not len(change.ids):
+        return
+    first, last = int(ids.min()), int(ids.max())
+    low, high = np.searchsorted(change.ids, (first, last + 1))
+    touched = change.ids[low:high]
+    if last - first < _SPARSE * len(ids):
+        is_touched = np.zeros(last - first + 1, bool)
+        is_touched[touched - first] = True
+        hits = np.flatnonzero(is_touched[ids - first])
+    else:
+        hits = np.flatnonzero(among(ids, touched))
+    values[hits] = change.values[low + np.searchsorted(touched, ids[hits])]
