@@ -8,14 +8,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from msgspec import structs
 
 from exporter.errors import MissingTensors, SchemaChanged
 from exporter.options import ExportRequest, Updates, Verify
-from exporter.pipeline.full import export
+from exporter.pipeline.full import compare_names, export
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from tests.support.deeprec_graphs import Generation, deeprec_graph
-from tests.support.deeprec_models import INPUTS, OUTPUTS, Trainer, assert_answers, build
+from tests.support.deeprec_models import (
+    DIM,
+    INPUTS,
+    ITEMS,
+    NO_USER,
+    OUTPUTS,
+    USERS,
+    Trainer,
+    assert_answers,
+    build,
+)
 from tests.support.updatable import Loaded, loaded
 
 
@@ -126,6 +138,39 @@ def test_a_table_that_the_checkpoint_lacks(tmp_path: Path) -> None:
     wrong = ExportRequest(prefix, tmp_path / "m", model=str(meta), inputs={"x": "ids"}, outputs={"y": "rows"})
     with pytest.raises(MissingTensors, match="other"):
         export(wrong)
+
+
+def test_tables_of_other_names(tmp_path: Path) -> None:
+    """A table of names may rename tables; `--unmatched` says which are to be renamed."""
+    import tensorflow as tf
+
+    trainer = Trainer(tmp_path / "train")
+    trainer.save()
+    with deeprec_graph() as program:
+        other = program.embedding_variable("scope/users", DIM, parts=2, initializer=NO_USER)
+        user = tf.compat.v1.placeholder(tf.int64, [None], name="user")
+        tf.identity(program.embedding_lookup(other, user), name="rows")
+        meta = program.save_meta(tmp_path / "other.meta")
+    ends: dict[str, Any] = {"inputs": {"user": "user"}, "outputs": {"rows": "rows"}}
+    asked = ExportRequest(trainer.directory, tmp_path / "model", model=str(meta), updates=Updates(), **ends)
+    (lost,) = compare_names(asked).unmatched.variables
+    assert lost.variable.key == "scope/users"
+    assert {ref.name for ref in lost.candidates} == {USERS, ITEMS}
+
+    names = tmp_path / "names"
+    names.write_text(f"scope/users {USERS}\n")
+    renamed = structs.replace(asked, rename_file=names)
+    left = compare_names(renamed).unmatched
+    assert not left.variables
+    assert not [ref for ref in left.tensors if ref.name.startswith(USERS)]
+    with loaded(export(renamed).published.path) as server:
+        for seed in range(2):
+            found = server.predict(user=trainer.probes()["user"])["rows"]
+            assert np.array_equal(found, trainer.answers(trainer.probes())["user_rows"])
+            trainer.train(seed)
+            trainer.save_increment()
+            export_incremental(renamed)
+            server.update()
 
 
 def test_dry_run_and_inspect_do_not_import_tensorflow(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 
 from msgspec import Struct
@@ -30,8 +31,16 @@ class Lookup(Struct, frozen=True):
 
 def lookup_nodes(lookup: Lookup, taken: Collection[str]) -> list[Proto]:
     """The nodes of a lookup, none of which is `taken`; the last has its name and gives a row for each id."""
+    for number in itertools.count():
+        scope = f"{lookup.name}/lookup_{number}" if number else f"{lookup.name}/lookup"
+        made = _made(lookup, scope)
+        if not any(node.name in taken for node in made[:-1]):
+            return made
+    raise AssertionError("some scope is free")
+
+
+def _made(lookup: Lookup, scope: str) -> list[Proto]:
     table, made = lookup.table, protos.GraphDef()
-    scope = _free_scope(lookup.name, taken)
     ids, values_handle = lookup.ids.as_input, table.nodes[-1]
     if table.key_dtype is not DType.INT64:
         ids = _add(made, f"{scope}/ids", "Cast", ids, SrcT=table.key_dtype, DstT=DType.INT64)
@@ -41,17 +50,17 @@ def lookup_nodes(lookup: Lookup, taken: Collection[str]) -> list[Proto]:
         made, name, "ResourceGather", values_handle, rows.rows, dtype=table.value_dtype, Tindices=DType.INT32
     )
     if lookup.default is not None:
-        _choose(made, lookup, scope, rows.found, values)
+        _choose(made, lookup, lookup.default, scope, rows.found, values)
     made.node[-1].input.extend(f"^{name}" for name in lookup.after)
     return [*made.node]
 
 
-def _choose(made: Proto, lookup: Lookup, scope: str, found: str, values: str) -> None:
+def _choose(made: Proto, lookup: Lookup, default: Endpoint, scope: str, found: str, values: str) -> None:
     """Add the choice between values that were found and the rows of `default`, as the lookup's own node."""
     dtype = lookup.table.value_dtype
     shape = _add(made, f"{scope}/shape", "Shape", values, T=dtype, out_type=DType.INT32)
-    default = str(lookup.default and lookup.default.as_input)
-    rows = _add(made, f"{scope}/default", "Reshape", default, shape, T=dtype, Tshape=DType.INT32)
+    given = default.as_input
+    rows = _add(made, f"{scope}/default", "Reshape", given, shape, T=dtype, Tshape=DType.INT32)
     last = _add(made, f"{scope}/last", "Const", dtype=DType.INT32)
     tensor = made.node[-1].attr["value"].tensor
     tensor.dtype = int(DType.INT32)
@@ -66,12 +75,3 @@ def _add(graph_def: Proto, name: str, op: str, *inputs: str, **types: DType) -> 
     for key, dtype in types.items():
         node.attr[key].type = int(dtype)
     return str(node.name)
-
-
-def _free_scope(wish: str, taken: Collection[str]) -> str:
-    """A scope that no node is under yet."""
-    number, scope = 0, f"{wish}/lookup"
-    while any(name == scope or name.startswith(f"{scope}/") for name in taken):
-        number += 1
-        scope = f"{wish}/lookup_{number}"
-    return scope

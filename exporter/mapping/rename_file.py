@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.catalog import Catalog
+from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.errors import UsageError
 from exporter.files import read_regular
 from exporter.graph.inference_graph import InferenceGraph
@@ -52,8 +53,12 @@ class RenameTable(Struct, frozen=True):
             UsageError: names the line.
         """
         variables = {variable.key for variable in graph.variables}
+        tables = {table.name for table in graph.dynamic_tables}
+        stored = embedding_variables(catalog) if tables & self.entries.keys() else {}
         for name, entry in self.entries.items():
-            if name not in variables:
+            if name in tables and entry.tensor in stored:
+                continue
+            if name not in variables | tables:
                 raise self._error(entry.line, f"the graph has no variable {name!r}")
             if entry.tensor not in catalog.tensors:
                 raise self._error(entry.line, f"{catalog.prefix.name} has no tensor {entry.tensor!r}")

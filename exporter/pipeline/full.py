@@ -38,11 +38,11 @@ from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.rename_file import read_renames
 from exporter.mapping.request_rules import parse_rules
 from exporter.mapping.training_variables import with_training
-from exporter.mapping.unmatched import Unmatched, find_unmatched
+from exporter.mapping.unmatched import Unmatched
 from exporter.options import DataMode, ExportFormat, ExportRequest, Verify
 from exporter.pipeline.plan_digest import plan_digest
 from exporter.pipeline.same_graph import SourceFiles, graph_request
-from exporter.pipeline.table_layout import lay_out_tables, map_laid_out, write_tables
+from exporter.pipeline.table_layout import lay_out_tables, map_laid_out, unmatched_with, write_tables
 from exporter.pipeline.target import (
     check_permission,
     permission,
@@ -232,7 +232,8 @@ def compare_names(request: ExportRequest) -> Unmatchable:
     """
     rules, catalog = parse_rules(request), open_checkpoint(request.ckpt_dir)
     found = _read(request, rules, catalog, Identity.of(catalog))
-    return Unmatchable(found.catalog, found.graph, find_unmatched(found.graph, found.catalog, found.rules))
+    left = unmatched_with(found.graph, found.catalog, found.rules)
+    return Unmatchable(found.catalog, found.graph, left)
 
 
 def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:

@@ -9,15 +9,21 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog
+from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables
 from exporter.errors import CheckpointError, MissingTensors, ShapeMismatch, UsageError
 from exporter.files import writing
 from exporter.graph.dynamic_tables import with_table_shapes
-from exporter.graph.inference_graph import GraphDynamicTable, InferenceGraph, PartitionStrategy
+from exporter.graph.inference_graph import (
+    GraphDynamicTable,
+    GraphVariable,
+    InferenceGraph,
+    PartitionStrategy,
+)
 from exporter.increments.deeprec import read_increment
 from exporter.increments.deeprec_tables import touched_keys
 from exporter.mapping.build import MappingRules, VariableMapping, build_mapping
+from exporter.mapping.unmatched import Leftover, Unmatched, find_unmatched
 from exporter.tables.lay_out import TableLayout, TablePlan, lay_out
 
 
@@ -77,6 +83,40 @@ def write_tables(
     catalog = layout.write(directory, rules.admission)
     sources = tuple(replace(item, tensor=catalog.tensors[item.tensor.name]) for item in mapping.sources)
     return replace(mapping, catalog=catalog, sources=sources)
+
+
+def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:
+    """What a graph and a checkpoint leave unmatched; a table stands for all tensors that it is made of."""
+    known = embedding_variables(catalog) if graph.dynamic_tables else {}
+    lost, taken = [], set[str]()
+    for table in graph.dynamic_tables:
+        found = known.get(rules.renamed(table.name) or table.name)
+        if found is not None and (found.dim, found.value_dtype) == (table.dim, table.value_dtype):
+            own = [found, *(each for each in known.values() if each.slot_of == found.name)]
+            taken |= {name for each in own for part in each.parts for name in part.tensor_names}
+        else:
+            lost.append(table)
+    free = {name: ref for name, ref in catalog.tensors.items() if name not in taken}
+    left = find_unmatched(graph, replace(catalog, tensors=free), rules)
+    tables = tuple(_leftover(table, known) for table in lost)
+    matched = left.matched + len(graph.dynamic_tables) - len(lost)
+    reason = left.reason or (f"{len(lost)} tables are not in the checkpoint" if lost else "")
+    return replace(left, variables=(*left.variables, *tables), matched=matched, reason=reason)
+
+
+def _leftover(table: GraphDynamicTable, known: Mapping[str, EmbeddingVariable]) -> Leftover:
+    """A table that the checkpoint lacks, and embedding variables of its kind."""
+    like = [
+        variable
+        for variable in known.values()
+        if variable.slot_of is None and (variable.dim, variable.value_dtype) == (table.dim, table.value_dtype)
+    ]
+    rows = [
+        TensorRef(variable.name, variable.value_dtype, (variable.rows, variable.dim), None)
+        for variable in like
+    ]
+    wanted = GraphVariable(table.nodes[-1], table.name, table.value_dtype, (-1, table.dim))
+    return Leftover(wanted, tuple(rows))
 
 
 def _plan(
