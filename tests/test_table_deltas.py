@@ -409,3 +409,19 @@ def test_inspect_shows_how_full_tables_are(trainer: DeepRecTrainer, model: Path)
     }
     assert (item["name"], item["keys"], item["free_rows"]) == ("item", 50, 1000)
     assert "emb/user: 406 keys, room for 900 more, float32[3]" in export_model("inspect", model).out
+
+
+def test_the_doctor_sees_a_table_that_is_nearly_full(trainer: DeepRecTrainer, model: Path) -> None:
+    assert not [finding for finding in findings(model) if finding["check"] == "tables"]
+    trainer.upsert("item", range(1_000, 1_960))
+    trainer.step += 1
+    trainer.increment()
+    exported(trainer, model)
+    (found,) = (finding for finding in findings(model) if finding["check"] == "tables")
+    assert found["message"] == "table 'item' holds 1010 keys and has room for 40 more"
+    assert found["command"].endswith(f"--out {model} --updatable")
+
+
+def findings(model: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = export_model("doctor", model, "--json").document["findings"]
+    return found

@@ -37,6 +37,7 @@ def examine(model: Path, ckpt_dir: Path | None, *, now: float) -> Examination:
         (Check.HOLD, lambda: published.held(model, found, now)),
         (Check.CLOCK, lambda: published.times(model, found, now)),
         (Check.CLOCK, lambda: surroundings.clock_of_files(model, now)),
+        (Check.TABLES, lambda: published.tables(model, found, ckpt_dir)),
         (Check.ORPHANS, lambda: published.orphans(model, found)),
         (Check.LEFT_OVERS, lambda: surroundings.left_overs(model)),
     ]

@@ -33,6 +33,7 @@ class Check(StrEnum):
     PERMISSIONS = "permissions"
     LINKS = "links"
     CHECKPOINT = "checkpoint"
+    TABLES = "tables"
     REPLICAS = "replicas"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from exporter.doctor.finding import Check, Finding, Level, command
 from exporter.errors import DeltaGap, ManifestError, PositionError
 from exporter.layout import DELTAS_DIRECTORY, SAVED_MODEL_FILES
+from exporter.pipeline.table_views import tables_of_log
 from exporter.progress import count, human_bytes
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.hold import Hold
@@ -23,6 +24,10 @@ CANARY_SECONDS = 600.0
 
 FUTURE_SECONDS = 60.0
 """Clocks of machines differ; by less than this it is no matter."""
+
+
+SCARCE = 0.05
+"""The part of a dynamic table's rows below which free ones are few."""
 
 
 def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
@@ -126,6 +131,19 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
         )
 
 
+def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
+    """Find dynamic tables that will soon have no room for new keys: then a delta is refused."""
+    for table in () if found.log is None else tables_of_log(found.log):
+        if table.free_rows < table.room * SCARCE:
+            yield Finding(
+                Check.TABLES,
+                Level.WARNING,
+                f"table {table.name!r} holds {table.keys} keys and has room for {table.free_rows} more",
+                _new_base(model, ckpt_dir, ["--updatable"]),
+                cause="when it is full, --incr fails and --watch publishes a new base by itself",
+            )
+
+
 def size_of(directory: Path) -> int:
     """Bytes of the files in a directory, as far as they can be looked at."""
     total = 0
@@ -156,6 +174,10 @@ def _remedy(model: Path, log: DeltaLog | None, problem: Problem, ckpt_dir: Path 
         if path.parent == model and path != newest:
             return command("rm", "-r", path)
     options = ["--updatable"] if log is not None or (model / DELTAS_DIRECTORY).is_dir() else []
+    return _new_base(model, ckpt_dir, options)
+
+
+def _new_base(model: Path, ckpt_dir: Path | None, options: list[str]) -> str:
     return command(
         "export-model", "--ckpt-dir", ckpt_dir or "DIR", "--model", "WHAT", "--out", model, *options
     )
