@@ -259,8 +259,8 @@ def open_loop(timer: Timer, model: str, rows: str, seconds: str) -> Figures:
     assert len(set(known)) == len(known)
     with serving(log.base.path) as server, timer:
         server.update(BASE)  # a server plays the warm-up record, which does the same
-        idle, before = _drive(server, ids, float(seconds))
-        busy, answers = _drive(server, ids, float(seconds), range(BASE + 1, last + 1))
+        idle, before = drive(server, ids, float(seconds))
+        busy, answers = drive(server, ids, float(seconds), range(BASE + 1, last + 1))
     assert set(before) == {known[0]}
     mixed = sum(answer not in known for answer in answers)
     found = {"idle": idle, "busy": busy, "wait": statistics.median(waits)}
@@ -302,9 +302,11 @@ def _waits(server: Served) -> Iterator[list[float]]:
             watching.result()
 
 
-def _drive(
-    server: Served, ids: Any, seconds: float, updates: Iterable[int] = ()
-) -> tuple[float, list[bytes]]:
+def drive(server: Served, ids: Any, seconds: float, updates: Iterable[int] = ()) -> tuple[float, list[bytes]]:
+    """Ask at fixed times while an update to the next of these positions is applied each second.
+
+    The p99 of what requests waited from when they were due, and all answers.
+    """
     requests_ = count()
     total = int(seconds * _REQUESTS_A_SECOND)
     late: list[float] = []

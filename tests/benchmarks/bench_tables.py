@@ -1,0 +1,90 @@
+"""Dynamic tables: loading, lookups, updates and memory, beside DenseHashTable and plain gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.harness import Benchmark, Lab, Medians, job
+from tests.benchmarks.rows import Quantity, Row, bounded, bytes_, cost, seconds
+
+_DIM = 16
+
+
+def loading(lab: Lab) -> Iterator[Row]:
+    """Load a version with a table, against reading its files; at least 5 M keys a second."""
+    for count in (20_000,) if lab.quick else (1_000_000, 10_000_000, 50_000_000):
+        directory = _prepared(lab, count)
+        repeats = 3 if count < 50_000_000 else 1
+        loaded, read = lab.side_by_side(
+            lambda directory=directory: job("jobs_tables:load", directory),
+            lambda directory=directory: job("jobs_tables:read", directory),
+            repeats=repeats,
+        )
+        what = f"load a table of {count:,} keys x {_DIM} floats, a key (stock: read its files)"
+        limit = seconds(0.2e-6)
+        yield bounded(what, _a_key(loaded, count), at_most=limit, stock=_a_key(read, count))
+
+
+def lookups(lab: Lab) -> Iterator[Row]:
+    """Key to row of values, whole calls of a session with one thread; stock: DenseHashTable and a gather."""
+    for count in (20_000,) if lab.quick else (1_000_000, 10_000_000):
+        (found,) = lab.side_by_side(
+            lambda count=count: job("jobs_tables:lookup", count, _DIM, 1, 64, 1000, 100_000), repeats=1
+        )
+        for batch, figures in found.samples[-1].result.items():
+            yield _against_dense(f"look up {int(batch):,} of {count:,} keys", figures)
+            yield Row("  a gather of as many rows", seconds(figures["gather"]))
+
+
+def many_tables(lab: Lab) -> Iterator[Row]:
+    """A call that looks up in each table of a model; stock: as many DenseHashTables and gathers."""
+    tables, keys = (4, 1000) if lab.quick else (100, 20_000)
+    (found,) = lab.side_by_side(lambda: job("jobs_tables:lookup", keys, _DIM, tables, 64), repeats=1)
+    for batch, figures in found.samples[-1].result.items():
+        yield _against_dense(f"look up {batch} keys in each of {tables} tables", figures)
+
+
+def memory(lab: Lab) -> Iterator[Row]:
+    """Export a table: what the index takes a key, room for a quarter more keys among it; and how long."""
+    count = 20_000 if lab.quick else 10_000_000
+    directory = _prepared(lab, count)
+    (built,) = lab.side_by_side(
+        lambda: job("jobs_tables:build", directory, lab.fresh("tables-built")), repeats=1
+    )
+    index = built.samples[-1].result["index"]
+    limit = bytes_(25 if count > 1_000_000 else 40)
+    yield bounded(f"index of {count:,} keys, a key", bytes_(index / count), at_most=limit)
+    yield Row(f"  export of {count:,} keys, the index built, a key", _a_key(built, count))
+
+
+def updates(lab: Lab) -> Iterator[Row]:
+    """Upsert keys each second, half of them new, while predictions come at fixed times."""
+    count, changed, times = (20_000, 1000, 2) if lab.quick else (1_000_000, 100_000, 8)
+    directory = _prepared(lab, count, name="upserted", head_room=True)
+    written = job("jobs_tables:upsert", directory, changed, times).result
+    (found,) = lab.side_by_side(lambda: job("jobs_tables:apply", directory), repeats=1)
+    figures: Mapping[str, Any] = found.samples[-1].result
+    yield Row(f"increment of {changed:,} keys, half of them new, to delta", seconds(written["first"]))
+    yield Row(f"apply {changed:,} keys x {_DIM} floats, a key", seconds(figures["apply"] / changed))
+    what = f"predict, open loop, p99, {changed:,} keys upserted each second, beside idle"
+    yield cost(what, seconds(figures["busy"]), seconds(figures["idle"]), at_most=1.2)
+
+
+def _against_dense(what: str, figures: Mapping[str, float]) -> Row:
+    return cost(what, seconds(figures["ours"]), seconds(figures["dense"]), at_most=1.5)
+
+
+def _a_key(found: Medians, count: int) -> Quantity:
+    return seconds(found.time.value / count)
+
+
+def _prepared(lab: Lab, count: int, name: str = "tables", *, head_room: bool = False) -> Path:
+    return lab.once(
+        f"{name}-{count}",
+        lambda directory: job("jobs_tables:prepare", directory, count, _DIM, 1, 1.0 if head_room else 0.25),
+    )
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (loading, lookups, many_tables, memory, updates)
