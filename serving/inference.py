@@ -15,15 +15,12 @@ from numpy.typing import NDArray
 
 from exporter.wire.protos import Proto
 from exporter.wire.tensor_proto import dtype_of, fill, to_array
-from serving.status import Code, StatusError, invalid
+from serving.status import MAX_FILLED_BYTES, Code, StatusError, invalid
 
 DEFAULT_SIGNATURE = "serving_default"
 PREDICT = "tensorflow/serving/predict"
 CLASSIFY = "tensorflow/serving/classify"
 REGRESS = "tensorflow/serving/regress"
-MAX_FILLED_BYTES = 64 << 20
-"""How much a request may have filled in: a shape of many elements with one value, a context for each example.
-TF Serving fills in whatever it can allocate, so that 60 bytes cost gigabytes."""
 
 
 class Inference(Struct, frozen=True, kw_only=True):

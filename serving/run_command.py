@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import click
+from msgspec.structs import replace
 
 from exporter.errors import Exit, UsageError
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, VersionFlag, command
@@ -14,13 +15,13 @@ from exporter.terminal.parameters import App, Argument, Option, Options
 from serving.documents import ServedModel, Serving
 from serving.network_options import GROUP as REST_METRICS_TLS
 from serving.network_options import GRPC_ALONE, NetworkOptions
+from serving.server_options import ServerOptions
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
 from serving.status import VersionState, VersionStatus, error_text
 from serving.stock_flags import translate
 
 if TYPE_CHECKING:
     from serving.server import ModelServer
-    from serving.server_options import ServerOptions
 
 HELP = """Serve models with TF Serving's gRPC services: one directory of versions, or those of a file.
 
@@ -39,7 +40,8 @@ Examples:
 
 _NOTES = "serving.run_command.notes"
 _DEFAULT_NAME = "default"
-_MODELS, _NETWORK, _COMPUTING = "Models", "Network", "Loading and computing"
+_MODELS = "Models"
+_DEFAULTS = ServerOptions(port=8500)
 
 
 def register(app: App) -> None:
@@ -73,36 +75,6 @@ def run_server(
             metavar="NAME", help="Name in requests. [default: MODEL_BASE_PATH's last part]", group=_MODELS
         ),
     ] = None,
-    model_config_file: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="Serve the models that a ModelServerConfig lists, in text form, with their version policies "
-            "and labels. Other options that name a model have no effect then.",
-            group=_MODELS,
-        ),
-    ] = None,
-    model_config_file_poll_wait_seconds: Annotated[
-        float,
-        Option(
-            metavar="SECONDS",
-            min=0,
-            help="Read that file again this often, and serve what it says; 0 reads it once.",
-            group=_MODELS,
-        ),
-    ] = 0.0,
-    allow_version_labels_for_unavailable_models: Annotated[
-        bool, Option(help="Take new labels for versions that are not available yet.", group=_MODELS)
-    ] = False,
-    poll_seconds: Annotated[
-        float,
-        Option(
-            metavar="SECONDS",
-            min=0,
-            help="How often to look for new versions; 0 looks once.",
-            group=_MODELS,
-        ),
-    ] = 1.0,
     wait: Annotated[
         float,
         Option(
@@ -112,68 +84,7 @@ def run_server(
             group=_MODELS,
         ),
     ] = 60.0,
-    host: Annotated[
-        str, Option(metavar="ADDRESS", help="Address to listen on.", group=_NETWORK)
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, Option(metavar="PORT", min=0, max=65535, help="gRPC port; 0 takes a free one.", group=_NETWORK)
-    ] = 8500,
-    grpc_socket_path: Annotated[
-        Path | None, Option(metavar="PATH", help="Listen on this UNIX socket, too.", group=_NETWORK)
-    ] = None,
-    grpc_channel_arguments: Annotated[
-        str,
-        Option(
-            metavar="NAME=VALUE,...",
-            help="More arguments of the gRPC server, as grpc.max_connection_age_ms=2000.",
-            group=_NETWORK,
-        ),
-    ] = "",
-    threads: Annotated[
-        int, Option(metavar="N", min=1, help="How many calls to work on at a time.", group=_NETWORK)
-    ] = 8,
-    max_filled_bytes: Annotated[
-        int,
-        Option(
-            metavar="BYTES",
-            min=0,
-            help="Refuse requests that grow by more than this when tensors are filled to their shapes.",
-            group=_COMPUTING,
-        ),
-    ] = 64 << 20,
-    enable_signature_method_name_check: Annotated[
-        bool,
-        Option(
-            help="Let Classify and Regress call signatures of their own method alone. Models of TensorFlow 2 "
-            "name `predict` in all.",
-            group=_COMPUTING,
-        ),
-    ] = False,
-    enable_serialization_as_tensor_content: Annotated[
-        bool, Option(help="Answer Predict with bytes instead of lists of numbers.", group=_COMPUTING)
-    ] = False,
-    no_model_warmup: Annotated[
-        bool, Option(help="Send no warm-up requests to versions that bring some.", group=_COMPUTING)
-    ] = False,
-    num_request_iterations_for_warmup: Annotated[
-        int, Option(metavar="N", min=0, help="Send each warm-up request so often.", group=_COMPUTING)
-    ] = 1,
-    saved_model_tags: Annotated[
-        str, Option(metavar="TAG,...", help="Tags of the graph to load.", group=_COMPUTING)
-    ] = "serve",
-    tensorflow_session_parallelism: Annotated[
-        int, Option(metavar="N", min=0, help="The next two at once.", group=_COMPUTING)
-    ] = 0,
-    tensorflow_intra_op_parallelism: Annotated[
-        int,
-        Option(
-            metavar="N", min=0, help="Threads for one operation; 0 is TensorFlow's choice.", group=_COMPUTING
-        ),
-    ] = 0,
-    tensorflow_inter_op_parallelism: Annotated[
-        int,
-        Option(metavar="N", min=0, help="Operations at once; 0 is TensorFlow's choice.", group=_COMPUTING),
-    ] = 0,
+    options: Annotated[ServerOptions, Options()] = _DEFAULTS,
     network: Annotated[NetworkOptions, Options(REST_METRICS_TLS)] = GRPC_ALONE,
     own_version: VersionFlag = False,
     json_: JsonFlag = False,
@@ -185,36 +96,12 @@ def run_server(
         stop_on_sigterm()
         for note in context.meta.get(_NOTES, ()):
             sink.note(note)
-        base_path, name = _the_model(sink, model_base_path, base_path_option, model_name, model_config_file)
+        base_path, name = _the_model(
+            sink, model_base_path, base_path_option, model_name, options.model_config_file
+        )
         if network.monitoring_config_file is not None and network.rest_api_port is None:
             sink.note("--monitoring-config-file has no effect without --rest-api-port")
-        from serving.inference import Inference
-        from serving.loader import Loading
-        from serving.server_options import ServerOptions
-
-        options = ServerOptions(
-            host=host,
-            port=port,
-            grpc_socket_path=grpc_socket_path,
-            grpc_channel_arguments=_channel_arguments(grpc_channel_arguments),
-            threads=threads,
-            network=network,
-            poll_seconds=poll_seconds,
-            model_config_file=model_config_file,
-            model_config_poll_seconds=model_config_file_poll_wait_seconds,
-            labels_unavailable_versions=allow_version_labels_for_unavailable_models,
-            loading=Loading(
-                tags=tuple(saved_model_tags.split(",")),
-                intra_op_threads=tensorflow_intra_op_parallelism or tensorflow_session_parallelism,
-                inter_op_threads=tensorflow_inter_op_parallelism or tensorflow_session_parallelism,
-                warmup_iterations=0 if no_model_warmup else max(1, num_request_iterations_for_warmup),
-            ),
-            inference=Inference(
-                max_filled_bytes=max_filled_bytes,
-                checks_method_names=enable_signature_method_name_check,
-                as_tensor_content=enable_serialization_as_tensor_content,
-            ),
-        )
+        options = replace(options, network=network)
         _serve(sink, base_path, name, options, wait)
 
 
@@ -278,17 +165,6 @@ def _the_model(
             hint="serve-model run MODEL_BASE_PATH, or serve-model run --model-config-file FILE",
         )
     return argument or option, name or (_DEFAULT_NAME if option else None)
-
-
-def _channel_arguments(text: str) -> tuple[tuple[str, int | str], ...]:
-    """`NAME=VALUE,...`; a value that is a whole number is one."""
-    arguments: list[tuple[str, int | str]] = []
-    for part in filter(None, text.split(",")):
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise UsageError(f"--grpc-channel-arguments: {part!r} is not of the form NAME=VALUE")
-        arguments.append((name, int(value) if value.lstrip("-").isdecimal() else value))
-    return tuple(arguments)
 
 
 class _News:

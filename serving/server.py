@@ -70,12 +70,14 @@ class ModelServer:
         self._options = options
         self._stopped = False
         file = options.model_config_file
-        self._config_file = None if file is None else ConfigFile(file, options.model_config_poll_seconds)
+        self._config_file = (
+            None if file is None else ConfigFile(file, options.model_config_file_poll_wait_seconds)
+        )
         wanted = self._config_file.read() if self._config_file else _single(base_path, name)
         self.name = wanted[0].name if wanted else ""
         self.models = _no_models(options, listener)
         self._executor = ThreadPoolExecutor(options.threads, thread_name_prefix="call")
-        self._calls = Calls(self.models, options.inference)
+        self._calls = Calls(self.models, options.inference())
         self._metrics = ServerMetrics(self.models)
         self._health = Health()
         self._http: HttpPort | None = None
@@ -154,7 +156,7 @@ class ModelServer:
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss
-                *options.grpc_channel_arguments,
+                *options.channel_arguments(),
             ],
         )
         add_services(server, self._calls, self._metrics)
@@ -221,7 +223,7 @@ def _no_models(options: ServerOptions, listener: Listener | None) -> ServedModel
     from serving.manager import VersionManager, load_warm
     from serving.models import ServedModels
 
-    load = partial(load_warm, loading=options.loading, how=options.inference)
+    load = partial(load_warm, loading=options.loading(), how=options.inference())
 
     def create(model: ModelConfig) -> VersionManager:
         return VersionManager(
@@ -233,7 +235,9 @@ def _no_models(options: ServerOptions, listener: Listener | None) -> ServedModel
             listener=listener,
         )
 
-    return ServedModels(create, labels_unavailable_versions=options.labels_unavailable_versions)
+    return ServedModels(
+        create, labels_unavailable_versions=options.allow_version_labels_for_unavailable_models
+    )
 
 
 def _single(base_path: str | PathLike[str] | None, name: str | None) -> tuple[ModelConfig, ...]:

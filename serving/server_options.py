@@ -1,53 +1,165 @@
-"""The options of a model server as a value, for the command line and for Python."""
+"""The options of a model server: one declaration of each, for the command line and for Python."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Struct
 
 from exporter.errors import UsageError
-from serving.inference import DEFAULT_INFERENCE, Inference
-from serving.loader import DEFAULT_LOADING, Loading
+from exporter.terminal.parameters import Option
 from serving.network_options import GRPC_ALONE, NetworkOptions
+from serving.status import MAX_FILLED_BYTES
+
+if TYPE_CHECKING:
+    from serving.inference import Inference
+    from serving.loader import Loading
+
+_MODELS, _NETWORK, _COMPUTING = "Models", "Network", "Loading and computing"
 
 
 class ServerOptions(Struct, frozen=True, kw_only=True):
-    """How a `ModelServer` listens, finds versions, loads them and answers."""
+    """How a `ModelServer` finds versions, listens, loads and answers, by TF Serving's names for it."""
 
-    host: str = "127.0.0.1"
-    """The address to listen on."""
-    port: int = 0
-    """The TCP port for gRPC; 0 takes a free one."""
-    grpc_socket_path: Path | None = None
-    """A UNIX socket to listen on, too."""
-    grpc_channel_arguments: tuple[tuple[str, int | str], ...] = ()
-    """More arguments of the gRPC server, by gRPC's names."""
-    threads: int = 8
-    """How many gRPC calls are worked on at a time."""
-    poll_seconds: float = 1.0
-    """How often base paths are listed; 0 lists each of them once."""
-    model_config_file: Path | None = None
-    """A `ModelServerConfig` as text; the models in it are served."""
-    model_config_poll_seconds: float = 0.0
-    """How often that file is read again; 0 reads it once."""
-    labels_unavailable_versions: bool = False
-    """Take labels that are new for versions that are not available yet."""
+    model_config_file: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Serve the models that a ModelServerConfig lists, in text form, with their version policies "
+            "and labels. Other options that name a model have no effect then.",
+            group=_MODELS,
+        ),
+    ] = None
+    model_config_file_poll_wait_seconds: Annotated[
+        float,
+        Option(
+            metavar="SECONDS",
+            min=0,
+            help="Read that file again this often, and serve what it says; 0 reads it once.",
+            group=_MODELS,
+        ),
+    ] = 0.0
+    allow_version_labels_for_unavailable_models: Annotated[
+        bool, Option(help="Take new labels for versions that are not available yet.", group=_MODELS)
+    ] = False
+    poll_seconds: Annotated[
+        float,
+        Option(
+            metavar="SECONDS",
+            min=0,
+            help="How often to look for new versions; 0 looks once.",
+            group=_MODELS,
+        ),
+    ] = 1.0
+    host: Annotated[str, Option(metavar="ADDRESS", help="Address to listen on.", group=_NETWORK)] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        int, Option(metavar="PORT", min=0, max=65535, help="gRPC port; 0 takes a free one.", group=_NETWORK)
+    ] = 0
+    grpc_socket_path: Annotated[
+        Path | None, Option(metavar="PATH", help="Listen on this UNIX socket, too.", group=_NETWORK)
+    ] = None
+    grpc_channel_arguments: Annotated[
+        str | None,
+        Option(
+            metavar="NAME=VALUE,...",
+            help="More arguments of the gRPC server, as grpc.max_connection_age_ms=2000.",
+            group=_NETWORK,
+        ),
+    ] = None
+    threads: Annotated[
+        int, Option(metavar="N", min=1, help="How many gRPC calls to work on at a time.", group=_NETWORK)
+    ] = 8
+    max_filled_bytes: Annotated[
+        int,
+        Option(
+            metavar="BYTES",
+            min=0,
+            help="Refuse requests that grow by more than this when tensors are filled to their shapes.",
+            group=_COMPUTING,
+        ),
+    ] = MAX_FILLED_BYTES
+    enable_signature_method_name_check: Annotated[
+        bool,
+        Option(
+            help="Let Classify and Regress call signatures of their own method alone. Models of TensorFlow 2 "
+            "name `predict` in all.",
+            group=_COMPUTING,
+        ),
+    ] = False
+    enable_serialization_as_tensor_content: Annotated[
+        bool, Option(help="Answer Predict with bytes instead of lists of numbers.", group=_COMPUTING)
+    ] = False
+    no_model_warmup: Annotated[
+        bool, Option(help="Send no warm-up requests to versions that bring some.", group=_COMPUTING)
+    ] = False
+    num_request_iterations_for_warmup: Annotated[
+        int, Option(metavar="N", min=0, help="Send each warm-up request so often.", group=_COMPUTING)
+    ] = 1
+    saved_model_tags: Annotated[
+        str, Option(metavar="TAG,...", help="Tags of the graph to load.", group=_COMPUTING)
+    ] = "serve"
+    tensorflow_intra_op_parallelism: Annotated[
+        int,
+        Option(
+            metavar="N", min=0, help="Threads for one operation; 0 is TensorFlow's choice.", group=_COMPUTING
+        ),
+    ] = 0
+    tensorflow_inter_op_parallelism: Annotated[
+        int,
+        Option(metavar="N", min=0, help="Operations at once; 0 is TensorFlow's choice.", group=_COMPUTING),
+    ] = 0
+    tensorflow_session_parallelism: Annotated[
+        int, Option(metavar="N", min=0, help="Both of these, where they are 0.", group=_COMPUTING)
+    ] = 0
     network: NetworkOptions = GRPC_ALONE
-    """REST, metrics, TLS, and how to end."""
-    loading: Loading = DEFAULT_LOADING
-    """How versions are loaded."""
-    inference: Inference = DEFAULT_INFERENCE
-    """How requests are answered."""
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check what a command line checks by itself.
 
         Raises:
             UsageError: a number is out of range.
         """
         if self.poll_seconds < 0 or self.threads < 1 or not 0 <= self.port <= 65535:
             raise UsageError("poll_seconds must not be negative, threads positive, and port within 0..65535")
+
+    def channel_arguments(self) -> list[tuple[str, int | str]]:
+        """More arguments of the gRPC server; a value that is a whole number is one.
+
+        Raises:
+            UsageError: they are not of the form NAME=VALUE,...
+        """
+        arguments: list[tuple[str, int | str]] = []
+        for part in filter(None, (self.grpc_channel_arguments or "").split(",")):
+            name, equals, value = part.partition("=")
+            if not equals:
+                raise UsageError(f"--grpc-channel-arguments: {part!r} is not of the form NAME=VALUE")
+            arguments.append((name, int(value) if value.lstrip("-").isdecimal() else value))
+        return arguments
+
+    def loading(self) -> Loading:
+        """How versions are loaded."""
+        from serving.loader import Loading
+
+        session = self.tensorflow_session_parallelism
+        return Loading(
+            tags=tuple(self.saved_model_tags.split(",")),
+            intra_op_threads=self.tensorflow_intra_op_parallelism or session,
+            inter_op_threads=self.tensorflow_inter_op_parallelism or session,
+            warmup_iterations=0 if self.no_model_warmup else max(1, self.num_request_iterations_for_warmup),
+        )
+
+    def inference(self) -> Inference:
+        """How requests are answered."""
+        from serving.inference import Inference
+
+        return Inference(
+            max_filled_bytes=self.max_filled_bytes,
+            checks_method_names=self.enable_signature_method_name_check,
+            as_tensor_content=self.enable_serialization_as_tensor_content,
+        )
 
 
 DEFAULT_OPTIONS = ServerOptions()

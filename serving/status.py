@@ -9,6 +9,10 @@ from msgspec import Struct
 MAX_MESSAGE_CHARACTERS = 1024
 """TF Serving cuts the message of a failed call here."""
 
+MAX_FILLED_BYTES = 64 << 20
+"""How much a request may have filled in: a shape of many elements with one value, a context for each example.
+TF Serving fills in whatever it can allocate, so that 60 bytes cost gigabytes."""
+
 
 class Code(IntEnum):
     """Canonical status codes; gRPC, TensorFlow and TF Serving share the numbers."""

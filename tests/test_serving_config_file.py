@@ -55,7 +55,9 @@ def file(made: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(file: Path) -> Iterator[ModelServer]:
-    options = ServerOptions(model_config_file=file, model_config_poll_seconds=0.05, poll_seconds=0.05)
+    options = ServerOptions(
+        model_config_file=file, model_config_file_poll_wait_seconds=0.05, poll_seconds=0.05
+    )
     with ModelServer(options=options) as server:
         server.wait_available(WAIT_SECONDS)
         yield server
@@ -115,7 +117,7 @@ def test_labels_of_versions_that_are_not_available_yet(made: Path, tmp_path: Pat
     with pytest.raises(UsageError, match="Request to assign label to version 2 of model a") as caught:
         ModelServer(options=ServerOptions(model_config_file=file))
     assert "--allow-version-labels-for-unavailable-models" in caught.value.hint
-    options = ServerOptions(model_config_file=file, labels_unavailable_versions=True)
+    options = ServerOptions(model_config_file=file, allow_version_labels_for_unavailable_models=True)
     with ModelServer(options=options) as server:
         server.wait_available(WAIT_SECONDS)
         assert server.models.labels("a") == {"stable": 2}

@@ -15,7 +15,6 @@ import pytest
 
 from exporter.errors import Exit, ModelPathNotFound, ServerError, UsageError
 from serving import services
-from serving.inference import Inference
 from serving.server import ModelServer
 from serving.server_options import ServerOptions
 from tests.support.serving_models import CLASSIFY, REGRESS, write_saved_model
@@ -240,7 +239,7 @@ def test_methods_are_not_checked(stock: Stock) -> None:
     ],
 )  # fmt: skip
 def test_methods_are_checked_if_asked(model: Path, method: str, signature: str, code: str, text: str) -> None:
-    options = ServerOptions(inference=Inference(checks_method_names=True))
+    options = ServerOptions(enable_signature_method_name_check=True)
     with ModelServer(model, options=options) as server:
         server.wait_available(WAIT_SECONDS)
         stock = Stock(server.address)

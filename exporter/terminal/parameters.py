@@ -19,6 +19,7 @@ from types import NoneType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import click
+from msgspec.structs import replace
 
 from exporter.local_paths import path_parser
 
@@ -99,16 +100,21 @@ class Options:
     def __init__(self, group: str = OTHER) -> None:
         self.group = group
 
-    def made(self, kind: Any) -> list[click.Option]:
-        """The options of all fields."""
-        hints = get_type_hints(kind, include_extras=True)
-        defaults = dict(zip(kind.__struct_fields__[::-1], kind.__struct_defaults__[::-1], strict=False))
+    def made(self, values: Any) -> list[click.Option]:
+        """The options of the fields that are annotated; `values` is a struct of their defaults."""
         made = []
-        for name in kind.__struct_fields__:
-            hint, option = get_args(hints[name])[:2]
-            made.append(option.made(name, hint, defaults.get(name, inspect.Parameter.empty)))
-            made[-1].group = self.group
+        for name, (hint, option) in _declared(type(values)).items():
+            made.append(option.made(name, hint, getattr(values, name)))
+            if self.group != OTHER:
+                made[-1].group = self.group
         return made
+
+
+def _declared(kind: Any) -> dict[str, Any]:
+    """For each field of a struct that is an option: its type, and how it is declared."""
+    hints = get_type_hints(kind, include_extras=True)
+    parts = {name: get_args(hints[name])[:2] for name in kind.__struct_fields__}
+    return {name: part for name, part in parts.items() if len(part) == 2 and isinstance(part[1], Option)}
 
 
 class _GroupedOption(click.Option):
@@ -230,19 +236,19 @@ def _taken_apart(function: Callable[..., Any]) -> tuple[Callable[..., Any], list
             continue
         hint, declared = get_args(hints[name])[:2]
         if isinstance(declared, Options):
-            made += declared.made(hint)
-            callback = _gathered(callback, name, hint)
+            made += declared.made(parameter.default)
+            callback = _gathered(callback, name, parameter.default)
         else:
             made.append(declared.made(name, hint, parameter.default))
     return callback, made
 
 
-def _gathered(function: Callable[..., Any], name: str, kind: Any) -> Callable[..., Any]:
-    """`function` called with the struct `name` that is made of its fields' values."""
+def _gathered(function: Callable[..., Any], name: str, values: Any) -> Callable[..., Any]:
+    """`function` called with the struct `name`: `values`, with what was typed."""
 
     def call(*arguments: Any, **given: Any) -> Any:
-        fields = {field: given.pop(field) for field in kind.__struct_fields__}
-        return function(*arguments, **given, **{name: kind(**fields)})
+        fields = {field: given.pop(field) for field in _declared(type(values))}
+        return function(*arguments, **given, **{name: replace(values, **fields)})
 
     return call
 
