@@ -21,6 +21,7 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 _log = logging.getLogger(__name__)
 _IDLE_SECONDS = 60
 _MOST_IDLE_CONNECTIONS = 256
+_LARGEST_HEADER_BYTES = 64 << 10
 
 
 class HttpPort:
@@ -57,6 +58,7 @@ class HttpPort:
             (host, port), application, numthreads=threads, request_queue_size=128, timeout=_IDLE_SECONDS
         )
         self._server.max_request_body_size = max_body_bytes
+        self._server.max_request_header_size = _LARGEST_HEADER_BYTES
         self._server.keep_alive_conn_limit = _MOST_IDLE_CONNECTIONS
         if tls is not None:
             secure(self._server, tls)

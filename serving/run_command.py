@@ -142,7 +142,7 @@ def _announce(sink: Output, server: ModelServer) -> None:
     lines = [f"serving {model.model} version {model.version} on {server.address}" for model in models]
     lines = lines or [f"serving no model on {server.address}"]
     if server.rest_port is not None:
-        lines.append(f"REST on http://{server.host}:{server.rest_port}/v1/models")
+        lines.append(f"REST on {server.rest_url}")
     sink.result(document, [escape(line) for line in lines], is_done=True)
 
 

@@ -10,11 +10,13 @@ The stock client stubs, requests, statuses and errors are those of `tensorflow_m
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from exporter.errors import ServerError, UsageError
@@ -92,7 +94,14 @@ class ModelServer:
     @property
     def address(self) -> str:
         """`host:port`, as gRPC clients take it."""
-        return f"{self.host}:{self.port}"
+        return _host_and_port(self.host, self.port)
+
+    @property
+    def rest_url(self) -> str | None:
+        """Where REST knows of models; None without REST."""
+        if self.rest_port is None:
+            return None
+        return f"http://{_host_and_port(self.host, self.rest_port)}/v1/models"
 
     def wait_available(self, timeout_seconds: float) -> int:
         """Wait until every model has an available version; returns that of the first.
@@ -163,13 +172,14 @@ class ModelServer:
         add_health_service(server, self.models, self._health)
         bound = _listen(
             server,
-            f"{self.host}:{options.port}",
+            _host_and_port(self.host, options.port),
             credentials,
             "the port is taken, or the address is not this machine's",
             "choose another --port, or --port 0 for a free one",
         )
         if options.grpc_socket_path is not None:
             path = options.grpc_socket_path.absolute()
+            _require_unused(path)
             _listen(
                 server,
                 f"unix:{path}",
@@ -197,7 +207,7 @@ class ModelServer:
             )
             return HttpPort(
                 application,
-                self.host,
+                self.host.strip("[]"),
                 network.rest_api_port,
                 option="--rest-api-port",
                 threads=network.rest_api_num_threads or 4 * (os.cpu_count() or 1),
@@ -251,6 +261,24 @@ def _single(base_path: str | PathLike[str] | None, name: str | None) -> tuple[Mo
         )
     path = local_path("base_path", base_path).absolute()
     return (ModelConfig(name or path.name, path),)
+
+
+def _require_unused(path: Path) -> None:
+    """A port of gRPC replaces a socket that is there, also one that another server listens on."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return
+    raise ServerError(
+        f"cannot listen on unix:{path}",
+        cause="another server listens there",
+        hint="choose another --grpc-socket-path",
+    )
+
+
+def _host_and_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def _listen(server: Any, address: str, credentials: Any, cause: str, hint: str) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from exporter.errors import ServerError
 from exporter.wire.rest_json import examples_input
 from serving import rest
+from serving import server as server_module
 from serving.client import ModelClient
 from serving.model_config import ModelConfig
 from serving.network_options import NetworkOptions
@@ -294,7 +298,9 @@ PROVOKED: dict[str, list[tuple[str, str, Any]]] = {
     "computing takes longer than `--rest_api_timeout_in_ms`": [
         ("POST", ":predict", {"signature_name": "slow", "inputs": [10**12]})
     ],
-    "the body has more than 512 MiB, as sent or unpacked": [("POST", ":predict", b" " * (1 << 21))],
+    "the body has more than 512 MiB, as sent or unpacked": [
+        ("POST", ":predict", gzip.compress(b" " * (1 << 21)))
+    ],
     "no `examples`, or none in it": [
         ("POST", ":classify", {"instances": X}),
         ("POST", ":regress", {"examples": []}),
@@ -335,7 +341,9 @@ def test_every_status_that_the_reference_tells(hasty: ModelServer, outcome: Http
     for method, path, body in PROVOKED[outcome.when]:
         web = Web(hasty.rest_port or 0)
         is_whole = path == "/" or path.startswith(("/v1", "/v2"))
-        answer = web(method, path if is_whole else f"{MODEL}{path}", body)
+        is_packed = isinstance(body, bytes) and body.startswith(b"\x1f\x8b")
+        packed = {"Content_Encoding": "gzip"} if is_packed else {}
+        answer = web(method, path if is_whole else f"{MODEL}{path}", body, **packed)
         assert answer.code == outcome.here, (method, path, body, answer.body)
         web.connection.close()
 
@@ -383,6 +391,12 @@ class TestHttp:
             )
             assert link.recv(1000).startswith(b"HTTP/1.1 413 ")
 
+    def test_headers_without_an_end(self, server: ModelServer, web: Web) -> None:
+        with socket.create_connection(("127.0.0.1", server.rest_port or 0), WAIT_SECONDS) as link:
+            link.sendall(b"GET /v1/models/ranker HTTP/1.1\r\nHost: h\r\nX: " + b"x" * (65 << 10))
+            assert link.recv(1000).startswith(b"HTTP/1.1 413 ")
+        assert web("GET", MODEL).code == 200
+
     def test_a_client_that_leaves_in_the_middle(self, server: ModelServer, web: Web) -> None:
         for sent in (b'{"inst', b""):
             with socket.create_connection(("127.0.0.1", server.rest_port or 0), WAIT_SECONDS) as link:
@@ -422,6 +436,67 @@ def test_a_limit_of_time_and_other_origins(tmp_path: Path) -> None:
         assert web("OPTIONS", "/v1/models/m:predict").code == 400
         assert web("GET", rest.PROMETHEUS_PATH).code == 404
         web.connection.close()
+
+
+def test_answers_while_versions_are_swapped(tmp_path: Path) -> None:
+    """No request fails, and each answer is one version's."""
+    sources = [write_saved_model(tmp_path / f"made-{n}", scale=n) for n in (1, 2, 3)]
+    base = tmp_path / "ranker"
+    shutil.copytree(sources[0], base / "1")
+    options = ServerOptions(poll_seconds=0.02, network=NetworkOptions(rest_api_port=0))
+    with ModelServer(base, options=options) as server:
+        server.wait_available(WAIT_SECONDS)
+        stop = threading.Event()
+        seen: list[tuple[int, float]] = []
+
+        def ask() -> None:
+            web = Web(server.rest_port or 0)
+            while not stop.is_set():
+                answer = web.ask("predict", {"instances": [[1.0, 1.0]]})
+                seen.append((answer.code, answer.json.get("predictions", [[0, 0]])[0][0]))
+            web.connection.close()
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for number in (2, 3):
+            shutil.copytree(sources[number - 1], base / f".staging-{number}")
+            (base / f".staging-{number}").rename(base / str(number))
+            while server.statuses()[0].version != number or server.wait_available(WAIT_SECONDS) != number:
+                time.sleep(0.01)
+        stop.set()
+        for thread in threads:
+            thread.join(WAIT_SECONDS)
+    assert {code for code, _ in seen} == {200}
+    assert {value for _, value in seen} >= {1.0, 2.0}
+    assert {value for _, value in seen} <= {1.0, 2.0, 3.0}
+
+
+def test_a_socket_of_another_server_is_not_taken_away(tmp_path: Path) -> None:
+    write_saved_model(tmp_path / "m" / "1")
+    path = tmp_path / "grpc.sock"
+    options = ServerOptions(grpc_socket_path=path)
+    with ModelServer(tmp_path / "m", options=options) as first:
+        first.wait_available(WAIT_SECONDS)
+        with pytest.raises(ServerError, match="cannot listen on unix:"):
+            ModelServer(tmp_path / "m", options=options)
+        with ModelClient(f"unix:{path}", "m", deadline_s=WAIT_SECONDS) as client:
+            assert client.predict({"x": np.float32(X)}).version == 1
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(path))  # as a server leaves it that was killed
+    left.close()
+    with ModelServer(tmp_path / "m", options=options) as second:
+        second.wait_available(WAIT_SECONDS)
+        with ModelClient(f"unix:{path}", "m", deadline_s=WAIT_SECONDS) as client:
+            assert client.predict({"x": np.float32(X)}).version == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("127.0.0.1", "127.0.0.1:1"), ("::1", "[::1]:1"), ("[::1]", "[::1]:1"), ("localhost", "localhost:1")],
+)
+def test_addresses(host: str, shown: str) -> None:
+    assert server_module._host_and_port(host, 1) == shown
 
 
 def test_other_origins_are_not_let_in_unless_asked(web: Web) -> None:

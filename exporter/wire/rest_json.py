@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,16 @@ def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> N
     if info.WhichOneof("encoding") != "name":
         raise ValueError(f"input {name!r} is not a dense tensor, and JSON has no form for it")
     shape = _shape_of(value)
+    array = _plain_array(value, shape, dtype)
+    if array is None:
+        array = _checked_array(value, shape, dtype, name)
+    if check_shape:
+        _check_shape(shape, name, dtype, info.tensor_shape)
+    return array
+
+
+def _checked_array(value: Json, shape: tuple[int, ...], dtype: DType, name: str) -> NDArray[Any]:
+    """Convert one item after another, and say which one does not fit."""
     leaves = list(_leaves(value, shape, name, 0))
     convert = _converter(dtype)
     try:
@@ -159,9 +170,42 @@ def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> N
         raise ValueError(f"input {name!r}: expected {dtype.label}, found {exc}") from None
     array = np.empty(shape, object if dtype is DType.STRING else dtype.numpy)
     array.reshape(-1)[:] = items
-    if check_shape:
-        _check_shape(shape, name, dtype, info.tensor_shape)
     return array
+
+
+def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[Any] | None:
+    """What `_checked_array` gives, ten times as fast, for numbers of which none needs a second look."""
+    items: Sequence[Json] = [value]
+    for size in shape:
+        if set(map(type, items)) != {list} or set(map(len, items)) != {size}:
+            return None
+        items = list(chain.from_iterable(items))
+    kinds = set(map(type, items))
+    if dtype in _FLOATS and kinds and kinds <= {int, float}:
+        return _plain_floats(items, shape, dtype, has_integers=int in kinds)
+    if dtype in _INTEGERS and kinds == {int}:
+        bounds = np.iinfo(dtype.numpy)
+        if bounds.min <= min(items) and max(items) <= bounds.max:
+            return np.array(items, dtype.numpy).reshape(shape)
+    return None
+
+
+def _plain_floats(
+    items: Sequence[Json], shape: tuple[int, ...], dtype: DType, *, has_integers: bool
+) -> NDArray[Any] | None:
+    limits = _limits(dtype)
+    try:
+        doubles = np.array(items, np.float64)
+    except OverflowError:
+        return None
+    largest = np.max(np.abs(doubles), initial=0, where=np.isfinite(doubles))
+    if largest > float(limits.max) or (has_integers and largest >= 1 << (limits.nmant + 1)):
+        return None
+    return doubles.astype(dtype.numpy).reshape(shape)
+
+
+def _limits(dtype: DType) -> Any:
+    return np.finfo(dtype.numpy) if dtype is not DType.BFLOAT16 else np.finfo(np.float32)
 
 
 def _rows(document: Mapping[str, Json], signature: Proto) -> dict[str, list[Json]]:
@@ -246,7 +290,7 @@ def _float(leaf: Json, dtype: DType) -> float:
     if isinstance(leaf, bool) or not isinstance(leaf, int | float):
         raise ValueError(_brief(leaf))
     # As the server does it: a number that this dtype cannot hold is refused, not rounded to infinity.
-    limits = np.finfo(dtype.numpy) if dtype is not DType.BFLOAT16 else np.finfo(np.float32)
+    limits = _limits(dtype)
     if isinstance(leaf, int) and not _INT64_MIN <= leaf <= _UINT64_MAX:
         leaf = _as_float(leaf)  # to the server, what no 64 bits hold is a decimal number
     if isinstance(leaf, int) and abs(leaf) >> (limits.nmant + 1):

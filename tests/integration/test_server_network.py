@@ -170,6 +170,16 @@ def test_it_drains_before_it_ends(base: Path) -> None:
         assert process.wait(DEADLINE_SECONDS) == 0
 
 
+def test_a_second_signal_ends_it_at_once(base: Path) -> None:
+    with serving(base, "--drain-seconds", "3600") as (process, document):
+        process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while health(f"127.0.0.1:{document['port']}") != NOT_SERVING:
+            assert time.monotonic() < deadline
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
+
+
 def test_a_call_that_does_not_end_is_cut_off(base: Path) -> None:
     options = ("--rest-api-port", "0", "--rest-api-timeout-in-ms", "0", "--grace-seconds", "1")
     with serving(base, *options) as (process, document):
