@@ -56,6 +56,9 @@ class Admission(Struct, frozen=True):
                 )
 
 
+EVERYONE = Admission()
+
+
 def admitted(
     catalog: Catalog, variable: EmbeddingVariable, admission: Admission, step: int | None
 ) -> Array | None:

@@ -155,13 +155,19 @@ def differences(found: Differences, sink: Output) -> None:
             )
             for v in found.variables
         ],
+        tables=[
+            documents.TableDifference(
+                t.name, t.keys, t.only_a, t.only_b, t.changed_rows, _if_finite(t.norm), _if_finite(t.largest)
+            )
+            for t in found.tables
+        ],
         only_a=found.only_a,
         only_b=found.only_b,
     )
     lines = [
         _line("a", _side_text(found.a)),
         _line("b", _side_text(found.b)),
-        _line("differ", f"{len(found.variables)} of {found.compared} variables"),
+        _line("differ", f"{len(found.variables) + len(found.tables)} of {found.compared} variables"),
         *(_line("only in a", name) for name in found.only_a),
         *(_line("only in b", name) for name in found.only_b),
     ]
@@ -172,6 +178,17 @@ def differences(found: Differences, sink: Output) -> None:
             (v.name, v.changed_rows, v.rows, _number(v.norm), _number(v.largest)) for v in found.variables
         )
         sink.table("", columns, rows)
+    if found.tables:
+        names = ("keys of both", "only in a", "only in b", "changed", "norm", "largest")
+        columns = {"table": "left", **dict.fromkeys(names, "right")}
+        sink.table(
+            "",
+            columns,
+            (
+                (t.name, t.keys, t.only_a, t.only_b, t.changed_rows, _number(t.norm), _number(t.largest))
+                for t in found.tables
+            ),
+        )
 
 
 def verified(found: VerifiedModel, sink: Output) -> None:

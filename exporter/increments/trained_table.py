@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.admission import Admission, admitted
+from exporter.checkpoint.admission import EVERYONE, Admission, admitted
 from exporter.checkpoint.cast_values import cast_values
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, read_keys
 from exporter.checkpoint.tensor_bundle import check_values, memory_map
@@ -39,7 +39,7 @@ class TrainedTable(Struct, frozen=True, eq=False, dict=True):
         catalog: Catalog,
         variable: EmbeddingVariable,
         dtype: DType,
-        admission: Admission,
+        admission: Admission = EVERYONE,
         touched: KeyedRows | None = None,
     ) -> TrainedTable:
         """The table, every checksum verified.
@@ -67,6 +67,11 @@ class TrainedTable(Struct, frozen=True, eq=False, dict=True):
         keys = np.concatenate([keys[kept], touched.keys[enough]])
         places = np.concatenate([places[kept], len(is_old) + np.flatnonzero(enough)])
         return cls(catalog, variable, dtype, keys, places, touched)
+
+    @property
+    def dim(self) -> int:
+        """The length of its rows."""
+        return self.variable.dim
 
     @property
     def bytes_(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,14 @@ from exporter.errors import UsageError
 from exporter.layout import VARIABLES_PREFIX
 from exporter.local_paths import local_name
 from exporter.pipeline.layouts import side_by_side
+from exporter.pipeline.table_comparison import (
+    Keyed,
+    TableDifference,
+    common_tables,
+    compare_tables,
+    tables_as_served,
+    tables_of_log,
+)
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.versions import version_dirs
 from exporter.storage.objects import Url
@@ -62,7 +70,7 @@ class VariableDifference(Struct, frozen=True):
 
 class Differences(Struct, frozen=True):
     """What differs between two states; `only_a` and `only_b` are variables that the other lacks or has
-    otherwise.
+    otherwise. `tables` are compared by their keys.
     """
 
     a: Side
@@ -71,11 +79,12 @@ class Differences(Struct, frozen=True):
     compared: int
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
+    tables: tuple[TableDifference, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """True if the states hold the same bits."""
-        return not (self.variables or self.only_a or self.only_b)
+        return not (self.variables or self.tables or self.only_a or self.only_b)
 
 
 def parse_side(text: str) -> Side:
@@ -121,7 +130,8 @@ def _as_bundle(side: Side, directory: Path) -> Side:
 
 
 def _compare(a: Side, b: Side, scratch: Path) -> Differences:
-    old, new = _variables(a, b), _variables(b, a)
+    tables, apart = _compared_tables(a, b)
+    old, new = _variables(a, b, apart), _variables(b, a, apart)
     contents = _lookups(a) | _lookups(b)
     comparable = {
         name
@@ -131,7 +141,7 @@ def _compare(a: Side, b: Side, scratch: Path) -> Differences:
         and (variable.shape == new[name].shape or name in contents)
     }
     common = [name for name in old if comparable >= {name, *contents.get(name, (name,))}]
-    if not common:
+    if not common and not tables:
         raise UsageError(f"{a.label} and {b.label} have no variable in common")
     schema = Schema.of(
         contents[name][name] if name in contents else _as_compared(old[name]) for name in common
@@ -145,8 +155,36 @@ def _compare(a: Side, b: Side, scratch: Path) -> Differences:
     )
     shared = set(common)
     return Differences(
-        a, b, variables, len(common), tuple(sorted(old.keys() - shared)), tuple(sorted(new.keys() - shared))
+        a,
+        b,
+        variables,
+        len(common) + len(tables),
+        tuple(sorted(old.keys() - shared)),
+        tuple(sorted(new.keys() - shared)),
+        tuple(table for table in tables if not table.is_empty),
     )
+
+
+def _compared_tables(a: Side, b: Side) -> tuple[tuple[TableDifference, ...], set[str]]:
+    """The tables that both sides have, compared by keys, and the variables that these are made of."""
+    if a.log is None and b.log is None:
+        assert a.catalog is not None
+        assert b.catalog is not None
+        ours, theirs, apart = common_tables(a.catalog, b.catalog)
+        return tuple(compare_tables(ours, theirs)), apart
+    found = tuple(compare_tables(_tables(a, b), _tables(b, a)))
+    names = {table.name for table in found}
+    logs = (side.log for side in (a, b) if side.log is not None)
+    dynamic = (table for log in logs for table in log.base.entry.mapping_spec.dynamic)
+    return found, {key for table in dynamic if table.name in names for key in table.keys}
+
+
+def _tables(side: Side, other: Side) -> dict[str, Keyed]:
+    if side.log is not None and side.at is not None:
+        return tables_of_log(side.log, side.at.position)
+    assert side.catalog is not None
+    assert other.log is not None
+    return tables_as_served(side.catalog, other.log)
 
 
 def _of_log(log: DeltaLog, position: int, label: str) -> Side:
@@ -160,17 +198,25 @@ def _of_catalog(catalog: Catalog, label: str) -> Side:
     )
 
 
-def _variables(side: Side, other: Side) -> dict[str, RowReader]:
-    """The variables of a side: as they are served if either is a position of a log, else by tensor."""
+def _variables(side: Side, other: Side, apart: Collection[str]) -> dict[str, RowReader]:
+    """The variables of a side: as they are served if either is a position of a log, else by tensor.
+
+    Those that are compared apart are left out.
+    """
     if side.log is not None and side.at is not None:
-        return dict(side.log.state(side.at.position).stored)
+        stored = side.log.state(side.at.position).stored
+        return {name: reader for name, reader in stored.items() if name not in apart}
     assert side.catalog is not None
     if other.log is not None:
         mapping = other.log.base.entry.mapping_spec.mapping(side.catalog)
         found = (v for source in mapping.sources for v in row_readers(side.catalog, source))
         return {variable.name: variable for variable in found}
     assert other.catalog is not None
-    return side_by_side(side.catalog, other.catalog)
+    return side_by_side(_without(side.catalog, apart), _without(other.catalog, apart))
+
+
+def _without(catalog: Catalog, names: Collection[str]) -> Catalog:
+    return replace(catalog, tensors={n: ref for n, ref in catalog.tensors.items() if n not in names})
 
 
 def _lookups(side: Side) -> dict[str, dict[str, ServedVariable]]:

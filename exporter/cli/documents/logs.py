@@ -98,6 +98,25 @@ class VariableDifference(Struct, frozen=True):
     """The largest absolute difference of an element; null if it is no finite number."""
 
 
+class TableDifference(Struct, frozen=True):
+    """A table by keys that differs."""
+
+    name: str
+    """Its name."""
+    keys: int
+    """How many keys both sides have."""
+    only_a: int
+    """How many keys only the first side has."""
+    only_b: int
+    """How many keys only the second side has."""
+    changed_rows: int
+    """How many keys of both have other rows."""
+    norm: float | None
+    """The Euclidean norm of these rows' difference; null if it is no finite number."""
+    largest: float | None
+    """The largest absolute difference of an element; null if it is no finite number."""
+
+
 class Differences(Struct, frozen=True):
     """What `diff` prints."""
 
@@ -111,6 +130,8 @@ class Differences(Struct, frozen=True):
     """How many variables both have."""
     variables: Sequence[VariableDifference]
     """Those that differ."""
+    tables: Sequence[TableDifference]
+    """Tables by keys that differ."""
     only_a: Sequence[str]
     """Names that only the first side has."""
     only_b: Sequence[str]
