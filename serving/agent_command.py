@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec.structs import asdict
 
-from exporter.errors import Exit, UsageError
+from exporter.errors import Exit, ExportError, UsageError
 from exporter.files import read_regular
 from exporter.local_paths import local_path
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
@@ -220,7 +220,7 @@ def agent(
             pace=pace,
         )
         journal = Journal()
-        journal.read_by(partial(_tell, sink))
+        journal.read_by(_Teller(sink))
         rules = canary_rules(
             canary,
             {model.name: model.path for model in models},
@@ -245,7 +245,8 @@ def agent(
                 fleet.running(grace_s=deadline),
             ):
                 threading.Thread(target=recorder.follow, args=(stop,), daemon=True).start()
-                sink.note(f"status page and metrics on http{'' if tls is None else 's'}://{host}:{bound}/")
+                shown = f"[{host}]" if ":" in host else host
+                sink.note(f"status page and metrics on http{'' if tls is None else 's'}://{shown}:{bound}/")
                 if sink.mode is OutputMode.JSON:
                     sink.result(AgentStarted("started", host, bound))
                 sleep_until_a_signal()
@@ -255,15 +256,36 @@ def agent(
             stop.set()
 
 
-def _tell(sink: Output, event: Event) -> None:
-    """One line for each event; with --json one document."""
-    where = " ".join(part for part in (event.model, event.replica) if part)
-    served = (
-        "" if event.behind_seconds is None else f", served {event.behind_seconds:.3f} s after its publication"
-    )
-    if sink.mode is OutputMode.JSON:
-        sink.result(AgentEvent(**asdict(event)))
-    sink.note(f"{where}: {event.message}{served}")
+class _Teller:
+    """Prints each event: one line; with --json one document; with -q what an operator wants to know of."""
+
+    def __init__(self, sink: Output) -> None:
+        self._sink = sink
+        self._is_lost = False
+
+    def __call__(self, event: Event) -> None:
+        """Print it. What cannot be written (a full disk, a closed pipe) is lost, which is said once."""
+        try:
+            self._print(event)
+        except (ExportError, OSError) as error:
+            if not self._is_lost:
+                why = error.cause if isinstance(error, ExportError) else error.strerror
+                self._sink.warn(f"events are lost, they cannot be written to standard output: {why}")
+            self._is_lost = True
+        else:
+            self._is_lost = False
+
+    def _print(self, event: Event) -> None:
+        where = " ".join(part for part in (event.model, event.replica) if part)
+        seconds = event.behind_seconds
+        served = "" if seconds is None else f", served {seconds:.3f} s after its publication"
+        line = f"{where}: {event.message}{served}" if where else event.message
+        if self._sink.mode is OutputMode.JSON:
+            self._sink.result(AgentEvent(**asdict(event)))
+        elif self._sink.mode is OutputMode.QUIET and event.is_trouble:
+            self._sink.trouble(line)
+        else:
+            self._sink.note(line)
 
 
 def _models(options: tuple[str, ...]) -> dict[str, Path]:

@@ -37,6 +37,9 @@ _GRAPH_PLACE = re.compile(
 _TLS_PROBLEM = re.compile(r"\w+ handshake failed.*|Hostname Verification Check failed.*", re.I)
 _CUT_OFF = "Socket closed"
 """All that a client sees of a server that wants TLS, or a certificate."""
+_NO_GRPC = "Failed parsing HTTP/2"
+"""What gRPC says where something else answers, the port of REST for example."""
+_NO_GRPC_CAUSE = "something answers there that does not speak gRPC"
 _HINTS = {
     "UNAVAILABLE": "start a server: serve-model run MODEL_BASE_PATH",
     "DEADLINE_EXCEEDED": "give it more time with --deadline SECONDS",
@@ -309,6 +312,9 @@ class ModelClient:
             message = f"{self.address} and this client do not agree on TLS"
             hint = "compare its certificate with --grpc-ca and --grpc-name, and yours with its authority"
             return CallFailed(code, message, cause=f"{code}: {tls[0]}", hint=hint)
+        if code == "UNAVAILABLE" and _NO_GRPC in details:
+            message = f"what listens at {self.address} is no model server"
+            return CallFailed(code, message, cause=f"{code}: {_NO_GRPC_CAUSE}", hint=_HINTS["UNIMPLEMENTED"])
         if code == "UNAVAILABLE":
             if _CUT_OFF in details:
                 hint = "if it speaks TLS: --grpc-ca FILE; if it wants a certificate: --grpc-cert, --grpc-key"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from exporter.errors import UsageError
 from serving.address import GRPC_PORT, with_port
 from serving.cli import app
 from serving.client import ModelClient
@@ -34,6 +37,18 @@ def test_a_port_that_is_left_out_is_the_default(given: str, meant: str) -> None:
         assert client.address == meant
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    ["", ":8500", "host:", "host:port", "host:0", "host:99999", "[::1", "http://h:8500", "h:8500/", "a b:1"],
+)
+def test_what_can_be_no_address_is_refused_at_once(wrong: str) -> None:
+    with pytest.raises(UsageError, match="is not the address of a model server"):
+        with_port(wrong)
+    for command in (("status", wrong), ("agent", "--model-base-path", "m", "--target", wrong)):
+        ran = run_app(app, *command)
+        assert (ran.code, "is not the address" in ran.err) == (2, True)
+
+
 @pytest.fixture
 def nobody_listens() -> Iterator[None]:
     with socket.socket() as probe:
@@ -51,3 +66,16 @@ def test_the_commands_say_which_port_they_took(command: str, tmp_path: Path) -> 
     ran = run_app(app, command, "127.0.0.1", "--model", "m", "--deadline", 5, *options)
     assert ran.code == 7
     assert "no model server answers at 127.0.0.1:8500" in ran.err
+
+
+def test_a_port_of_something_else_is_no_model_server() -> None:
+    """As where somebody names the port of REST."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        ran = run_app(app, "status", address, "--model", "m", "--deadline", 30)
+        server.shutdown()
+    assert ran.code == 7
+    assert f"what listens at {address} is no model server" in ran.err
+    assert "does not speak gRPC" in ran.err
+    assert "name the gRPC port" in ran.err

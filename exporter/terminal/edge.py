@@ -88,6 +88,8 @@ def command(json_: bool, quiet: bool, debug: bool) -> Iterator[Output]:
         _finish(sink, unreachable(error), debug)
     except Exception as error:  # noqa: BLE001 - the edge of the program: no traceback without --debug
         _finish(sink, ExportError(f"unexpected {type(error).__name__}: {error}"), debug)
+    finally:
+        sink.close()
 
 
 def outlived(sink: Output, error: ExportError) -> None:
@@ -147,6 +149,7 @@ def run(app: App, arguments: list[str] | None = None) -> NoReturn:
         sys.exit(Exit.USAGE)
     except click.UsageError as error:
         sink = Output(OutputMode.JSON if "--json" in arguments else OutputMode.HUMAN)
-        sink.error(UsageError(error.format_message(), hint=f"see {app.name} --help"))
+        asked = error.ctx.command_path if error.ctx is not None else app.name
+        sink.error(UsageError(error.format_message(), hint=f"see {asked} --help"))
         sys.exit(Exit.USAGE)
     sys.exit(code if isinstance(code, int) else Exit.DONE)

@@ -58,7 +58,7 @@ class Output(Struct):
     """A command's output. Streams default to the process's own at the time of the call.
 
     With `json_lines` each document takes one line, and people read the time of each result and note: for a
-    command that goes on and has many results.
+    command that goes on and has many results. What cannot be written then is missed, and the next is tried.
     """
 
     mode: OutputMode = OutputMode.HUMAN
@@ -98,7 +98,7 @@ class Output(Struct):
         try:
             yield
         except OSError as error:
-            silence(self.stdout)
+            self._give_up(self.stdout)
             cause = error.strerror or str(error)
             if is_done:
                 self.warn(f"all is done, but the result could not be written to standard output: {cause}")
@@ -145,7 +145,23 @@ class Output(Struct):
             self.stderr.write(shown(rendered(text, coloured=use_colour(self.stderr))) + "\n")
             self.stderr.flush()
         except OSError:
-            silence(self.stderr)
+            self._give_up(self.stderr)
+
+    def trouble(self, text: str) -> None:
+        """Something that went wrong and is outlived, on stderr, also with --quiet."""
+        self._say(escape(" ".join([*self._time(), text])))
+
+    def close(self) -> None:
+        """Write what is left; what cannot be written is let go."""
+        for stream in (self.stdout, self.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                silence(stream)
+
+    def _give_up(self, stream: IO[str]) -> None:
+        if not self.json_lines:  # a disk that is full now may have space when there is more to say
+            silence(stream)
 
     def error(self, error: ExportError) -> None:
         """What went wrong, why, and the next command; with --json one object as stderr's last line."""

@@ -84,7 +84,10 @@ class ModelDirectory:
 
     def _read(self) -> Published:
         if not self.path.is_dir():
-            return Published(problem=f"{self.path} is not a directory: is its volume mounted?")
+            is_there = self.path.exists()
+            begun = "" if self._was_seen or is_there else "has anything been published, and "
+            what = "is not a directory" if is_there else "does not exist"
+            return Published(problem=f"{self.path} {what}: {begun}is its volume mounted?")
         versions = [child for child in version_dirs(self.path) if child.has_manifest]
         if not versions:
             lost = ": is its volume mounted?" if self._was_seen else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from enum import StrEnum
 
@@ -94,11 +95,12 @@ class Journal:
         self._readers.append(reader)
 
     def write(self, event: Event) -> None:
-        """Something happened."""
+        """Something happened. A reader that fails, by a full disk say, misses it and harms nobody else."""
         with self._lock:
             self._events.append(event)
             for reader in self._readers:
-                reader(event)
+                with suppress(Exception):
+                    reader(event)
 
     def last(self) -> list[Event]:
         """The last events, the newest first."""

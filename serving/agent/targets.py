@@ -35,6 +35,8 @@ class Targets:
         for target in targets:
             if target.startswith(MANY):
                 _host_and_port(target)
+            else:
+                with_port(target)
         self._targets = tuple(targets)
         self._known: dict[str, tuple[str, ...]] = {}
 
