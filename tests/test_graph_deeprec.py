@@ -331,6 +331,52 @@ def test_group_lookups_are_refused_by_name(tmp_path: Path) -> None:
     assert "embedding_lookup_sparse" in caught.value.hint
 
 
+@pytest.mark.parametrize("value", [False, True])
+def test_attributes_that_stock_operations_lack(tmp_path: Path, value: bool) -> None:
+    """One with its default value says nothing; another would be computed in another way."""
+    with deeprec_graph() as program:
+        variable = program.embedding_variable("user", DIM, initializer=0.0)
+        named(program.embedding_lookup(variable, placeholder("ids")))
+        meta_graph = program.meta_graph()
+    rows = next(node for node in meta_graph.graph_def.node if node.name == "rows")
+    rows.attr["in_a_hurry"].b = value
+    described = meta_graph.meta_info_def.stripped_op_list.op
+    identity = next(op for op in described if op.name == "Identity")
+    identity.attr.add(name="in_a_hurry", type="bool").default_value.b = False
+    meta = tmp_path / "m.meta"
+    meta.write_bytes(meta_graph.SerializeToString())
+    asked = GraphRequest(str(meta), IDS["inputs"], IDS["outputs"])
+    if value:
+        with pytest.raises(ForeignOperations, match=r"Identity 'rows'.*in_a_hurry"):
+            load_graph(asked)
+        return
+    graph = load_graph(asked)
+    assert not [node for node in graph.meta_graph.graph_def.node if "in_a_hurry" in node.attr]
+    import_stock(graph.meta_graph.graph_def)
+
+
+def test_a_signature_that_cannot_be_served_is_left_out(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    with deeprec_graph() as program:
+        variable = program.embedding_variable("user", DIM, parts=3, initializer=0.5)
+        ids = placeholder("ids")
+        answer = tf.identity(program.embedding_lookup(variable, ids), name="rows")
+        directory = program.saved_model(tmp_path / "saved", {"ids": ids}, {"rows": answer})
+    model = protos.SavedModel.FromString((directory / "saved_model.pb").read_bytes())
+    (meta_graph,) = model.meta_graphs
+    fast = meta_graph.graph_def.node.add(name="fast", op="VendorsLookup", input=["user/part_0", "ids"])
+    fast.attr["T"].type = int(DType.FLOAT)
+    signature = meta_graph.signature_def["group"]
+    signature.CopyFrom(meta_graph.signature_def["serving_default"])
+    signature.outputs["rows"].name = "fast:0"
+    (directory / "saved_model.pb").write_bytes(model.SerializeToString())
+
+    graph = load_graph(GraphRequest(str(directory)))
+    assert [*graph.meta_graph.signature_def] == ["serving_default"]
+    assert [note for note in graph.notes if "'group'" in note and "VendorsLookup" in note]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

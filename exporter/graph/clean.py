@@ -15,7 +15,7 @@ from msgspec import Struct
 from exporter.errors import UsageError
 from exporter.graph.asset_paths import remember_paths
 from exporter.graph.batch.opening import BatchSize, Ends, settle_batch
-from exporter.graph.deeprec_ops import foreign_ops
+from exporter.graph.deeprec_ops import drop_foreign_attributes, foreign_ops, is_deeprecs
 from exporter.graph.dynamic_tables import tables_among
 from exporter.graph.feeds import cut_inputs, fix_constants, pipeline_batches, served_shape
 from exporter.graph.functions import mutating, served_library
@@ -69,6 +69,8 @@ def clean(source: SourceGraph) -> InferenceGraph:
     check_reads(nodes, needed.inputs, mutating(index.functions), where="")
 
     kept = _copies(nodes, needed)
+    if is_deeprecs(index.nodes.values()):
+        drop_foreign_attributes(kept.values(), source.meta_graph.meta_info_def.stripped_op_list.op)
     reads = use_resource_variables(kept)
     gather_rows(kept)
     moved = reads | {tensor: _moved(target, reads) for tensor, target in replaced.items()}

@@ -10,13 +10,15 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 
+from exporter.errors import ForeignOperations
 from exporter.wire.protos import Proto
-from exporter.wire.stock_ops import is_stock
+from exporter.wire.stock_ops import is_stock, stock_attributes
 
 HANDLE = "KvVarHandleOp"
 GATHERS = frozenset({"KvResourceGather", "KvResourceGatherV1"})
 INITIALISERS = frozenset({"InitializeKvVariableOp", "InitializeKvVariableV2Op"})
-RESTORES = re.compile(r"KvResource(Incr)?Import\w*")
+_SAVES_KEYS = "has_ev"
+"""An attribute of every SaveV2 that DeepRec makes."""
 
 _KNOWN = re.compile(
     r"""(_OPT_)?Kv\w+ | (Read|Initialize|Destroy)Kv\w+ | EVGet\w+ | MultiKv\w+
@@ -44,13 +46,46 @@ def is_fused(op: str) -> bool:
     return _FUSED.fullmatch(op) is not None
 
 
+def is_deeprecs(nodes: Iterable[Proto]) -> bool:
+    """True for a graph that DeepRec made; its savers tell, too."""
+    return any(is_deeprec(node.op) or _SAVES_KEYS in node.attr for node in nodes)
+
+
+def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) -> None:
+    """Remove, in place, attributes of stock operations that only DeepRec's have and that say nothing.
+
+    These have the default value that the graph's own descriptions of its operations give.
+
+    Raises:
+        ForeignOperations: one has another value, so that stock TensorFlow would compute something else.
+    """
+    defaults = {op.name: {a.name: a.default_value for a in op.attr} for op in op_defs}
+    for node in nodes:
+        for name in foreign_attributes(node):
+            if node.attr[name] != defaults.get(node.op, {}).get(name):
+                raise ForeignOperations(
+                    f"an output needs {node.op} {node.name!r} with the attribute {name!r}, "
+                    "which stock TensorFlow does not have"
+                )
+            del node.attr[name]
+
+
+def foreign_attributes(node: Proto) -> list[str]:
+    """The attributes that a stock operation does not have; those that begin with `_` are for anything."""
+    known = stock_attributes(node.op)
+    if known is None:
+        return []
+    return [name for name in node.attr if name not in known and not name.startswith("_")]
+
+
 def foreign_ops(nodes: Iterable[Proto], functions: Mapping[str, Proto]) -> frozenset[str]:
     """The operations of a graph that stock TensorFlow does not have.
 
     In a graph of another origin nothing is known of those that are not DeepRec's: whoever has operations of
     their own may have a server that knows them.
     """
+    nodes = list(nodes)
     used = {str(node.op) for node in nodes}
-    if not any(map(is_deeprec, used)):
+    if not is_deeprecs(nodes):
         return frozenset()
     return frozenset(op for op in used if op not in functions and (is_deeprec(op) or not is_stock(op)))

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from exporter.errors import GraphError, NotServable
 from exporter.graph.clean import clean
+from exporter.graph.deeprec_ops import foreign_ops
 from exporter.graph.effects import Effects, EffectsOf
 from exporter.graph.functions import callers
 from exporter.graph.nodes import Endpoint, GraphIndex, endpoint
@@ -82,11 +83,14 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, _Ends]) 
         index.functions,
         [name for name, body in index.functions.items() if any(is_refused(n.op) for n in body.node_def)],
     )
-    reasons = {}
+    reasons, foreign = {}, foreign_ops(index.nodes.values(), index.functions)
     for name, (inputs, outputs) in ends.items():
         before = [index.nodes[node] for node in all_before(index.nodes, map(str, outputs), inputs)]
         fed = {tensor.node for tensor in inputs} | source.feeds.keys()
-        if any(is_refused(n.op) or called_functions(n) & unfit or _is_unfed(n, fed) for n in before):
+        if any(
+            is_refused(n.op) or n.op in foreign or called_functions(n) & unfit or _is_unfed(n, fed)
+            for n in before
+        ):
             alone = protos.MetaGraphDef()
             alone.CopyFrom(source.meta_graph)
             for other in ends.keys() - {name}:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from exporter.graph.control_flow import Pivots
-from exporter.graph.deeprec_ops import foreign_ops
+from exporter.graph.deeprec_ops import foreign_attributes, foreign_ops, is_deeprecs
 from exporter.graph.nodes import GraphIndex, data_inputs, endpoint
 from exporter.graph.reach import all_before
 from exporter.graph.servable import is_refused
@@ -30,10 +30,8 @@ def runnable_graph(source: SourceGraph) -> Proto:
     initialising = all_before(index.nodes, [source.init_op] if source.init_op else [])
     graph_def = protos.GraphDef()
     graph_def.CopyFrom(source.meta_graph.graph_def)
-    foreign = foreign_ops(index.nodes.values(), index.functions)
-    unknown = _behind(index, [name for name, node in index.nodes.items() if _is_foreign(node, foreign)])
-    if unknown:
-        _drop(graph_def, unknown)
+    if is_deeprecs(graph_def.node):
+        _drop_foreign(graph_def, index)
     for node in graph_def.node:
         kept = [text for text in node.input if not (text.startswith("^") and text[1:] in unfit)]
         if len(kept) < len(node.input) and node.name not in initialising:
@@ -54,9 +52,16 @@ def _unfit(index: GraphIndex) -> set[str]:
     )
 
 
+def _drop_foreign(graph_def: Proto, index: GraphIndex) -> None:
+    """Remove what stock TensorFlow cannot import, and what reads from that."""
+    foreign = foreign_ops(index.nodes.values(), index.functions)
+    unknown = _behind(index, [name for name, node in index.nodes.items() if _is_foreign(node, foreign)])
+    _drop(graph_def, unknown)
+
+
 def _is_foreign(node: Proto, foreign: Collection[str]) -> bool:
-    """True for an operation that stock TensorFlow does not have, or not with DeepRec's attributes."""
-    return node.op in foreign or "has_ev" in node.attr
+    """True for an operation that stock TensorFlow does not have, or not with these attributes."""
+    return node.op in foreign or bool(foreign_attributes(node))
 
 
 def _drop(graph_def: Proto, names: set[str]) -> None:
