@@ -80,7 +80,7 @@ def run_server(
         Option(
             metavar="SECONDS",
             min=0,
-            help="Give up if a model has no available version after this time.",
+            help="Give up if a model has no available version after this time; inf is never.",
             group=_MODELS,
         ),
     ] = 60.0,

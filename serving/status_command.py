@@ -137,8 +137,11 @@ def _age(seconds: float | None) -> str:
 def _require_available(client: ModelClient, statuses: Sequence[VersionStatus]) -> None:
     if not any(status.state is VersionState.AVAILABLE for status in statuses):
         first = statuses[0]
+        hint = "publish a version that loads, or wait for the one that is loading"
+        if all(status.state is VersionState.END and not status.code for status in statuses):
+            hint = f"let the server serve the model again: serve-model reload {client.address}"
         raise ServerError(
             f"no version of {client.model} is available on {client.address}",
             cause=error_text(first) or f"version {first.version} is in state {first.state.name}",
-            hint="publish a version that loads, or wait for the one that is loading",
+            hint=hint,
         )

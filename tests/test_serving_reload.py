@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,18 @@ def test_one_model_alone(server: ModelServer, made: Path) -> None:
     }
     assert server.models.served().keys() == {"a"}
     assert server.models.labels("a") == {"canary": 2, "stable": 1}
+
+
+def test_a_model_that_was_taken_out(server: ModelServer, made: Path) -> None:
+    assert run(server, "--only", "--model", "a", "--model-base-path", made / "a").exit_code == 0
+    with ModelClient(server.address, "b") as client:
+        deadline = time.monotonic() + 60
+        while client.status()[0].state is not END and time.monotonic() < deadline:
+            time.sleep(0.01)
+    done = CliRunner().invoke(app, ["status", server.address, "--model", "b"])
+    assert done.exit_code == 7
+    assert "version 5 is in state END" in done.stderr
+    assert f"serve-model reload {server.address}" in done.stderr
 
 
 def test_a_model_is_added_to_a_file(server: ModelServer, made: Path, tmp_path: Path) -> None:

@@ -178,7 +178,9 @@ For a status of gRPC, REST answers with the HTTP status that TensorFlow Serving 
 BEHAVIOUR = (
     ("where it listens", Match.DIFFERENT, "127.0.0.1 unless `--host` says otherwise; there 0.0.0.0"),
     ("when it listens", Match.DIFFERENT, "at once; there when all models are available"),
-    ("a base path that is not there yet", Match.SAME, "it is waited for; at start for `--wait` seconds"),
+    ("a base path that is not there yet", Match.SAME, "it is waited for"),
+    ("models that are not available at start", Match.DIFFERENT,
+     "it ends after `--wait` seconds, or at once if none can be loaded; `inf` waits as there"),
     ("versions that come and go", Match.SAME, "the new one is loaded first, then the old one unloaded"),
     ("a version that fails to load", Match.DIFFERENT,
      "END at once, and tried again when its directory changes; there tried five times, a minute apart"),
