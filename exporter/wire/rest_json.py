@@ -39,8 +39,10 @@ _INTEGERS = {
 }
 
 
-_MAY_OVERFLOW = re.compile(r"[eE]\+?\d{3}|\d{309}")
-"""Where a JSON text may have a number beyond float64; looked for because a hook for each number is slow."""
+_MAY_OVERFLOW = (re.compile(r"[eE]\+?[0-9]{3}"), re.compile(r"[0-9]{309}"))
+"""Where a JSON text may have a number beyond float64: a hook for each number is slow, and one pattern for
+both is, too.
+"""
 
 
 def parse_request(body: bytes) -> dict[str, Json]:
@@ -53,7 +55,8 @@ def parse_request(body: bytes) -> dict[str, Json]:
         raise ValueError("JSON Parse error: The document is empty")
     try:
         text = body.decode("utf-8-sig")
-        document = json.loads(text, parse_float=_finite if _MAY_OVERFLOW.search(text) else None)
+        may_overflow = any(pattern.search(text) for pattern in _MAY_OVERFLOW)
+        document = json.loads(text, parse_float=_finite if may_overflow else None)
     except json.JSONDecodeError as error:
         raise ValueError(f"JSON Parse error: {error.msg} at offset: {error.pos}") from None
     except UnicodeDecodeError as error:
@@ -174,7 +177,7 @@ def _checked_array(value: Json, shape: tuple[int, ...], dtype: DType, name: str)
 
 
 def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[Any] | None:
-    """What `_checked_array` gives, ten times as fast, for numbers of which none needs a second look."""
+    """What `_checked_array` gives, eight times as fast, for numbers of which none needs a second look."""
     items: Sequence[Json] = [value]
     for size in shape:
         if set(map(type, items)) != {list} or set(map(len, items)) != {size}:
