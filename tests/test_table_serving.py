@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,53 @@ def test_inspect_shows_the_tables_of_a_version(trainer: DeepRecTrainer) -> None:
     assert (tables["emb/user"]["keys"], tables["emb/user"]["free_rows"]) == (304, 1000)
     assert (tables["item"]["keys"], tables["item"]["free_rows"]) == (50, 1000)
     assert "item: 50 keys, room for 1000 more" in export_model("inspect", done.published.path).out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_history_is_served(tmp_path: Path, seed: int) -> None:
+    """As the histories of `test_table_deltas`, by a server that follows, also over to new bases."""
+    trainer = DeepRecTrainer(tmp_path / "train", seed=seed)
+    trainer.train(keys=50)
+    trainer.save()
+    told = request(trainer)
+    done = export_incremental(told)
+    known = {read_log(told.out).at.position: (trainer.now(), trainer.kernel)}
+    choices = ["train", "train", "save", "increment", "increment", "restart", "crowd", "rollback", "merge"]
+    with ExitStack() as servers:
+        server = servers.enter_context(loaded(done.published.path))
+        for what in [*trainer.rng.choice(choices, 10).tolist(), "crowd", "increment", "train", "increment"]:
+            if what in ("train", "crowd"):
+                trainer.train(keys=3000 if what == "crowd" else 40)
+                continue
+            if what == "restart":
+                trainer.restart()
+                continue
+            if what == "rollback":
+                log = read_log(told.out)
+                earlier = [at for at in known if log.base.entry.log <= at < log.at.position]
+                if earlier:
+                    to = int(trainer.rng.choice(earlier))
+                    log_maintenance.rollback(told.out, to)
+                    known[read_log(told.out).at.position] = known[to]
+                    log_maintenance.resume(told.out, lift_only=True)
+            elif what == "merge":
+                log_maintenance.merge(told.out)
+            else:
+                trainer.step += 1
+                if what == "save":
+                    trainer.evict("item", list(trainer.tables["item"])[::3])
+                    trainer.save()
+                else:
+                    trainer.increment()
+                made = export_incremental(told, is_watching=True)
+                if isinstance(made, Exported):  # a table was full
+                    server = servers.enter_context(loaded(made.published.path))
+                    export_incremental(told, is_watching=True)
+                known[read_log(told.out).at.position] = trainer.now(), trainer.kernel
+            at = read_log(told.out).at.position
+            assert server.update()["position"] == at, what
+            was = trainer.now(), trainer.kernel
+            trainer.tables, trainer.kernel = known[at]
+            assert_serves(server, trainer, more=[key for table in was[0].values() for key in table])
+            trainer.tables, trainer.kernel = was
+    assert len([child for child in told.out.iterdir() if child.name.isdecimal()]) > 1, "a table was full"
