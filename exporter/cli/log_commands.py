@@ -119,6 +119,9 @@ def resume(
 ) -> None:
     """Lift the hold; after a rollback, restore the values from before it, unless newer ones are published.
 
+    Where a canary of `serve-model agent` approved what is published, it has its hold again: it is to approve
+    what comes back, too. Repeat the command to lift that.
+
     \b
     Examples:
       export-model resume models/ranker

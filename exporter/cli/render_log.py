@@ -105,12 +105,20 @@ def taken_back(done: RollbackResult, sink: Output) -> None:
     lines = [
         _line("values", f"of position {done.values_of}"),
         _line("published", str(done.path or "nothing: the values stay")),
-        _line("hold", f"at {done.hold}" if done.hold is not None else "lifted"),
+        _line("hold", _held(done)),
     ]
     status = Status.HOLD_LIFTED if done.published is None else Status.PUBLISHED
     sink.result(_rollback(done, status), lines, is_done=True)
     if done.published is not None:
         _warn(done.published.warnings, sink)
+
+
+def _held(done: RollbackResult) -> str:
+    if done.hold is None:
+        return "lifted"
+    return f"at {done.hold}" + (
+        ": the agent's canary decides about what lies beyond" if done.is_canary else ""
+    )
 
 
 def taking_back(plan: RollbackPlan, sink: Output) -> None:

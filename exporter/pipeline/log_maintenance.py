@@ -59,6 +59,7 @@ from exporter.pipeline.republish import RollbackPlan, RollbackResult
 from exporter.pipeline.restoration import (
     Restoration,
     delta_path,
+    hold_after_resuming,
     resumption_of,
     rollback_of,
     rollback_plan,
@@ -308,8 +309,9 @@ def plan_rollback(model: Path, to: int, *, if_canary: bool = False) -> RollbackP
 def resume(model: Path, *, lift_only: bool = False) -> RollbackResult:
     """Lift the hold; after a rollback that nothing was published on, publish the values of before it again.
 
-    After several rollbacks, these are the values of before the first of those that are still in force. With
-    `lift_only` the values stay those of the rollback.
+    Where a canary approved what was published, its hold takes the place of the rollback's: it is to approve
+    what comes back, too. Its own hold is lifted. After several rollbacks, these are the values of before the
+    first of those that are still in force. With `lift_only` the values stay those of the rollback.
 
     Raises:
         UsageError: the log is not held.
@@ -324,9 +326,12 @@ def resume(model: Path, *, lift_only: bool = False) -> RollbackResult:
         if restoration is not None:
             done = _restore(log, staging, restoration)
             at = Position(restoration.of, done.manifest.step)
-        for hold in binding(model, log.base.entry.log) or (log.held,):
+        approved = hold_after_resuming(log)
+        if approved is not None:  # nobody is to pass what no canary has seen, not for an instant
+            log.held.put(approved, staging, canary=True)
+        for hold in binding(model, log.base.entry.log) or ((log.held,) if approved is None else ()):
             hold.lift()
-        return RollbackResult(log.at, at, done, None)
+        return RollbackResult(log.at, at, done, approved, is_canary=approved is not None)
 
 
 def plan_resume(model: Path, *, lift_only: bool = False) -> RollbackPlan:
@@ -376,6 +381,7 @@ def _restore(log: DeltaLog, staging: Staging, restoration: Restoration) -> Publi
         before=last if restoration.before is None else restoration.before,
         packing=_packing(taken_back),
         reason=restoration.reason,
+        canary=restoration.canary,
     )
     how = UnderLock(is_ours=True, holds=restoration.holds, follows_canary=restoration.follows_canary)
     return publish_changes(log, staging, changes, what, last=last, under_lock=how)

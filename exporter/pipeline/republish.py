@@ -55,13 +55,14 @@ class RollbackPlan(Struct, frozen=True):
 class RollbackResult(Struct, frozen=True):
     """A rollback or resumption: where the model stood, whose values it has now, and what did it.
 
-    `published` is None if values did not have to change.
+    `published` is None if values did not have to change. `is_canary`: the hold is a canary's.
     """
 
     before: Position
     values_of: Position
     published: PublishedDelta | Published | None
     hold: int | None
+    is_canary: bool = False
 
     @property
     def path(self) -> Path | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
 
 from exporter.delta.spans import Position, Span
-from exporter.errors import PositionUnknown, UsageError
+from exporter.errors import ManifestError, PositionUnknown, UsageError
 from exporter.pipeline.republish import RollbackPlan
 from exporter.publish.commit import next_delta_position
 from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta
@@ -28,6 +29,7 @@ class Restoration(Struct, frozen=True):
     holds: bool = False
     reason: str | None = None
     follows_canary: bool = False
+    canary: bool = False
 
 
 def rollback_of(log: DeltaLog, to: int) -> Restoration:
@@ -41,7 +43,23 @@ def rollback_of(log: DeltaLog, to: int) -> Restoration:
     if to == log.at.position:
         raise UsageError(f"position {to} is the newest: there is nothing to roll back")
     before = _before_rollbacks(log) if log.held.binds else None  # those that were lifted are accepted
-    return Restoration(to, DeltaOrigin.ROLLBACK, _jumps_from(log, to), before, holds=True)
+    start = _jumps_from(log, to)
+    return Restoration(to, DeltaOrigin.ROLLBACK, start, before, holds=True, canary=is_canaried(log))
+
+
+def is_canaried(log: DeltaLog) -> bool:
+    """True if a canary's hold stands, or stood when the log was rolled back to where it is held."""
+    if log.held.is_canary or not log.held.binds:
+        return log.held.is_canary
+    with suppress(ManifestError, PositionUnknown):
+        held = log.standing(log.hold() or 0)
+        return isinstance(held, LogDelta) and held.entry.canary
+    return False
+
+
+def hold_after_resuming(log: DeltaLog) -> int | None:
+    """Where a canary's hold takes the place of the one that is lifted; None if there is no canary."""
+    return log.hold() if log.held.binds and is_canaried(log) else None
 
 
 def resumption_of(log: DeltaLog, lift_only: bool) -> Restoration | None:
@@ -67,13 +85,13 @@ def rollback_plan(log: DeltaLog, restoration: Restoration | None) -> RollbackPla
         PositionUnknown, CheckpointError: as `_restore`.
     """
     if restoration is None:
-        return RollbackPlan(log.at, log.at, None, log.at.position, None)
+        return RollbackPlan(log.at, log.at, None, log.at.position, hold_after_resuming(log))
     _, step = log.trained_at(restoration.of)
     for delta in since(log, restoration):
         log.open(delta)
     log.state(restoration.of)
     span = Span(restoration.start, next_delta_position(None, log.at.position))
-    hold = span.end if restoration.holds else None
+    hold = span.end if restoration.holds else hold_after_resuming(log)
     return RollbackPlan(log.at, Position(restoration.of, step), delta_path(log, span), span.end, hold)
 
 

@@ -40,6 +40,7 @@ class Publication(Struct, frozen=True):
     packing: DeltaDtype | None = None
     state: str | None = None
     reason: str | None = None
+    canary: bool = False
 
 
 def publish_changes(
@@ -96,6 +97,7 @@ def publish_changes(
             rounded=what.rounded,
             state=what.state,
             reason=what.reason,
+            canary=what.canary,
         ),
     )
     return publish_delta(staging, draft, log.path, position=span.end, last=last, under_lock=under_lock)

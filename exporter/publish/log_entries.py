@@ -115,11 +115,13 @@ class DeltaEntry(Struct, frozen=True, kw_only=True, rename={"exact_base": "only_
     before: Annotated[Count | None, doc("of a rollback: the position that resuming leads back to")] = None
     state: Annotated[Id | None, doc("of a merger: the state that its newest part leads to")] = None
     reason: Annotated[str | None, doc("of a rollback: why, in words; null or absent: nobody said")] = None
+    canary: Annotated[bool, doc("of a rollback: resuming gives the log back to a canary")] = False
     rounded: Annotated[Rounded | None, doc("rows that were rounded for it; null: none")] = None
     trained: Annotated[TrainerVersion, doc("the trainer's state that it leads to")]
 
     def document(self) -> dict[str, Any]:
         """What the manifest says of it."""
         found = to_builtins(self)
-        later = ("before", "state", "reason")  # fields that came later are left out rather than null
-        return {name: value for name, value in found.items() if value is not None or name not in later}
+        later = ("before", "state", "reason", "canary")  # left out where they say nothing
+        silent = {name for name in later if found[name] is None or found[name] is False}
+        return {name: value for name, value in found.items() if name not in silent}

@@ -69,7 +69,7 @@ class Rollback(Struct, frozen=True, kw_only=True):
     step: int | None
     """The training step of those values."""
     hold: int | None
-    """The position at which the model is held; null after `resume`."""
+    """The position at which the model is held; after `resume` null, or how far a canary has approved it."""
 
 
 class Side(Struct, frozen=True):
