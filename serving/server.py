@@ -159,15 +159,15 @@ class ModelServer:
         options = self._options
         file = options.network.ssl_config_file
         credentials = None if file is None else server_credentials(file)
-        server = grpc.server(
-            self._executor,
-            options=[
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss
-                *options.channel_arguments(),
-            ],
-        )
+        own: dict[str, int | str] = {
+            "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
+            "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
+            "grpc.so_reuseport": 0,  # a second server on the port is an error, not a coin toss
+        }
+        arguments = own | dict(
+            options.channel_arguments()
+        )  # of a name that is there twice gRPC takes the first
+        server = grpc.server(self._executor, options=list(arguments.items()))
         add_services(server, self._calls, self._metrics)
         add_health_service(server, self.models, self._health)
         bound = _listen(

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from exporter.errors import UsageError
+from exporter.errors import CallFailed, UsageError
 from serving.client import ModelClient
 from serving.health import NOT_SERVING, SERVING, messages
 from serving.server import ModelServer
@@ -156,6 +156,18 @@ def test_the_health_services_messages_are_those_of_the_protocol() -> None:
     request, response = messages()
     assert request(service="a").SerializeToString() == b"\x0a\x01a"
     assert response(status=SERVING).SerializeToString() == b"\x08\x01"
+
+
+def test_arguments_of_the_channel(made: Path) -> None:
+    """They win over the server's own."""
+    options = ServerOptions(grpc_channel_arguments="grpc.max_receive_message_length=2000,grpc.x=text")
+    with ModelServer(made / "b", options=options) as server:
+        server.wait_available(WAIT_SECONDS)
+        with ModelClient(server.address, "b") as client:
+            assert client.predict({"x": ONES}).version == 5
+            with pytest.raises(CallFailed, match="refused Predict") as caught:
+                client.predict({"x": np.ones((1000, 2), np.float32)})
+    assert caught.value.code == "RESOURCE_EXHAUSTED"
 
 
 def test_a_unix_socket(made: Path, tmp_path: Path) -> None:

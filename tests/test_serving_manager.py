@@ -16,8 +16,8 @@ import pytest
 from exporter.errors import ServerError
 from exporter.wire.protos import message_class
 from exporter.wire.tensor_proto import fill
-from serving.loader import LoadedModel
-from serving.manager import VersionManager
+from serving.loader import LoadedModel, Loading
+from serving.manager import VersionManager, load_warm
 from serving.status import Code, StatusError, VersionState, VersionStatus
 from serving.version_policy import Every, Latest, Specific
 from tests.support.serving_models import write_saved_model, write_warmup
@@ -256,6 +256,31 @@ def test_warm_up_requests_are_answered_before_the_version_serves(peer: Peer) -> 
     peer.manager.start()
     peer.manager.wait_available(DEADLINE_SECONDS)
     assert count(peer) == 3
+
+
+@pytest.mark.parametrize(("iterations", "calls"), [(0, 0), (1, 3), (4, 12)])
+def test_warm_up_requests_are_sent_as_often_as_asked(
+    tmp_path: Path, made: dict[int, Path], iterations: int, calls: int
+) -> None:
+    shutil.copytree(made[1], tmp_path / "1")
+    write_warmup(tmp_path / "1", [predict_log("count", turns=[1])] * 3)
+    model = load_warm(tmp_path / "1", Loading(warmup_iterations=iterations))
+    (called,) = model.run({"turns:0": np.array([0])}, ["called:0"])
+    model.close()
+    assert called == calls
+
+
+def test_a_graph_with_other_tags_is_not_there(made: dict[int, Path]) -> None:
+    with pytest.raises(StatusError, match="tags 'serve', 'gpu' could not be found") as caught:
+        load_warm(made[1], Loading(tags=("serve", "gpu")))
+    assert caught.value.code is Code.NOT_FOUND
+
+
+def test_threads_of_a_session(made: dict[int, Path]) -> None:
+    model = load_warm(made[1], Loading(intra_op_threads=1, inter_op_threads=1))
+    (y,) = model.run({"x:0": np.ones((1, 2), np.float32)}, ["y:0"])
+    model.close()
+    assert y.tolist() == [[1.0, 1.0]]
 
 
 @pytest.mark.parametrize("kind", ["classify", "regress", "multi_inference"])
