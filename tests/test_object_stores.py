@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from exporter.publish.delta_log import read_log
 from exporter.storage import mirror, objects
 from exporter.storage.mirror import Ranges
 from exporter.storage.objects import ObjectReader, Url
+from tests.support.bundles import write
 from tests.support.commands import export_model
 from tests.support.graph_runs import Trained, train
 from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
@@ -238,6 +242,36 @@ def test_keys_that_are_no_file_names(bucket: Bucket, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="a name below it is no path"):
             open_checkpoint(Path(bucket.url("train")))
         bucket.delete(key)
+
+
+def test_what_a_killed_run_left_is_removed(bucket: Bucket, tmp_path: Path) -> None:
+    write(tmp_path / "train" / "model.ckpt-1")
+    bucket.upload(tmp_path / "train")
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from exporter.storage.mirror import local
+print(local(Path({bucket.url()!r})), flush=True)
+sys.stdin.read()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment) as first:
+        assert first.stdin and first.stdout
+        root = Path(first.stdout.readline().strip())
+        with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment) as second:
+            assert second.stdin and second.stdout
+            assert Path(second.stdout.readline().strip()).exists()
+            assert root.exists(), "its process lives"
+            second.stdin.close()
+        first.stdin.close()
+    assert root.exists(), "its process was killed"
+    ran = subprocess.run(
+        [sys.executable, "-m", "exporter", "inspect", bucket.url()], env=environment, timeout=60
+    )
+    assert ran.returncode == 0
+    assert not list(tmp_path.glob("export-model-*"))
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,19 @@ The mirrors of a process are removed when it ends.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from exporter.errors import os_error
+from exporter.layout import LOCK_FILE
 from exporter.storage.objects import ObjectReader, RemoteObject, Url
 
+_PREFIX = "export-model-"
 _MIRRORS: dict[str, Mirror] = {}  # by the path of their directory
 _LOCK = threading.Lock()
 
@@ -179,11 +183,27 @@ def local(path: Path) -> Path:
 
 
 def _new_directory() -> Path:
+    """A directory that is removed when the process ends, or by a later one if the process was killed."""
     import shutil
     import tempfile
 
-    root = Path(tempfile.mkdtemp(prefix="export-model-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    root, owner = Path(tempfile.mkdtemp(prefix=_PREFIX)), os.getpid()
+    lock = os.open(root / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)  # open as long as we live
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    for left in root.parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            found = os.open(left / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(found)
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a forked child's end is not ours
+            shutil.rmtree(root, ignore_errors=True)
+
+    atexit.register(remove)
     return root
 
 
