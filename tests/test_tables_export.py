@@ -13,7 +13,7 @@ import pytest
 from exporter.errors import VerificationError
 from exporter.options import DataMode, ExportRequest, Updates, Verify
 from exporter.pipeline.full import Exported, export
-from exporter.tables import DynamicTable
+from exporter.tables import DynamicTable, dynamic_embedding
 from exporter.tables.build_index import build_index
 from tests.support.deeprec import Ev, write_full
 
@@ -210,3 +210,26 @@ def test_an_index_that_leads_astray_is_found_before_it_is_published(
     with pytest.raises(VerificationError, match="expected row 0"):
         export_table(tmp_path, Ev.random(5000, DIM), lookup())
     assert not (tmp_path / "model" / "7").exists()
+
+
+def build_keras() -> Any:
+    import keras
+
+    ids = keras.Input([3], dtype="int64", name="ids")
+    rows = dynamic_embedding("emb", DIM, default=0.5)(ids)
+    mean = dynamic_embedding("other", DIM, combiner="mean")(ids)
+    joined = keras.layers.Concatenate(name="rows")([keras.layers.Flatten()(rows), mean])
+    return keras.Model(ids, joined)
+
+
+def test_a_keras_model_with_a_layer_for_a_table(tmp_path: Path) -> None:
+    emb, other = Ev.random(3000, DIM), Ev.random(2000, DIM, seed=5)
+    write_full(tmp_path / "ckpt" / "model.ckpt-7", {"emb": emb, "other": other}, parts=2, step=7)
+    done = export(ExportRequest(tmp_path / "ckpt", tmp_path / "model", model=build_keras, updates=Updates()))
+    _, predict = serve(done)
+    ids = np.concatenate([asked_for(emb), asked_for(other)])
+    (answer,) = predict(ids=ids).values()
+    rows = reference(emb, ids, np.full((1, DIM), 0.5, np.float32))
+    mean = reference(other, ids, np.zeros((1, DIM), np.float32)).mean(1)
+    assert (answer[:, : 3 * DIM].numpy() == rows.reshape(len(ids), -1)).all()
+    np.testing.assert_allclose(answer[:, 3 * DIM :], mean, rtol=1e-5, atol=1e-6)

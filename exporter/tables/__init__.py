@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from exporter.tables.dynamic_table import DynamicTable
+from exporter.tables.embedding_layer import dynamic_embedding
+from exporter.tables.trainable_table import TrainableTable
 
-__all__ = ["DynamicTable"]
+__all__ = ["DynamicTable", "TrainableTable", "dynamic_embedding"]

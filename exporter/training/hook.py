@@ -18,6 +18,7 @@ from msgspec import Struct
 from exporter.errors import UsageError
 from exporter.local_paths import local_path
 from exporter.progress import human_bytes
+from exporter.tables.trainable_table import COLLECTION as TRAINABLE_TABLES
 from exporter.training.change_tracking import TrackingMode, VariableTracking, plan_tracking
 from exporter.training.collector import Collector
 from exporter.training.event_time import EventClock, EventTime
@@ -96,6 +97,12 @@ class IncrementHook:
         if global_step is None:
             raise UsageError(
                 "increments need a global step", hint="call tf.compat.v1.train.get_or_create_global_step()"
+            )
+        if tables := v1.get_collection(TRAINABLE_TABLES):
+            raise UsageError(
+                f"increments do not hold dynamic tables, such as {tables[0]!r}",
+                cause="the changed rows of other variables alone would not be the state of one step",
+                hint="save full checkpoints: export-model --incr finds by comparison which keys changed",
             )
         tracked = plan_tracking(v1.global_variables())
         self._recording: Recording = record(tracked, global_step)
