@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from msgspec import structs
 
 from exporter.errors import MissingTensors, SchemaChanged
 from exporter.options import ExportRequest, Updates, Verify
+from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import compare_names, export
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from tests.support.deeprec_graphs import Generation, deeprec_graph
@@ -107,6 +109,57 @@ def test_increments_and_full_checkpoints_become_deltas(tmp_path: Path) -> None:
         assert isinstance(export_incremental(asked), ExportedDelta)
         server.update()
         assert_serves(server, trainer, gone)
+
+
+def test_rows_as_bfloat16(tmp_path: Path) -> None:
+    """Rows and default rows are stored rounded; the index is not."""
+    import ml_dtypes
+
+    trainer = Trainer(tmp_path / "train")
+    trainer.save()
+    asked = request(trainer, tmp_path / "model", casts=(".*_embedding/values=bfloat16",), updates=Updates())
+    with loaded(export(asked).published.path) as server:
+        for seed in range(2):
+            probes = trainer.probes()
+            rows = trainer.answers(probes)["user_rows"]
+            found = server.predict(**probes)["user_rows"]
+            assert np.array_equal(found, rows.astype(ml_dtypes.bfloat16).astype(np.float32))
+            trainer.train(seed)
+            trainer.save_increment()
+            export_incremental(asked)
+            server.update()
+
+
+def test_rollback_resume_and_merge(tmp_path: Path) -> None:
+    """New keys of a delta that is taken back are absent again; merged deltas lead to the same rows."""
+    trainer, model = Trainer(tmp_path / "train"), tmp_path / "model"
+    trainer.save()
+    asked = request(trainer, model, updates=Updates())
+    base = export(asked)
+    states = [state_of(trainer)]
+    with loaded(base.published.path) as server:
+        for seed in range(3):
+            trainer.train(seed)
+            trainer.save_increment()
+            export_incremental(asked)
+            states.append(state_of(trainer))
+        server.update()
+        everything = trainer.probes()
+        assert_answers(server.predict(**everything), states[3].answers(everything))
+        back = log_maintenance.rollback(model, states[1].step)
+        assert server.update()["position"] == back.position
+        assert_answers(server.predict(**everything), states[1].answers(everything))
+        log_maintenance.resume(model)
+        server.update()
+        assert_answers(server.predict(**everything), states[3].answers(everything))
+        assert log_maintenance.merge(model) is not None
+    with loaded(base.published.path) as server:
+        assert server.update()["deltas"] == 1
+        assert_answers(server.predict(**everything), states[3].answers(everything))
+
+
+def state_of(trainer: Trainer) -> Trainer:
+    return dataclasses.replace(trainer)
 
 
 def test_another_graph_is_no_delta(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import select
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import time
 import traceback
@@ -282,6 +283,18 @@ def _deeprec(directory: Path) -> None:
         save_increment(trainer)
 
 
+def _tables(directory: Path) -> None:
+    """Embedding variables and their graph; made in another process, since attempts are forks of this one."""
+    code = (
+        "import sys; from pathlib import Path; from tests.support.deeprec_models import Trainer\n"
+        "t = Trainer(Path(sys.argv[1])); t.save(); t.train(1); t.save_increment()"
+    )
+    made = [sys.executable, "-c", code, str(directory / "ctr")]
+    subprocess.run(made, check=True, capture_output=True, cwd=Path(__file__).parent.parent.parent)
+
+
+_TABLES = "--ckpt-dir @/ctr --input user=user --input items=items --output scores=scores --no-warmup"
+
 _META = """
 meta_info_def { tags: "train" }
 graph_def {
@@ -430,6 +443,11 @@ KINDS: Mapping[str, Kind] = {
     "published": Kind(_log, ("m/**/*",), _INCREMENTAL),
     "held": Kind(_held_log, ("m/**/hold", "m/**/manifest.json"), _INCREMENTAL),
     "deeprec": Kind(_deeprec, ("train/.incremental_checkpoint/*",), _INCREMENTAL),
+    "tables": Kind(
+        _tables,
+        ("ctr/*", "ctr/*.meta", "ctr/.incremental_checkpoint/*"),
+        _commands("inspect @/ctr", "inspect @/ctr/model.ckpt-100.meta", f"{_TABLES} --out @/m"),
+    ),
     "graph": Kind(
         _graph,
         ("train/*", "signatures.json", "names.txt", "warmup.json"),
