@@ -12,12 +12,11 @@ from exporter.checkpoint.embedding_variables import embedding_variables, read_co
 from exporter.checkpoint.tensor_bundle import memory_map, read_array, read_catalog
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.mapping.extras import ExtraKind, classify_extras
-from exporter.wire import protos
 from tests.support.bundles import write
 from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full
 from tests.support.logs import damage_tensor
-from tests.support.recommenders_addons import hash_tables
+from tests.support.recommenders_addons import by_objects, hash_tables
 
 
 def assert_holds(prefix: Path, name: str, ev: Ev, parts: int) -> None:
@@ -231,16 +230,7 @@ def test_tables_of_recommenders_addons_are_read_by_name(tmp_path: Path, count: i
 
 def test_tables_of_recommenders_addons_are_read_by_objects(tmp_path: Path) -> None:
     ev = Ev.random(99)
-    graph, tensors = protos.TrackableObjectGraph(), {}
-    graph.nodes.add()
-    for name, value in hash_tables(ev, 2, "emb_user").items():
-        table, _, suffix = name.rpartition("-")
-        tensors[f"layer/_tables/{table[-4]}/.ATTRIBUTES/table-{suffix}"] = value
-    for number in (1, 2):
-        key = f"layer/_tables/{number}/.ATTRIBUTES/table"
-        graph.nodes[0].attributes.add(name="table", full_name=f"emb_user_mht_{number}of2", checkpoint_key=key)
-    data = np.array(graph.SerializeToString(), object)
-    prefix = write(tmp_path / "m-1", **tensors, _CHECKPOINTABLE_OBJECT_GRAPH=data)
+    prefix = write(tmp_path / "m-1", **by_objects(hash_tables(ev, 2, "emb_user"), "layer/_tables"))
     assert_holds(prefix, "emb_user", ev, 2)
 
 

@@ -18,7 +18,7 @@ from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.tables import DynamicTable
 from tests.support.bundles import write
 from tests.support.deeprec import Ev, write_full, write_increment
-from tests.support.recommenders_addons import hash_tables
+from tests.support.recommenders_addons import by_objects, hash_tables
 
 DIM = 4
 
@@ -114,3 +114,14 @@ def test_tables_of_recommenders_addons_are_exported_and_followed(tmp_path: Path)
         assert table(read_log(tmp_path / "model")) == expected(state)
     assert isinstance(done, ExportedDelta)
     assert done.compared_bytes > 0
+
+
+def test_tables_of_recommenders_addons_among_objects(tmp_path: Path) -> None:
+    """`tf.train.Checkpoint` names tensors by objects; the graph of objects tells the tables' own names."""
+    for step, seed in ((1, 1), (2, 2)):
+        ev = Ev.random(99, DIM, seed=seed)
+        tensors = by_objects(hash_tables(ev, 2, "emb_user"), "layer/_tables")
+        write(tmp_path / "train" / f"ckpt-{step}", **tensors)
+        (tmp_path / "train" / "checkpoint").write_text(f'model_checkpoint_path: "ckpt-{step}"\n')
+        export_incremental(request(tmp_path, lookup("emb_user")))
+        assert table(read_log(tmp_path / "model")) == expected(ev)

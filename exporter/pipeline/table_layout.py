@@ -65,7 +65,9 @@ def map_laid_out(
         return build_mapping(graph, catalog, rules)
     # A table's slices are in the order of its rows.
     ordered = dict.fromkeys(layout.shapes, PartitionStrategy.DIV)
-    return build_mapping(graph, layout.catalog, replace(rules, trained={**rules.trained, **ordered}))
+    named = {name: name for name in layout.shapes}  # no object of an object-based checkpoint holds them
+    rules = replace(rules, trained={**rules.trained, **ordered}, tensors={**rules.tensors, **named})
+    return build_mapping(graph, layout.catalog, rules)
 
 
 def write_tables(

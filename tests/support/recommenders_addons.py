@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from exporter.wire import protos
 from tests.support.deeprec import Ev
 
 
@@ -18,3 +19,15 @@ def hash_tables(ev: Ev, count: int, name: str) -> dict[str, np.ndarray]:
         stem = f"{name}_mht_{number + 1}of{count}"
         found |= {f"{stem}-keys": part.keys, f"{stem}-values": part.values}
     return found
+
+
+def by_objects(tables: dict[str, np.ndarray], path: str) -> dict[str, np.ndarray]:
+    """The same in an object-based checkpoint, the tables in a list of one object."""
+    graph, found = protos.TrackableObjectGraph(), {}
+    root = graph.nodes.add()
+    for number, stem in enumerate(sorted({name.rpartition("-")[0] for name in tables})):
+        key = f"{path}/{number}/.ATTRIBUTES/table"
+        root.children.add(node_id=number + 1, local_name=str(number))
+        graph.nodes.add().attributes.add(name="table", full_name=stem, checkpoint_key=key)
+        found |= {f"{key}-{suffix}": tables[f"{stem}-{suffix}"] for suffix in ("keys", "values")}
+    return {**found, "_CHECKPOINTABLE_OBJECT_GRAPH": np.array(graph.SerializeToString(), object)}
