@@ -40,6 +40,8 @@ _CUT_OFF = "Socket closed"
 _NO_GRPC = "Failed parsing HTTP/2"
 """What gRPC says where something else answers, the port of REST for example."""
 _NO_GRPC_CAUSE = "something answers there that does not speak gRPC"
+_LONGEST_RECONNECT_MS = 1000
+"""By itself gRPC connects ever more seldom, every two minutes in the end; who is back is to be found soon."""
 _HINTS = {
     "UNAVAILABLE": "start a server: serve-model run MODEL_BASE_PATH",
     "DEADLINE_EXCEEDED": "give it more time with --deadline SECONDS",
@@ -333,6 +335,8 @@ class _Connection:
         limits = [
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+            ("grpc.initial_reconnect_backoff_ms", _LONGEST_RECONNECT_MS // 10),
+            ("grpc.max_reconnect_backoff_ms", _LONGEST_RECONNECT_MS),
         ]
         self.channel = open_channel(address, access, limits)
         self.calls: dict[str, Callable[..., Proto]] = {}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from serving.agent.view import ReplicaView
 from tests.support.agents import DEADLINE_S, ROOT
 
 
@@ -77,3 +78,12 @@ def test_quiet_leaves_what_an_operator_wants_to_know(tmp_path: Path) -> None:
     finally:
         agent.kill()
         agent.wait()
+
+
+def test_a_server_without_the_model_is_not_said_to_be_silent() -> None:
+    def trouble(error: str) -> str:
+        return ReplicaView("m", "h:1", not error, error, ()).trouble
+
+    assert trouble("NOT_FOUND: no m") == "does not serve this model: NOT_FOUND: no m"
+    assert trouble("UNAVAILABLE: gone") == "does not answer: UNAVAILABLE: gone"
+    assert trouble("") == ""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from exporter.errors import UsageError
+from exporter.errors import CallFailed, UsageError
 from serving.address import GRPC_PORT, with_port
 from serving.cli import app
 from serving.client import ModelClient
@@ -79,3 +82,25 @@ def test_a_port_of_something_else_is_no_model_server() -> None:
     assert f"what listens at {address} is no model server" in ran.err
     assert "does not speak gRPC" in ran.err
     assert "name the gRPC port" in ran.err
+
+
+def test_a_server_that_is_gone_for_long_is_looked_for_every_second() -> None:
+    """By itself gRPC would take eight minutes for so many attempts, and two for each further one."""
+    attempts, until = 0, time.monotonic() + 100
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as asking:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def ask() -> None:
+            with ModelClient(address, "m", deadline_s=1) as client:
+                while attempts < 12 and time.monotonic() < until:
+                    with suppress(CallFailed):
+                        client.status()
+                    time.sleep(0.05)
+
+        asked = asking.submit(ask)
+        listener.settimeout(1)
+        while not asked.done():
+            with suppress(TimeoutError):
+                listener.accept()[0].close()
+                attempts += 1
+    assert attempts >= 12

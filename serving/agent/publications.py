@@ -70,7 +70,7 @@ class Publications:
             return
         if found.problem != before.problem:
             what = What.UNSEEN if found.problem else What.SEEN
-            self._tell(what, found.problem or f"{self.model.path} can be seen again")
+            self._tell(what, found.problem or f"{self.model.path} can be seen now")
         self.wake()
 
     def _tell_once(self, message: str) -> None:

@@ -27,7 +27,8 @@ from exporter.delta.spans import Span
 from serving.status import VersionState
 
 FIRST_BACK_OFF_S = 0.1
-LONGEST_BACK_OFF_S = 30.0
+LONGEST_BACK_OFF_S = 5.0
+"""A server that comes back, or gets the model, is found within this time."""
 FIRST_RETRY_S = 1.0
 """Until a refused delta is tried again, the first time; twice as long after each refusal."""
 _LOADING_S = 0.25

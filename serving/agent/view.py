@@ -60,6 +60,14 @@ class ReplicaView(Struct, frozen=True):
     pace: PaceView | None = None
 
     @property
+    def trouble(self) -> str:
+        """Why nothing is known of it now; empty if it answers."""
+        if self.is_answering:
+            return ""
+        what = "does not serve this model" if self.error.startswith("NOT_FOUND") else "does not answer"
+        return f"{what}: {self.error or 'not asked yet'}"
+
+    @property
     def served(self) -> VersionView | None:
         """The version that a request gets which names none: the newest that is available."""
         available = [version for version in self.versions if version.state == VersionState.AVAILABLE.name]
@@ -135,7 +143,7 @@ class FleetView(Struct, frozen=True):
             for replica in model.replicas:
                 where = f"{model.name} on {replica.address}"
                 if not replica.is_answering:
-                    reasons.append(f"{where} does not answer: {replica.error or 'not asked yet'}")
+                    reasons.append(f"{where} {replica.trouble}")
                 elif replica.served is None:
                     reasons.append(f"{where} has no version available")
                 elif (replica.served.stale_s or 0.0) > fresh_within_s:
