@@ -121,7 +121,7 @@ def test_links_lead_somewhere(page: Page) -> None:
         path, _, anchor = target.partition("#")
         linked = (here / path).resolve() if path else ROOT / page.name
         assert linked.exists(), f"{page.name}: {target}"
-        if anchor:
+        if anchor and linked.suffix == ".md":  # that of a picture says in which light it is shown
             headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
             assert anchor in {anchor_of(heading) for heading in headings}, f"{page.name}: {target}"
 
