@@ -159,6 +159,15 @@ def agent(
             help="How long a canary may take, beside the time of its bytes, before another goes first.",
         ),
     ] = 30.0,
+    rebuild_config: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="The ModelServerConfig that every target runs with. A replica that --audit-seconds finds to "
+            "differ has its model taken out and put back, one at a time, while another serves it. "
+            "[default: told, and left to /livez]",
+        ),
+    ] = None,
     poll_seconds: Annotated[
         float, Option(metavar="SECONDS", min=0.01, help="List directories at least this often.")
     ] = 1.0,
@@ -193,6 +202,7 @@ def agent(
         from serving.agent.metrics import Metrics
         from serving.agent.pacing import PacePolicy
         from serving.agent.publications import Model
+        from serving.agent.rebuild import read_rebuild_config
         from serving.agent.recorder import Recorder
         from serving.agent.rollout import Policy
         from serving.agent.targets import Targets
@@ -202,6 +212,7 @@ def agent(
         channel_credentials(access)  # what is wrong with its files is said now, not for each replica
         sink.json_lines = True
         models = [Model(name, path) for name, path in _models(model_base_path).items()]
+        names = [model.name for model in models]
         token = None if token_file is None else _token(token_file)
         tls = HttpTls.of(tls_cert, tls_key, client_ca)
         pace = None if pace_factor is None else PacePolicy(pace_factor, pace_max_delay, probe_seconds)
@@ -218,6 +229,7 @@ def agent(
             deadline_s=deadline,
             access=access,
             pace=pace,
+            rebuild=None if rebuild_config is None else read_rebuild_config(rebuild_config, names),
         )
         journal = Journal()
         journal.read_by(_Teller(sink))

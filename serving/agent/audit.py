@@ -2,12 +2,18 @@
 
 The exporter can say what a server must hold at a position, bit by bit, also where deltas were rounded or
 left rows out: base and deltas are what it applied. Each audit compares a few chunks that are drawn anew, so
-that in time all are, at a cost that does not grow with the model.
+that in time all are, at a cost that does not grow with the model; what differed once is compared each time,
+until it is right again.
+
+Deltas do not carry digests of the states that they lead from and to: to keep such a digest costs the exporter
+as much again as making the delta (100,000 rows of 64 floats: 220 ms), and a server sixteen times what the
+update itself takes (225 ms against 14).
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +41,10 @@ class Audited(Struct, frozen=True):
     skipped: str = ""
 
 
-def audit(client: ModelClient, model: Path, action: Audit, count: int) -> Audited:
-    """Compare `count` chunks of a version that stands at a position.
+def audit(
+    client: ModelClient, model: Path, action: Audit, count: int, suspects: Collection[Chunk] = ()
+) -> Audited:
+    """Compare `count` chunks of a version that stands at a position, and those that differed before.
 
     Raises:
         CallFailed (exporter.errors): the server did not answer, or refused.
@@ -48,7 +56,8 @@ def audit(client: ModelClient, model: Path, action: Audit, count: int) -> Audite
         if log.lineage != action.lineage:
             return Audited(action.position, skipped="its log has ended")
         every = served_chunks(log)
-        numbers = sorted(random.sample(range(len(every)), min(count, len(every))))
+        drawn = random.sample(range(len(every)), min(count, len(every)))
+        numbers = sorted({*drawn, *(number for number, chunk in enumerate(every) if chunk in suspects)})
         expected = served_digests(log, action.position, [every[number] for number in numbers])
     except (OSError, ExportError) as error:
         return Audited(action.position, skipped=str(error))

@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
+from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
-from exporter.errors import CallFailed
+from exporter.errors import CallFailed, ServerError
 from exporter.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
+from exporter.wire.protos import Proto
 from serving.agent import rollout
 from serving.agent.audit import Audited
 from serving.agent.canary import Member
@@ -21,6 +24,7 @@ from serving.agent.journal import Event, Journal, What
 from serving.agent.pacer import Pacer
 from serving.agent.pacing import PacePolicy
 from serving.agent.publications import Model, Publications
+from serving.agent.rebuild import Rebuilder, was_left_out
 from serving.agent.replica import Replica
 from serving.agent.rollout import (
     Apply,
@@ -60,6 +64,7 @@ class Settings(Struct, frozen=True):
     deadline_s: float = 10.0
     audit_chunks: int = 16
     pace: PacePolicy | None = None
+    rebuild: Proto | None = None
     access: ServerAccess = WITHOUT_TLS
 
 
@@ -73,6 +78,7 @@ class Worker:
         journal: Journal,
         settings: Settings,
         allowed: Allowed,
+        rebuilder: Rebuilder | None = None,
     ) -> None:
         self.address = address
         self.publications = publications
@@ -80,6 +86,8 @@ class Worker:
         self.last_applied = 0.0
         self.last_audit = time.monotonic()
         self.audited: Audited | None = None
+        self._rebuilder = rebuilder
+        self._why_not_rebuilt = ""
         self._journal = journal
         self._settings = settings
         self._allowed = allowed
@@ -171,6 +179,7 @@ class Worker:
             if What(what) is What.RESTARTED:
                 self.audited = None
             self._tell(What(what), message, version=version.number, position=version.position)
+        self._restore()
 
     def _apply(self, replica: Replica, action: Apply) -> None:
         bytes_ = self.publications.directory.size(action.lineage, action.chain)
@@ -229,12 +238,16 @@ class Worker:
     def _audit(self, replica: Replica, action: Audit) -> None:
         self.last_audit = time.monotonic()
         try:
-            found = replica.audit(action, self.publications.model.path, self._settings.audit_chunks)
+            suspects = () if self.audited is None else self.audited.differing
+            chunks = self._settings.audit_chunks
+            found = replica.audit(action, self.publications.model.path, chunks, suspects)
         except CallFailed as error:
             self._failed(error)
             return
         before, self.audited = self.audited, found
-        if found.differing:
+        if found.skipped and suspects:  # nothing is known that would clear it
+            self.audited = replace(found, differing=suspects)
+        elif found.differing:
             chunk = found.differing[0]
             self._tell(
                 What.DIFFERS,
@@ -243,8 +256,37 @@ class Worker:
                 version=action.version,
                 position=found.position,
             )
+            self._rebuild(replica)
         elif found.skipped and (before is None or before.skipped != found.skipped):
             self._tell(What.AUDIT, f"no audit of version {action.version}: {found.skipped}")
+
+    def _rebuild(self, replica: Replica) -> None:
+        """Load the model anew where that may be done, and look at it with new eyes."""
+        if self._rebuilder is None:
+            return
+        before = self._why_not_rebuilt
+        try:
+            self._why_not_rebuilt = self._rebuilder.rebuild(self, self.publications.model.path)
+        except ServerError as error:
+            self._failed(CallFailed("ABORTED", error.message, cause=f"it was not rebuilt: {error}"))
+            return
+        if self._why_not_rebuilt:
+            if self._why_not_rebuilt != before:
+                self._tell(What.AUDIT, f"it is not rebuilt: {self._why_not_rebuilt}")
+            return
+        self._tell(What.REBUILT, "it was loaded anew from its base")
+        self.audited, self.last_audit = None, 0.0
+        self._observe(replica)
+
+    def _restore(self) -> None:
+        """Put a model back that somebody took out, and did not live to put back."""
+        if self._rebuilder is None or not was_left_out(self.observed):
+            return
+        try:
+            self._rebuilder.restore(self)
+            self._tell(What.REBUILT, "it was out of the server, and is back")
+        except ServerError as error:
+            self._failed(CallFailed("ABORTED", error.message, cause=f"it is not back: {error}"))
 
     def _failed(self, error: CallFailed) -> None:
         before = self.observed
@@ -253,36 +295,8 @@ class Worker:
         if not before.failures or before.error != text:
             self._tell(What.FAILED, text)
 
-    def _tell(
-        self,
-        what: What,
-        message: str,
-        *,
-        version: int | None = None,
-        position: int | None = None,
-        step: int | None = None,
-        rows: int | None = None,
-        deltas: int | None = None,
-        seconds: float | None = None,
-        behind_seconds: float | None = None,
-        event_age_seconds: float | None = None,
-    ) -> None:
-        self._journal.write(
-            Event(
-                what,
-                message,
-                self.model,
-                self.address,
-                version,
-                position,
-                step,
-                rows,
-                deltas,
-                seconds,
-                behind_seconds,
-                event_age_seconds,
-            )
-        )
+    def _tell(self, what: What, message: str, **told: Any) -> None:
+        self._journal.write(Event(what, message, self.model, self.address, **told))
 
 
 class Fleet:
@@ -305,6 +319,9 @@ class Fleet:
         self._workers: dict[tuple[str, str], Worker] = {}
         self._lock = threading.Lock()
         self._resolved = Resolved(())
+        self._rebuilder: Rebuilder | None = None
+        if (config := settings.rebuild) is not None:
+            self._rebuilder = Rebuilder(config, settings.access, settings.deadline_s, self.workers_of)
 
     @property
     def workers(self) -> list[Worker]:
@@ -355,7 +372,7 @@ class Fleet:
         with self._lock:
             gone = [self._workers.pop(key) for key in self._workers.keys() - wanted.keys()]
             new = {
-                key: Worker(key[0], publications, self.journal, self.settings, self._allowed)
+                key: Worker(key[0], publications, self.journal, self.settings, self._allowed, self._rebuilder)
                 for key, publications in wanted.items()
                 if key not in self._workers
             }

@@ -35,6 +35,7 @@ class What(StrEnum):
     GOLDEN = "golden"
     AUDIT = "audit"
     DIFFERS = "differs"
+    REBUILT = "rebuilt"
     PACED = "paced"
     ENDED = "ended"
 

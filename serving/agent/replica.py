@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Self
 
+from exporter.delta.chunk_digest import Chunk
 from exporter.errors import CallFailed
 from exporter.terminal.server_access import ServerAccess
 from serving.agent.audit import Audited, audit
@@ -47,13 +49,13 @@ class Replica:
         finally:
             self._client.deadline_s = self._deadline_s
 
-    def audit(self, action: Audit, model: Path, chunks: int) -> Audited:
+    def audit(self, action: Audit, model: Path, chunks: int, suspects: Collection[Chunk]) -> Audited:
         """Compare what a version holds with what is published under `model`.
 
         Raises:
             CallFailed: the server did not answer, or refused.
         """
-        return audit(self._client, model, action, chunks)
+        return audit(self._client, model, action, chunks, suspects)
 
     def close(self) -> None:
         """End the connection."""

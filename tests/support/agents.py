@@ -129,7 +129,7 @@ class Server:
             *self.more,
         )
         self.process = self.stack.enter_context(process(*arguments))
-        self.port = json.loads(_document(self.process))["port"]
+        self.port = document(self.process)["port"]
         return self
 
     @property
@@ -196,13 +196,13 @@ def wait(happened: Callable[[], T], seconds: float = DEADLINE_S) -> T:
     raise AssertionError(f"not within {seconds:g} s")
 
 
-def _document(started: subprocess.Popen[str]) -> str:
+def document(started: subprocess.Popen[str]) -> Any:
     """The first JSON document on stdout, which takes several lines."""
     assert started.stdout is not None
     lines = []
     for line in started.stdout:
         lines.append(line)
         if line.rstrip() == "}":
-            return "".join(lines)
+            return json.loads("".join(lines))
     assert started.stderr is not None
     raise AssertionError(started.stderr.read())

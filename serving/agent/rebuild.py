@@ -1,0 +1,171 @@
+"""Rebuild a replica that holds something else than was published: take its model out, and put it back.
+
+A stock server loads a version anew, from its base, only after the model was out of its configuration, and a
+configuration replaces the whole one before it. So this needs the file that the servers run with
+(`--rebuild-config`), and every target is expected to run with exactly that. Deltas cannot do it: they lead
+forward only, and hold the rows that they changed.
+
+- What is published is read and checked first, so that what cannot be loaded is not put in its place.
+- A replica is rebuilt only while another one serves the model that no audit called wrong, and one of a model
+  at a time. While it is rebuilt it answers NOT_FOUND for this model; its other models go on.
+- An agent that is killed in between leaves a server without the model. The next one finds every version
+  ended, without an error, and sends the whole configuration.
+- Two agents that do it at once load it twice, and harm nothing else.
+
+Without the file nothing is rebuilt: it is told, and `/livez` fails, so that an orchestrator starts the
+server's process anew, which comes to the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Protocol
+
+from exporter.errors import CallFailed, ExportError, ServerError, UsageError
+from exporter.publish.delta_log import read_log
+from exporter.terminal.server_access import ServerAccess
+from exporter.wire.protos import Proto, message_class
+from serving.agent.audit import Audited
+from serving.agent.rollout import Observed
+from serving.client import ModelClient
+from serving.model_config import listed_models, read_config_file
+from serving.reload import Reloader
+from serving.status import StatusError, VersionState
+
+_LOADS_S = 600.0
+_POLL_S = 0.1
+
+
+class Cared(Protocol):
+    """One model of one server, as its worker knows it."""
+
+    @property
+    def address(self) -> str:
+        """The server's address."""
+
+    @property
+    def model(self) -> str:
+        """The model's name there."""
+
+    @property
+    def observed(self) -> Observed:
+        """What is known of it."""
+
+    @property
+    def audited(self) -> Audited | None:
+        """What the last audit found."""
+
+
+def serves_rightly(replica: Cared) -> bool:
+    """True if it answers with a version that no audit called wrong."""
+    is_wrong = replica.audited is not None and bool(replica.audited.differing)
+    serves = any(version.state is VersionState.AVAILABLE for version in replica.observed.versions)
+    return serves and not is_wrong and not replica.observed.failures
+
+
+def was_left_out(observed: Observed) -> bool:
+    """True if a server knows the model and has ended every version of it, without an error."""
+    versions = observed.versions
+    return bool(versions) and all(v.state is VersionState.END and not v.message for v in versions)
+
+
+class Rebuilder:
+    """Takes a model out of a server, and puts it back; `others` tells who else serves a model."""
+
+    def __init__(
+        self, config: Proto, access: ServerAccess, deadline_s: float, others: Callable[[str], Sequence[Cared]]
+    ) -> None:
+        self._config = config
+        self._access = access
+        self._deadline_s = deadline_s
+        self._others = others
+        self._locks = {model.name: Lock() for model in config.model_config_list.config}
+
+    def rebuild(self, replica: Cared, model: Path) -> str:
+        """Load the model, which is published under `model`, anew; why it was not done, empty if it was.
+
+        Raises:
+            ServerError: the server refused, or did not do it in time; the model may be out of it.
+        """
+        if not any(serves_rightly(other) for other in self._others(replica.model) if other is not replica):
+            return "no other replica would serve meanwhile"
+        lock = self._locks[replica.model]
+        if not lock.acquire(blocking=False):
+            return "another replica is being rebuilt"
+        try:
+            if problem := _problem_of(model):
+                return problem
+            with self._client(replica.address, replica.model) as client:
+                client.configure(self._without(replica.model), self._deadline_s)
+                self._wait_until_gone(client)
+            self.restore(replica)
+            return ""
+        finally:
+            lock.release()
+
+    def restore(self, replica: Cared) -> None:
+        """Give a server the whole configuration, and wait until it serves it.
+
+        Raises:
+            ServerError: it refused, or cannot load a version.
+        """
+        Reloader(self._config, partial(self._client, replica.address), _LOADS_S).run()
+
+    def _client(self, address: str, model: str) -> ModelClient:
+        return ModelClient(address, model, deadline_s=self._deadline_s, access=self._access)
+
+    def _without(self, name: str) -> Proto:
+        config = message_class("serving.ModelServerConfig")()
+        config.model_config_list.SetInParent()  # an empty list is no empty configuration
+        kept = [model for model in self._config.model_config_list.config if model.name != name]
+        config.model_config_list.config.extend(kept)
+        return config
+
+    def _wait_until_gone(self, client: ModelClient) -> None:
+        until = time.monotonic() + self._deadline_s
+        while time.monotonic() < until:
+            try:
+                if all(status.state is VersionState.END for status in client.status()):
+                    return
+            except CallFailed as error:
+                if error.code == "NOT_FOUND":
+                    return
+                raise
+            time.sleep(_POLL_S)
+        raise ServerError(f"{client.address} does not end {client.model}")
+
+
+def _problem_of(model: Path) -> str:
+    """Why the newest version could not be loaded from what is published; empty if it could."""
+    try:
+        log = read_log(model)
+        log.state().check(variable.name for variable in log.schema.variables)
+    except (OSError, ExportError) as error:
+        return f"what is published is damaged: {error}"
+    return ""
+
+
+def read_rebuild_config(file: Path, models: Sequence[str]) -> Proto:
+    """The configuration that every target runs with.
+
+    Raises:
+        UsageError: it cannot be read, is none, or lacks a model that is looked after.
+    """
+    config = read_config_file(file)
+    try:
+        listed = {model.name for model in listed_models(config)}
+    except (StatusError, ExportError) as error:
+        raise UsageError(
+            f"--rebuild-config {file} cannot be used", cause=str(error), hint="name the servers' own file"
+        ) from error
+    if missing := sorted(set(models) - listed):
+        raise UsageError(
+            f"--rebuild-config {file} does not list {missing[0]!r}",
+            cause="a server unloads every model that it does not find in it",
+            hint="name the file that the servers run with",
+        )
+    return config
