@@ -265,3 +265,25 @@ def test_what_is_no_fleet_is_a_usage_error(options: tuple[str, ...], message: st
         _, err = started.communicate(timeout=DEADLINE_S)
     assert started.returncode == 2
     assert message in err
+
+
+def test_a_model_that_is_configured_away_and_back(published: Published, servers: list[Server]) -> None:
+    """The agent says so while it is away, and brings it to what was published meanwhile."""
+    server, version = servers[0], base_of(published)
+
+    def configure(name: str, base_path: Path) -> None:
+        arguments = (server.address, "--only", "--model", name, "--model-base-path", base_path)
+        with process("reload", *arguments) as reload:
+            assert reload.wait(DEADLINE_S) == 0, reload.stderr and reload.stderr.read()
+
+    with agent(published.model, server.address) as running:
+        newest = published.publish()
+        wait(lambda: server.position(version) == newest)
+        configure("other", published.model)
+        wait(lambda: running.get("/readyz")[0] == 503)
+        newest = published.publish()
+        configure("ranker", published.model)
+        wait(lambda: server.position(version) == newest)
+        wait(lambda: running.get("/readyz")[0] == 200)
+        newest = published.publish()
+        wait(lambda: server.position(version) == newest)
