@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import http.client
+import io
 import json
 import shutil
 import socket
@@ -12,12 +13,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from exporter.errors import ServerError
+from exporter.errors import ServerError, UsageError
 from exporter.wire.rest_json import examples_input
 from serving import rest
 from serving import server as server_module
@@ -491,6 +495,26 @@ def test_a_socket_of_another_server_is_not_taken_away(tmp_path: Path) -> None:
             assert client.predict({"x": np.float32(X)}).version == 1
 
 
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    write_saved_model(tmp_path / "m" / "1")
+    with ModelServer(tmp_path / "m", options=ServerOptions(network=NetworkOptions(rest_api_port=0))) as first:
+        for port in (first.rest_port, first.port):
+            with pytest.raises(ServerError, match=f"cannot listen on 127.0.0.1:{port}") as caught:
+                ModelServer(tmp_path / "m", options=ServerOptions(network=NetworkOptions(rest_api_port=port)))
+            assert "--rest-api-port" in str(caught.value.hint)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("versions of m")]
+
+
+def test_a_file_of_metrics_that_cannot_be_used(tmp_path: Path) -> None:
+    write_saved_model(tmp_path / "m" / "1")
+    file = tmp_path / "monitoring.config"
+    for content in ("prometheus_config {", "prometheus: true", None):
+        file.unlink(missing_ok=True) if content is None else file.write_text(content)
+        network = NetworkOptions(rest_api_port=0, monitoring_config_file=file)
+        with pytest.raises(UsageError, match="--monitoring-config-file"):
+            ModelServer(tmp_path / "m", options=ServerOptions(network=network))
+
+
 @pytest.mark.parametrize(
     ("host", "shown"),
     [("127.0.0.1", "127.0.0.1:1"), ("::1", "[::1]:1"), ("[::1]", "[::1]:1"), ("localhost", "localhost:1")],
@@ -566,3 +590,47 @@ def samples(web: Web, path: str = rest.PROMETHEUS_PATH) -> dict[str, float]:
             labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
             found[f"{sample.name}{{{labels}}}"] = sample.value
     return found
+
+
+JSONS = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.just({"b64": "YQ"})
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["x", "text", "b64", "label", "z"]), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+KEYS = st.sampled_from(["instances", "inputs", "examples", "context", "signature_name"])
+NAMES = st.sampled_from(["two", "text", "classify", "regress", "odd", "flat", "wide", "serving_default"])
+DOCUMENTS = st.one_of(
+    st.dictionaries(KEYS, st.one_of(JSONS, NAMES), max_size=3).map(lambda d: json.dumps(d).encode()),
+    st.tuples(NAMES, KEYS, JSONS).map(lambda t: json.dumps({"signature_name": t[0], t[1]: t[2]}).encode()),
+    st.binary(max_size=20),
+)
+PATHS = st.one_of(
+    st.sampled_from([":predict", ":classify", ":regress", "/versions/7:predict", "/metadata", ""]),
+    st.text(st.sampled_from("/:%?aé7"), max_size=6).map(lambda text: quote(text, safe="/:%?")),
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(["POST", "POST", "POST", "GET", "OPTIONS", "PUT"]), PATHS, DOCUMENTS)
+def test_whatever_is_sent_is_answered_in_good_order(
+    server: ModelServer, method: str, path: str, body: bytes
+) -> None:
+    """Nothing that a client sends is the server's fault, and every error says in JSON what was wrong."""
+    application = rest.Rest(server._calls, server._metrics)
+    environ = {
+        "REQUEST_METHOD": method,
+        "REQUEST_URI": f"{MODEL}{path}",
+        "CONTENT_LENGTH": str(len(body)),
+        "wsgi.input": io.BytesIO(body),
+    }
+    statuses: list[str] = []
+    (answer,) = application(environ, lambda status, headers: statuses.append(status))
+    code = int(statuses[0][:3])
+    assert code in (200, 400, 404), (statuses, answer)
+    if code != 200:
+        assert list(json.loads(answer)) == ["error"]
