@@ -425,3 +425,21 @@ def test_the_doctor_sees_a_table_that_is_nearly_full(trainer: DeepRecTrainer, mo
 def findings(model: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = export_model("doctor", model, "--json").document["findings"]
     return found
+
+
+def test_rows_are_counted_as_people_count_them(trainer: DeepRecTrainer, model: Path) -> None:
+    trainer.upsert("emb/user", range(1_000, 1_050))
+    trainer.step += 1
+    trainer.increment()
+    assert exported(trainer, model).rows == 50, "and not the elements of the index"
+
+
+def test_an_increment_that_vanished_costs_a_larger_delta_alone(trainer: DeepRecTrainer, model: Path) -> None:
+    trainer.train()
+    first = trainer.increment()
+    exported(trainer, model)
+    trainer.train()
+    trainer.increment()
+    damage_tensor(first, "emb/user/part_0-sparse_incr_values")
+    assert exported(trainer, model).compared_bytes == 0
+    assert served(read_log(model)) == trainer.now()

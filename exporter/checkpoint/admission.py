@@ -43,8 +43,13 @@ class Admission(Struct, frozen=True):
         """Refuse a filter that no table of a checkpoint has numbers for.
 
         Raises:
-            UsageError: the trainer recorded nothing that it could act on.
+            UsageError: the trainer recorded nothing that it could act on, or the step is not known.
         """
+        if self.max_age_steps is not None and catalog.step is None:
+            raise UsageError(
+                f"--max-age-steps counts back from the training step, and {catalog.prefix.name} tells none",
+                hint="leave it out, or save the checkpoint with its global step",
+            )
         asked = {"--min-freq": ("freqs", self.min_freq > 0)}
         asked["--max-age-steps"] = ("versions", self.max_age_steps is not None)
         for option, (what, is_asked) in asked.items():

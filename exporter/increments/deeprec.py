@@ -132,11 +132,13 @@ class DeepRecIncrement(Struct, frozen=True):
 
     def published_before(self, increment: str | None, names: Collection[str]) -> Mapping[str, KeyedRows]:
         """What another increment, given by its id, holds of embedding variables; nothing if it is gone."""
-        if increment is None or (before := self._find(increment)) is None:
-            return {}
         known = embedding_variables(self.full)
         variables = {name: known[name] for name in names if name in known}
-        return {rows.name: rows for rows in touched_rows(before, variables)}
+        try:
+            before = None if increment is None else self._find(increment)
+            return {} if before is None else {rows.name: rows for rows in touched_rows(before, variables)}
+        except CheckpointError:  # it was pruned meanwhile, or is damaged: then every row is sent
+            return {}
 
     def _owner(self, name: str) -> tuple[str, int | None]:
         """The variable, as the full checkpoint has it, and which part of it: None for all of it."""

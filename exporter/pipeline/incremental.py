@@ -47,7 +47,7 @@ from exporter.options import ExportRequest, Verify
 from exporter.pipeline.begin_log import export_base, is_begun
 from exporter.pipeline.log_maintenance import tidy
 from exporter.pipeline.same_graph import SameGraph, check_same_graph
-from exporter.pipeline.table_deltas import has_room, ordinary, table_changes
+from exporter.pipeline.table_deltas import has_room, ordinary, table_changes, without_index
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
@@ -203,7 +203,8 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None
         published = publish_changes(log, staging, found.changes, what, last=log.at.position, check=check)
         _keep_for_next_time(planned, found, published.manifest.state_id)
-    rows, variables = count_rows(found.changes), len(found.changes)
+    rows = count_rows(without_index(found.changes, log.base.entry.mapping_spec))
+    variables = len(found.changes)
     return ExportedDelta(
         planned,
         published,

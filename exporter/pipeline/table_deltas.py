@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -37,6 +37,12 @@ def ordinary(schema: Schema, mapping_spec: MappingSpec) -> Schema:
         return schema
     others = {key for table in mapping_spec.dynamic for key in table.keys}
     return Schema.of(variable for variable in schema.variables if variable.name not in others)
+
+
+def without_index(changes: Mapping[str, Change], mapping_spec: MappingSpec) -> dict[str, Change]:
+    """The changes but for those of dynamic tables' indexes, which are no rows to a person."""
+    index = {key for table in mapping_spec.dynamic for key in table.keys[:-1]}
+    return {name: change for name, change in changes.items() if name not in index}
 
 
 def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:

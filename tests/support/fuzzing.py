@@ -37,9 +37,11 @@ from exporter.errors import Exit, ExportError
 from exporter.files import read_regular
 from exporter.wire import protos
 from exporter.wire.tensor_proto import to_array
+from tests.support import deeprec_logs
 from tests.support.archives import keras_archive, legacy_file, npy, weights_file, zip_of
 from tests.support.bundles import compressed, compressed_table, write
 from tests.support.commands import export_model
+from tests.support.deeprec_logs import DeepRecTrainer
 from tests.support.logs import Serving, Trainer, publish_base
 from tests.test_delta_deeprec import save_increment
 
@@ -293,6 +295,19 @@ def _tables(directory: Path) -> None:
     subprocess.run(made, check=True, capture_output=True, cwd=Path(__file__).parent.parent.parent)
 
 
+def _table_log(directory: Path) -> None:
+    """A model with two dynamic tables, and a trainer that has gone on since."""
+    trainer = DeepRecTrainer(directory / "train")
+    trainer.train()
+    trainer.save()
+    deeprec_logs.publish_base(trainer, directory / "m")
+    trainer.train()
+    trainer.increment()
+    _command("--ckpt-dir", directory / "train", "--out", directory / "m", "--incr")
+    trainer.train()
+    trainer.increment()
+
+
 _TABLES = "--ckpt-dir @/ctr --input user=user --input items=items --output scores=scores --no-warmup"
 
 _META = """
@@ -447,6 +462,11 @@ KINDS: Mapping[str, Kind] = {
         _tables,
         ("ctr/*", "ctr/*.meta", "ctr/.incremental_checkpoint/*"),
         _commands("inspect @/ctr", "inspect @/ctr/model.ckpt-100.meta", f"{_TABLES} --out @/m"),
+    ),
+    "table log": Kind(
+        _table_log,
+        ("train/*", "train/.incremental_checkpoint/*", "m/**/*"),
+        (*_INCREMENTAL, *_commands("inspect @/m", "doctor @/m", "diff @/m @/train")),
     ),
     "graph": Kind(
         _graph,
