@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import watchfiles
 
+from exporter.terminal.server_access import WITHOUT_TLS
 from serving.agent.fleet import Settings, Worker
 from serving.agent.journal import Event, Journal, What
+from serving.agent.probe import Prober
 from serving.agent.publications import Model, Publications
 from serving.agent.rollout import Published
+from serving.agent.targets import Targets
 
 ASK_AT_ONCE = """
 import threading, time
@@ -102,6 +105,28 @@ def test_a_directory_whose_changes_are_not_told_is_polled(
             time.sleep(0.01)
         assert "is its volume mounted?" in publications.current.problem
         assert len([event for event in journal.last() if event.what is What.FAILED]) == 1, "it is said once"
+    finally:
+        stop.set()
+        thread.join(60)
+
+
+def test_a_name_that_is_none_is_a_problem_and_no_more() -> None:
+    found = Targets([f"dns:///{'x' * 70}:8500", "127.0.0.1:8500"]).resolve()
+    assert found.addresses == ("127.0.0.1:8500",)
+    assert len(found.problems) == 1
+
+
+def test_a_prober_whose_probes_cannot_be_sent_keeps_nothing_waiting(tmp_path: Path) -> None:
+    stop = threading.Event()
+    prober = Prober("127.0.0.1:9", "m", tmp_path, 0.01, lambda: 1 // 0)
+    thread = threading.Thread(target=prober.run, args=(WITHOUT_TLS, stop))
+    thread.start()
+    try:
+        until = time.monotonic() + 60
+        while prober.is_measuring and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not prober.is_measuring
+        assert thread.is_alive()
     finally:
         stop.set()
         thread.join(60)

@@ -130,6 +130,9 @@ def test_deltas_mergers_rollbacks_and_resumptions_keep_their_own(published: Publ
     assert read_log(model).base.entry.trained.newest_event == hours[4], "a base made of deltas has it, too"
     document = export_model("history", model, "--json").document
     assert datetime.fromisoformat(document["events"][-1]["event_time"]) == hours[4]
+    assert "trained on events up to 2026-01-31 16:00:00" in " ".join(
+        export_model("history", model).out.split()
+    )
     text = (read_log(model).newest.path / "manifest.json").read_text()
     assert '"event_time":"2026-01-31T16:00:00Z"' in text
 

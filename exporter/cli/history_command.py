@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from datetime import UTC
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,6 +119,8 @@ def _notes(event: Event) -> Iterator[str]:
         yield f"{event.parts} publications in one{away}"
     elif event.rows is not None:
         yield f"{event.rows} rows" + (", found by comparison" if event.compared else "")
+    if event.event_time is not None:
+        yield f"trained on events up to {event.event_time.astimezone(UTC):%Y-%m-%d %H:%M:%S}"
     if event.merged_into is not None:
         yield f"merged into {event.merged_into}"
     if event.is_past_hold:

@@ -100,9 +100,14 @@ class Prober:
 
     def run(self, access: ServerAccess, stop: threading.Event) -> None:
         """Probe until `stop`."""
-        with ModelClient(self.address, self.model, deadline_s=_DEADLINE_S, access=access) as client:
-            while not stop.is_set():
-                stop.wait(self._probe(client))
+        while not stop.is_set():
+            try:
+                with ModelClient(self.address, self.model, deadline_s=_DEADLINE_S, access=access) as client:
+                    while not stop.is_set():
+                        stop.wait(self._probe(client))
+            except Exception:  # noqa: BLE001 - the rollout must not wait for a measurement that never comes
+                self._is_answered = False
+                stop.wait(_NOBODY_S)
 
     def _probe(self, client: ModelClient) -> float:
         """Ask once; how long to wait before the next time."""

@@ -50,8 +50,8 @@ class Targets:
                 continue
             try:
                 self._known[target] = _all_addresses(target)
-            except OSError as error:
-                problems.append(f"{target}: {error.strerror or error}")
+            except (OSError, UnicodeError) as error:  # a label of more than 63 letters is no name at all
+                problems.append(f"{target}: {getattr(error, 'strerror', None) or error}")
             addresses.update(dict.fromkeys(self._known.get(target, ())))
         return Resolved(tuple(addresses), tuple(problems))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import urllib.request
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
 
 from serving.agent.journal import Event, Journal, What
 from serving.agent.page import plot
@@ -109,6 +112,21 @@ def test_names_and_errors_are_text_whatever_they_hold(case: str, tmp_path: Path)
     assert re.search(r"<title>not fresh", dom), "nothing ran"
     assert found.text.count(" ".join(text.split())) >= 7, "it is shown as it is"
     assert size_and_corner(picture.read_bytes())[0] == (800, 600)
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_json_and_metrics_give_them_back_as_they_are(case: str) -> None:
+    text = ODD[case]
+    one = replace(replica(text), error=text, is_answering=False, model=text)
+    model = ModelView(text, text, text, 1, 2, None, (), True, (one,))
+    with shown(FleetView(NOON, (model,))) as address:
+        with urllib.request.urlopen(f"{address}status.json", timeout=60) as answer:
+            (told,) = json.load(answer)["models"]
+        with urllib.request.urlopen(f"{address}metrics", timeout=60) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+            labels = [sample.labels for family in families for sample in family.samples]
+    assert (told["name"], told["problem"], told["replicas"][0]["error"]) == (text, text, text)
+    assert {"model": text, "replica": text} in labels
 
 
 def test_what_is_usual_is_told() -> None:
