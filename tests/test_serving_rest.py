@@ -634,3 +634,39 @@ def test_whatever_is_sent_is_answered_in_good_order(
     assert code in (200, 400, 404), (statuses, answer)
     if code != 200:
         assert list(json.loads(answer)) == ["error"]
+
+
+def test_no_answer_mixes_positions_while_deltas_are_applied_over_rest(tmp_path: Path) -> None:
+    model = updatable_model(tmp_path)
+    options = ServerOptions(network=NetworkOptions(rest_api_port=0))
+    with ModelServer(model.base, options=options) as server:
+        server.wait_available(WAIT_SECONDS)
+        path = f"/v1/models/{server.name}:predict"
+        stop = threading.Event()
+        seen: list[list[int]] = []
+        codes: set[int] = set()
+
+        def ask() -> None:
+            web = Web(server.rest_port or 0)
+            while not stop.is_set():
+                answer = web("POST", path, {"inputs": {"user": [1, 2, 3], "item": [1, 2, 3]}})
+                codes.add(answer.code)
+                seen.append(answer.json["outputs"]["model_position"])
+            web.connection.close()
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        web = Web(server.rest_port or 0)
+        for position in range(100, 120):
+            model.evolve(position, position + 1)
+            asked = {"signature_name": "incremental_update", "instances": [{"up_to": -1}]}
+            (answer,) = web("POST", path, asked).json["predictions"]
+            assert (answer["position"], answer["deltas"]) == (position + 1, 1)
+        stop.set()
+        for thread in threads:
+            thread.join(WAIT_SECONDS)
+        web.connection.close()
+    assert codes == {200}
+    assert not [positions for positions in seen if len(set(positions)) > 1]
+    assert {positions[0] for positions in seen} <= set(range(100, 121))
