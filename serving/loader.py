@@ -23,6 +23,8 @@ class Loading(Struct, frozen=True, kw_only=True):
 
     tags: tuple[str, ...] = ("serve",)
     """Of the graph in a SavedModel."""
+    session_config: bytes = b""
+    """A serialised `ConfigProto`; the numbers of threads, if given, stand above those in it."""
     intra_op_threads: int = 0
     """For one operation; 0 leaves it to TensorFlow."""
     inter_op_threads: int = 0
@@ -113,10 +115,9 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
     from tensorflow.python.saved_model.loader_impl import SavedModelLoader
 
     lock = _lock(directory / MANIFEST_FILE)
-    config = tf.compat.v1.ConfigProto(
-        intra_op_parallelism_threads=loading.intra_op_threads,
-        inter_op_parallelism_threads=loading.inter_op_threads,
-    )
+    config = tf.compat.v1.ConfigProto.FromString(loading.session_config)
+    config.intra_op_parallelism_threads = loading.intra_op_threads or config.intra_op_parallelism_threads
+    config.inter_op_parallelism_threads = loading.inter_op_threads or config.inter_op_parallelism_threads
     session = tf.compat.v1.Session(graph=tf.Graph(), config=config)
     try:
         with session.graph.as_default():

@@ -232,7 +232,8 @@ class VersionManager:
                     directories = versions_among(path.name for path in base_path.iterdir())
                     paths = {version: base_path / name for version, name in directories.items()}
                     self._settle(policy.choose(directories), paths)
-            self._wake.wait(self._poll_seconds or None)
+            # A model that is not served is not looked for.
+            self._wake.wait(None if policy is None else self._poll_seconds or None)
 
     def _settle(self, wanted: frozenset[int], directories: dict[int, Path]) -> None:
         """Load and unload until what is served is what ought to be."""

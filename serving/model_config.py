@@ -8,20 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from msgspec import Struct
 
 from exporter.errors import UsageError
-from exporter.files import read_regular
 from exporter.local_paths import local_path
-from exporter.wire.protos import Proto, message_class
+from exporter.wire.protos import Proto
 from serving.status import invalid
+from serving.text_config import read_text_config
 from serving.version_policy import Every, Latest, Policy, Specific
 
 PLATFORM = "tensorflow"
 _TENSORFLOW_TYPE = 1
-_LARGEST_FILE = 64 << 20
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9.+-]*://")
 
 
@@ -41,16 +39,7 @@ def read_config_file(path: Path) -> Proto:
     Raises:
         UsageError: the file cannot be read, or holds something else.
     """
-    from google.protobuf import text_format
-
-    config = message_class("serving.ModelServerConfig")()
-    try:
-        text_format.Parse(read_regular(path, _LARGEST_FILE).decode(), config)
-    except OSError as error:
-        _unreadable(path, error.strerror or str(error))
-    except (ValueError, text_format.ParseError) as error:
-        _unreadable(path, f"line {error}" if isinstance(error, text_format.ParseError) else str(error))
-    return config
+    return read_text_config("--model-config-file", path, "serving.ModelServerConfig")
 
 
 def listed_models(config: Proto) -> tuple[ModelConfig, ...]:
@@ -131,12 +120,3 @@ def _policy(entry: Proto) -> Policy:
             return Latest(policy.latest.num_versions)
         case _:
             return Latest()
-
-
-def _unreadable(path: Path, cause: str) -> NoReturn:
-    raise UsageError(
-        f"{path} is not a model server's configuration",
-        cause=cause,
-        hint="write `model_config_list { config { name: '...' base_path: '/...' "
-        "model_platform: 'tensorflow' } }`",
-    ) from None

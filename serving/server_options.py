@@ -101,6 +101,10 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     saved_model_tags: Annotated[
         str, Option(metavar="TAG,...", help="Tags of the graph to load.", group=_COMPUTING)
     ] = "serve"
+    tensorflow_session_config_file: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="A session's ConfigProto in text form.", group=_COMPUTING),
+    ] = None
     tensorflow_intra_op_parallelism: Annotated[
         int,
         Option(
@@ -140,12 +144,22 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         return arguments
 
     def loading(self) -> Loading:
-        """How versions are loaded."""
-        from serving.loader import Loading
+        """How versions are loaded.
 
+        Raises:
+            UsageError: the session's configuration cannot be read.
+        """
+        from serving.loader import Loading
+        from serving.text_config import read_text_config
+
+        file, config = self.tensorflow_session_config_file, b""
+        if file is not None:
+            option = "--tensorflow-session-config-file"
+            config = read_text_config(option, file, "ConfigProto").SerializeToString()
         session = self.tensorflow_session_parallelism
         return Loading(
             tags=tuple(self.saved_model_tags.split(",")),
+            session_config=config,
             intra_op_threads=self.tensorflow_intra_op_parallelism or session,
             inter_op_threads=self.tensorflow_inter_op_parallelism or session,
             warmup_iterations=0 if self.no_model_warmup else max(1, self.num_request_iterations_for_warmup),

@@ -15,7 +15,7 @@ from typing import Any
 
 from exporter.errors import UsageError
 from exporter.files import read_regular
-from exporter.wire.protos import Proto
+from exporter.wire.protos import Proto, message_class
 
 _LARGEST = 16 << 20
 _PACKAGE = "tensorflow.serving"
@@ -32,12 +32,12 @@ _FIELDS: dict[str, dict[str, str]] = {
 
 
 def read_text_config(option: str, path: Path, message: str, *, is_secret: bool = False) -> Proto:
-    """The `SSLConfig` or `MonitoringConfig` in a file.
+    """The message that a file holds as text.
 
     Args:
         option: the option that names the file, for errors.
         path: the file.
-        message: which of the two.
+        message: its kind, as `message_class` takes it, or `SSLConfig` or `MonitoringConfig`.
         is_secret: say only where it is wrong, not what stands there.
 
     Raises:
@@ -45,18 +45,20 @@ def read_text_config(option: str, path: Path, message: str, *, is_secret: bool =
     """
     from google.protobuf import text_format
 
-    hint = f"write it as TF Serving's {message} in text form"
+    kind = message.rpartition(".")[2]
+    hint = f"write it as TF Serving's {kind} in text form"
     try:
         text = read_regular(path, _LARGEST).decode()
-        return text_format.Parse(text, _classes()[message]())
+        found = _classes()[message] if message in _FIELDS else message_class(message)
+        return text_format.Parse(text, found())
     except OSError as error:
         cause = error.strerror or str(error)
         raise UsageError(f"{option} {path} cannot be read", cause=cause, hint=hint) from None
     except text_format.ParseError as error:
         cause = f"line {error.GetLine()}, column {error.GetColumn()}" if is_secret else f"line {error}"
-        raise UsageError(f"{option} {path} is no {message}", cause=cause, hint=hint) from None
+        raise UsageError(f"{option} {path} is no {kind}", cause=cause, hint=hint) from None
     except ValueError:
-        raise UsageError(f"{option} {path} is no {message}", cause="it is not UTF-8", hint=hint) from None
+        raise UsageError(f"{option} {path} is no {kind}", cause="it is not UTF-8", hint=hint) from None
 
 
 @cache

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from exporter.errors import CallFailed, UsageError
+from exporter.wire.protos import message_class
+from exporter.wire.tensor_proto import fill
 from serving.client import ModelClient
 from serving.health import NOT_SERVING, SERVING, messages
 from serving.server import ModelServer
@@ -156,6 +158,25 @@ def test_the_health_services_messages_are_those_of_the_protocol() -> None:
     request, response = messages()
     assert request(service="a").SerializeToString() == b"\x0a\x01a"
     assert response(status=SERVING).SerializeToString() == b"\x08\x01"
+
+
+def test_a_sessions_configuration(made: Path, tmp_path: Path) -> None:
+    """Its own deadline holds for a call that has none."""
+    file = tmp_path / "session.config"
+    file.write_text("operation_timeout_in_ms: 2000 intra_op_parallelism_threads: 1")
+    options = ServerOptions(tensorflow_session_config_file=file, tensorflow_inter_op_parallelism=3)
+    assert (options.loading().intra_op_threads, options.loading().inter_op_threads) == (0, 3)
+    request = message_class("serving.PredictRequest")()
+    request.model_spec.name, request.model_spec.signature_name = "b", "slow"
+    fill(request.inputs["turns"], np.array([1 << 60]))
+    with ModelServer(made / "b", options=options) as server:
+        server.wait_available(WAIT_SECONDS)
+        with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
+            predict = channel.unary_unary(
+                "/tensorflow.serving.PredictionService/Predict", request_serializer=bytes
+            )
+            predict(request.SerializeToString())
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def test_arguments_of_the_channel(made: Path) -> None:

@@ -105,7 +105,8 @@ def test_refused_by_the_command() -> None:
     [
         ((), "there is no model to serve"),
         (("a", "--model_base_path=b"), "MODEL_BASE_PATH is a, --model-base-path b"),
-        (("--model_config_file=none.config",), "none.config is not a model server's configuration"),
+        (("--model_config_file=none.config",), "none.config cannot be read"),
+        (("m", "--port=0", "--tensorflow_session_config_file=none"), "none cannot be read"),
         (("m", "--grpc_channel_arguments=grpc.x"), "'grpc.x' is not of the form NAME=VALUE"),
     ],
 )

@@ -220,7 +220,7 @@ def test_a_base_path_that_is_not_there(server: ModelServer, tmp_path: Path) -> N
          "three policies"),
         (("--only", "--model", "a", "--model-base-path", "/m", "--label", "x=y"), 2, "'y' is not a version"),
         (("--save", "--only", "--model", "a", "--model-base-path", "/m"), 2, "--save goes with"),
-        (("--model-config-file", "none.config"), 2, "none.config is not a model server's configuration"),
+        (("--model-config-file", "none.config"), 2, "none.config cannot be read"),
         (("--only", "--model", "a", "--model-base-path", "gs://b/m"), 7, "gs://b/m: only local paths"),
     ],
 )  # fmt: skip

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from google.protobuf import descriptor_pool
 
 
-_FILES = ("tensorflow/core/protobuf/tensor_bundle.proto", "tensorflow/core/protobuf/saved_model.proto")
+_FILES = (
+    "tensorflow/core/protobuf/tensor_bundle.proto",
+    "tensorflow/core/protobuf/saved_model.proto",
+    "tensorflow/core/protobuf/config.proto",
+)
 """In the order in which they are looked through: an index of tensors needs five small files, a graph all."""
 _SERVING_FILES = (
     "tensorflow_serving/apis/prediction_log.proto",
