@@ -265,6 +265,27 @@ def test_a_trial_counts_from_when_its_replica_was_chosen() -> None:
     assert (action, third) == (Go("b", 3), Trial(1, "b", NOW + 31, lost=("a",)))
 
 
+@pytest.mark.parametrize("passes_first", [False, True], ids=["as it is applied", "as it is asked"])
+def test_what_takes_down_one_replica_after_the_other_takes_down_two(passes_first: bool) -> None:
+    """Whether they go down as they take the deltas, or once they stand beyond the hold."""
+    now, before, sent = NOW, None, []
+    members = {name: replica(name, 1) for name in "abcd"}
+    for _ in range(500):
+        now += 0.5
+        action, before = decide(HELD, members.values(), before, now, patience_s=PATIENCE_S, knows=True)
+        match action:
+            case RollBack(to, reason):
+                assert to == 1
+                assert reason.startswith("a and b stopped answering")
+                break
+            case Go(address, _):
+                sent.append(address)
+                members[address] = replica(address, 3) if passes_first else down(address, 1)
+            case Judge(address, _, _, _):
+                members[address] = down(address, 3)
+    assert sent == ["a", "b"]
+
+
 class World:
     """Replicas that do as they are told, or not, and a canary; `bad` is the end of the delta that is bad."""
 

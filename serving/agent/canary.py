@@ -147,7 +147,7 @@ def decide(
     if ahead is not None:
         address, version, position = ahead
         if trial is None or trial.address != address:
-            trial = Trial(approved, address, now)
+            trial = replace(trial or Trial(approved, "", now), address=address, began=now)
         return Judge(address, version.number, position, approved), trial
     if beyond.newest <= approved:
         return Rest(f"all is approved, up to {approved}"), None

@@ -28,6 +28,7 @@ import tensorflow as tf
 from exporter.delta.format import Schema
 from exporter.errors import ExportError
 from exporter.pipeline import log_maintenance
+from exporter.publish.approval import approve
 from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
 from exporter.publish.log_entries import DeltaOrigin
 from exporter.publish.versions import version_dirs
@@ -116,6 +117,7 @@ class World:
         "tidy": 2,
         "rollback": 3,
         "resume": 3,
+        "approve": 6,
         "kill": 6,
         "at_once": 3,
         "damage": 8,
@@ -199,6 +201,10 @@ class World:
         log_maintenance.tidy(self.model, clock=lambda: LATER)
         self.account()
         self.assert_all_lead_on()
+        log = self.log
+        for base in log.bases if log.approved is not None else ():
+            if base.at.position <= (log.approved or 0):
+                log.chain(base.at.position, log.approved)
 
     def rollback(self) -> None:
         """Back to a position that was published."""
@@ -217,9 +223,22 @@ class World:
         ran = self.command("resume", self.model)
         self.account()
         assert ran.code == (0 if held else 2), ran.err
-        assert self.log.hold() is None
         if held:
             self.assert_newest_is(self.trained)
+        if self.log.held.is_canary:  # it is to approve what came back, until it is done without
+            assert self.command("resume", self.model).code == 0
+            self.account()
+        assert self.log.hold() is None
+
+    def approve(self) -> None:
+        """A canary begins, or approves more of what is published, unless a person holds it."""
+        log = self.log
+        approved = log.approved
+        known = {log.base.at.position, *(delta.end for delta in log.deltas)}
+        position = self.dice.choice(sorted(at for at in known if approved is None or at >= approved))
+        done = approve(log.path, self.model, expected=approved, position=position)
+        assert done is not log.held.binds
+        assert self.log.approved == (position if done else None)
 
     def kill(self) -> None:
         """SIGKILL in the midst of any command; then the world goes on."""
