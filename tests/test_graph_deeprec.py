@@ -86,6 +86,39 @@ def test_lookup(tmp_path: Path, generation: Generation, parts: int) -> None:
     assert not graph.notes
 
 
+def test_lookups_themselves_are_outputs(tmp_path: Path) -> None:
+    with deeprec_graph() as program:
+        whole = program.embedding_variable("whole", DIM, initializer=0.25)
+        parted = program.embedding_variable("parted", DIM, parts=2, initializer=0.25)
+        ids = placeholder("ids")
+        program.embedding_lookup(whole, ids, name="a")
+        program.embedding_lookup(parted, ids, name="b")
+        outputs = {"a": "a/Gather/Gather", "b": "b/ParallelDynamicStitch", "part": "b/Gather_1/Gather:0"}
+        graph = converted(program, tmp_path, inputs={"ids": "ids"}, outputs=outputs)
+
+    table = rows()
+    found = answers(graph, {"whole": table, "parted": table}, {"ids": PROBES})
+    expected = table.read(PROBES, np.full((1, DIM), 0.25, np.float32))
+    assert np.array_equal(found["a"], expected)
+    assert np.array_equal(found["b"], expected)
+    assert np.array_equal(found["part"], expected[PROBES % 1000 % 2 == 1])
+
+
+def test_tables_in_front_of_inputs_are_not_served(tmp_path: Path) -> None:
+    """Who feeds the rows needs no table, not even to know what absent keys read there."""
+    import tensorflow as tf
+
+    with deeprec_graph() as program:
+        variable = program.embedding_variable("user", DIM, block_num=2)
+        looked_up = tf.identity(program.embedding_lookup(variable, placeholder("ids")), name="looked_up")
+        named(looked_up * 2.0)
+        graph = converted(program, tmp_path, inputs={"x": "looked_up"}, outputs=IDS["outputs"])
+
+    assert not graph.dynamic_tables
+    given = np.ones((2, DIM), np.float32)
+    assert np.array_equal(answers(graph, {}, {"x": given})["rows"], given * 2)
+
+
 def test_ids_of_any_rank(tmp_path: Path) -> None:
     import tensorflow as tf
 

@@ -80,14 +80,14 @@ def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Conver
     numbers = AbsentKeys(absent_keys, found.keys())
     if not found:
         return Converted()
-    needed = all_before(index.nodes, _outputs(meta_graph))
+    needed = _needed(index.nodes, meta_graph)
     owners = {handle.name: variable for variable in found.values() for handle in variable.handles}
     conversion = _Conversion(index, owners, numbers)
     for parted in list(parted_lookups(index, conversion.name_of)):
         if parted.stitch in needed:
             conversion.rewrite(index.nodes[parted.stitch], parted.handle, parted.ids, parted.default)
     nodes = conversion.nodes
-    for name in all_before(nodes, _outputs(meta_graph)):
+    for name in _needed(nodes, meta_graph):
         node = nodes[name]
         if node.op not in GATHERS:
             continue
@@ -282,11 +282,12 @@ def _kind(variable: _EmbeddingVariable) -> tuple[DType, DType, int]:
     return kinds.pop()
 
 
-def _outputs(meta_graph: Proto) -> list[str]:
-    return [
-        text
-        for signature in meta_graph.signature_def.values()
-        for role, _, info in signature_tensors(signature)
-        if role == "output"
-        for text in tensor_names(info)
-    ]
+def _needed(nodes: Mapping[str, Proto], meta_graph: Proto) -> dict[str, None]:
+    """The nodes that some signature's outputs need, which its inputs do not give."""
+    found: dict[str, None] = {}
+    for signature in meta_graph.signature_def.values():
+        ends: dict[str, list[str]] = {"input": [], "output": []}
+        for role, _, info in signature_tensors(signature):
+            ends[role] += tensor_names(info)
+        found |= all_before(nodes, ends["output"], {endpoint(text) for text in ends["input"]})
+    return found

@@ -267,6 +267,29 @@ class _DeepRecNodes:
             self._gather(name, gather)
         self._save(saved)
         self._restore(restores)
+        self._describe()
+
+    def _describe(self) -> None:
+        """The OpDefs that a MetaGraphDef carries, of DeepRec's own operations and of its SaveV2."""
+        described = self.meta_graph.meta_info_def.stripped_op_list.op
+        used = {node.op for node in self.meta_graph.graph_def.node}
+        for op, (inputs, outputs) in _OP_DEFS.items():
+            if op not in used:
+                continue
+            made = described.add(name=op, is_stateful=op == "KvVarHandleOp")
+            for arguments, texts in ((made.input_arg, inputs), (made.output_arg, outputs)):
+                for name, kind in (text.split(":") for text in texts.split()):
+                    fixed = {"resource": DType.RESOURCE, "bool": DType.BOOL, "string": DType.STRING}.get(kind)
+                    arguments.add(name=name, **({"type": int(fixed)} if fixed else {"type_attr": kind}))
+            for name in sorted({name for node in self._of(op) for name in node.attr if name[0] != "_"}):
+                made.attr.add(name=name, type=_KINDS[next(self._of(op)).attr[name].WhichOneof("value")])
+        save = next((op for op in described if op.name == "SaveV2"), None)
+        if save is not None:
+            save.attr.add(name="ev_key_types", type="list(type)").default_value.list.SetInParent()
+            save.attr.add(name="has_ev", type="bool").default_value.b = False
+
+    def _of(self, op: str) -> Iterator[Proto]:
+        return (node for node in self.meta_graph.graph_def.node if node.op == op)
 
     def _add(self, name: str, op: str, inputs: Sequence[str] = (), **attrs: Any) -> Proto:
         node = self.meta_graph.graph_def.node.add(name=name, op=op)
@@ -445,6 +468,26 @@ class _DeepRecNodes:
         data = definition.SerializeToString() + _IS_EMBEDDING_VAR
         for collection in ("variables", "trainable_variables", "embedding_variables"):
             self.meta_graph.collection_def[collection].bytes_list.value.append(data)
+
+
+_KINDS = {"type": "type", "i": "int", "f": "float", "s": "string", "b": "bool", "shape": "shape"}
+_INITIALISE = "resource_self:resource resource_primary:resource value:dtype empty_key:Tkeys", ""
+_OP_DEFS = {
+    "KvVarHandleOp": ("", "resource:resource"),
+    "KvVarIsInitializedOp": ("resource:resource", "is_initialized:bool"),
+    "KvResourceGather": ("resource:resource indices:Tkeys default_value:dtype", "output:dtype"),
+    "KvResourceGatherV1": (
+        "resource:resource indices:Tkeys default_value:dtype counts:counts_type", "output:dtype"
+    ),
+    "InitializeKvVariableOp": _INITIALISE,
+    "InitializeKvVariableV2Op": _INITIALISE,
+    "KvResourceImportV2": (
+        "prefix:string resource_self:resource resource_primary:resource value:dtype tensor_names:string "
+        "empty_key:Tkeys", ""
+    ),
+    "KvResourceImportV3": ("prefix:string resource_self:resource tensor_names:string empty_key:Tkeys", ""),
+}  # fmt: skip
+"""Inputs and outputs, `name:type` or `name:attribute that has the type` (core/ops/kv_variable_ops.cc)."""
 
 
 def train_op(meta_graph: Proto, variable: EmbeddingVariable, gradient: str, ids: str) -> None:
