@@ -213,6 +213,12 @@ def agent(
         sink.json_lines = True
         models = [Model(name, path) for name, path in _models(model_base_path).items()]
         names = [model.name for model in models]
+        if rebuild_config is not None and audit_seconds is None:
+            raise UsageError(
+                "--rebuild-config without --audit-seconds",
+                cause="nobody would find out that a replica differs",
+                hint="say how often to compare: --audit-seconds 60",
+            )
         token = None if token_file is None else _token(token_file)
         tls = HttpTls.of(tls_cert, tls_key, client_ca)
         pace = None if pace_factor is None else PacePolicy(pace_factor, pace_max_delay, probe_seconds)

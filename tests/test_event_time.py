@@ -52,6 +52,18 @@ def test_a_function_that_fails_ends_no_training(caplog: pytest.LogCaptureFixture
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_a_variable_tells_it_where_it_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    """An eager one always, one of a graph in a session alone."""
+    assert EventClock(tf.Variable(NOON.timestamp(), dtype=tf.float64)).read(None) == NOON
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        newest = tf.compat.v1.get_variable("newest", [], tf.float64)
+        clock = EventClock(newest)
+        assert clock.read(None) is None
+        session.run(newest.assign(NOON.timestamp()))
+        assert clock.read(session) == NOON
+    assert not caplog.records
+
+
 def test_without_one_it_is_the_time_of_the_newest_step() -> None:
     times = iter([100.0, 200.0, 300.0])
     clock = EventClock(now=lambda: next(times))

@@ -139,6 +139,7 @@ def test_a_model_that_an_agent_took_out_and_did_not_put_back_is_put_back(
         ("model_config_list { }", "does not list 'ranker'"),
         ("no configuration", "rebuild"),
         (None, "rebuild"),
+        ("without audits", "without --audit-seconds"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_a_usage_error(
@@ -148,7 +149,8 @@ def test_a_file_that_is_no_configuration_is_a_usage_error(
     if text is not None:
         file.write_text(text)
     options = ("--model-base-path", tmp_path / "ranker", "--target", "127.0.0.1:9", "--rebuild-config", file)
-    with process("agent", *options, "--port", 0, "--json") as started:
+    audits = () if text == "without audits" else ("--audit-seconds", 1)
+    with process("agent", *options, *audits, "--port", 0, "--json") as started:
         _, err = started.communicate(timeout=DEADLINE_S)
     assert started.returncode == 2
     assert message in json.loads(err.strip().splitlines()[-1])["message"]
