@@ -17,7 +17,7 @@ from exporter.terminal.output import Output, OutputMode
 from exporter.terminal.parameters import App, Option, Options
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving.documents import AgentEvent, AgentStarted
-from serving.http_port import require_libraries
+from serving.optional_libraries import require_libraries
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
 
 if TYPE_CHECKING:

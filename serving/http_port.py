@@ -10,10 +10,9 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
 from typing import Any
 
-from exporter.errors import ServerError, UsageError
+from exporter.errors import ServerError
 from serving.http_tls import HttpTls, bound, secure
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -84,21 +83,6 @@ class HttpPort:
         stopping.start()
         stopping.join(grace_seconds + 1.0)
         self._thread.join(1.0)
-
-
-def require_libraries(extra: str, purpose: str, *names: str) -> None:
-    """Libraries that are an extra of this package.
-
-    Raises:
-        UsageError: one of them is not installed.
-    """
-    missing = [name for name in names if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"{purpose} needs {', '.join(missing)}",
-            cause="it is an extra of this package",
-            hint=f"install it: python3 -m pip install 'export-model[{extra}]'",
-        )
 
 
 def _quiet_server(*arguments: Any, **options: Any) -> Any:

@@ -193,7 +193,8 @@ class ModelServer:
         network = self._options.network
         if network.rest_api_port is None:
             return None
-        from serving.http_port import HttpPort, require_libraries
+        from serving.http_port import HttpPort
+        from serving.optional_libraries import require_libraries
         from serving.rest import MAX_BODY_BYTES, Rest, metrics_path
 
         try:

@@ -8,6 +8,7 @@ import io
 import json
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -503,6 +504,14 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
                 ModelServer(tmp_path / "m", options=ServerOptions(network=NetworkOptions(rest_api_port=port)))
             assert "--rest-api-port" in str(caught.value.hint)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("versions of m")]
+
+
+def test_libraries_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_saved_model(tmp_path / "m" / "1")
+    monkeypatch.setitem(sys.modules, "cheroot", None)  # what an import finds where it is not installed
+    with pytest.raises(UsageError, match="the REST interface needs cheroot") as caught:
+        ModelServer(tmp_path / "m", options=ServerOptions(network=NetworkOptions(rest_api_port=0)))
+    assert "export-model[server]" in str(caught.value.hint)
 
 
 def test_a_file_of_metrics_that_cannot_be_used(tmp_path: Path) -> None:

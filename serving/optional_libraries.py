@@ -1,0 +1,22 @@
+"""Libraries that not every command needs: extras of this package."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from exporter.errors import UsageError
+
+
+def require_libraries(extra: str, purpose: str, *names: str) -> None:
+    """Make sure that the libraries of an extra are installed before they are imported.
+
+    Raises:
+        UsageError: one of them is not installed.
+    """
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"{purpose} needs {', '.join(missing)}",
+            cause="it is an extra of this package",
+            hint=f"install it: python3 -m pip install 'export-model[{extra}]'",
+        )
