@@ -93,12 +93,23 @@ class ModelDirectory:
             lost = ": is its volume mounted?" if self._was_seen else ""
             return Published(problem=f"nothing is published under {self.path}{lost}")
         self._was_seen = True
+        if lost_deltas := self._lost_deltas(versions[0].path):
+            return Published(problem=f"{lost_deltas} was there and is not: is its volume mounted?")
         logs: dict[str, PublishedLog] = {}
         for child in versions:
             base = self._base(child.path)
             if base is not None and base.manifest.lineage and base.manifest.lineage not in logs:
                 logs[base.manifest.lineage] = self._log(base, base.manifest.lineage)
         return Published(logs, versions[0].version)
+
+    def _lost_deltas(self, newest: Path) -> Path | None:
+        """The directory of the newest base's deltas, if it held some and vanished."""
+        base = self._base(newest)
+        if base is None:
+            return None
+        directory = log_path(self.path, base.entry.log)
+        held_some = any(path.parent == directory for path in self._deltas)
+        return directory if held_some and not directory.is_dir() else None
 
     def _base(self, path: Path) -> LogBase | None:
         """A version that takes deltas; None if it does not, or cannot be read (which `doctor` explains)."""

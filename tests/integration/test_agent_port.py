@@ -155,6 +155,21 @@ def _half_a_request(port: int, with_handshake: bool, certified: Certified) -> An
     return connection
 
 
+def test_deltas_that_vanish_are_not_taken_for_none(published: Published, server: Server) -> None:
+    """They may lie on a volume of their own."""
+    published.publish()
+    deltas, away = published.model / "deltas", published.model / "away"
+    with agent(published.model, server.address) as running:
+        wait(lambda: running.get("/readyz")[0] == 200)
+        deltas.rename(away)
+        try:
+            wait(lambda: "was there and is not: is its volume mounted?" in running.get("/readyz")[1])
+        finally:
+            away.rename(deltas)
+        wait(lambda: running.of("seen"))
+        wait(lambda: running.get("/readyz")[0] == 200)
+
+
 def test_an_empty_directory_where_a_model_was_is_an_unmounted_volume(
     published: Published, server: Server
 ) -> None:
