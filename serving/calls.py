@@ -113,14 +113,14 @@ class Calls:
             entry.status.error_message = status.message
         return response
 
-    def configure(self, request: Proto, timeout_seconds: float) -> Proto:
+    def configure(self, request: Proto, timeout_seconds: float, is_wanted: Callable[[], bool]) -> Proto:
         """Serve other models, versions or labels; returns when the models that are new are available."""
         if request.config.WhichOneof("config") != "model_config_list":
             raise invalid(
                 "ServerModelConfig type not supported by HandleReloadConfigRequest. "
                 "Only ModelConfigList is currently supported"
             )
-        wait_for(self.models.configure(listed_models(request.config)), timeout_seconds)
+        wait_for(self.models.configure(listed_models(request.config)), timeout_seconds, is_wanted)
         response = self._reload_response()
         response.status.SetInParent()
         return response

@@ -158,8 +158,8 @@ class VersionManager:
         with self._changed:
             return self._available()
 
-    def wait_available(self, timeout_seconds: float) -> int:
-        """The newest available version, as soon as there is one.
+    def wait_available(self, timeout_seconds: float, is_wanted: Callable[[], bool] = lambda: True) -> int:
+        """The newest available version, as soon as there is one; given up when it `is_wanted` no more.
 
         Raises:
             ServerError: none is available in time, or the version that ought to be served cannot be loaded.
@@ -167,7 +167,7 @@ class VersionManager:
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while not (available := self._available()):
-                late = time.monotonic() >= deadline
+                late = time.monotonic() >= deadline or not is_wanted()
                 if late or self._hopeless():
                     raise self._not_available(timeout_seconds if late else None)
                 # In steps: the handler of a signal that another thread was given runs between them.

@@ -153,8 +153,10 @@ class ServedModels:
             raise invalid(f"Unrecognized servable version label: {spec.version_label}") from None
 
 
-def wait_for(models: Sequence[VersionManager], timeout_seconds: float) -> None:
-    """Wait until each model has an available version.
+def wait_for(
+    models: Sequence[VersionManager], timeout_seconds: float, is_wanted: Callable[[], bool] = lambda: True
+) -> None:
+    """Wait until each model has an available version, as long as it `is_wanted`.
 
     Raises:
         StatusError: UNKNOWN, one cannot be served; DEADLINE_EXCEEDED, one is not available in time.
@@ -163,7 +165,7 @@ def wait_for(models: Sequence[VersionManager], timeout_seconds: float) -> None:
     failed = []
     for model in models:
         try:
-            model.wait_available(max(0.0, deadline - time.monotonic()))
+            model.wait_available(max(0.0, deadline - time.monotonic()), is_wanted)
         except ServerError as error:
             failed.append(f"{error.message}: {error.cause}")
     if failed:

@@ -91,7 +91,8 @@ class ModelService:
         """Serve other models, versions or labels; answers when the models that are new are available."""
         with _status_to(context):
             remaining = _seconds_left(context)
-            return self._calls.configure(request, _CONFIGURE_SECONDS if remaining is None else remaining)
+            seconds = _CONFIGURE_SECONDS if remaining is None else remaining
+            return self._calls.configure(request, seconds, context.is_active)
 
 
 def _timeout_ms(context: Context) -> int | None:

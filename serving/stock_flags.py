@@ -117,7 +117,7 @@ STOCK_FLAGS = (
     _refused("prefer_tflite_model", _NO_TFLITE, "false", is_boolean=True),
     _refused("mixed_precision", "it would change what models answer", ""),
 )
-"""Every flag of TF Serving 2.21 (source: tensorflow_serving/model_servers/main.cc)."""
+"""The flags of `tensorflow_model_server` (source: tensorflow_serving/model_servers/main.cc)."""
 
 _BY_NAME = {flag.name.replace("_", "-"): flag for flag in STOCK_FLAGS}
 _TRUE, _FALSE = ("true", "1", "t"), ("false", "0", "f")

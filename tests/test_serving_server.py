@@ -432,6 +432,25 @@ def test_a_new_configuration_by_the_stock_client(model: Path) -> None:
         stock.channel.close()
 
 
+def test_a_reload_that_nobody_waits_for_gives_its_thread_back(model: Path, tmp_path: Path) -> None:
+    from tensorflow_serving.apis import model_management_pb2
+
+    with ModelServer(model, options=ServerOptions(threads=1)) as server:
+        server.wait_available(WAIT_SECONDS)
+        stock = Stock(server.address)
+        request = model_management_pb2.ReloadConfigRequest()
+        for name, path in (("ranker", model), ("later", tmp_path / "later")):
+            request.config.model_config_list.config.add(
+                name=name, base_path=str(path), model_platform="tensorflow"
+            )
+        call = stock.model.HandleReloadConfigRequest.future(request)
+        while "later" not in server.models.served():
+            time.sleep(0.01)
+        call.cancel()
+        assert stock.predict({"x": X}).model_spec.version.value == 2  # by the only thread
+        stock.channel.close()
+
+
 def test_stopping_cuts_off_calls_that_do_not_end(model: Path) -> None:
     def never_ends() -> None:
         with pytest.raises(grpc.RpcError):

@@ -157,7 +157,8 @@ Serving {version}: *same*, *different on purpose*, or *absent*. Tests make each 
 {calls}
 ## Flags
 
-Names may be written with dashes or underscores. These are all of TensorFlow Serving's flags.
+Names may be written with dashes or underscores. These are the flags in its `main.cc`; any other is an
+error.
 
 {flags}
 ## Statuses
