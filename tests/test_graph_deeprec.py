@@ -119,6 +119,39 @@ def test_tables_in_front_of_inputs_are_not_served(tmp_path: Path) -> None:
     assert np.array_equal(answers(graph, {}, {"x": given})["rows"], given * 2)
 
 
+@pytest.mark.parametrize("fed", ["ids", "taken"])
+def test_stages_are_read_through(tmp_path: Path, fed: str) -> None:
+    """`tf.staged` in front of the lookup: requests give what is put in, or what is taken out."""
+    import tensorflow as tf
+
+    with deeprec_graph() as program:
+        variable = program.embedding_variable("user", DIM, initializer=0.25)
+        ids = placeholder("ids")
+        doubled = tf.add(ids, ids, name="doubled")
+        taken = tf.identity(doubled, name="taken")  # a stand-in: what is put in is `doubled`
+        named(program.embedding_lookup(variable, taken))
+        meta_graph = program.meta_graph()
+    nodes = {node.name: node for node in meta_graph.graph_def.node}
+    put = meta_graph.graph_def.node.add(name="stage/put", op="TensorBufferPut", input=["doubled"])
+    take = nodes["taken"]
+    take.op = "TensorBufferTake"
+    del take.input[:]
+    take.attr.clear()
+    for node in (put, take):
+        node.attr["shared_name"].s = b"stage"
+        node.attr["dtypes"].list.type.append(int(DType.INT64))
+    meta = tmp_path / "m.meta"
+    meta.write_bytes(meta_graph.SerializeToString())
+
+    graph = load_graph(GraphRequest(str(meta), {"ids": fed}, IDS["outputs"]))
+    assert all(is_stock(op) for op in ops(graph))
+    table = rows()
+    asked = np.array([1, 3, 500, 7])
+    found = answers(graph, {"user": table}, {"ids": asked})["rows"]
+    looked_up = asked * 2 if fed == "ids" else asked
+    assert np.array_equal(found, table.read(looked_up, np.full((1, DIM), 0.25, np.float32)))
+
+
 def test_ids_of_any_rank(tmp_path: Path) -> None:
     import tensorflow as tf
 

@@ -26,6 +26,7 @@ from exporter.errors import NotServable
 from exporter.graph.deeprec_defaults import AbsentKeys, default_rows
 from exporter.graph.deeprec_ops import GATHERS, HANDLE, INITIALISERS
 from exporter.graph.deeprec_parts import parted_lookups, uses_default
+from exporter.graph.deeprec_stages import read_through_stages
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.nodes import (
     Endpoint,
@@ -76,6 +77,7 @@ def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Conver
         UsageError: `absent_keys` matches no table, or has no numbers.
     """
     index = GraphIndex.of(meta_graph)
+    read_through_stages(index, _inputs(meta_graph))
     found = _embedding_variables(meta_graph, index)
     numbers = AbsentKeys(absent_keys, found.keys())
     if not found:
@@ -280,6 +282,17 @@ def _kind(variable: _EmbeddingVariable) -> tuple[DType, DType, int]:
             hint="choose outputs that do not need it",
         )
     return kinds.pop()
+
+
+def _inputs(meta_graph: Proto) -> set[Endpoint]:
+    """The tensors that signatures take."""
+    return {
+        endpoint(text)
+        for signature in meta_graph.signature_def.values()
+        for role, _, info in signature_tensors(signature)
+        if role == "input"
+        for text in tensor_names(info)
+    }
 
 
 def _needed(nodes: Mapping[str, Proto], meta_graph: Proto) -> dict[str, None]:
