@@ -97,7 +97,8 @@ class ExportRequest(Struct, frozen=True):
     by the request's own batch although the checkpoint has moving statistics. `plain` publishes a version that
     takes no deltas over one that does; `despite_hold` publishes a version although the model is held.
     Of dynamic tables, keys are served that were seen `min_freq` times and updated within `max_age_steps`.
-    A dynamic table gets room for `table_head_room` times as many keys as it has, beside those.
+    A dynamic table gets room for `table_head_room` times as many keys as it has, beside those; a quarter by
+    default.
     `check_graph` builds the graph again before a delta and compares it with its base's. Without `again` a
     checkpoint that is published already, by the same plan, is an error (`PublishedAlready`).
     """
@@ -141,7 +142,7 @@ class ExportRequest(Struct, frozen=True):
     again: bool = True
     min_freq: int = 0
     max_age_steps: int | None = None
-    table_head_room: float = 0.25
+    table_head_room: float | None = None
 
     def __post_init__(self) -> None:
         """Take `file://` as a path, and refuse other URLs where a path is expected."""

@@ -10,11 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exporter.errors import VerificationError
+from exporter.delta.format import ChangeKind
+from exporter.errors import UsageError, VerificationError
 from exporter.options import DataMode, ExportRequest, Updates, Verify
 from exporter.pipeline.full import Exported, export
+from exporter.publish.delta_log import read_log
+from exporter.publish.made_from import PublishedAlready
 from exporter.tables import DynamicTable, dynamic_embedding
 from exporter.tables.build_index import build_index
+from exporter.tables.geometry import PARTS
 from tests.support.deeprec import Ev, write_full
 
 Array = np.ndarray[Any, Any]
@@ -233,3 +237,38 @@ def test_a_keras_model_with_a_layer_for_a_table(tmp_path: Path) -> None:
     mean = reference(other, ids, np.zeros((1, DIM), np.float32)).mean(1)
     assert (answer[:, : 3 * DIM].numpy() == rows.reshape(len(ids), -1)).all()
     np.testing.assert_allclose(answer[:, 3 * DIM :], mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("room", [-0.5, float("nan"), float("inf")])
+def test_room_that_is_no_number_is_a_usage_error(tmp_path: Path, room: float) -> None:
+    with pytest.raises(UsageError, match="--table-head-room"):
+        export_table(tmp_path, Ev.random(50, DIM), lookup(), table_head_room=room)
+
+
+def test_room_for_tables_of_a_graph_without_any_is_a_usage_error(tmp_path: Path) -> None:
+    def build() -> Any:
+        import tensorflow as tf
+
+        x = tf.compat.v1.placeholder(tf.float32, [None], name="x")
+        return {"x": x}, {"y": x * tf.compat.v1.get_variable("w", [])}
+
+    write_full(tmp_path / "ckpt" / "model.ckpt-7", {}, dense={"w": np.float32(2)}, step=7)
+    with pytest.raises(UsageError, match="the graph has none"):
+        export(ExportRequest(tmp_path / "ckpt", tmp_path / "model", model=build, table_head_room=1.0))
+
+
+def test_more_room_is_another_plan(tmp_path: Path) -> None:
+    ev = Ev.random(2000, DIM)
+    first = export_table(tmp_path, ev, lookup())
+    with pytest.raises(PublishedAlready):
+        export_table(tmp_path, ev, lookup(), again=False)
+    second = export_table(tmp_path, ev, lookup(), again=False, table_head_room=3.0)
+    assert second.plan.digest != first.plan.digest
+
+
+def test_all_variables_of_a_table_change_row_by_row(tmp_path: Path) -> None:
+    done = export_table(tmp_path, Ev.random(2000, DIM), build_columns, updates=Updates())
+    schema = read_log(tmp_path / "model").schema
+    assert {variable.name for variable in schema.variables} == {f"emb/{part}" for part in PARTS}
+    assert {variable.kind for variable in schema.variables} == {ChangeKind.TABLE}
+    assert done.plan.layout is not None

@@ -181,9 +181,9 @@ def export(
         ),
     ] = None,
     table_head_room: Annotated[
-        float,
-        Option(group=STORAGE, metavar="X", min=0.0, help="Room for X times more keys in dynamic tables."),
-    ] = 0.25,
+        float | None,
+        Option(group=KEYED, metavar="X", help="Room for X times more keys in tables. [default: 0.25]"),
+    ] = None,
     keep: Annotated[
         int | None, Option(group=STORAGE, metavar="N", min=1, help="Keep only the newest N versions.")
     ] = None,

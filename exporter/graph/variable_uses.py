@@ -2,8 +2,9 @@
 
 The first scatter into a variable puts it in copy-on-read mode: from then on each `ReadVariableOp` copies the
 whole table. A cleaned graph gathers by handle where it can (`graph.clean`); here follow the gathers that have
-a cast before them, as Keras' mixed precision exports them, gathers of many indices, and shapes, in the graph
-and in its functions. What still reads a variable whole is found by following its handle.
+a cast before them, as Keras' mixed precision exports them, gathers of many indices, sums over segments, as
+`embedding_lookup_sparse` makes them, and shapes, in the graph and in its functions. What still reads a
+variable whole is found by following its handle.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from enum import Flag, auto
 
+import numpy as np
+
 from exporter.graph.function_ops import CALLS, LOOPS
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
-from exporter.wire.tensor_proto import to_array
+from exporter.wire.tensor_proto import fill, to_array
 
 _ROW_READS = {"ResourceGather", "ResourceGatherNd"}
 _INDIFFERENT = {"VariableShape", "VarIsInitializedOp", "DisableCopyOnRead"}
 _FORWARDS = {"Identity": 1, "Enter": 1, "RefEnter": 1, "Exit": 1, "Switch": 2, "Merge": 1, "NextIteration": 1}
+_SEGMENTS = {
+    f"SparseSegment{what}{more}" for what in ("Sum", "Mean", "SqrtN") for more in ("", "WithNumSegments")
+}
 _TRANSPARENT = {"Identity", "Cast"}
 _GATHER_INDICES = {int(DType.INT32), int(DType.INT64)}
 
@@ -65,6 +71,12 @@ class Body:
             return f"{node.name}:{('output_false', 'output_true')[index]}:0"
         return f"{node.name}:output:{index}"
 
+    def add(self, name: str, op: str, *inputs: str, device: str = "") -> Proto:
+        """A new node, by this name or a like one."""
+        node = self.nodes.add(name=_free_name(self, name), op=op, input=inputs, device=device)
+        self.by_name[node.name] = node
+        return node
+
     def single(self, node: Proto, argument: str) -> str:
         """The name of the only output of a node, called `argument` in its op's definition."""
         return node.name if self.function is None else f"{node.name}:{argument}:0"
@@ -103,6 +115,8 @@ def data_inputs(node: Proto) -> list[str]:
 
 def _rewrite(body: Body, node: Proto) -> set[str]:
     """Make one node read by handle if it can; the nodes that it no longer reads from."""
+    if node.op in _SEGMENTS:
+        return _sum_gathered(body, node)
     if node.op not in ("Gather", "GatherV2", "GatherNd", "Shape") or not _takes_rows(body, node):
         return set()
     chain = _chain_to_read(body, node.input[0])
@@ -114,6 +128,40 @@ def _rewrite(body: Body, node: Proto) -> set[str]:
     else:
         _become_gather(body, node, chain)
     return {link.name for link in chain}
+
+
+def _sum_gathered(body: Body, node: Proto) -> set[str]:
+    """Make a node that adds up rows of a variable add up gathered ones: the same rows in the same order."""
+    chain = _chain_to_read(body, node.input[0])
+    if not chain:
+        return set()
+    indices, name = node.input[1], node.name
+    gather = body.add(f"{name}/rows", "GatherV2", node.input[0], indices, device=node.device)
+    gather.attr["Tindices"].type = _index_type(node)
+    _become_gather(body, gather, chain)
+    size = body.add(f"{name}/size", "Size", indices, device=node.device)
+    size.attr["T"].type, size.attr["out_type"].type = _index_type(node), int(DType.INT32)
+    places = body.add(f"{name}/places", "Range", device=node.device)
+    first, step = (_int32(body, f"{name}/{what}", value) for what, value in (("first", 0), ("step", 1)))
+    places.input.extend(
+        (body.single(first, "output"), body.single(size, "output"), body.single(step, "output"))
+    )
+    places.attr["Tidx"].type = int(DType.INT32)
+    node.input[0], node.input[1] = body.single(gather, "output"), body.single(places, "output")
+    node.attr["Tidx"].type = int(DType.INT32)
+    return {link.name for link in chain}
+
+
+def _index_type(node: Proto) -> int:
+    """The type of a segment operation's row numbers."""
+    return int(node.attr["Tidx"].type) if "Tidx" in node.attr else int(DType.INT32)
+
+
+def _int32(body: Body, name: str, value: int) -> Proto:
+    node = body.add(name, "Const")
+    node.attr["dtype"].type = int(DType.INT32)
+    fill(node.attr["value"].tensor, np.array(value, np.int32))
+    return node
 
 
 def _takes_rows(body: Body, node: Proto) -> bool:

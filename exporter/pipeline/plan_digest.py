@@ -51,6 +51,9 @@ def plan_digest(
     }
     if request.min_freq or request.max_age_steps is not None:
         told["admission"] = [request.min_freq, request.max_age_steps]
+    if graph.dynamic_tables:
+        tables = {variable.key for table in graph.dynamic_tables for variable in table.variables}
+        told["tables"] = [[s.key, s.tensor.shape] for s in mapping.sources if s.key in tables]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -26,14 +27,17 @@ from exporter.mapping.build import MappingRules, VariableMapping, build_mapping
 from exporter.mapping.unmatched import Leftover, Unmatched, find_unmatched
 from exporter.tables.lay_out import TableLayout, TablePlan, lay_out
 
+DEFAULT_HEAD_ROOM = 0.25
+
 
 def lay_out_tables(
-    graph: InferenceGraph, catalog: Catalog, rules: MappingRules, head_room: float
+    graph: InferenceGraph, catalog: Catalog, rules: MappingRules, head_room: float | None
 ) -> tuple[InferenceGraph, TableLayout | None]:
     """The graph with the sizes of its dynamic tables, and the checkpoint laid out for them.
 
     Raises:
-        UsageError: keys are to be filtered, and there are none, or nothing that tells of them.
+        UsageError: keys are to be filtered, or to have room, and there are none, or nothing that tells of
+            them; or the room is no number.
         MissingTensors: the checkpoint lacks a table.
         ShapeMismatch: one has rows of another length or type.
         CorruptFile, UnsupportedFormat: see `embedding_variables`.
@@ -44,7 +48,15 @@ def lay_out_tables(
                 "--min-freq and --max-age-steps choose keys of dynamic tables, and the graph has none",
                 hint="leave them out",
             )
+        if head_room is not None:
+            raise UsageError("--table-head-room is for dynamic tables, and the graph has none")
         return graph, None
+    head_room = DEFAULT_HEAD_ROOM if head_room is None else head_room
+    if not 0 <= head_room < math.inf:
+        raise UsageError(
+            f"--table-head-room {head_room}: expected how many times more keys to have room for",
+            hint="--table-head-room 0.25 has room for a quarter more",
+        )
     known = embedding_variables(catalog)
     awaited = _awaited_keys(catalog)
     plans = [_plan(table, known, catalog, rules, head_room, awaited) for table in graph.dynamic_tables]
