@@ -5,8 +5,8 @@
 
 The file holds a position in digits. A person's hold, or a rollback's, binds everybody who publishes, too. A
 *canary's* hold does not: it is how far the agent's canary has approved the log, it moves on with it, and the
-trainer goes on publishing behind it. It is written with 18 digits and leading zeros, which the served graph
-and earlier releases read as the same position; earlier releases take it for a hold of the first kind.
+trainer goes on publishing behind it. It is written with 18 digits or more, the first of them a zero: the
+served graph and earlier releases read the same position, and these take it for a hold of the first kind.
 
 What cannot be read binds as well: readers then do not move at all by themselves. While a rollback is
 published the file is, for an instant, a symbolic link into the delta that is about to appear
@@ -29,7 +29,7 @@ from exporter.layout import HOLD_FILE
 from exporter.publish.staging import Staging
 
 _LONGEST = 64
-_CANARY = re.compile(rb"0[0-9]{17}\n?")
+_CANARY = re.compile(rb"0[0-9]{17,18}\n?")
 _LEFT_OVER = re.compile(r"\.hold\.[0-9a-f]{8}", re.ASCII)
 """Names that earlier releases left behind when they were killed."""
 
@@ -76,7 +76,7 @@ class Hold(Struct, frozen=True):
         if content is None:
             return None
         text = content.decode("ascii", "replace").strip()
-        if not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII):
+        if not re.fullmatch(r"0?[0-9]{1,18}", text, re.ASCII):
             raise ManifestError(
                 f"{self.path} holds {text[:40]!r}, expected a position",
                 hint="servers do not move while it is so; set it anew (export-model rollback) or lift it "
@@ -99,7 +99,7 @@ class Hold(Struct, frozen=True):
         """
         with writing(self.path):
             make_directories(self.directory)
-            text = f"{position:018d}\n" if canary else f"{position}\n"
+            text = f"0{position:017d}\n" if canary else f"{position}\n"
             self._replace(_written(staging, text.encode("ascii")))
 
     def lift(self) -> None:

@@ -210,8 +210,8 @@ ADVICE: dict[type[ExportError], Advice] = {
         "Export with `--incr` or `--updatable`; say `--plain` if deltas are to end.",
     ),
     errors.ModelHeld: Advice(
-        "Somebody rolled the model back, or set a hold for a canary, and what is to be published would "
-        "pass it.",
+        "The model was rolled back, by a person or by the agent's canary, or somebody set a hold; what is to "
+        "be published would pass it.",
         "Lift the hold with `export-model resume MODEL` when it is safe; `--despite-hold` publishes a "
         "version all the same.",
     ),
