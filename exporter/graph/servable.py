@@ -117,7 +117,7 @@ def _unfed(nodes: Mapping[str, Proto], reached: Reached, names: list[str]) -> No
 def _refusal(op: str) -> str:
     """Why a server cannot run an operation, "" if it can."""
     if is_deeprec(op):
-        return "only DeepRec's own server knows"
+        return "stock TensorFlow does not have"
     return next((reason for pattern, reason in _REASONS if pattern.fullmatch(op)), "")
 
 
