@@ -62,6 +62,19 @@ def test_responses_use_the_fields_that_stock_servers_use(stock: Stock) -> None:
     assert list(stock.predict({"x": [[1.0, 2.0]]}).outputs["y"].float_val) == [2.0, 4.0]
 
 
+def test_responses_in_bytes_if_asked(model: Path) -> None:
+    import tensorflow as tf
+
+    options = ServerOptions(enable_serialization_as_tensor_content=True)
+    with ModelServer(model, options=options) as server:
+        server.wait_available(WAIT_SECONDS)
+        stock = Stock(server.address)
+        outputs = stock.predict({"x": X, "text": ["a", "b"]}, signature="two").outputs
+        stock.channel.close()
+    assert outputs["y"].tensor_content == np.float32([[2, 4], [6, 8]]).tobytes()
+    assert tf.make_ndarray(outputs["loud"]).tolist() == [b"a!", b"b!"]
+
+
 def test_strings_are_any_bytes(stock: Stock) -> None:
     import tensorflow as tf
 
