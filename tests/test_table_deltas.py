@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -443,3 +444,24 @@ def test_an_increment_that_vanished_costs_a_larger_delta_alone(trainer: DeepRecT
     damage_tensor(first, "emb/user/part_0-sparse_incr_values")
     assert exported(trainer, model).compared_bytes == 0
     assert served(read_log(model)) == trainer.now()
+
+
+def test_two_exporters_at_once_place_each_key_once(trainer: DeepRecTrainer, model: Path) -> None:
+    for _ in range(3):
+        trainer.train(keys=200)
+        trainer.increment()
+        with ThreadPoolExecutor(3) as pool:
+            done = [*pool.map(lambda _: exported(trainer, model), range(3))]
+        assert sum(each.published is not None for each in done) == 1
+        assert served(read_log(model)) == trainer.now()
+
+
+def test_a_model_that_was_moved_goes_on(trainer: DeepRecTrainer, model: Path) -> None:
+    trainer.train()
+    trainer.increment()
+    exported(trainer, model)
+    moved = model.rename(model.with_name("moved"))
+    trainer.train()
+    trainer.increment()
+    assert exported(trainer, moved).compared_bytes == 0
+    assert served(read_log(moved)) == trainer.now()
