@@ -26,19 +26,20 @@ before.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
 from exporter.checkpoint.identity import index_digest
 from exporter.errors import CheckpointError
-from exporter.files import read_regular
+from exporter.files import Unchanged, open_regular
 from exporter.increments.increment import (
     FORMAT_VERSION,
     CheckpointId,
@@ -54,6 +55,8 @@ _MAX_MANIFEST_BYTES = 256 << 20
 
 StateId: TypeAlias = str | CheckpointId
 """A state of the trainer that is on disk: an increment by its id, or a full checkpoint."""
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"[0-9]{20}-[0-9]{20}(-[0-9a-f]{8})?")
 
@@ -271,16 +274,45 @@ def read_history(ckpt_dir: Path) -> History:
     manifests = [directory / name / MANIFEST_FILE for name in names if _NAME.fullmatch(name)]
     markers = [directory / name for name in names if name.endswith(".json") and not name.startswith(".")]
     return History(
-        tuple(StoredIncrement(path.parent, from_json(text, path)) for path, text in _texts(manifests)),
-        tuple(CheckpointMarker.from_json(text, path) for path, text in _texts(markers)),
+        tuple(
+            StoredIncrement(path.parent, found) for path, found in _read(manifests, _increments, from_json)
+        ),
+        tuple(found for _, found in _read(markers, _markers, CheckpointMarker.from_json)),
     )
 
 
-def _texts(paths: list[Path]) -> Iterator[tuple[Path, bytes]]:
+_increments: Unchanged[Increment] = Unchanged()
+_markers: Unchanged[CheckpointMarker] = Unchanged()
+
+
+def _read(
+    paths: list[Path], known: Unchanged[T], parse: Callable[[bytes, Path], T]
+) -> Iterator[tuple[Path, T]]:
+    """What each file that is still there holds; a watch reads them again and again."""
     for path in paths:
         try:
-            yield path, read_regular(path, _MAX_MANIFEST_BYTES)
+            descriptor = open_regular(path)
         except FileNotFoundError:
             continue
         except OSError as error:
             raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
+        try:
+            found = known.read(descriptor, path, partial(_parse, parse, descriptor, path))
+        finally:
+            os.close(descriptor)
+        yield path, found
+
+
+def _parse(parse: Callable[[bytes, Path], T], descriptor: int, path: Path) -> T:
+    return parse(_text(descriptor, path), path)
+
+
+def _text(descriptor: int, path: Path) -> bytes:
+    try:
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(_MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
+    if len(content) > _MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"cannot read {path}", cause=f"it has more than {_MAX_MANIFEST_BYTES} bytes")
+    return content

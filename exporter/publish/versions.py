@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from exporter.delta.format import POSITION_LIMIT
 from exporter.errors import ManifestError, TargetNotWritable, UsageError
-from exporter.files import open_regular, still_at, try_lock
+from exporter.files import Unchanged, open_regular, still_at, try_lock
 from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE, SAVED_MODEL_FILES
 from exporter.publish.manifest import Manifest, ManifestHead, from_json, head_from_json
 
@@ -23,6 +23,7 @@ T = TypeVar("T")
 MAX_MANIFEST_BYTES = 256 << 20
 """A longer manifest is refused unread; 20,000 tensors take 3 MB."""
 
+_manifests: Unchanged[Manifest] = Unchanged()
 _INT64 = range(-(1 << 63), 1 << 63)
 _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 _DELTA = re.compile(r"([0-9]{20})-([0-9]{20})", re.ASCII)
@@ -107,7 +108,7 @@ def read_manifest(directory: Path) -> Manifest:
         ManifestError: there is none, it cannot be read, it is too long or it is not a valid manifest.
     """
     with _open_manifest(directory) as (descriptor, path):
-        return _parse(descriptor, path, from_json)
+        return _manifests.read(descriptor, path, lambda: _parse(descriptor, path, from_json))
 
 
 def read_head(directory: Path) -> ManifestHead:

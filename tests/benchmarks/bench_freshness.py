@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
+from exporter.progress import count
 from tests.benchmarks.harness import Benchmark, Lab, job
 from tests.benchmarks.rows import Quantity, Row, bounded, cost, seconds
 
@@ -25,7 +26,13 @@ def commit_to_served(lab: Lab) -> Iterator[Row]:
     found = job("jobs_freshness:commit_to_served", recorded, replicas).result
     versions = job("jobs_freshness:full_version", recorded, 1 if lab.quick else 10).result
     full = seconds(statistics.median(versions))
-    made = f"{found['increments'][0]:,} increments, {found['deltas'][0]:,} deltas, {replicas} replicas"
+    made = ", ".join(
+        (
+            f"{found['increments'][0]:,} increments",
+            f"{found['deltas'][0]:,} deltas",
+            count(replicas, "replica"),
+        )
+    )
     yield bounded(
         f"increment written to served, p50; {made}; stock: the same as a full version",
         _at(found["served"], 50),
