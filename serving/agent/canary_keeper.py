@@ -216,8 +216,10 @@ class Canary:
         if failures:
             return self._roll_back(log, action.approved, _text(failures))
         self._keep(log, action.position, answers)
-        many = count(len(answers), "golden request")
-        return self._approve(log, action.approved, action.position, f"{action.address} passed {many}")
+        failing = {failure.request for failure in self._rules.gates.wrong(answers)}
+        passed = f"{action.address} passed {count(len(answers) - len(failing), 'golden request')}"
+        why = f"{passed}; {len(failing)} failed as before" if failing else passed
+        return self._approve(log, action.approved, action.position, why)
 
     def _ask(self, log: PublishedLog, address: str, version: int, position: int) -> tuple[Answer, ...] | None:
         """What a replica answers at a position; None if it is gone or stands elsewhere by now, as who looks

@@ -320,6 +320,8 @@ def test_what_was_wrong_before_is_not_rolled_back(
         newest = publish(published)
         wait(lambda: positions(servers, published) == {newest})
         assert "is below" in running.of("golden")[0]["message"]
+        approved = next(event for event in running.of("approved") if event["position"] == newest)
+        assert "passed 0 golden requests; 1 failed as before" in approved["message"]
         publish(published, all_nan)
         wait(lambda: running.of("rolled_back"))
         assert "NaN" in running.of("rolled_back")[0]["message"]
