@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import watchfiles
 
+from exporter.errors import UsageError
 from exporter.terminal.server_access import WITHOUT_TLS
 from serving.agent.fleet import Settings, Worker
 from serving.agent.journal import Event, Journal, What
@@ -130,3 +131,11 @@ def test_a_prober_whose_probes_cannot_be_sent_keeps_nothing_waiting(tmp_path: Pa
     finally:
         stop.set()
         thread.join(60)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ":8500", "a:0", "a:x", "a:70000", "dns:///b:x", "unix:/tmp/socket", "a b"]
+)
+def test_targets_that_stand_for_many_are_names(name: str) -> None:
+    with pytest.raises(UsageError, match="is not an address"):
+        Targets([f"dns:///{name}"])

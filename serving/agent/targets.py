@@ -68,8 +68,11 @@ def _all_addresses(target: str) -> tuple[str, ...]:
 
 
 def _host_and_port(target: str) -> tuple[str, int]:
-    host, _, port = with_port(target.removeprefix(MANY)).rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    try:
+        host, _, port = with_port(target.removeprefix(MANY)).rpartition(":")
+    except UsageError:
+        host = port = ""
+    if not host or not port.isdecimal():
         raise UsageError(
             f"--target {target} is not an address",
             cause=f"after {MANY} a name is expected, and a port if it is not {GRPC_PORT}",
