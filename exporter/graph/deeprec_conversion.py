@@ -24,7 +24,7 @@ from msgspec import Struct, field
 
 from exporter.errors import NotServable
 from exporter.graph.deeprec_defaults import AbsentKeys, default_rows
-from exporter.graph.deeprec_ops import GATHERS, HANDLE, INITIALISERS
+from exporter.graph.deeprec_ops import GATHERS, HANDLE, INITIALISERS, is_deeprecs
 from exporter.graph.deeprec_parts import parted_lookups, uses_default
 from exporter.graph.deeprec_stages import read_through_stages
 from exporter.graph.inference_graph import GraphDynamicTable
@@ -76,6 +76,8 @@ def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Conver
         NotServable: an embedding variable is of a kind that cannot be served from a dynamic table.
         UsageError: `absent_keys` matches no table, or has no numbers.
     """
+    if not absent_keys and not is_deeprecs(meta_graph.graph_def.node):
+        return Converted()
     index = GraphIndex.of(meta_graph)
     read_through_stages(index, _inputs(meta_graph))
     found = _embedding_variables(meta_graph, index)

@@ -22,7 +22,8 @@ _SAVES_KEYS = "has_ev"
 
 _KNOWN = re.compile(
     r"""(_OPT_)?Kv\w+ | (Read|Initialize|Destroy)Kv\w+ | EVGet\w+ | MultiKv\w+
-    | Group(EmbeddingVar|Variable)\w+ | \w*Fused\w*Embedding\w+ | PruneInvalid\w+ | SaveV3""",
+    | Group(EmbeddingVar|Variable)\w+ | \w*Fused\w*Embedding\w+ | PruneInvalid\w+ | TensorBuffer\w+
+    | SaveV3""",
     re.VERBOSE,
 )
 _FUSED = re.compile(
