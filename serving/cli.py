@@ -42,6 +42,7 @@ Address = Annotated[
         "HOST[:PORT]", "gRPC address of a model server; the port is 8500 if left out.", parser=with_port
     ),
 ]
+ModelName = Annotated[str, Option(metavar="NAME", help="The model's name there.")]
 Deadline = Annotated[
     float, Option(metavar="SECONDS", min=0.001, help="Fail when a call takes longer than this.")
 ]
@@ -104,7 +105,7 @@ run_command.register(app)
 @app.subcommand("status", help=_STATUS_HELP, short_help="Versions of a model on a server.")
 def status(
     address: Address,
-    model: Annotated[str, Option(metavar="NAME", help="The model's name there.")] = "default",
+    model: ModelName = "default",
     published: Annotated[
         Path | None,
         Option(
@@ -134,8 +135,8 @@ completion.register(app, "serve-model")
 @app.subcommand("predict", help=_PREDICT_HELP, short_help="Send one request to a server.")
 def predict(
     address: Address,
-    model: Annotated[str, Option(metavar="NAME", help="The model's name there.")],
     json_input: Annotated[str, Option(metavar="FILE|-", help="The request as JSON; - reads standard input.")],
+    model: ModelName = "default",
     signature: Annotated[
         str | None,
         Option(metavar="NAME", help="[default: the request's signature_name, or serving_default]"),
@@ -174,7 +175,7 @@ def predict(
 @app.subcommand("update", help=_UPDATE_HELP, short_help="Apply published deltas to a running model.")
 def update(
     address: Address,
-    model: Annotated[str, Option(metavar="NAME", help="The model's name there.")],
+    model: ModelName = "default",
     up_to: Annotated[
         int,
         Option(metavar="POSITION", min=-1, help="The position to reach; -1 is the newest published."),

@@ -80,6 +80,15 @@ def test_status_of_an_unknown_model(server: ModelServer) -> None:
     assert "hint:  name a model that this server has with --model" in done.stderr
 
 
+@pytest.mark.parametrize("command", [("status",), ("update",), ("predict", "--json-input", "-")])
+def test_a_model_has_the_name_that_servers_give_it(server: ModelServer, command: tuple[str, ...]) -> None:
+    """`default`, as TensorFlow Serving calls a model that was given no name."""
+    done = call(command[0], server.address, *command[1:], stdin="{}")
+    assert done.exit_code == 7
+    assert "default" in done.stderr
+    assert "hint:  name a model that this server has with --model" in done.stderr
+
+
 def test_an_update_of_an_unknown_model_does_not_send_to_and_fro(server: ModelServer) -> None:
     done = call("update", server.address, "--model", "rankr")
     assert done.exit_code == 7
