@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from exporter.errors import ServerError
 from exporter.wire.protos import Proto
@@ -73,7 +73,13 @@ class ServedModels:
         if manager is None or manager.is_retired:
             wanted = f"Latest({spec.name})" if version is None else f"Specific({spec.name}, {version})"
             raise StatusError(Code.NOT_FOUND, f"Servable not found for request: {wanted}")
-        with manager.borrow(version) as borrowed:
+        with ExitStack() as stack:
+            try:
+                borrowed = stack.enter_context(manager.borrow(version))
+            except StatusError:
+                if (moved := self._version(spec)) == version:
+                    raise
+                borrowed = stack.enter_context(manager.borrow(moved))  # the label moved in between
             yield borrowed
 
     def statuses(self, spec: Proto) -> list[VersionStatus]:

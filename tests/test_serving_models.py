@@ -120,6 +120,20 @@ def test_policies_and_labels(models: ServedModels, made: Path) -> None:
     assert answer(models, "a", label="stable") == (2, 2.0)
 
 
+def test_a_label_that_moves_while_it_is_looked_up(
+    models: ServedModels, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version that it named is unloaded before the request has borrowed it."""
+    apply(models, labelled(made, 2, 2))
+    stale = [1]  # what the label named a moment ago
+    look_up = models._version
+    monkeypatch.setattr(models, "_version", lambda spec: stale.pop() if stale else look_up(spec))
+    assert answer(models, "a", label="stable") == (2, 2.0)
+    assert not stale
+    with pytest.raises(StatusError, match=r"Specific\(a, 1\)"):
+        answer(models, "a", 1)
+
+
 @pytest.mark.parametrize(("choice", "count"), [("all", 0), ("latest", 2)])
 def test_policies_by_number(models: ServedModels, made: Path, choice: str, count: int) -> None:
     wanted = config(a=made / "a")
