@@ -7,7 +7,7 @@ import json
 
 from exporter.terminal.output import Output, OutputMode
 from serving.agent.journal import Event, What
-from serving.agent_command import _tell
+from serving.agent_command import _Teller
 from serving.documents import AgentStarted
 from tests.support.printed_documents import checked
 
@@ -15,9 +15,10 @@ from tests.support.printed_documents import checked
 def test_each_event_is_one_document_on_a_line() -> None:
     out = io.StringIO()
     sink = Output(OutputMode.JSON, json_lines=True, stdout=out)
+    tell = _Teller(sink)
     sink.result(AgentStarted("started", "127.0.0.1", 8600))
-    _tell(sink, Event(What.APPLIED, "2 deltas", "ranker", "10.0.0.7:8500", 7, 40, 400, 12, 2, 0.01, 0.25))
-    _tell(sink, Event(What.TARGETS, "no name is known"))
+    tell(Event(What.APPLIED, "2 deltas", "ranker", "10.0.0.7:8500", 7, 40, 400, 12, 2, 0.01, 0.25))
+    tell(Event(What.TARGETS, "no name is known"))
     started, applied, targets = (checked(json.loads(line)) for line in out.getvalue().splitlines())
     assert (started["what"], started["port"]) == ("started", 8600)
     assert (applied["replica"], applied["behind_seconds"]) == ("10.0.0.7:8500", 0.25)
