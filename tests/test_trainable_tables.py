@@ -171,3 +171,21 @@ def test_increments_of_a_graph_with_tables_are_refused(tmp_path: Path) -> None:
     hook = IncrementHook(tmp_path, save_increment_steps=1)
     with trainer.graph.as_default(), pytest.raises(UsageError, match="dynamic tables, such as 'emb'"):
         hook.begin()
+
+
+def test_a_monitored_session_goes_on_where_it_ended(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    keys = np.random.default_rng(3).integers(-(2**63), 2**63 - 1, 100)
+    found = []
+    for _ in range(2):
+        trainer = Trainer()
+        with (
+            trainer.graph.as_default(),
+            tf.compat.v1.train.MonitoredTrainingSession(checkpoint_dir=str(tmp_path)) as session,
+        ):
+            found.append(session.run(trainer.rows, {trainer.ids: keys}))
+            trainer.fit(session, keys, 3)
+            found.append(session.run(trainer.rows, {trainer.ids: keys}))
+    begun, trained, restored, _ = found
+    assert restored.tobytes() == trained.tobytes() != begun.tobytes()

@@ -37,19 +37,23 @@ class TrainableTable:
         v1 = tf.compat.v1
         self.name, self.dim, self.capacity, self.dtype = name, dim, capacity, DType.of(dtype)
         initializer = initializer or tf.keras.initializers.TruncatedNormal(stddev=0.05)
-        start = initializer([capacity, dim], tf.as_dtype(dtype))
+        self._start = initializer([capacity, dim], tf.as_dtype(dtype))
         graph = v1.get_default_graph()
-        self.values = self._variable("rows", start, v1.GraphKeys.TRAINABLE_VARIABLES)
+        self.values = self._variable("rows", self._start, v1.GraphKeys.TRAINABLE_VARIABLES)
         with graph.colocate_with(self.values.handle):
             self._keys = self._variable("row_keys", tf.zeros([capacity], tf.int64))
             self._count = self._variable("row_count", tf.zeros([], tf.int64))
+            saved = graph.get_collection_ref(v1.GraphKeys.SAVEABLE_OBJECTS)
+            others = list(saved)
             self._index = tf.lookup.experimental.MutableHashTable(
                 tf.int64, tf.int64, -1, name=f"{name}/index", experimental_is_anonymous=False
             )
+            saved[:] = others  # the keys are enough; without `checkpoint` each session would have its own
             self._lock = tf.CriticalSection(shared_name=f"{name}/lock")
-        made = [self._unless_made(variable) for variable in (self.values, self._keys, self._count)]
-        v1.add_to_collection(v1.GraphKeys.TABLE_INITIALIZERS, tf.group(made))
-        v1.add_to_collection(v1.GraphKeys.SAVEABLE_OBJECTS, _saveable(self, start))
+        # One at a time: a worker that has just seen no values would else take those back that others changed.
+        made = self._lock.execute(self._make)
+        v1.add_to_collection(v1.GraphKeys.TABLE_INITIALIZERS, made.op)
+        v1.add_to_collection(v1.GraphKeys.SAVEABLE_OBJECTS, _saveable(self, self._start))
         v1.add_to_collection(COLLECTION, name)
 
     def rows(self, ids: Any) -> Any:
@@ -115,19 +119,20 @@ class TrainableTable:
             collections=[f"{COLLECTION}/variables", *collections],
         )
 
-    @staticmethod
-    def _unless_made(variable: Any) -> Tensor:
-        """Initialise a variable that was not restored."""
+    def _make(self) -> Tensor:
+        """Initialise the variables that were not restored."""
         import tensorflow as tf
 
-        def keep() -> Tensor:
-            return tf.constant(0)
+        def settled(variable: Any, value: Tensor) -> Tensor:
+            def make() -> Tensor:  # not by `initializer`: an operation outside of a branch would always run
+                with tf.control_dependencies([variable.assign(value)]):
+                    return tf.constant(0)
 
-        def make() -> Tensor:
-            with tf.control_dependencies([variable.initializer]):
-                return tf.constant(0)
+            return tf.cond(variable.is_initialized(), lambda: tf.constant(0), make)
 
-        return tf.cond(variable.is_initialized(), keep, make)
+        keys, count = tf.zeros([self.capacity], tf.int64), tf.zeros([], tf.int64)
+        values = ((self.values, self._start), (self._keys, keys), (self._count, count))
+        return tf.stack([settled(variable, value) for variable, value in values])
 
 
 def _saveable(table: TrainableTable, start: Tensor) -> Any:
