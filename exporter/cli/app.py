@@ -276,7 +276,12 @@ def export(
     ] = False,
     interval: Annotated[
         float,
-        Option(group=FOLLOWING, metavar="SECONDS", min=0.05, help="How long --watch pauses between looks."),
+        Option(
+            group=FOLLOWING,
+            metavar="SECONDS",
+            min=0.05,
+            help="How long --watch pauses between looks; on local disks a finished file ends the pause.",
+        ),
     ] = 1.0,
     stop_after: Annotated[
         str | None,

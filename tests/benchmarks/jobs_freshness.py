@@ -134,6 +134,9 @@ def commit_to_served(timer: Timer, directory: str, replicas: str) -> dict[str, l
         with np.load(place / "expected.npz") as arrays:
             expected = dict(arrays)
         wait(lambda: bool(published) and published[-1]["step"] == int(expected["step"]))
+        time.sleep(1.0)  # the last increment may come after a checkpoint of the same step
+        watching.terminate()
+        reader.join()
         newest = published[-1]["position"]
         wait(lambda: all(client.first_seen[-1][0] == newest for client in clients))
         stop.set()
