@@ -276,12 +276,7 @@ def export(
     ] = False,
     interval: Annotated[
         float,
-        Option(
-            group=FOLLOWING,
-            metavar="SECONDS",
-            min=0.05,
-            help="How long --watch pauses between looks; on local disks a finished file ends the pause.",
-        ),
+        Option(group=FOLLOWING, metavar="SECONDS", min=0.05, help="Longest pause of --watch between looks."),
     ] = 1.0,
     stop_after: Annotated[
         str | None,
