@@ -21,8 +21,8 @@ row, and an absent key -1 reads the last row anyway: so every 64-bit integer is 
 the default rows is never looked up; its key is the *cursor*, the first row that has never been used.
 
 Measured on two busy cores, TensorFlow 2.21, one thread, random keys, rows of 16 floats, from key to values:
-in batches of 100,000, 1.25 to 1.6 times what DenseHashTable and a gather take (about 150 ns a key of 10 M);
-with 1,000 and 64 ids whole calls take 0.9 to 1.5 times theirs. A lookup is fifteen operations, theirs two:
+in batches of 100,000, 1.25 to 2.2 times what DenseHashTable and a gather take (about 150 ns a key of 10 M);
+with 1,000 and 64 ids whole calls take 0.9 to 1.75 times theirs. A lookup is fifteen operations, theirs two:
 with 64 ids that is 26 us a table beside 11, so a model of 100 tables takes 2.3 times as long for its lookups.
 Buckets of 8 keys under one hash took 1.4 to 1.5 times, and 2 % of the keys found their bucket full.
 """
