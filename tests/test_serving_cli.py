@@ -224,7 +224,7 @@ def test_errors_as_json(server: ModelServer) -> None:
 
 
 def test_a_missing_base_path(tmp_path: Path) -> None:
-    done = call("run", str(tmp_path / "none"))
+    done = call("run", str(tmp_path / "none"), "--port", "0", "--wait", "0.1")
     assert done.exit_code == 7
     assert f"error: {tmp_path / 'none'} is not a directory" in done.stderr.replace("\n", "")
 

@@ -267,7 +267,7 @@ def test_a_base_path_that_is_not_there_yet(models: ServedModels, made: Path, tmp
     assert caught.value.code is Code.DEADLINE_EXCEEDED
     with pytest.raises(StatusError, match="Could not find any versions of model c"):
         models.statuses(spec("c"))
-    shutil.copytree(made / "b", later)
+    shutil.copytree(made / "b", tmp_path / "copied").rename(later)  # a version that is half there has failed
     wait_for_models(new, WAIT_SECONDS)
     assert answer(models, "c") == (5, 5.0)
 

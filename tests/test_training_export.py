@@ -61,6 +61,9 @@ FULL = ExportRequest(
     custom_objects=("pkg.mod", "other"),
     tag="serve",
     train_tag="train",
+    min_freq=2,
+    max_age_steps=1000,
+    table_head_room=0.5,
 )
 
 

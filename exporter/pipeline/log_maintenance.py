@@ -298,12 +298,8 @@ def plan_rollback(model: Path, to: int, *, if_canary: bool = False) -> RollbackP
     """
     if republish.is_plain(model) and not if_canary:
         return republish.plan_rollback(model, to)
-
-    def plan(log: DeltaLog) -> RollbackPlan:
-        _require_canary(log, to, if_canary)
-        return rollback_plan(log, rollback_of(log, to))
-
-    return undisturbed(model, plan)
+    _require_canary(read_log(model), to, if_canary)  # not below: it would be tried again as a disturbance
+    return undisturbed(model, lambda log: rollback_plan(log, rollback_of(log, to)))
 
 
 def resume(model: Path, *, lift_only: bool = False) -> RollbackResult:
