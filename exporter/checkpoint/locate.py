@@ -104,6 +104,7 @@ def candidates(path: Path) -> list[Path]:
         CheckpointError: the directory cannot be listed.
     """
     path = mirror.local(path)
+    mirror.refresh(path)
     directory = _directory(path)
     if directory is not None:
         return _in_directory(directory)

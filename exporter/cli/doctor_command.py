@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from exporter.cli.documents import logs as documents
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
-from exporter.terminal.markup import escape
+from exporter.terminal.markup import escape, labelled
 from exporter.terminal.output import Output
 from exporter.terminal.parameters import Argument, Option, Options
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
@@ -150,16 +150,16 @@ def _lines(
     found = seen.found
     deltas = f", {count(len(found.log.deltas), 'delta')}" if found.log else ", which takes no deltas"
     at = f", position {found.at}" if found.at else ""
-    yield f"[bold]{'model':<14}[/]{escape(seen.model)}: {count(found.versions, 'version')}{deltas}{at}"
+    yield labelled("model", f"{seen.model}: {count(found.versions, 'version')}{deltas}{at}")
     asked = [
         *([f"checkpoints in {ckpt_dir}"] if ckpt_dir else []),
         *(replica.address for replica in replicas),
     ]
     if asked:
-        yield f"[bold]{'asked':<14}[/]{escape(', '.join(asked))}"
+        yield labelled("asked", ", ".join(asked))
     wrong = sum(finding.level.value == "wrong" for finding in findings)
     told = f"{wrong} wrong, {count(len(findings) - wrong, 'warning')}" if findings else "nothing wrong"
-    yield f"[bold]{'found':<14}[/]{told}"
+    yield labelled("found", told)
     for finding in sorted(findings, key=lambda finding: finding.level.value, reverse=True):
         colour = "red" if finding.level.value == "wrong" else "yellow"
         yield ""

@@ -13,7 +13,7 @@ from exporter.pipeline.watch_loop import Watching
 from exporter.publish.made_from import PublishedAlready
 from exporter.publish.permission import held_at
 from exporter.terminal.edge import outlived, watch_ended
-from exporter.terminal.markup import escape
+from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
 
 
@@ -54,13 +54,9 @@ def published_already(
         hold=hold,
         message=error.message,
     )
-    lines = [_line("nothing to do", error.message)]
+    lines = [labelled("nothing to do", error.message)]
     if not is_newest:
-        lines.append(_line("newest", f"version {made.newest}; to publish this one again: --again"))
+        lines.append(labelled("newest", f"version {made.newest}; to publish this one again: --again"))
     if hold is not None:
-        lines.append(_line("hold", f"at {hold}, until export-model resume"))
+        lines.append(labelled("hold", f"at {hold}, until export-model resume"))
     sink.result(document, lines, is_done=True)
-
-
-def _line(label: str, text: str) -> str:
-    return f"[bold]{label:<14}[/]{escape(text)}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from exporter.cli.documents import logs as documents
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
-from exporter.terminal.markup import escape
+from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
 from exporter.terminal.parameters import App, Argument, Option
 
@@ -84,16 +84,16 @@ def _document(event: Event) -> documents.Event:
 
 
 def _lines(found: Timeline, shown: int) -> Iterator[str]:
-    yield _line("model", str(found.model))
+    yield labelled("model", str(found.model))
     began = f"; its log of deltas began with version {found.log}" if found.log is not None else ""
-    yield _line("position", f"{found.at or 'unknown'}{began}")
+    yield labelled("position", f"{found.at or 'unknown'}{began}")
     if found.hold is not None:
         waiting = sum(event.is_past_hold for event in found.events)
         who = ", by the agent's canary" if found.is_canary else ""
-        yield _line("hold", f"at {found.hold}{who}; {waiting or 'nothing'} published beyond it")
-        yield _line("next", f"to lift it: export-model resume {shlex.quote(str(found.model))}")
+        yield labelled("hold", f"at {found.hold}{who}; {waiting or 'nothing'} published beyond it")
+        yield labelled("next", f"to lift it: export-model resume {shlex.quote(str(found.model))}")
     if shown < len(found.events):
-        yield _line("shown", f"the last {shown} of {len(found.events)} events")
+        yield labelled("shown", f"the last {shown} of {len(found.events)} events")
 
 
 def _row(event: Event) -> tuple[Any, ...]:
@@ -127,7 +127,3 @@ def _notes(event: Event) -> Iterator[str]:
         yield "waits behind the hold"
     if not event.is_current:
         yield "of before" if event.log is None else f"of the log {event.log}, which has ended"
-
-
-def _line(label: str, text: str) -> str:
-    return f"[bold]{label:<14}[/]{escape(text)}"

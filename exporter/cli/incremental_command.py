@@ -23,7 +23,7 @@ from exporter.pipeline.watch_loop import Poll, Watching, follow, is_for_a_person
 from exporter.progress import count, human_bytes
 from exporter.publish.permission import Permission
 from exporter.terminal.edge import outlived, watch_ended
-from exporter.terminal.markup import escape
+from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
 
 if TYPE_CHECKING:
@@ -169,21 +169,23 @@ def exported(
     )
     lines = list(_plan_lines(plan))
     if done.published is None:
-        lines.append(_line("nothing to do", f"position {done.at} is published already"))
+        lines.append(labelled("nothing to do", f"position {done.at} is published already"))
     else:
         size = sum(file.bytes_ for file in done.published.manifest.files)
-        lines.append(_line("delta", f"{done.rows} rows in {done.variables} variables, {human_bytes(size)}"))
+        lines.append(
+            labelled("delta", f"{done.rows} rows in {done.variables} variables, {human_bytes(size)}")
+        )
         if left_out is not None:
             near = f"less than {left_out.bound:g}, {left_out.largest:.3g} at most"
-            lines.append(_line("left out", f"{left_out.rows} rows that moved {near}"))
+            lines.append(labelled("left out", f"{left_out.rows} rows that moved {near}"))
         if rounded is not None:
             off = f"to {rounded.dtype.value}, off by {rounded.largest:.3g} at most"
-            lines.append(_line("rounded", f"{rounded.rows} rows {off}"))
-        lines.append(_line("published", f"{done.published.path} in {done.seconds:.2f} s"))
-        lines += [_line("notified", _told(one)) for one in document.notified] or _next_lines(plan)
+            lines.append(labelled("rounded", f"{rounded.rows} rows {off}"))
+        lines.append(labelled("published", f"{done.published.path} in {done.seconds:.2f} s"))
+        lines += [labelled("notified", _told(one)) for one in document.notified] or _next_lines(plan)
     if based is not None:
         holds = f"the base and {count(based.deltas, 'delta')}"
-        lines.append(_line("new base", f"{based.published.path}: {holds}"))
+        lines.append(labelled("new base", f"{based.published.path}: {holds}"))
     sink.result(document, lines, is_done=True)
     for warning in done.warnings:
         sink.warn(f"the delta is published; {warning.message} (hint: {warning.hint})")
@@ -208,12 +210,12 @@ def _next_lines(plan: IncrementalPlan) -> Iterator[str]:
     """What makes the delta served; behind a hold it waits until that is lifted."""
     hold = _hold(plan)
     if plan.log.held.is_canary:
-        yield _line("hold", f"at {hold}: the agent's canary decides about what lies beyond")
+        yield labelled("hold", f"at {hold}: the agent's canary decides about what lies beyond")
     elif hold is not None:
-        yield _line("hold", f"at {hold}: servers go no further until it is lifted")
-        yield _line("next", f"export-model resume {shlex.quote(str(plan.log.model))}")
+        yield labelled("hold", f"at {hold}: servers go no further until it is lifted")
+        yield labelled("next", f"export-model resume {shlex.quote(str(plan.log.model))}")
     else:
-        yield _line("next", f"serve-model update HOST:PORT --model {shlex.quote(plan.log.model.name)}")
+        yield labelled("next", f"serve-model update HOST:PORT --model {shlex.quote(plan.log.model.name)}")
 
 
 def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
@@ -230,7 +232,7 @@ def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
         return
     what = "nothing" if planned.is_nothing else f"the delta {planned.span}"
     status = Status.NOTHING_TO_DO if planned.is_nothing else Status.PLANNED
-    lines = [*_plan_lines(planned), _line("would write", f"{what} under {planned.log.path}")]
+    lines = [*_plan_lines(planned), labelled("would write", f"{what} under {planned.log.path}")]
     sink.result(_document(planned, status, dry_run=True), lines)
     for note in planned.notes:
         sink.note(f"note: {note}")
@@ -264,15 +266,11 @@ def _document(planned: IncrementalPlan, status: Status, *, dry_run: bool = False
 
 def _plan_lines(planned: IncrementalPlan) -> Iterator[str]:
     plan, log = planned.trainer.plan, planned.log
-    yield _line("so far", f"position {log.at}; this log of deltas began with version {log.base.entry.log}")
+    yield labelled("so far", f"position {log.at}; this log of deltas began with version {log.base.entry.log}")
     tail = f", {count(len(plan.increments), 'increment')}" if plan.increments else ""
-    yield _line("checkpoint", f"{planned.trainer.catalog.prefix.name}, step {plan.step}{tail}")
+    yield labelled("checkpoint", f"{planned.trainer.catalog.prefix.name}, step {plan.step}{tail}")
     if planned.goes_back:
-        yield _line("note", planned.goes_back)
-    yield _line("graph", f"and assets: {planned.graph.said}")
+        yield labelled("note", planned.goes_back)
+    yield labelled("graph", f"and assets: {planned.graph.said}")
     if not plan.is_known:
-        yield _line("compared", f"all rows: {plan.reason}")
-
-
-def _line(label: str, text: str) -> str:
-    return f"[bold]{label:<14}[/]{escape(text)}"
+        yield labelled("compared", f"all rows: {plan.reason}")

@@ -14,7 +14,7 @@ from exporter.pipeline.log_maintenance import Merged, Merging
 from exporter.pipeline.rebase import Rebased, Rebasing
 from exporter.pipeline.republish import RollbackPlan, RollbackResult
 from exporter.progress import count, human_bytes
-from exporter.terminal.markup import escape
+from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
 from exporter.verify.log import VerifiedModel
 
@@ -26,8 +26,8 @@ def merged(done: Merged | None, sink: Output) -> None:
         return
     size = sum(file.bytes_ for file in done.published.manifest.files)
     lines = [
-        _line("merged", f"{count(len(done.parts), 'delta')}, {human_bytes(size)}"),
-        _line("published", str(done.published.path)),
+        labelled("merged", f"{count(len(done.parts), 'delta')}, {human_bytes(size)}"),
+        labelled("published", str(done.published.path)),
     ]
     sink.result(_merge(done, Status.PUBLISHED, size), lines, is_done=True)
     _warn(done.published.warnings, sink)
@@ -38,7 +38,10 @@ def merging(plan: Merging | None, sink: Output) -> None:
     if plan is None:
         sink.result(Merge(dry_run=True, status=Status.NOTHING_TO_DO), [_NOTHING_TO_MERGE])
         return
-    lines = [_line("would merge", count(len(plan.parts), "delta")), _line("would publish", str(plan.path))]
+    lines = [
+        labelled("would merge", count(len(plan.parts), "delta")),
+        labelled("would publish", str(plan.path)),
+    ]
     sink.result(_merge(plan, Status.PLANNED, None), lines)
 
 
@@ -71,10 +74,10 @@ def rebased(done: Rebased | None, sink: Output) -> None:
         versions_kept=[KeptVersion(kept.version, kept.reason) for kept in published.kept],
     )
     lines = [
-        _line("merged", f"the base and {count(done.deltas, 'delta')}"),
-        *(_line("removed", f"version {number}") for number in published.removed),
-        *(_line("kept", f"version {kept.version}, too: {kept.reason}") for kept in published.kept),
-        _line("published", str(published.path)),
+        labelled("merged", f"the base and {count(done.deltas, 'delta')}"),
+        *(labelled("removed", f"version {number}") for number in published.removed),
+        *(labelled("kept", f"version {kept.version}, too: {kept.reason}") for kept in published.kept),
+        labelled("published", str(published.path)),
     ]
     sink.result(document, lines, is_done=True)
     _warn(published.warnings, sink)
@@ -94,8 +97,8 @@ def rebasing(plan: Rebasing | None, sink: Output) -> None:
         deltas=plan.deltas,
     )
     lines = [
-        _line("would merge", f"the base and {count(plan.deltas, 'delta')}"),
-        _line("would publish", str(plan.path)),
+        labelled("would merge", f"the base and {count(plan.deltas, 'delta')}"),
+        labelled("would publish", str(plan.path)),
     ]
     sink.result(document, lines)
 
@@ -103,9 +106,9 @@ def rebasing(plan: Rebasing | None, sink: Output) -> None:
 def taken_back(done: RollbackResult, sink: Output) -> None:
     """What `rollback` or `resume` did."""
     lines = [
-        _line("values", f"of position {done.values_of}"),
-        _line("published", str(done.path or "nothing: the values stay")),
-        _line("hold", _held(done)),
+        labelled("values", f"of position {done.values_of}"),
+        labelled("published", str(done.path or "nothing: the values stay")),
+        labelled("hold", _held(done)),
     ]
     status = Status.HOLD_LIFTED if done.published is None else Status.PUBLISHED
     sink.result(_rollback(done, status), lines, is_done=True)
@@ -124,9 +127,11 @@ def _held(done: RollbackResult) -> str:
 def taking_back(plan: RollbackPlan, sink: Output) -> None:
     """What `rollback --dry-run` and `resume --dry-run` print: the document of the run."""
     lines = [
-        _line("values", f"of position {plan.values_of}"),
-        _line("would publish", str(plan.path or "nothing: the values stay")),
-        _line("would hold", f"at {plan.hold}") if plan.hold is not None else _line("would lift", "the hold"),
+        labelled("values", f"of position {plan.values_of}"),
+        labelled("would publish", str(plan.path or "nothing: the values stay")),
+        labelled("would hold", f"at {plan.hold}")
+        if plan.hold is not None
+        else labelled("would lift", "the hold"),
     ]
     sink.result(_rollback(plan, Status.PLANNED), lines)
 
@@ -173,11 +178,11 @@ def differences(found: Differences, sink: Output) -> None:
         only_b=found.only_b,
     )
     lines = [
-        _line("a", _side_text(found.a)),
-        _line("b", _side_text(found.b)),
-        _line("differ", f"{len(found.variables) + len(found.tables)} of {found.compared} variables"),
-        *(_line("only in a", name) for name in found.only_a),
-        *(_line("only in b", name) for name in found.only_b),
+        labelled("a", _side_text(found.a)),
+        labelled("b", _side_text(found.b)),
+        labelled("differ", f"{len(found.variables) + len(found.tables)} of {found.compared} variables"),
+        *(labelled("only in a", name) for name in found.only_a),
+        *(labelled("only in b", name) for name in found.only_b),
     ]
     sink.result(document, lines)
     if found.variables:
@@ -214,13 +219,13 @@ def verified(found: VerifiedModel, sink: Output) -> None:
         problems=[documents.Problem(type(e).__name__, e.message) for e in found.problems],
     )
     lines = [
-        _line("versions", str(found.versions)),
-        _line("deltas", str(deltas)),
-        _line("position", _newest(found)),
-        *([_line("positions", _positions(found.positions))] if found.positions else []),
-        *([_line("hold", f"at {found.hold}")] if found.hold is not None else []),
-        _line("problems", str(len(found.problems)) if found.problems else "none"),
-        *(_line("", problem.message) for problem in found.problems[1:]),
+        labelled("versions", str(found.versions)),
+        labelled("deltas", str(deltas)),
+        labelled("position", _newest(found)),
+        *([labelled("positions", _positions(found.positions))] if found.positions else []),
+        *([labelled("hold", f"at {found.hold}")] if found.hold is not None else []),
+        labelled("problems", str(len(found.problems)) if found.problems else "none"),
+        *(labelled("", problem.message) for problem in found.problems[1:]),
     ]
     sink.result(document, lines)
 
@@ -257,9 +262,5 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _line(label: str, text: str) -> str:
-    return f"[bold]{label:<14}[/]{escape(text)}"
-
-
-_NOTHING_TO_MERGE = _line("nothing to do", "one delta, or none, leads there")
-_NOTHING_TO_REBASE = _line("nothing to do", "the newest base stands at the newest position")
+_NOTHING_TO_MERGE = labelled("nothing to do", "one delta, or none, leads there")
+_NOTHING_TO_REBASE = labelled("nothing to do", "the newest base stands at the newest position")

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from exporter.cli.documents import transfers as documents
 from exporter.cli.documents.values import Status
-from exporter.errors import CheckpointError, ExportError, PublishError, UsageError
+from exporter.cli.log_commands import DryRunFlag, ModelArgument
+from exporter.errors import CheckpointError, ExportError, PublishError, UsageError, VerificationError
 from exporter.progress import count, human_bytes
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command, outlived
-from exporter.terminal.markup import escape
+from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
 from exporter.terminal.parameters import App, Argument, Option
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from exporter.transfer.items import StoredModel
     from exporter.transfer.pull import Pulled
     from exporter.transfer.push import PushPlan
-
-DryRunFlag = Annotated[bool, Option("--dry-run", help="Print what would be done and write nothing.")]
 
 
 def register(app: App) -> None:
@@ -31,7 +30,7 @@ def register(app: App) -> None:
 
 
 def push(
-    model: Annotated[Path, Argument("MODEL", "Model base path.")],
+    model: ModelArgument,
     url: Annotated[str, Argument("URL", "s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL.")],
     prune: Annotated[bool, Option(help="Remove from the store what is not published here any more.")] = False,
     dry_run: DryRunFlag = False,
@@ -68,12 +67,12 @@ def _told(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
         position=plan.position,
     )
     what = f"{count(len(plan.upload), 'publication')}, {human_bytes(plan.bytes_)}, to {plan.url}"
-    lines = [f"[bold]{'would upload' if dry_run else 'uploaded':<14}[/]{escape(what)}"]
+    lines = [labelled("would upload" if dry_run else "uploaded", what)]
     if plan.remove:
-        lines.append(f"[bold]{'would remove' if dry_run else 'removed':<14}[/]{', '.join(plan.remove)}")
-    lines.append(f"[bold]{'position':<14}[/]{plan.position}")
+        lines.append(labelled("would remove" if dry_run else "removed", ", ".join(plan.remove)))
+    lines.append(labelled("position", plan.position))
     if not dry_run:
-        lines.append(f"[bold]{'next':<14}[/]{escape(f'export-model pull {plan.url} MODEL')}")
+        lines.append(labelled("next", f"export-model pull {plan.url} MODEL"))
     sink.result(document, lines, is_done=not dry_run)
 
 
@@ -110,7 +109,7 @@ def pull(
         while True:
             try:
                 done = transfer.pull(url, model, prune=prune, known=known, progress=sink.progress)
-            except (CheckpointError, PublishError) as error:
+            except (CheckpointError, PublishError, VerificationError) as error:
                 said = _tell_once(error, said, sink)
             else:
                 known, said = done.stored, ""
@@ -136,11 +135,11 @@ def _pulled(done: Pulled, model: Path, sink: Output) -> None:
         position=done.position,
     )
     what = f"{count(len(done.fetched), 'publication')}, {human_bytes(done.bytes_)}, to {model}"
-    lines = [f"[bold]{'fetched':<14}[/]{escape(what)}"]
+    lines = [labelled("fetched", what)]
     if done.removed:
-        lines.append(f"[bold]{'removed':<14}[/]{', '.join(done.removed)}")
+        lines.append(labelled("removed", ", ".join(done.removed)))
     if done.incomplete:
-        lines.append(f"[bold]{'not whole yet':<14}[/]{', '.join(done.incomplete)}")
-    lines.append(f"[bold]{'position':<14}[/]{done.position}")
-    lines.append(f"[bold]{'next':<14}[/]{escape(f'serve-model run {shlex.quote(str(model))}')}")
+        lines.append(labelled("not whole yet", ", ".join(done.incomplete)))
+    lines.append(labelled("position", done.position))
+    lines.append(labelled("next", f"serve-model run {shlex.quote(str(model))}"))
     sink.result(document, lines, is_done=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from exporter.errors import os_error
+from exporter.errors import CheckpointChanged, os_error
 from exporter.layout import LOCK_FILE
 from exporter.storage.objects import ObjectReader, RemoteObject, Url
 
@@ -85,9 +85,8 @@ class Mirror:
                 descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
                 before = os.fstat(descriptor)
                 try:
-                    self._reader.copy(
-                        each, descriptor, [(start, stop, start) for start, stop in missing], path
-                    )
+                    pieces = [(start, stop, start) for start, stop in missing]
+                    self._reader.copy(each, descriptor, pieces, path)
                 finally:
                     os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
                     os.close(descriptor)
@@ -109,7 +108,9 @@ class Mirror:
         Raises:
             CheckpointChanged, CheckpointError, DiskFull, PublishError: as `fetch`.
         """
-        self._reader.copy(self._found[name], descriptor, pieces, target, advance)
+        if (each := self._found.get(name)) is None:
+            raise CheckpointChanged(f"{self.url}/{name} vanished after it was listed")
+        self._reader.copy(each, descriptor, pieces, target, advance)
 
     def _list(self) -> Iterator[RemoteObject]:
         if not self._is_prefix:
@@ -163,7 +164,9 @@ class Ranges:
 
 
 def local(path: Path) -> Path:
-    """The local path that stands for a URL of an object store, listed anew; any other path is returned.
+    """The local path that stands for a URL of an object store; any other path is returned.
+
+    A URL is listed when it is first asked for, and by `refresh`.
 
     Raises:
         UsageError: the library that reads stores is not installed.
@@ -171,14 +174,13 @@ def local(path: Path) -> Path:
     """
     url = Url.parse(os.fspath(path))
     if url is None:
-        refresh(path)
         return path
     with _LOCK:
         mirror = next((mirror for mirror in _MIRRORS.values() if mirror.asked == url), None)
         if mirror is None:
             mirror = Mirror(url)
+            mirror.refresh()
             _MIRRORS[str(mirror.root)] = mirror
-    mirror.refresh()
     return mirror.path
 
 
@@ -212,7 +214,7 @@ def find(path: Path) -> tuple[Mirror, str] | None:
     if not _MIRRORS:
         return None
     text = os.fspath(path)
-    for root, mirror in _MIRRORS.items():
+    for root, mirror in tuple(_MIRRORS.items()):
         if text == root or text.startswith(f"{root}/"):
             return mirror, text[len(root) + 1 :]
     return None
@@ -232,6 +234,6 @@ def fetch(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> None:
 
 def shown(text: str) -> str:
     """A text with URLs in place of the local paths that stand for them."""
-    for root, mirror in _MIRRORS.items():
+    for root, mirror in tuple(_MIRRORS.items()):
         text = text.replace(root, str(mirror.url))
     return text

@@ -22,6 +22,11 @@ def escape(value: Any) -> str:
     return _SPECIAL.sub(r"\\\g<0>", str(value))
 
 
+def labelled(label: str, value: Any) -> str:
+    """A line of a result: what it is, and in a column of its own what was found."""
+    return f"[bold]{label:<14}[/]{escape(value)}"
+
+
 def rendered(line: str, *, coloured: bool) -> str:
     """A line as a terminal takes it, or without styles."""
 

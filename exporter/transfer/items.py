@@ -14,9 +14,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.errors import ManifestError
+from exporter.files import read_regular
 from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
 from exporter.publish.manifest import Manifest, from_json
-from exporter.publish.versions import MAX_MANIFEST_BYTES, delta_names, read_manifest, version_dirs
+from exporter.publish.versions import MAX_MANIFEST_BYTES, delta_names, version_dirs
 from exporter.storage.objects import ObjectReader, RemoteObject, Url
 
 _ITEM = re.compile(rf"([0-9]{{1,19}}|{DELTAS_DIRECTORY}/[0-9]{{20}}/[0-9]{{20}}-[0-9]{{20}})/(.+)")
@@ -74,8 +75,12 @@ def local_item(model: Path, path: Path) -> Item:
     Raises:
         ManifestError: its manifest is damaged.
     """
-    manifest = read_manifest(path)
-    return Item(path.relative_to(model).as_posix(), manifest, (path / MANIFEST_FILE).read_bytes())
+    file = path / MANIFEST_FILE
+    try:
+        content = read_regular(file, MAX_MANIFEST_BYTES)
+    except OSError as error:
+        raise ManifestError(f"{file} cannot be read", cause=error.strerror or str(error)) from None
+    return _item(path.relative_to(model).as_posix(), content, str(path))
 
 
 def local_holds(model: Path) -> dict[str, bytes]:
@@ -111,13 +116,16 @@ def stored_model(store: ObjectReader, url: Url, known: StoredModel | None = None
 
 def _read(store: ObjectReader, path: str, each: RemoteObject) -> Item:
     if each.size > MAX_MANIFEST_BYTES:
-        raise ManifestError(f"{store.url}: the manifest of {path} is longer than {MAX_MANIFEST_BYTES} bytes")
-    content = bytes(store.read(each, 0, each.size))
+        raise ManifestError(f"{store.url}/{path}/{MANIFEST_FILE} is longer than {MAX_MANIFEST_BYTES} bytes")
+    return _item(path, bytes(store.read(each, 0, each.size)), f"{store.url}/{path}")
+
+
+def _item(path: str, content: bytes, where: str) -> Item:
     try:
         return Item(path, from_json(content), content)
     except ManifestError as error:
         raise ManifestError(
-            f"{store.url}: the manifest of {path}: {error.message}", cause=error.cause, hint=error.hint
+            f"{where}/{MANIFEST_FILE}: {error.message}", cause=error.cause, hint=error.hint
         ) from error
 
 

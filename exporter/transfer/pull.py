@@ -4,6 +4,9 @@ What has its manifest in the store, and all files of the sizes that it lists, is
 that servers skip, checked against its checksums, and renamed into place: in the order of positions, so that
 servers meet what they would have met beside the exporter. What was fetched before a pull was killed is not
 fetched again. A hold is there before what it holds back, and is lifted last.
+
+What was published here since the last push is never mixed with what another machine has pushed, and neither
+it nor its hold is changed.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
-from exporter.errors import CheckpointNotFound, ForeignLineage
+from exporter.errors import CheckpointNotFound, ForeignLineage, PositionMoved
 from exporter.files import make_directories, remove_tree, sync, write_durably, writing
 from exporter.layout import (
     DELTA_NAME,
@@ -32,7 +35,7 @@ from exporter.publish.hold import Hold
 from exporter.publish.retention import GRACE_SECONDS
 from exporter.publish.staging import Staging
 from exporter.storage.objects import ObjectWriter, RemoteObject, Url
-from exporter.transfer.head import fetch_head, remember
+from exporter.transfer.head import fetch_head, recall, remember
 from exporter.transfer.items import Item, StoredModel, files_of, local_holds, local_items, stored_model
 from exporter.transfer.push import parse
 from exporter.verify.version_files import verify_bytes, verify_published
@@ -69,6 +72,7 @@ def pull(
         CheckpointNotFound: there is no model in the store.
         CheckpointError: it cannot be read.
         ForeignLineage: a publication here is another one than that of its name in the store.
+        PositionMoved: this directory and the store have gone on from each other in different ways.
         VerificationError: what was fetched is damaged.
         TargetBusy: another pull works in the directory.
         DiskFull, PublishError: the local directory cannot be written; nothing is half-published.
@@ -85,10 +89,8 @@ def pull(
         make_directories(model)
     with model_lock(model, _LOCK_SECONDS, PULL_LOCK_FILE):
         job = _Pull(store, place, model, stored)
-        fetched, incomplete = job.fetch(progress)
-        removed = job.prune() if prune else ()
-        job.settle_holds()
-        if head is not None and head[0].path in stored.items and not incomplete:
+        fetched, incomplete, removed = job.run(progress, prune=prune)
+        if head is not None and job.here.keys() >= stored.items.keys() and head[0].path in stored.items:
             remember(model, place, head[0])
     position = max((item.manifest.position for item in job.here.values()), default=None)
     size = sum(item.bytes_ for item in fetched)
@@ -101,11 +103,36 @@ class _Pull:
         self._store, self._url, self._model, self._stored = store, url, model, stored
         self.here = {item.path: item for item in local_items(model)}
 
-    def fetch(self, progress: ProgressFactory) -> tuple[list[Item], tuple[str, ...]]:
-        """Publish what is missing here; what of the store is not whole yet ends it: order matters."""
+    def run(
+        self, progress: ProgressFactory, *, prune: bool
+    ) -> tuple[list[Item], tuple[str, ...], tuple[str, ...]]:
+        """What was fetched, what is not whole in the store yet, what was removed."""
         wanted = sorted(
             (item for item in self._stored.items.values() if not self._has(item)), key=lambda item: item.order
         )
+        if own := self._published_here():
+            if wanted:
+                raise PositionMoved(
+                    f"{self._model / own} was published here, and {self._url}/{wanted[0].path} elsewhere",
+                    cause="neither leads on from the other",
+                    hint=f"pull into a directory of its own: export-model pull {self._url} OTHER",
+                )
+            return [], (), ()
+        fetched, incomplete = self._fetch(wanted, progress)
+        removed = self._prune() if prune else ()
+        self._settle_holds()
+        return fetched, incomplete, removed
+
+    def _published_here(self) -> str | None:
+        """The path of what lies beyond the head that this directory knows, and is not in the store."""
+        head = recall(self._model, self._url)
+        synced = None if head is None else self.here.get(head.path) or self._stored.items.get(head.path)
+        last = -1 if synced is None else synced.manifest.position
+        beyond = (path for path, item in self.here.items() if item.manifest.position > last)
+        return next((path for path in beyond if path not in self._stored.items), None)
+
+    def _fetch(self, wanted: list[Item], progress: ProgressFactory) -> tuple[list[Item], tuple[str, ...]]:
+        """Publish what is missing here; what of the store is not whole yet ends it: order matters."""
         self._sweep({item.digest for item in wanted})
         self._set_holds()
         done: list[Item] = []
@@ -171,16 +198,14 @@ class _Pull:
         target = self._model / item.path
         with writing(target), Staging(self._model) as staging, model_lock(self._model):
             make_directories(target.parent)
-            brought = staged / HOLD_FILE
-            held = (
-                Hold(target.parent).prepare(int(brought.read_text()), staging) if brought.exists() else None
-            )
-            if held is not None:
-                Hold(target.parent).promise(target.name, held, staging)
+            hold, brought, held = Hold(target.parent), Hold(staged).read(), None
+            if brought is not None:
+                held = hold.prepare(brought, staging)
+                hold.promise(target.name, held, staging)
             os.rename(staged, target)  # noqa: PTH104  the commit: one call, in plain sight
             sync(target.parent)
             if held is not None:
-                Hold(target.parent).settle(held)
+                hold.settle(held)
 
     def _set_holds(self) -> None:
         here = local_holds(self._model)
@@ -194,13 +219,13 @@ class _Pull:
                     new.replace(path)
                     sync(path.parent)
 
-    def settle_holds(self) -> None:
+    def _settle_holds(self) -> None:
         """Set what the store says, and lift what it says no more."""
         self._set_holds()
         for name in local_holds(self._model).keys() - self._stored.holds.keys():
             Hold((self._model / name).parent).lift()
 
-    def prune(self) -> tuple[str, ...]:
+    def _prune(self) -> tuple[str, ...]:
         """Remove what the store has no more; not soon after the newest: readers may have listed it."""
         gone = sorted(self.here.keys() - self._stored.items.keys())
         newest = max((self._model / path / MANIFEST_FILE).stat().st_mtime for path in self.here)

@@ -11,7 +11,6 @@ hold back, and are lifted after everything else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
@@ -104,9 +103,8 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> None:
             _announce_holds(store, plan, item)
             with lease(plan.model / item.path):
                 for file in item.manifest.files:
-                    store.upload(
-                        _key(plan.url, f"{item.path}/{file.path}"), plan.model / item.path / file.path
-                    )
+                    name = f"{item.path}/{file.path}"
+                    store.upload(_key(plan.url, name), plan.model / name)
                     bar.advance(file.bytes_)
             if store.create(_key(plan.url, f"{item.path}/{MANIFEST_FILE}"), item.content) is None:
                 _require_same(store, plan, item)
@@ -194,8 +192,5 @@ def _settle_holds(store: ObjectWriter, plan: PushPlan) -> None:
 
 def _remove(store: ObjectWriter, plan: PushPlan, path: str) -> None:
     store.delete(_key(plan.url, f"{path}/{MANIFEST_FILE}"))
-    store.delete(*(_key(plan.url, name) for name in _below(plan.stored, path)))
-
-
-def _below(stored: StoredModel, path: str) -> Iterator[str]:
-    return (name for name in stored.objects if name.startswith(f"{path}/"))
+    files = [name for name in plan.stored.objects if name.startswith(f"{path}/")]
+    store.delete(*(_key(plan.url, name) for name in files))
