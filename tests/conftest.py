@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.support.forks import run_warm
 from tests.support.longest_first import longest_first
 from tests.support.object_stores import Bucket, new_bucket, s3_server
 from tests.support.once import once_a_run
+from tests.support.serving_models import write_models
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,6 +51,13 @@ def ranker_graph(ranker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         assert ran.code == 0, ran.err
 
     return once_a_run(tmp_path_factory, "ranker-graph", publish) / "20"
+
+
+@pytest.fixture(scope="module")
+def two_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models `a` (versions 1 and 2) and `b` (version 5): a copy for the tests of one file."""
+    written = once_a_run(tmp_path_factory, "two-models", write_models)
+    return Path(shutil.copytree(written, tmp_path_factory.mktemp("models"), dirs_exist_ok=True))
 
 
 @pytest.fixture(scope="session")

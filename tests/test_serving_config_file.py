@@ -18,23 +18,13 @@ from serving.health import NOT_SERVING, SERVING, messages
 from serving.server import ModelServer
 from serving.server_options import ServerOptions
 from serving.status import VersionState
-from tests.support.serving_models import write_saved_model
 
 WAIT_SECONDS = 60.0
 ONES = np.ones((1, 2), np.float32)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models `a` (versions 1 and 2) and `b` (version 5)."""
-    root = tmp_path_factory.mktemp("models")
-    for name, version in (("a", 1), ("a", 2), ("b", 5)):
-        write_saved_model(root / name / str(version), scale=version)
-    return root
-
-
-def entry(made: Path, name: str, more: str = "") -> str:
-    return f"config {{ name: '{name}' base_path: '{made / name}' model_platform: 'tensorflow' {more} }}"
+def entry(two_models: Path, name: str, more: str = "") -> str:
+    return f"config {{ name: '{name}' base_path: '{two_models / name}' model_platform: 'tensorflow' {more} }}"
 
 
 def listing(*entries: str) -> str:
@@ -51,8 +41,8 @@ BOTH = "model_version_policy { specific { versions: 1 versions: 2 } }"
 
 
 @pytest.fixture
-def file(made: Path, tmp_path: Path) -> Path:
-    return write(tmp_path / "models.config", listing(entry(made, "a", BOTH), entry(made, "b")))
+def file(two_models: Path, tmp_path: Path) -> Path:
+    return write(tmp_path / "models.config", listing(entry(two_models, "a", BOTH), entry(two_models, "b")))
 
 
 @pytest.fixture
@@ -83,10 +73,10 @@ def test_several_models(server: ModelServer) -> None:
         assert [client.predict({"x": ONES}, version=n).outputs["y"][0, 0] for n in (1, 2)] == [1, 2]
 
 
-def test_the_file_is_read_again(server: ModelServer, file: Path, made: Path) -> None:
+def test_the_file_is_read_again(server: ModelServer, file: Path, two_models: Path) -> None:
     soon(lambda: available(server, "a") == {1, 2})
     label = "version_labels { key: 'stable' value: 1 }"
-    write(file, listing(entry(made, "a", BOTH + label)))
+    write(file, listing(entry(two_models, "a", BOTH + label)))
     soon(lambda: [s.state for s in server.models.versions("b")] == [VersionState.END])
     soon(lambda: server.models.labels("a") == {"stable": 1})
 
@@ -112,8 +102,8 @@ def test_what_cannot_be_applied_changes_nothing(
     assert available(server, "b") == {5}
 
 
-def test_labels_of_versions_that_are_not_available_yet(made: Path, tmp_path: Path) -> None:
-    text = listing(entry(made, "a", "version_labels { key: 'stable' value: 2 }"))
+def test_labels_of_versions_that_are_not_available_yet(two_models: Path, tmp_path: Path) -> None:
+    text = listing(entry(two_models, "a", "version_labels { key: 'stable' value: 2 }"))
     file = write(tmp_path / "labels.config", text)
     with pytest.raises(UsageError, match="Request to assign label to version 2 of model a") as caught:
         ModelServer(options=ServerOptions(model_config_file=file))
@@ -142,13 +132,13 @@ def health(server: ModelServer, service: str) -> int:
         return int(call(request(service=service), timeout=WAIT_SECONDS).status)
 
 
-def test_health(server: ModelServer, file: Path, made: Path, tmp_path: Path) -> None:
+def test_health(server: ModelServer, file: Path, two_models: Path, tmp_path: Path) -> None:
     for service in ("", "tensorflow.serving.PredictionService", "a", "b"):
         assert health(server, service) == SERVING
     with pytest.raises(grpc.RpcError) as caught:
         health(server, "nobody")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    write(file, listing(entry(made, "a"), entry(tmp_path, "later")))
+    write(file, listing(entry(two_models, "a"), entry(tmp_path, "later")))
     soon(lambda: "later" in server.models.served())
     assert [health(server, service) for service in ("", "a", "later")] == [NOT_SERVING, SERVING, NOT_SERVING]
 
@@ -159,7 +149,7 @@ def test_the_health_services_messages_are_those_of_the_protocol() -> None:
     assert response(status=SERVING).SerializeToString() == b"\x08\x01"
 
 
-def test_a_sessions_configuration(made: Path, tmp_path: Path) -> None:
+def test_a_sessions_configuration(two_models: Path, tmp_path: Path) -> None:
     """Its own deadline holds for a call that has none."""
     file = tmp_path / "session.config"
     file.write_text("operation_timeout_in_ms: 2000 intra_op_parallelism_threads: 1")
@@ -168,7 +158,7 @@ def test_a_sessions_configuration(made: Path, tmp_path: Path) -> None:
     request = message_class("serving.PredictRequest")()
     request.model_spec.name, request.model_spec.signature_name = "b", "slow"
     fill(request.inputs["turns"], np.array([1 << 60]))
-    with ModelServer(made / "b", options=options) as server:
+    with ModelServer(two_models / "b", options=options) as server:
         server.wait_available(WAIT_SECONDS)
         with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
             predict = channel.unary_unary(
@@ -178,10 +168,10 @@ def test_a_sessions_configuration(made: Path, tmp_path: Path) -> None:
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_arguments_of_the_channel(made: Path) -> None:
+def test_arguments_of_the_channel(two_models: Path) -> None:
     """They win over the server's own."""
     options = ServerOptions(grpc_channel_arguments="grpc.max_receive_message_length=2000,grpc.x=text")
-    with ModelServer(made / "b", options=options) as server:
+    with ModelServer(two_models / "b", options=options) as server:
         server.wait_available(WAIT_SECONDS)
         with ModelClient(server.address, "b") as client:
             assert client.predict({"x": ONES}).version == 5
@@ -190,9 +180,9 @@ def test_arguments_of_the_channel(made: Path) -> None:
     assert caught.value.code == "RESOURCE_EXHAUSTED"
 
 
-def test_a_unix_socket(made: Path, tmp_path: Path) -> None:
+def test_a_unix_socket(two_models: Path, tmp_path: Path) -> None:
     socket = tmp_path / "grpc.sock"
-    with ModelServer(made / "b", options=ServerOptions(grpc_socket_path=socket)) as server:
+    with ModelServer(two_models / "b", options=ServerOptions(grpc_socket_path=socket)) as server:
         server.wait_available(WAIT_SECONDS)
         with ModelClient(f"unix:{socket}", "b") as client:
             assert client.predict({"x": ONES}).version == 5

@@ -18,24 +18,14 @@ from serving.model_config import ModelConfig, listed_models
 from serving.models import ServedModels
 from serving.models import wait_for as wait_for_models
 from serving.status import Code, StatusError, VersionState
-from tests.support.serving_models import write_saved_model
 
 WAIT_SECONDS = 60.0
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models `a` (versions 1 and 2) and `b` (version 5); version n multiplies by n."""
-    root = tmp_path_factory.mktemp("models")
-    for name, version in (("a", 1), ("a", 2), ("b", 5)):
-        write_saved_model(root / name / str(version), scale=version)
-    return root
-
-
 @pytest.fixture
-def models(made: Path) -> Iterator[ServedModels]:
+def models(two_models: Path) -> Iterator[ServedModels]:
     models = ServedModels(create)
-    apply(models, config(a=made / "a"))
+    apply(models, config(a=two_models / "a"))
     yield models
     models.stop(5.0)
 
@@ -71,29 +61,29 @@ def answer(models: ServedModels, *asked: Any, **options: Any) -> tuple[int, floa
         return version, float(y[0, 0])
 
 
-def test_another_model_is_added(models: ServedModels, made: Path) -> None:
-    apply(models, config(a=made / "a", b=made / "b"))
+def test_another_model_is_added(models: ServedModels, two_models: Path) -> None:
+    apply(models, config(a=two_models / "a", b=two_models / "b"))
     assert answer(models, "a") == (2, 2.0)
     assert answer(models, "b") == (5, 5.0)
 
 
-def test_a_model_that_is_left_out_goes(models: ServedModels, made: Path) -> None:
-    apply(models, config(b=made / "b"))
+def test_a_model_that_is_left_out_goes(models: ServedModels, two_models: Path) -> None:
+    apply(models, config(b=two_models / "b"))
     assert answer(models, "b") == (5, 5.0)
     with pytest.raises(StatusError, match=r"Latest\(a\)"):
         answer(models, "a")
 
 
-def test_versions_stay_loaded_when_their_model_stays(models: ServedModels, made: Path) -> None:
+def test_versions_stay_loaded_when_their_model_stays(models: ServedModels, two_models: Path) -> None:
     with models.borrow(spec("a")) as (_, before):
         pass
-    apply(models, config(a=made / "a", b=made / "b"))
+    apply(models, config(a=two_models / "a", b=two_models / "b"))
     with models.borrow(spec("a")) as (_, after):
         assert after is before
 
 
-def test_a_model_moves_to_another_base_path(models: ServedModels, made: Path) -> None:
-    apply(models, config(a=made / "b"))
+def test_a_model_moves_to_another_base_path(models: ServedModels, two_models: Path) -> None:
+    apply(models, config(a=two_models / "b"))
     wait_for(models, (2, VersionState.END), (5, VersionState.AVAILABLE))
     assert answer(models, "a") == (5, 5.0)
 
@@ -105,8 +95,8 @@ def wait_for(models: ServedModels, *expected: tuple[int, VersionState]) -> None:
         time.sleep(0.01)
 
 
-def test_policies_and_labels(models: ServedModels, made: Path) -> None:
-    wanted = config(a=made / "a")
+def test_policies_and_labels(models: ServedModels, two_models: Path) -> None:
+    wanted = config(a=two_models / "a")
     (model,) = wanted.model_config_list.config
     model.model_version_policy.specific.versions.extend([1, 2])
     apply(models, wanted)
@@ -121,10 +111,10 @@ def test_policies_and_labels(models: ServedModels, made: Path) -> None:
 
 
 def test_a_label_that_moves_while_it_is_looked_up(
-    models: ServedModels, made: Path, monkeypatch: pytest.MonkeyPatch
+    models: ServedModels, two_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The version that it named is unloaded before the request has borrowed it."""
-    apply(models, labelled(made, 2, 2))
+    apply(models, labelled(two_models, 2, 2))
     stale = [1]  # what the label named a moment ago
     look_up = models._version
     monkeypatch.setattr(models, "_version", lambda spec: stale.pop() if stale else look_up(spec))
@@ -135,8 +125,8 @@ def test_a_label_that_moves_while_it_is_looked_up(
 
 
 @pytest.mark.parametrize(("choice", "count"), [("all", 0), ("latest", 2)])
-def test_policies_by_number(models: ServedModels, made: Path, choice: str, count: int) -> None:
-    wanted = config(a=made / "a")
+def test_policies_by_number(models: ServedModels, two_models: Path, choice: str, count: int) -> None:
+    wanted = config(a=two_models / "a")
     policy = wanted.model_config_list.config[0].model_version_policy
     getattr(policy, choice).SetInParent()
     if count:
@@ -145,86 +135,86 @@ def test_policies_by_number(models: ServedModels, made: Path, choice: str, count
     wait_for(models, (1, VersionState.AVAILABLE), (2, VersionState.AVAILABLE))
 
 
-def labelled(made: Path, version: int, *served: int) -> Any:
-    wanted = config(a=made / "a")
+def labelled(two_models: Path, version: int, *served: int) -> Any:
+    wanted = config(a=two_models / "a")
     (model,) = wanted.model_config_list.config
     model.version_labels["stable"] = version
     model.model_version_policy.specific.versions.extend(served or [1, 2])
     return wanted
 
 
-def test_a_label_for_a_version_that_is_not_available(models: ServedModels, made: Path) -> None:
+def test_a_label_for_a_version_that_is_not_available(models: ServedModels, two_models: Path) -> None:
     """It is refused at once: what is not available now may never be."""
     with pytest.raises(StatusError, match="Request to assign label to version 1 of model a") as caught:
-        apply(models, labelled(made, 1))
+        apply(models, labelled(two_models, 1))
     assert caught.value.code is Code.FAILED_PRECONDITION
     assert answer(models, "a") == (2, 2.0)
     assert [(s.version, s.state) for s in models.versions("a")] == [(2, VersionState.AVAILABLE)]
 
 
-def test_labels_before_versions_if_that_is_allowed(made: Path) -> None:
+def test_labels_before_versions_if_that_is_allowed(two_models: Path) -> None:
     models = ServedModels(create, labels_unavailable_versions=True)
     try:
-        apply(models, labelled(made, 1))
+        apply(models, labelled(two_models, 1))
         wait_for(models, (1, VersionState.AVAILABLE), (2, VersionState.AVAILABLE))
         assert answer(models, "a", label="stable") == (1, 1.0)
         with pytest.raises(StatusError, match="version 9 of model a"):  # it would leave requests without one
-            apply(models, labelled(made, 9))
+            apply(models, labelled(two_models, 9))
         assert answer(models, "a", label="stable") == (1, 1.0)
     finally:
         models.stop(5.0)
 
 
-def test_a_new_model_that_cannot_be_served(models: ServedModels, made: Path, tmp_path: Path) -> None:
+def test_a_new_model_that_cannot_be_served(models: ServedModels, two_models: Path, tmp_path: Path) -> None:
     """As in TF Serving it stays in the configuration, and tells why it is not served."""
-    shutil.copytree(made / "b", tmp_path / "broken")
+    shutil.copytree(two_models / "b", tmp_path / "broken")
     shutil.rmtree(tmp_path / "broken" / "5" / "variables")
     with pytest.raises(StatusError, match=r"1 model\(s\) did not become available: version 5 of c") as caught:
-        apply(models, config(a=made / "a", c=tmp_path / "broken"))
+        apply(models, config(a=two_models / "a", c=tmp_path / "broken"))
     assert caught.value.code is Code.UNKNOWN
     assert answer(models, "a") == (2, 2.0)
     (status,) = models.statuses(spec("c"))
     assert (status.version, status.state, status.code) == (5, VersionState.END, Code.UNKNOWN)
-    apply(models, config(a=made / "a"))
+    apply(models, config(a=two_models / "a"))
     assert models.statuses(spec("c")) == [status]
-    apply_later = config(a=made / "a", c=made / "b")
+    apply_later = config(a=two_models / "a", c=two_models / "b")
     apply(models, apply_later)
     assert answer(models, "c") == (5, 5.0)
 
 
 def test_a_base_path_that_cannot_be_served_keeps_what_is(
-    models: ServedModels, made: Path, tmp_path: Path
+    models: ServedModels, two_models: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(made / "b", tmp_path / "broken")
+    shutil.copytree(two_models / "b", tmp_path / "broken")
     shutil.rmtree(tmp_path / "broken" / "5" / "variables")
     apply(models, config(a=tmp_path / "broken"))
     wait_for(models, (2, VersionState.AVAILABLE), (5, VersionState.END))
     assert answer(models, "a") == (2, 2.0)
 
 
-def test_a_model_that_was_taken_out_tells_how_it_ended(models: ServedModels, made: Path) -> None:
-    apply(models, config(b=made / "b"))
+def test_a_model_that_was_taken_out_tells_how_it_ended(models: ServedModels, two_models: Path) -> None:
+    apply(models, config(b=two_models / "b"))
     wait_for(models, (2, VersionState.END))
     assert models.served().keys() == {"b"}
-    apply(models, config(a=made / "a", b=made / "b"))
+    apply(models, config(a=two_models / "a", b=two_models / "b"))
     assert answer(models, "a") == (2, 2.0)
 
 
-def test_a_model_may_leave_and_come_back_at_once(models: ServedModels, made: Path) -> None:
+def test_a_model_may_leave_and_come_back_at_once(models: ServedModels, two_models: Path) -> None:
     for _ in range(20):
-        models.configure(listed_models(config(b=made / "b")))
-        models.configure(listed_models(config(a=made / "a")))
-    apply(models, config(a=made / "a", b=made / "b"))
+        models.configure(listed_models(config(b=two_models / "b")))
+        models.configure(listed_models(config(a=two_models / "a")))
+    apply(models, config(a=two_models / "a", b=two_models / "b"))
     wait_for(models, (2, VersionState.AVAILABLE))
     assert answer(models, "a") == (2, 2.0)
 
 
 def test_a_model_that_is_taken_out_while_it_is_waited_for(
-    models: ServedModels, made: Path, tmp_path: Path
+    models: ServedModels, two_models: Path, tmp_path: Path
 ) -> None:
     """Two configurations at once: the first call does not wait for what the second one took away."""
-    new = models.configure(listed_models(config(a=made / "a", c=tmp_path / "later")))
-    taking = threading.Timer(0.2, lambda: models.configure(listed_models(config(a=made / "a"))))
+    new = models.configure(listed_models(config(a=two_models / "a", c=tmp_path / "later")))
+    taking = threading.Timer(0.2, lambda: models.configure(listed_models(config(a=two_models / "a"))))
     taking.start()
     with pytest.raises(StatusError, match="c is not served any more: it was taken out") as caught:
         wait_for_models(new, WAIT_SECONDS)
@@ -232,17 +222,17 @@ def test_a_model_that_is_taken_out_while_it_is_waited_for(
     assert answer(models, "a") == (2, 2.0)
 
 
-def test_configurations_at_once(models: ServedModels, made: Path) -> None:
+def test_configurations_at_once(models: ServedModels, two_models: Path) -> None:
     def swing(name: str) -> None:
         for _ in range(20):
-            models.configure(listed_models(config(a=made / "a", **{name: made / "b"})))
+            models.configure(listed_models(config(a=two_models / "a", **{name: two_models / "b"})))
 
     threads = [threading.Thread(target=swing, args=(name,)) for name in ("b", "c", "d")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    apply(models, config(a=made / "a", d=made / "b"))
+    apply(models, config(a=two_models / "a", d=two_models / "b"))
     assert models.served().keys() == {"a", "d"}
     assert answer(models, "d") == (5, 5.0)
     for name in ("b", "c"):
@@ -252,22 +242,24 @@ def test_configurations_at_once(models: ServedModels, made: Path) -> None:
             time.sleep(0.01)
 
 
-def test_no_configuration_after_the_end(models: ServedModels, made: Path) -> None:
+def test_no_configuration_after_the_end(models: ServedModels, two_models: Path) -> None:
     models.stop(5.0)
     with pytest.raises(StatusError, match="the server stops") as caught:
-        models.configure(listed_models(config(b=made / "b")))
+        models.configure(listed_models(config(b=two_models / "b")))
     assert caught.value.code is Code.UNAVAILABLE
 
 
-def test_a_base_path_that_is_not_there_yet(models: ServedModels, made: Path, tmp_path: Path) -> None:
+def test_a_base_path_that_is_not_there_yet(models: ServedModels, two_models: Path, tmp_path: Path) -> None:
     later = tmp_path / "later"
-    new = models.configure(listed_models(config(a=made / "a", c=later)))
+    new = models.configure(listed_models(config(a=two_models / "a", c=later)))
     with pytest.raises(StatusError, match="later is not a directory") as caught:
         wait_for_models(new, 0.1)
     assert caught.value.code is Code.DEADLINE_EXCEEDED
     with pytest.raises(StatusError, match="Could not find any versions of model c"):
         models.statuses(spec("c"))
-    shutil.copytree(made / "b", tmp_path / "copied").rename(later)  # a version that is half there has failed
+    shutil.copytree(two_models / "b", tmp_path / "copied").rename(
+        later
+    )  # a version that is half there has failed
     wait_for_models(new, WAIT_SECONDS)
     assert answer(models, "c") == (5, 5.0)
 
@@ -293,8 +285,8 @@ def test_a_base_path_that_is_not_there_yet(models: ServedModels, made: Path, tmp
         (lambda c: c.model_config_list.config.add(name="x", base_path="file://far/m"), "file://far/m"),
     ],
 )  # fmt: skip
-def test_refused_configurations(models: ServedModels, made: Path, change: Any, text: str) -> None:
-    wanted = config(a=made / "a")
+def test_refused_configurations(models: ServedModels, two_models: Path, change: Any, text: str) -> None:
+    wanted = config(a=two_models / "a")
     change(wanted)
     with pytest.raises(StatusError, match=text) as caught:
         apply(models, wanted)
@@ -302,7 +294,7 @@ def test_refused_configurations(models: ServedModels, made: Path, change: Any, t
     assert answer(models, "a") == (2, 2.0)
 
 
-def test_a_base_path_may_be_a_local_url(models: ServedModels, made: Path) -> None:
-    apply(models, config(a=f"file://{made / 'b'}"))
+def test_a_base_path_may_be_a_local_url(models: ServedModels, two_models: Path) -> None:
+    apply(models, config(a=f"file://{two_models / 'b'}"))
     wait_for(models, (2, VersionState.END), (5, VersionState.AVAILABLE))
     assert answer(models, "a")[0] == 5

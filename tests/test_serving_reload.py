@@ -24,7 +24,6 @@ from serving.server import ModelServer
 from serving.server_options import ServerOptions
 from serving.status import Code, VersionState, VersionStatus
 from tests.support.printed_documents import checked
-from tests.support.serving_models import write_saved_model
 
 ONES = np.ones((1, 2), np.float32)
 
@@ -86,18 +85,9 @@ def test_when_it_is_served(
     assert problem is None or has_failed(model, statuses) is fails
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models `a` (versions 1 and 2) and `b` (version 5)."""
-    root = tmp_path_factory.mktemp("models")
-    for name, version in (("a", 1), ("a", 2), ("b", 5)):
-        write_saved_model(root / name / str(version), scale=version)
-    return root
-
-
 @pytest.fixture
-def server(made: Path) -> Iterator[ModelServer]:
-    with ModelServer(made / "b", options=ServerOptions(poll_seconds=0.05)) as server:
+def server(two_models: Path) -> Iterator[ModelServer]:
+    with ModelServer(two_models / "b", options=ServerOptions(poll_seconds=0.05)) as server:
         server.wait_available(60)
         yield server
 
@@ -111,12 +101,12 @@ def listing(path: Path, *entries: str) -> Path:
     return path
 
 
-def entry(made: Path, name: str) -> str:
-    return f"name: '{name}' base_path: '{made / name}' model_platform: 'tensorflow'"
+def entry(two_models: Path, name: str) -> str:
+    return f"name: '{name}' base_path: '{two_models / name}' model_platform: 'tensorflow'"
 
 
-def test_one_model_alone(server: ModelServer, made: Path) -> None:
-    place = ("--model-base-path", made / "a", "--version", 1, "--version", 2)
+def test_one_model_alone(server: ModelServer, two_models: Path) -> None:
+    place = ("--model-base-path", two_models / "a", "--version", 1, "--version", 2)
     done = run(
         server, "--only", "--model", "a", *place, "--label", "stable=1", "--label", "canary=2", "--json"
     )
@@ -130,8 +120,8 @@ def test_one_model_alone(server: ModelServer, made: Path) -> None:
     assert server.models.labels("a") == {"canary": 2, "stable": 1}
 
 
-def test_a_model_that_was_taken_out(server: ModelServer, made: Path) -> None:
-    assert run(server, "--only", "--model", "a", "--model-base-path", made / "a").exit_code == 0
+def test_a_model_that_was_taken_out(server: ModelServer, two_models: Path) -> None:
+    assert run(server, "--only", "--model", "a", "--model-base-path", two_models / "a").exit_code == 0
     with ModelClient(server.address, "b") as client:
         deadline = time.monotonic() + 60
         while client.status()[0].state is not END and time.monotonic() < deadline:
@@ -142,9 +132,11 @@ def test_a_model_that_was_taken_out(server: ModelServer, made: Path) -> None:
     assert f"serve-model reload {server.address}" in done.stderr
 
 
-def test_a_model_is_added_to_a_file(server: ModelServer, made: Path, tmp_path: Path) -> None:
-    file = listing(tmp_path / "models.config", entry(made, "b"))
-    done = run(server, "--model-config-file", file, "--save", "--model", "a", "--model-base-path", made / "a")
+def test_a_model_is_added_to_a_file(server: ModelServer, two_models: Path, tmp_path: Path) -> None:
+    file = listing(tmp_path / "models.config", entry(two_models, "b"))
+    done = run(
+        server, "--model-config-file", file, "--save", "--model", "a", "--model-base-path", two_models / "a"
+    )
     assert done.exit_code == 0, done.output
     assert done.stdout == "b: version 5 is available\na: version 2 is available\n"
     assert [model.name for model in read_config_file(file).model_config_list.config] == ["b", "a"]
@@ -154,9 +146,11 @@ def test_a_model_is_added_to_a_file(server: ModelServer, made: Path, tmp_path: P
     assert "old" not in file.read_text()
 
 
-def test_a_label_moves_when_its_version_is_available(server: ModelServer, made: Path, tmp_path: Path) -> None:
+def test_a_label_moves_when_its_version_is_available(
+    server: ModelServer, two_models: Path, tmp_path: Path
+) -> None:
     """And not a moment before: a request that names it never fails."""
-    shutil.copytree(made / "a" / "1", tmp_path / "c" / "1")
+    shutil.copytree(two_models / "a" / "1", tmp_path / "c" / "1")
     place = ("--only", "--model", "c", "--model-base-path", tmp_path / "c")
     assert run(server, *place, "--version", 1, "--label", "stable=1").exit_code == 0
     stop = threading.Event()
@@ -173,7 +167,7 @@ def test_a_label_moves_when_its_version_is_available(server: ModelServer, made: 
 
     asking = threading.Thread(target=ask)
     asking.start()
-    shutil.copytree(made / "a" / "2", tmp_path / "c" / ".2")
+    shutil.copytree(two_models / "a" / "2", tmp_path / "c" / ".2")
     (tmp_path / "c" / ".2").rename(tmp_path / "c" / "2")
     done = run(server, *place, "--version", 2, "--label", "stable=2")
     stop.set()
@@ -185,8 +179,8 @@ def test_a_label_moves_when_its_version_is_available(server: ModelServer, made: 
     assert server.models.labels("c") == {"stable": 2}
 
 
-def test_a_version_that_cannot_be_loaded(server: ModelServer, made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "a", tmp_path / "c")
+def test_a_version_that_cannot_be_loaded(server: ModelServer, two_models: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_models / "a", tmp_path / "c")
     assert run(server, "--only", "--model", "c", "--model-base-path", tmp_path / "c").exit_code == 0
     shutil.rmtree(tmp_path / "c" / "1" / "variables")
     place = ("--only", "--model", "c", "--model-base-path", tmp_path / "c")
@@ -232,8 +226,10 @@ def test_refused(server: ModelServer, arguments: tuple[str, ...], code: int, tex
     assert server.models.served().keys() == {"b"}
 
 
-def test_what_the_server_refuses_changes_nothing(server: ModelServer, made: Path, tmp_path: Path) -> None:
-    twice = listing(tmp_path / "twice.config", entry(made, "a"), entry(made, "a"))
+def test_what_the_server_refuses_changes_nothing(
+    server: ModelServer, two_models: Path, tmp_path: Path
+) -> None:
+    twice = listing(tmp_path / "twice.config", entry(two_models, "a"), entry(two_models, "a"))
     done = run(server, "--model-config-file", twice)
     assert done.exit_code == 7
     assert "Illegal to list model a multiple times in config list" in done.stderr

@@ -19,7 +19,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from google.protobuf.message import DecodeError
 from msgspec import Struct, field
 
 from exporter.errors import NotServable
@@ -28,6 +27,7 @@ from exporter.graph.deeprec_ops import GATHERS, HANDLE, INITIALISERS, is_deeprec
 from exporter.graph.deeprec_parts import parted_lookups, uses_default
 from exporter.graph.deeprec_stages import read_through_stages
 from exporter.graph.inference_graph import GraphDynamicTable
+from exporter.graph.keys import collected_variables
 from exporter.graph.nodes import (
     Endpoint,
     GraphIndex,
@@ -242,17 +242,10 @@ def _embedding_variables(meta_graph: Proto, index: GraphIndex) -> dict[str, _Emb
 
 def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, tuple[str, int]]]:
     """Handles of parts, each with the whole variable's name and its number (of a slice of one row)."""
-    for collection in _COLLECTIONS:
-        if collection not in meta_graph.collection_def:
-            continue
-        for serialized in meta_graph.collection_def[collection].bytes_list.value:
-            try:
-                variable = protos.VariableDef.FromString(serialized)
-            except DecodeError:  # a user's own collection of that name
-                continue
-            info = variable.save_slice_info_def
-            if info.full_name and info.var_offset:
-                yield endpoint(variable.variable_name).node, (info.full_name, int(info.var_offset[0]))
+    for variable in collected_variables(meta_graph, _COLLECTIONS):
+        info = variable.save_slice_info_def
+        if info.full_name and info.var_offset:
+            yield endpoint(variable.variable_name).node, (info.full_name, int(info.var_offset[0]))
 
 
 def _kind(variable: _EmbeddingVariable) -> tuple[DType, DType, int]:

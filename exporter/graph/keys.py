@@ -6,7 +6,8 @@ VariableDefs in the collections (partitions), the variable's name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 
@@ -58,18 +59,21 @@ def variable_keys(meta_graph: Proto, index: GraphIndex) -> dict[str, VariableKey
 
 def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, VariableKey]]:
     """Parts of partitioned variables (source: tensorflow/core/framework/variable.proto)."""
-    for name in _COLLECTIONS:
+    for variable in collected_variables(meta_graph, _COLLECTIONS):
+        info = variable.save_slice_info_def
+        if info.full_name:
+            box = SliceSpec(tuple(info.full_shape), tuple(info.var_offset), tuple(info.var_shape))
+            yield endpoint(variable.variable_name).node, VariableKey(info.full_name, box)
+
+
+def collected_variables(meta_graph: Proto, collections: Iterable[str]) -> Iterator[Proto]:
+    """The `VariableDef`s in these collections, some of which a graph may not have."""
+    for name in collections:
         if name not in meta_graph.collection_def:
             continue
         for serialized in meta_graph.collection_def[name].bytes_list.value:
-            try:
-                variable = protos.VariableDef.FromString(serialized)
-            except DecodeError:  # a user's own collection of that name
-                continue
-            info = variable.save_slice_info_def
-            if info.full_name:
-                box = SliceSpec(tuple(info.full_shape), tuple(info.var_offset), tuple(info.var_shape))
-                yield endpoint(variable.variable_name).node, VariableKey(info.full_name, box)
+            with suppress(DecodeError):  # a user's own collection of that name
+                yield protos.VariableDef.FromString(serialized)
 
 
 def _from_saver(meta_graph: Proto, index: GraphIndex) -> Iterator[tuple[str, VariableKey]]:

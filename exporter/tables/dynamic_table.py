@@ -18,6 +18,7 @@ import numpy as np
 
 from exporter.errors import UsageError
 from exporter.tables.geometry import PARTS, TableGeometry
+from exporter.tables.keyed_lookups import TableLookups
 from exporter.tables.lookup import DEFAULTS, PART, TABLE, add_rows
 from exporter.wire import protos, tensor_proto
 from exporter.wire.dtypes import DType
@@ -28,7 +29,7 @@ Tensor = Any
 _HANDLES = ("seeds", "rows", "keys", "values")
 
 
-class DynamicTable:
+class DynamicTable(TableLookups):
     """Rows of `dim` numbers by any 64-bit integer; in a graph, for inference.
 
     `name` is what the checkpoint calls the table. A key that it does not hold reads `default`: a number, a
@@ -45,31 +46,10 @@ class DynamicTable:
         """The variable that has the rows; its first dimension is a checkpoint's matter."""
         return self._variables()[-1]
 
-    def rows(self, ids: Any) -> Any:
-        """The row number of each id, as int32: of a tensor of any shape, a SparseTensor or a RaggedTensor."""
-        import tensorflow as tf
-
-        if isinstance(ids, tf.SparseTensor):
-            return tf.SparseTensor(ids.indices, self.rows(ids.values), ids.dense_shape)
-        if isinstance(ids, tf.RaggedTensor):
-            return ids.with_flat_values(self.rows(ids.flat_values))
-        found = self._import(tf.cast(ids, tf.int64))
+    def _rows_of(self, ids: Tensor) -> Tensor:
+        found = self._import(ids)
         found.set_shape(ids.shape)
         return found
-
-    def lookup(self, ids: Any) -> Any:
-        """The rows of ids, of shape `ids.shape + [dim]`; ragged for ragged ids."""
-        import tensorflow as tf
-
-        if isinstance(ids, tf.RaggedTensor):
-            return ids.with_flat_values(self.lookup(ids.flat_values))
-        return tf.nn.embedding_lookup(self.values, self.rows(ids))
-
-    def lookup_sparse(self, ids: Any, weights: Any = None, combiner: str = "mean") -> Any:
-        """The combined rows of each row of a SparseTensor; `combiner` is "sum", "mean" or "sqrtn"."""
-        import tensorflow as tf
-
-        return tf.nn.embedding_lookup_sparse(self.values, self.rows(ids), weights, combiner=combiner)
 
     def _import(self, ids: Tensor) -> Tensor:
         """The nodes of a lookup, in the graph that is being built."""

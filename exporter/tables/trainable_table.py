@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from exporter.errors import UsageError
+from exporter.tables.keyed_lookups import TableLookups
 from exporter.wire.dtypes import DType
 
 Tensor = Any
@@ -19,7 +20,7 @@ COLLECTION = "exporter_trainable_tables"
 """The collection of the names of a graph's trainable tables."""
 
 
-class TrainableTable:
+class TrainableTable(TableLookups):
     """Rows of `dim` numbers for up to `capacity` keys, any 64-bit integers.
 
     New rows have the values that `initializer` gives; `name` is what checkpoints call the table.
@@ -56,34 +57,16 @@ class TrainableTable:
         v1.add_to_collection(v1.GraphKeys.SAVEABLE_OBJECTS, _saveable(self, self._start))
         v1.add_to_collection(COLLECTION, name)
 
-    def rows(self, ids: Any) -> Any:
-        """The row number of each id, of a tensor, a SparseTensor or a RaggedTensor; new keys get rows."""
+    def _rows_of(self, ids: Tensor) -> Tensor:
+        """The row number of each id; new keys get rows."""
         import tensorflow as tf
 
-        if isinstance(ids, tf.SparseTensor):
-            return tf.SparseTensor(ids.indices, self.rows(ids.values), ids.dense_shape)
-        if isinstance(ids, tf.RaggedTensor):
-            return ids.with_flat_values(self.rows(ids.flat_values))
-        keys, places = tf.unique(tf.reshape(tf.cast(ids, tf.int64), [-1]))
+        keys, places = tf.unique(tf.reshape(ids, [-1]))
         found = self._index.lookup(keys)
         all_found = tf.cond(
             tf.reduce_any(found < 0), lambda: self._lock.execute(lambda: self._insert(keys)), lambda: found
         )
         return tf.reshape(tf.gather(all_found, places), tf.shape(ids))
-
-    def lookup(self, ids: Any) -> Any:
-        """The rows of ids, of shape `ids.shape + [dim]`; ragged for ragged ids."""
-        import tensorflow as tf
-
-        if isinstance(ids, tf.RaggedTensor):
-            return ids.with_flat_values(self.lookup(ids.flat_values))
-        return tf.nn.embedding_lookup(self.values, self.rows(ids))
-
-    def lookup_sparse(self, ids: Any, weights: Any = None, combiner: str = "mean") -> Any:
-        """The combined rows of each row of a SparseTensor; `combiner` is "sum", "mean" or "sqrtn"."""
-        import tensorflow as tf
-
-        return tf.nn.embedding_lookup_sparse(self.values, self.rows(ids), weights, combiner=combiner)
 
     def _insert(self, keys: Tensor) -> Tensor:
         """Rows for those keys that still have none, and the rows of all; one caller at a time."""

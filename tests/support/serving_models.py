@@ -71,6 +71,12 @@ def write_saved_model(directory: Path, scale: float = 1.0, *, width: int = 2) ->
     return directory
 
 
+def write_models(root: Path) -> None:
+    """Models `a` (versions 1 and 2) and `b` (version 5) under `root`; version n multiplies by n."""
+    for name, version in (("a", 1), ("a", 2), ("b", 5)):
+        write_saved_model(root / name / str(version), scale=version)
+
+
 def _signature(inputs: dict[str, Any], outputs: dict[str, Any], method: str) -> Any:
     import tensorflow as tf
 
