@@ -4,11 +4,12 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test lint unit thorough docs soak pictures fuzz chaos faults bench clean
+.PHONY: help demo test lint unit thorough stores docs soak pictures fuzz chaos faults bench clean
 help:
 	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
 	@echo "make test    lint, types and all tests"
 	@echo "make thorough  all tests, and ten times as much of what they leave to chance"
+	@echo "make stores  the tests of object stores, Azure's too; installs Azurite by npm"
 	@echo "make docs    the documentation as a site, in build/site; fails on a broken link"
 	@echo "make pictures  the guide's pictures of the status page anew, by Chromium"
 	@echo "make soak    hundreds of increments of a cluster whose processes die at random; some minutes"
@@ -39,6 +40,14 @@ unit: $(STAMP)
 
 thorough: $(STAMP)
 	THOROUGH=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+build/azurite:
+	@mkdir -p $@.new
+	@npm install --silent --no-audit --no-fund --prefix $@.new azurite@3.35
+	@mv $@.new $@
+
+stores: $(STAMP) build/azurite
+	$(BIN)/python -m pytest tests/test_object_stores.py tests/test_transfer.py tests/test_other_stores.py tests/test_stock_google.py
 
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import hypothesis
@@ -12,7 +12,16 @@ from exporter.storage import mirror
 from tests.support.commands import export_model
 from tests.support.forks import run_warm
 from tests.support.longest_first import longest_first
-from tests.support.object_stores import Bucket, new_bucket, s3_server
+from tests.support.object_stores import (
+    AZURITE,
+    Bucket,
+    azure_container,
+    azure_server,
+    google_bucket,
+    google_server,
+    new_bucket,
+    s3_server,
+)
 from tests.support.once import once_a_run
 from tests.support.serving_models import write_models
 
@@ -71,7 +80,41 @@ def s3() -> Iterator[str]:
 def bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """A new bucket of that server, which the environment leads to."""
     found = new_bucket(s3)
-    for name, value in found.environment.items():
+    _enter(found.environment, monkeypatch)
+    return found
+
+
+@pytest.fixture(scope="session")
+def google(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    """The environment in which `gs://` leads to a stand-in, a process of its own."""
+    with google_server(tmp_path_factory.mktemp("google")) as environment:
+        yield environment
+
+
+@pytest.fixture
+def gs_bucket(google: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """A new bucket of that stand-in."""
+    _enter(google, monkeypatch)
+    return google_bucket(google)
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    """The environment in which `az://` leads to Azurite, a process of its own."""
+    if not AZURITE.is_dir():
+        pytest.skip("Azurite is not there: `make stores` installs it, where there is npm")
+    with azure_server(tmp_path_factory.mktemp("azurite")) as environment:
+        yield environment
+
+
+@pytest.fixture
+def container(azurite: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """A new container of Azurite."""
+    _enter(azurite, monkeypatch)
+    return azure_container(azurite)
+
+
+def _enter(environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(mirror, "_MIRRORS", {})
-    return found

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 _URL = re.compile(r"(s3|gs|az):/{1,2}([^/?#@:\s]+)(?:/+([^?#]*))?", re.ASCII)
 _MOST_OBJECTS = 100_000
-_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_ENDPOINT")
+_ENDPOINTS = (
+    *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
+    *("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"),
+)
 """Name another server than the cloud's own; one that is told as `http://` is asked without encryption."""
 _CONNECT, _REQUEST, _RETRY = timedelta(seconds=10), timedelta(seconds=60), timedelta(seconds=60)
 _RETRIES = 5
@@ -75,6 +78,18 @@ class RemoteObject(Struct, frozen=True):
     size: int
     tag: str | None
     modified: float
+
+
+class Tag(Struct, frozen=True):
+    """What tells an object from others under its key: S3 and Azure compare entity tags, GCS versions."""
+
+    e_tag: str | None
+    version: str | None
+
+    @classmethod
+    def of(cls, said: Any) -> Tag:
+        """The tag that a store told of an object."""
+        return cls(said.get("e_tag"), said.get("version"))
 
 
 class ObjectReader:
@@ -228,7 +243,7 @@ class ObjectWriter(ObjectReader):
         with _writing(self.url, key):
             obstore.put(self._store, key, file, chunk_size=_PART_BYTES, max_concurrency=_CONNECTIONS)
 
-    def create(self, key: str, content: bytes) -> str | None:
+    def create(self, key: str, content: bytes) -> Tag | None:
         """Put a new object; its tag, or None if the key is taken.
 
         Raises:
@@ -236,21 +251,22 @@ class ObjectWriter(ObjectReader):
         """
         return self._put(key, content, "create")
 
-    def replace(self, key: str, content: bytes, tag: str) -> str | None:
+    def replace(self, key: str, content: bytes, tag: Tag) -> Tag | None:
         """Put an object in place of the one with this tag; its own tag, or None if another one is there.
 
         Raises:
             PublishError: the store cannot be written.
         """
-        return self._put(key, content, {"e_tag": tag})
+        told = {"e_tag": tag.e_tag, "version": tag.version}
+        return self._put(key, content, {name: value for name, value in told.items() if value is not None})
 
-    def _put(self, key: str, content: bytes, mode: Any) -> str | None:
+    def _put(self, key: str, content: bytes, mode: Any) -> Tag | None:
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         with _writing(self.url, key):
             try:
-                return obstore.put(self._store, key, content, mode=mode, use_multipart=False)["e_tag"] or ""
+                return Tag.of(obstore.put(self._store, key, content, mode=mode, use_multipart=False))
             except (FileExistsError, AlreadyExistsError, PreconditionError, FileNotFoundError):
                 return None
 
@@ -262,7 +278,7 @@ class ObjectWriter(ObjectReader):
         """
         self._put(key, content, "overwrite")
 
-    def fetch(self, key: str, limit: int) -> tuple[bytes, str] | None:
+    def fetch(self, key: str, limit: int) -> tuple[bytes, Tag] | None:
         """A small object and its tag; None if there is none.
 
         Raises:
@@ -277,7 +293,7 @@ class ObjectWriter(ObjectReader):
                 return None
             if found.meta["size"] > limit:
                 raise CheckpointError(f"{self._named(key)} has more than {limit} bytes")
-            return bytes(found.bytes()), found.meta["e_tag"] or ""
+            return bytes(found.bytes()), Tag.of(found.meta)
 
     def delete(self, *keys: str) -> None:
         """Remove objects; that one is not there is no failure.

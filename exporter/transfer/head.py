@@ -16,7 +16,7 @@ from msgspec import Struct
 from exporter.errors import ManifestError
 from exporter.files import read_regular, writing
 from exporter.layout import HEAD_FILE, PUSHED_FILE
-from exporter.storage.objects import ObjectWriter, Url
+from exporter.storage.objects import ObjectWriter, Tag, Url
 
 _LONGEST = 1 << 16
 
@@ -33,7 +33,7 @@ class Head(Struct, frozen=True):
         return msgspec.json.encode(self)
 
 
-def fetch_head(store: ObjectWriter, url: Url) -> tuple[Head, str] | None:
+def fetch_head(store: ObjectWriter, url: Url) -> tuple[Head, Tag] | None:
     """The head in a store and its tag; None where nothing was pushed yet.
 
     Raises:

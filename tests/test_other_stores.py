@@ -1,0 +1,165 @@
+"""Google's and Azure's stores: what `test_object_stores` and `test_transfer` hold of S3, in short.
+
+They differ in what conditions name (generations, tags), in how keys are listed and in who may read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import pytest
+
+from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint.tensor_bundle import read_array
+from exporter.errors import CheckpointChanged, PublishError
+from exporter.layout import HEAD_FILE
+from exporter.publish.delta_log import read_log
+from exporter.storage.objects import ObjectWriter, Url
+from exporter.transfer.pull import pull
+from tests.support.commands import export_model
+from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
+from tests.support.object_stores import SECRET, Bucket, google_bucket
+from tests.support.setting import Setting, followed
+from tests.test_transfer import (
+    Machine,
+    files,
+    machine,  # noqa: F401  a fixture
+    pushed,
+    race,
+    stored,
+    survives_kills,
+)
+
+
+@pytest.fixture(params=["gs_bucket", "container"])
+def bucket(request: pytest.FixtureRequest) -> Bucket:
+    return cast("Bucket", request.getfixturevalue(request.param))
+
+
+def test_checkpoints(bucket: Bucket, tmp_path: Path) -> None:
+    trainer = followed(tmp_path, (20, 30), published=20)
+    bucket.upload(trainer.directory, "train")
+    ran = export_model("inspect", bucket.url("train"), "--json")
+    assert (ran.code, ran.document["step"]) == (0, 10), ran.err
+    model = Setting(tmp_path).model
+    ran = export_model("--ckpt-dir", bucket.url("train"), "--out", model, "--incr", "--json")
+    assert (ran.code, SECRET in ran.out + ran.err) == (0, False), ran.err
+    assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
+
+
+def test_what_is_replaced_meanwhile(bucket: Bucket, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "train")
+    trainer.save()
+    bucket.upload(trainer.directory)
+    catalog = open_checkpoint(Path(bucket.url()))
+    (shard,) = trainer.directory.glob("*.data-*")
+    bucket.put(shard.name, shard.read_bytes()[::-1])
+    with pytest.raises(CheckpointChanged, match=rf"{bucket.url()}.* was replaced"):
+        read_array(catalog, catalog.tensors["net/users"])
+    bucket.delete(shard.name)
+    with pytest.raises(CheckpointChanged, match="vanished" if bucket.scheme == "gs" else "was replaced"):
+        read_array(catalog, catalog.tensors["net/users"])
+
+
+def test_there_and_back(machine: Machine, bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
+    url = bucket.url("models/ranker")
+    for step in (40, 50):  # the head is created, then replaced
+        ran = export_model("push", machine.model, url, "--json")
+        assert (ran.code, ran.document["status"], SECRET in ran.out + ran.err) == (0, "published", False)
+        assert stored(bucket) == files(machine.model)
+        pull(url, tmp_path / "here")
+        assert files(tmp_path / "here") == files(machine.model)
+        machine.go_on(step)
+    pushed(machine.model, url)
+    assert not [key for key in [*bucket.keys()] if ".probe-" in key]
+
+
+def test_two_machines_at_once(machine: Machine, bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
+    race(machine, bucket.url("models/ranker"), tmp_path, range(40, 90, 10))
+
+
+def test_a_push_that_is_killed_anywhere(
+    machine: Machine,  # noqa: F811
+    bucket: Bucket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    survives_kills(machine, bucket.url("models/ranker"), tmp_path, monkeypatch)
+
+
+def test_conditions_are_probed_for(bucket: Bucket) -> None:
+    store = ObjectWriter(cast("Url", Url.parse(bucket.url("m"))))
+    store.probe("m")
+    assert bucket.keys() == {}
+    first = store.create("m/x", b"1")
+    assert first is not None
+    assert store.create("m/x", b"2") is None
+    second = store.replace("m/x", b"3", first)
+    assert second is not None
+    assert store.replace("m/x", b"4", first) is None
+    assert store.fetch("m/x", 9) == (b"3", second)
+    store.delete("m/x", "m/x")
+    assert store.fetch("m/x", 9) is None
+    assert store.replace("m/x", b"5", second) is None
+
+
+def test_google_ignoring_conditions(machine: Machine, gs_bucket: Bucket) -> None:  # noqa: F811
+    with pytest.raises(PublishError, match="ignores conditional requests"):
+        pushed(machine.model, f"gs://careless-{gs_bucket.name}/models/ranker")
+    assert google_bucket(gs_bucket.environment, f"careless-{gs_bucket.name}").keys() == {}
+
+
+def test_azure_ignoring_conditions(
+    machine: Machine,  # noqa: F811
+    container: Bucket,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with careless(container.environment) as address:
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", address)
+        with pytest.raises(PublishError, match="ignores conditional requests"):
+            pushed(machine.model, container.url("models/ranker"))
+    assert HEAD_FILE not in " ".join(container.keys())
+
+
+@contextmanager
+def careless(environment: Mapping[str, str]) -> Iterator[str]:
+    """Azurite behind a proxy for which a condition that is not met is no reason to refuse.
+
+    A condition is part of what is signed, so it cannot be taken out of a request.
+    """
+    address, _, account = environment["AZURE_STORAGE_ENDPOINT"].rpartition("/")
+
+    class Proxy(BaseHTTPRequestHandler):
+        def forward(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            with closing(HTTPConnection(urlsplit(address).netloc, timeout=30)) as store:
+                store.request(self.command, self.path, body, dict(self.headers))
+                answer = store.getresponse()
+                refused, content = answer.status in (409, 412), answer.read()
+                self.send_response(201 if refused else answer.status)
+                self.send_header("ETag", '"as-if"' if refused else answer.headers.get("ETag", ""))
+                self.send_header("Last-Modified", self.date_time_string())
+                self.send_header("Content-Type", answer.headers.get("Content-Type", ""))
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+        do_GET = do_PUT = do_POST = forward
+
+        def log_message(self, *rest: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/{account}"
+    finally:
+        server.shutdown()
+        server.server_close()
