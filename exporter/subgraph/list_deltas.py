@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from msgspec import Struct
 
-from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE
+from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
 from exporter.subgraph.read_delta import attempt, first_success
 from exporter.subgraph.state import Tensor
 
@@ -15,6 +17,7 @@ _POSITION_DIGITS = 20
 _NAME_LENGTH = 2 * _POSITION_DIGITS + 1
 _NO_DELTA = "0" * _POSITION_DIGITS + "-" + "0" * _POSITION_DIGITS
 _GLOB_CHARACTERS = r"([*?\[\\])"
+_STORE = "(?s)[a-z0-9]+://.*"
 _NONE = -1
 
 
@@ -55,14 +58,35 @@ def list_published(base: Tensor, log: str) -> ListedDeltas:
 
 def _list(directory: Tensor) -> Tensor:
     """Paths of what is in a directory, in order; none if there is no such directory, or it cannot be read."""
+    return _match(_within(directory, "*")[None])
+
+
+def _list_log(directory: Tensor) -> Tensor:
+    """Paths of what is published in a log's directory; as `_list`.
+
+    Where there are no renames, as behind `gs://`, a delta's directory is there as soon as one of its files
+    is: what counts is its manifest, which is written last.
+    """
+    import tensorflow as tf
+
+    in_store = tf.strings.regex_full_match(directory, _STORE)
+    whole = _within(directory, f"*/{MANIFEST_FILE}")
+    patterns = tf.stack([_within(directory, "*"), whole, _within(directory, HOLD_FILE)])
+    paths = _match(tf.boolean_mask(patterns, tf.stack([tf.logical_not(in_store), in_store, in_store])))
+    return tf.strings.regex_replace(paths, f"/{re.escape(MANIFEST_FILE)}$", "")
+
+
+def _within(directory: Tensor, pattern: str) -> Tensor:
     import tensorflow as tf
 
     literal = tf.strings.regex_replace(directory, _GLOB_CHARACTERS, r"\\\1")
-    (paths,) = attempt(
-        tf.strings.join([literal, "*"], separator="/"),
-        lambda pattern: (tf.io.matching_files(pattern),),
-        (tf.constant([], tf.string),),
-    )
+    return tf.strings.join([literal, pattern], separator="/")
+
+
+def _match(patterns: Tensor) -> Tensor:
+    import tensorflow as tf
+
+    (paths,) = attempt(patterns, lambda each: (tf.io.matching_files(each),), (tf.constant([], tf.string),))
     return tf.ensure_shape(paths, [None])
 
 
@@ -79,9 +103,9 @@ def _list_and_hold(directory: Tensor) -> tuple[Tensor, Tensor]:
     def held() -> tuple[Tensor, Tensor]:
         hold = _read_hold(path)
         with tf.control_dependencies([hold]):
-            return _list(tf.identity(directory)), hold
+            return _list_log(tf.identity(directory)), hold
 
-    paths = _list(directory)
+    paths = _list_log(directory)
     # Not tried at all where there is no file: each failed read writes a line into the server's log.
     is_held = tf.reduce_any(tf.equal(paths, path))
     paths, hold = tf.cond(is_held, held, lambda: (paths, tf.constant(NO_LIMIT, tf.int64)))
