@@ -48,6 +48,7 @@
     │   └── VersionExists            2   the version is taken or would go backwards
     ├── Unreachable                  1   the operating system refuses a file or directory that is looked for
     ├── ExportFailed                 1   an export in a process of its own, beside a training, failed
+    ├── EngineFailed                 1   the engine that runs a job cannot be had, or gave up
     └── ServerError                  7   a server refused, failed to load or was late
         ├── ModelPathNotFound            the model base path to serve is not there
         └── CallFailed                   a call to a model server failed; its status code tells how
@@ -390,6 +391,12 @@ class Unreachable(ExportError):
     """The operating system refuses a file or a directory that has to be looked at."""
 
     default_hint = "make it readable for this user, with every directory above it, or name another place"
+
+
+class EngineFailed(ExportError):
+    """The engine that runs a job cannot be had, or gave up."""
+
+    default_hint = "run the same command again: what is done is not done again"
 
 
 class ExportFailed(ExportError):

@@ -23,6 +23,7 @@ STAGES = [
     {"catalog", "files", "local_paths", "roles"},
     {"options", "terminal"},
     {"checkpoint"},
+    {"jobs"},
     {"tables"},
     {"graph"},
     {"mapping"},

@@ -13,12 +13,13 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exporter.bundle import rewrite
+from exporter.bundle import move
 from exporter.bundle.variables import ShardOrigin, write_variables
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
+from exporter.jobs.runner import Runner
 from exporter.mapping.build import CastRule, MappingRules, TensorSource, VariableMapping
 from exporter.mapping.row_order import mod_lengths
 from exporter.options import DataMode
@@ -210,6 +211,7 @@ def test_partitioned_strings_cannot_be_laid_out_anew(tmp_path: Path) -> None:
     cast=st.sampled_from([None, DType.BFLOAT16]),
     data=st.sampled_from(list(DataMode)),
     block=st.sampled_from([1, 40, 1 << 20]),
+    task=st.sampled_from([1, 8, 1 << 20]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_partition_becomes_any_other(
@@ -222,13 +224,14 @@ def test_any_partition_becomes_any_other(
     cast: DType | None,
     data: DataMode,
     block: int,
+    task: int,
     seed: int,
 ) -> None:
     """Row i of the trained table is row i of the served one, whatever the layouts, blocks and modes."""
     stored, served = min(stored, max(rows, 1)), min(served, max(rows, 1))
     table = np.random.default_rng(seed).normal(size=(rows, width)).astype(np.float32)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewrite, "BLOCK_BYTES", block)
+        patch.setattr(move, "BLOCK_BYTES", block)
         write_parts(Path(name, "model.ckpt"), in_parts(table, stored, stored_by_mod), table.shape)
         catalog = read_catalog(Path(name, "model.ckpt"))
         mapping = mapping_of(
@@ -238,7 +241,7 @@ def test_any_partition_becomes_any_other(
             served_parts=served,
             scatter=served_by_mod,
         )
-        report = write_variables(mapping, Path(name, "1"), data=data)
+        report = write_variables(mapping, Path(name, "1"), data=data, runner=Runner(task_bytes=task))
         bundle = read_catalog(report.catalog.prefix)
         assert bundle.tensors == report.catalog.tensors
         found = read_array(bundle, bundle.tensors["w"])

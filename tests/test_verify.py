@@ -15,9 +15,10 @@ from msgspec import structs
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.errors import Exit, ManifestError, VerificationError
+from exporter.jobs.engines.local import LocalEngine
+from exporter.jobs.runner import Runner
 from exporter.publish.commit import Staging, publish_version
 from exporter.publish.manifest import ManifestDraft, Origin, TensorEntry, tensor_entries
-from exporter.verify import version_files as verify
 from exporter.verify.version_files import verify_bytes, verify_files, verify_published
 from exporter.wire.crc32c import combine, extend
 
@@ -183,15 +184,15 @@ class Counter:
 
 
 @pytest.fixture(params=[37, 1 << 20], ids=["many pieces", "one batch"])
-def batch_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(verify, "_BATCH_BYTES", request.param)
-    return int(request.param)
+def runner(request: pytest.FixtureRequest) -> Runner:
+    return Runner(task_bytes=request.param)
 
 
-@pytest.mark.parametrize("workers", [None, 1, 4])
-def test_intact_bytes(tmp_path: Path, batch_bytes: int, workers: int | None) -> None:
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_intact_bytes(tmp_path: Path, runner: Runner, workers: int) -> None:
     catalog, progress = write_bundle(tmp_path), Counter()
-    report = verify_bytes(catalog, workers=workers, progress=progress)
+    runner = structs.replace(runner, engine=LocalEngine(workers))
+    report = verify_bytes(catalog, runner=runner, progress=progress)
     assert (report.tensors, report.bytes_, report.unchecked) == (5, catalog.bytes_, ())
     assert progress.total == catalog.bytes_
 
@@ -204,7 +205,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_flipped_bit_is_found_and_its_tensor_named(
-    intact: Catalog, batch_bytes: int, data: st.DataObject
+    intact: Catalog, runner: Runner, data: st.DataObject
 ) -> None:
     shard = intact.shards[0]
     position = data.draw(st.integers(0, shard.stat().st_size - 1))
@@ -218,7 +219,7 @@ def test_any_flipped_bit_is_found_and_its_tensor_named(
     flip(shard, position, mask)
     try:
         with pytest.raises(VerificationError) as caught:
-            verify_bytes(intact)
+            verify_bytes(intact, runner=runner)
     finally:
         flip(shard, position, mask)
     assert repr(name) in caught.value.message
@@ -226,12 +227,12 @@ def test_any_flipped_bit_is_found_and_its_tensor_named(
     assert verify_bytes(intact).tensors == 5
 
 
-def test_the_first_damage_in_the_file_is_the_one_named(tmp_path: Path, batch_bytes: int) -> None:
+def test_the_first_damage_in_the_file_is_the_one_named(tmp_path: Path, runner: Runner) -> None:
     catalog = write_bundle(tmp_path)
     for name in ("c/scalar", "a/large"):
         flip(catalog.shards[0], catalog.tensors[name].extents[0].offset)
     with pytest.raises(VerificationError, match="a/large"):
-        verify_bytes(catalog)
+        verify_bytes(catalog, runner=runner)
 
 
 def test_only_kept_ranges_are_read(tmp_path: Path) -> None:

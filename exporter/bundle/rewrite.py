@@ -1,34 +1,24 @@
-"""Write tensors whose bytes change: casts, and rows that move between layouts of partitions.
+"""Plan the writing of tensors whose bytes change: casts, and rows that move between layouts of partitions.
 
-Values stream in blocks of bounded size. Every source byte passes by, so its checksum is verified: a flipped
-bit never gets a new checksum that calls it right.
+A table is divided into ranges of rows, and what belongs together into shards of bounded size: one task each
+(see `move`). The ranges of a divided table become slices, which RestoreV2 joins.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
+from exporter.bundle.move import Move, Segment
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
-from exporter.checkpoint.cast_values import cast_values
-from exporter.checkpoint.source_shard import open_shard
-from exporter.errors import CheckpointChanged, CorruptFile, MappingError
+from exporter.errors import CorruptFile, MappingError
+from exporter.jobs.task import Input, Range, Receipt
 from exporter.mapping.build import TensorSource
 from exporter.wire import crc32c
 from exporter.wire.dtypes import DType
-
-Array = np.ndarray[Any, Any]
-
-BLOCK_BYTES = 4 << 20
-"""Source bytes in memory at a time for each tensor in work."""
-
 
 # RestoreV2 joins and cuts slices of these types alone; of others it reads a slice only as it is stored
 # (HANDLE_COPY in BundleReader::GetSliceValue, tensorflow/core/util/tensor_bundle/tensor_bundle.cc).
@@ -59,51 +49,209 @@ def is_needed(source: TensorSource) -> bool:
     return True
 
 
-def layout(source: TensorSource, *, shard: int, offset: int) -> TensorRef:
-    """The tensor as it will be stored from `offset` of `shard`; its checksums are not known yet.
+_WHOLE, _DIVIDED = 16, 4
+"""A table of more bytes than this many tasks read is divided into pieces of so many: a server reads a table
+faster in one piece, and two workers write one faster in two."""
 
-    Moved rows are stored in the boxes that the graph restores; a cast alone keeps what is stored.
+
+class Piece(Struct, frozen=True):
+    """Rows of a source that go into one shard: `boxes` are what its runs are of the tensor, `extents` say of
+    which stored run each of its sources is a part.
+
+    The segment's sources name shards of the catalog until a task gives them its own numbers.
+    """
+
+    source: TensorSource
+    segment: Segment
+    boxes: tuple[SliceSpec, ...]
+    extents: tuple[Extent, ...]
+
+
+def divide(source: TensorSource, task_bytes: int) -> Iterator[Piece]:
+    """What is to be written of a source: in one piece, or a large table in several.
+
+    Moved rows are written in the boxes that the graph restores; a cast alone keeps those that are stored.
 
     Raises:
         MappingError: values would have to move out of, or into, parts that are not ranges of whole rows.
     """
-    boxes = _boxes_served(source) if _moves_rows(source) else _boxes_stored(source.tensor)
-    itemsize = source.dtype.numpy.itemsize
-    slices = []
-    for box in boxes:
-        size = math.prod(box.lengths) * itemsize
-        slices.append(SliceRef(box, Extent(shard, offset, size, 0)))
-        offset += size
-    if boxes[0].is_full:
-        return TensorRef(source.key, source.dtype, source.tensor.shape, slices[0].extent)
-    return TensorRef(source.key, source.dtype, source.tensor.shape, slices=tuple(slices))
+    tensor = source.tensor
+    outputs = _boxes_served(source) if _moves_rows(source) else _boxes_stored(tensor)
+    if not tensor.is_complete or any(box.lengths[1:] != box.full_shape[1:] for box in outputs):
+        for box, extent in zip(_boxes_stored(tensor), tensor.extents, strict=True):
+            yield _as_stored(source, box, extent)
+        return
+    count = tensor.shape[0] if tensor.shape else 1
+    step = max(1, count)
+    if source.dtype in _JOINABLE and tensor.shape and tensor.bytes_ > _WHOLE * task_bytes:
+        turn = math.lcm(source.gather_parts or 1, source.scatter_parts or 1)
+        row_bytes = max(1, tensor.bytes_ // max(1, count))
+        step = max(1, _DIVIDED * task_bytes // row_bytes // turn) * turn
+    for start in range(0, max(1, count), step):
+        yield _rows(source, outputs, start, min(start + step, count))
 
 
-def rewrite(source: TensorSource, catalog: Catalog, planned: TensorRef, target: int) -> TensorRef:
-    """Write the values of `source` into the open file `target` where `layout` put them; with checksums.
+def tasks_for(
+    pieces: Iterable[Piece], catalog: Catalog, task_bytes: int
+) -> Iterator[tuple[Sequence[Piece], Move]]:
+    """Tasks that write shards of about `task_bytes`, without names yet, and the pieces in each.
 
     Raises:
-        CorruptFile: a source checksum is wrong.
-        CheckpointChanged: a shard vanished or became shorter.
-        MappingError: a value is too large for the dtype it is cast to.
-        OSError: the target cannot be written.
+        CheckpointChanged: a source is no longer there.
     """
-    outputs = [_Output(target, extent.offset) for extent in planned.extents]
-    if _moves_rows(source):
-        _move_rows(source, catalog, outputs)
+    inputs: dict[int, Input] = {}
+    for batch in _batches(pieces, task_bytes):
+        used = sorted({each.input for piece in batch for each in piece.segment.sources})
+        for shard in used:
+            if shard not in inputs:
+                inputs[shard] = Input.of(catalog.shards[shard])
+        segments = tuple(
+            replace(
+                piece.segment,
+                sources=tuple(replace(each, input=used.index(each.input)) for each in piece.segment.sources),
+            )
+            for piece in batch
+        )
+        size = sum(each.size for piece in batch for each in piece.segment.sources)
+        yield (
+            batch,
+            Move(name="", inputs=tuple(inputs[shard] for shard in used), bytes_=size, segments=segments),
+        )
+
+
+class Written:
+    """What tasks wrote, as it becomes known: tensors, with the checksums of what was read compared."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._slices: dict[str, list[SliceRef]] = {}
+        self._sources: dict[str, TensorSource] = {}
+        self._read: dict[Extent, tuple[int, int]] = {}
+
+    def add(self, shard: int, pieces: Iterable[Piece], receipt: Receipt) -> None:
+        """Take the receipt of the task that wrote these pieces; each source's come in the order of its rows.
+
+        Raises:
+            CorruptFile: the checksum of a source is wrong.
+        """
+        read, wrote, offset = iter(receipt.read), iter(receipt.wrote), 0
+        for piece in pieces:
+            source, segment = piece.source, piece.segment
+            for extent, part in zip(piece.extents, segment.sources, strict=True):
+                self._check(source.tensor, extent, next(read), part.size)
+            self._sources[source.key] = source
+            slices = self._slices.setdefault(source.key, [])
+            for box, count in zip(piece.boxes, segment.counts, strict=True):
+                crc, size = crc32c.mask(next(wrote)), count * segment.row_bytes
+                if source.tensor.dtype.itemsize is None:  # whose checksum is not that of the bytes alone
+                    crc = piece.extents[0].crc32c
+                if count or not math.prod(box.full_shape):
+                    slices.append(SliceRef(box, Extent(shard, offset, size, crc)))
+                offset += size
+
+    def tensors(self) -> Iterator[TensorRef]:
+        """What was written, under the keys it is restored by."""
+        for key, source in self._sources.items():
+            slices = sorted(self._slices[key], key=lambda part: part.spec.starts)
+            shape = source.tensor.shape
+            if slices[0].spec.is_full:
+                yield TensorRef(key, source.dtype, shape, slices[0].extent)
+            else:
+                yield TensorRef(key, source.dtype, shape, slices=tuple(slices))
+
+    def _check(self, tensor: TensorRef, extent: Extent, crc: int, size: int) -> None:
+        before, done = self._read.get(extent, (0, 0))
+        crc = crc32c.combine(before, crc, size) if done else crc
+        self._read[extent] = (crc, done + size)
+        is_whole = done + size == extent.size and tensor.dtype.itemsize is not None
+        if is_whole and crc32c.mask(crc) != extent.crc32c:
+            raise CorruptFile(
+                f"{self._catalog.path_of(extent)} is damaged: the checksum of {tensor.name!r} is "
+                f"{crc32c.mask(crc):08x}, its index says {extent.crc32c:08x}"
+            )
+
+
+def _as_stored(source: TensorSource, box: SliceSpec, extent: Extent) -> Piece:
+    """A stored run as it is, or cast."""
+    wanted = (Range(extent.shard, extent.offset, extent.size),)
+    if source.tensor.dtype.itemsize is None:
+        dtype = to = DType.UINT8
+        width = extent.size
     else:
-        for extent, output in zip(source.tensor.extents, outputs, strict=True):
-            with _open(catalog, source.tensor, extent) as values:
-                for block in values.blocks(BLOCK_BYTES // values.itemsize):
-                    output.write(cast_values(block, source.dtype, source.key))
-    if planned.extent is not None:
-        return replace(planned, extent=outputs[0].stamp(planned.extent))
-    stamped = (
-        replace(part, extent=output.stamp(part.extent))
-        for part, output in zip(planned.slices, outputs, strict=True)
-        if part.extent is not None
+        dtype, to, width = source.tensor.dtype, source.dtype, math.prod(box.lengths)
+    segment = Segment(source.key, dtype, to, width, wanted, False, (1,), False)
+    return Piece(source, segment, (box,), (extent,))
+
+
+def _rows(source: TensorSource, outputs: Sequence[SliceSpec], start: int, stop: int) -> Piece:
+    """Rows `start` to `stop`, in their natural order, of a tensor that lies in ranges of whole rows."""
+    tensor = source.tensor
+    if tensor.dtype.itemsize is None:
+        return _as_stored(source, SliceSpec.whole(tensor.shape), tensor.extents[0])
+    width = math.prod(tensor.shape[1:])
+    row_bytes = width * tensor.dtype.itemsize
+    parts, extents = [], []
+    for number, (box, extent) in enumerate(_in_order(tensor)):
+        first, last = _share(box, number, source.gather_parts, start, stop)
+        if first < last or source.gather_parts or not extent.size:
+            parts.append(Range(extent.shard, extent.offset + first * row_bytes, (last - first) * row_bytes))
+            extents.append(extent)
+    boxes, counts = [], []
+    for number, box in enumerate(outputs):
+        first, last = _share(box, number, source.scatter_parts, start, stop)
+        if first < last or source.scatter_parts or not math.prod(box.lengths):
+            boxes.append(_cut(box, first, last))
+            counts.append(last - first)
+    segment = Segment(
+        source.key,
+        tensor.dtype,
+        source.dtype,
+        width,
+        tuple(parts),
+        bool(source.gather_parts),
+        tuple(counts),
+        bool(source.scatter_parts),
     )
-    return replace(planned, slices=tuple(stamped))
+    return Piece(source, segment, tuple(boxes), tuple(extents))
+
+
+def _share(box: SliceSpec, number: int, turns: int, start: int, stop: int) -> tuple[int, int]:
+    """Which rows of a box are among the natural rows `start` to `stop`, of which `start` begins a turn."""
+    if turns:
+        return start // turns, start // turns + len(range(start + number, stop, turns))
+    if not box.full_shape:
+        return 0, 1
+    first, count = box.starts[0], box.lengths[0]
+    low, high = max(first, start), min(first + count, stop)
+    return max(0, low - first), max(0, low - first, high - first)
+
+
+def _cut(box: SliceSpec, first: int, last: int) -> SliceSpec:
+    """Rows `first` to `last` of a box."""
+    if not box.full_shape:
+        return box
+    starts = (box.starts[0] + first, *box.starts[1:])
+    return SliceSpec(box.full_shape, starts, (last - first, *box.lengths[1:]))
+
+
+def _in_order(tensor: TensorRef) -> list[tuple[SliceSpec, Extent]]:
+    if tensor.extent is not None:
+        return [(SliceSpec.whole(tensor.shape), tensor.extent)]
+    stored = [(part.spec, part.extent) for part in tensor.slices if part.extent is not None]
+    return sorted(stored, key=lambda pair: pair[0].starts)
+
+
+def _batches(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if batch and size + piece.segment.bytes_ > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += piece.segment.bytes_
+    if batch:
+        yield batch
 
 
 def _moves_rows(source: TensorSource) -> bool:
@@ -139,108 +287,3 @@ def _boxes_stored(tensor: TensorRef) -> list[SliceSpec]:
 
 def _boxes_served(source: TensorSource) -> list[SliceSpec]:
     return sorted((variable.box for variable in source.variables), key=lambda box: box.starts)
-
-
-def _move_rows(source: TensorSource, catalog: Catalog, outputs: list[_Output]) -> None:
-    first, boxes = 0, _boxes_served(source)
-    for block in _rows_in_order(source, catalog):
-        for part, (box, output) in enumerate(zip(boxes, outputs, strict=True)):
-            if source.scatter_parts:
-                rows = block[(part - first) % len(boxes) :: len(boxes)]
-            else:
-                start = box.starts[0] - first
-                rows = block[max(0, start) : max(0, start + box.lengths[0])]
-            output.write(cast_values(rows, source.dtype, source.key))
-        first += len(block)
-
-
-def _rows_in_order(source: TensorSource, catalog: Catalog) -> Iterator[Array]:
-    """The table's rows in their natural order, as two-dimensional blocks."""
-    tensor = source.tensor
-    width = math.prod(tensor.shape[1:])
-    stored = sorted(tensor.slices, key=lambda part: part.spec.starts)
-    extents = [part.extent for part in stored if part.extent is not None] or list(tensor.extents)
-    rows = max(1, BLOCK_BYTES // max(1, width * tensor.dtype.numpy.itemsize))
-    with ExitStack() as stack:
-        inputs = [stack.enter_context(_open(catalog, tensor, extent)) for extent in extents]
-        if source.gather_parts:
-            yield from _interleave(inputs, tensor.shape[0], width, rows)
-        else:
-            for values in inputs:
-                for block in values.blocks(rows * width):
-                    yield block.reshape(-1, width)
-
-
-def _interleave(inputs: list[_Input], rows: int, width: int, block_rows: int) -> Iterator[Array]:
-    """Rows of `mod` parts in order: row i is row i // n of part i % n."""
-    parts = len(inputs)
-    step = max(parts, block_rows // parts * parts)
-    for start in range(0, rows, step):
-        block = np.empty((min(step, rows - start), width), inputs[0].dtype)
-        for part, values in enumerate(inputs):
-            into = block[part::parts]
-            into[...] = values.read(into.size).reshape(into.shape)
-        yield block
-
-
-@contextmanager
-def _open(catalog: Catalog, tensor: TensorRef, extent: Extent) -> Iterator[_Input]:
-    path = catalog.path_of(extent)
-    with open_shard(path, extent) as descriptor:
-        yield _Input(descriptor, path, tensor, extent)
-
-
-class _Input:
-    """An extent's elements in sequence; when the last was read its checksum is compared."""
-
-    def __init__(self, descriptor: int, path: Path, tensor: TensorRef, extent: Extent) -> None:
-        self._descriptor = descriptor
-        self._path = path
-        self.dtype = tensor.dtype.numpy
-        self.itemsize = self.dtype.itemsize
-        self._name = tensor.name
-        self._extent = extent
-        self._done = 0
-        self._crc = 0
-
-    def blocks(self, elements: int) -> Iterator[Array]:
-        """All elements, up to `elements` at a time."""
-        while self._done < self._extent.size:
-            yield self.read(min(max(1, elements), (self._extent.size - self._done) // self.itemsize))
-
-    def read(self, elements: int) -> Array:
-        """The next elements."""
-        # A read, not a map: a file that shrinks under a map kills the process.
-        size = elements * self.itemsize
-        data = os.pread(self._descriptor, size, self._extent.offset + self._done)
-        if len(data) != size:
-            raise CheckpointChanged(f"{self._path} became shorter after its index was read")
-        self._crc = crc32c.extend(self._crc, data)
-        self._done += size
-        if self._done == self._extent.size and crc32c.mask(self._crc) != self._extent.crc32c:
-            raise CorruptFile(
-                f"{self._path} is damaged: the checksum of {self._name!r} is "
-                f"{crc32c.mask(self._crc):08x}, its index says {self._extent.crc32c:08x}"
-            )
-        return np.frombuffer(data, self.dtype)
-
-
-class _Output:
-    """A place in the target file that fills from its beginning."""
-
-    def __init__(self, descriptor: int, offset: int) -> None:
-        self._descriptor = descriptor
-        self._offset = offset
-        self._crc = 0
-
-    def write(self, values: Array) -> None:
-        data = values.tobytes()
-        self._crc = crc32c.extend(self._crc, data)
-        while data:
-            written = os.pwrite(self._descriptor, data, self._offset)
-            self._offset += written
-            data = data[written:]
-
-    def stamp(self, extent: Extent) -> Extent:
-        """The extent with the checksum of what was written."""
-        return replace(extent, crc32c=crc32c.mask(self._crc))

@@ -1,7 +1,7 @@
 """Write `variables/`: a new index under the served names, over shards that are hard links where possible.
 
 Each shard that holds a served tensor becomes one shard of the bundle: linked, copied or compacted. Tensors
-whose bytes change (see `rewrite`) share one more shard. Checksums come from the source's index.
+whose bytes change (see `rewrite`) are written by tasks, a shard each. Checksums come from the source's index.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
 from enum import Enum
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from exporter.bundle.link import NewFile, link_shard
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_path
 from exporter.errors import LinkRefused, os_error
+from exporter.jobs.runner import Runner
 from exporter.layout import VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.options import DataMode
@@ -29,6 +31,10 @@ from exporter.progress import NoProgress, Progress
 
 DEFAULT_WORKERS = 4
 """Copies wait for disks more than for processors."""
+
+
+_LOCAL = Runner()
+_WHY = "cast, or rows in another layout"
 
 
 class ShardOrigin(Enum):
@@ -88,6 +94,7 @@ def write_variables(
     *,
     data: DataMode = DataMode.AUTO,
     workers: int = DEFAULT_WORKERS,
+    runner: Runner = _LOCAL,
     progress: Progress | None = None,
 ) -> VariablesReport:
     """Write `directory/variables`, which must not be there; nothing is written for a model without variables.
@@ -107,7 +114,7 @@ def write_variables(
     try:
         prefix.parent.mkdir(parents=True)
         with ThreadPoolExecutor(max(1, workers), "bundle") as pool:
-            job = _Job(mapping, prefix, data, pool, progress or NoProgress())
+            job = _Job(mapping, prefix, data, pool, runner, progress or NoProgress())
             return job.run()
     except OSError as exc:
         raise os_error(exc, Path(os.fsdecode(exc.filename2 or exc.filename or prefix.parent))) from exc
@@ -125,29 +132,38 @@ class _Placed(Struct, frozen=True):
 
 class _Job:
     def __init__(
-        self, mapping: VariableMapping, prefix: Path, data: DataMode, pool: Executor, progress: Progress
+        self,
+        mapping: VariableMapping,
+        prefix: Path,
+        data: DataMode,
+        pool: Executor,
+        runner: Runner,
+        progress: Progress,
     ) -> None:
         self._catalog = mapping.catalog
         self._verbatim: list[TensorSource] = []
-        self._rewritten: list[TensorSource] = []
+        rewritten: list[TensorSource] = []
         for source in mapping.sources:
-            (self._rewritten if rewrite.is_needed(source) else self._verbatim).append(source)
+            (rewritten if rewrite.is_needed(source) else self._verbatim).append(source)
         self._prefix = prefix
         self._data = data
         self._pool = pool
+        self._runner = runner
         self._progress = progress
         self._kept = _extents_by_shard(self._verbatim)
-        self._num_shards = len(self._kept) + bool(self._rewritten)
+        pieces = (piece for source in rewritten for piece in rewrite.divide(source, runner.task_bytes))
+        self._moves = list(rewrite.tasks_for(pieces, mapping.catalog, runner.task_bytes))
+        self._num_shards = len(self._kept) + len(self._moves)
         self._new_file = NewFile.in_directory(prefix.parent)
 
     def run(self) -> VariablesReport:
         placed = {old: self._place(old, new) for new, old in enumerate(self._kept)}
         tensors = [_moved(source, placed) for source in self._verbatim]
         reports = [shard.report for shard in placed.values()]
-        if self._rewritten:
-            rewritten, report = self._rewrite(self._num_shards - 1)
+        if self._moves:
+            rewritten, more = self._rewrite()
             tensors += rewritten
-            reports.append(report)
+            reports += more
         path = index_path(self._prefix)
         path.write_bytes(encode_index(tensors, self._num_shards))
         catalog = Catalog(
@@ -182,27 +198,24 @@ class _Job:
     def _copy(self, source: Path, target: Path, ranges: Sequence[ByteRange], size: int) -> None:
         kernel_copy.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)
 
-    def _rewrite(self, shard: int) -> tuple[list[TensorRef], ShardReport]:
-        target = shard_path(self._prefix, shard, self._num_shards)
-        planned, offset = [], 0
-        for source in self._rewritten:
-            planned.append(rewrite.layout(source, shard=shard, offset=offset))
-            offset += planned[-1].bytes_
-        with target.open("xb") as file:
-            tasks = [
-                self._pool.submit(rewrite.rewrite, source, self._catalog, ref, file.fileno())
-                for source, ref in zip(self._rewritten, planned, strict=True)
-            ]
-            tensors = []
-            try:
-                for task in tasks:
-                    tensors.append(task.result())
-                    self._progress.advance(tensors[-1].bytes_)
-            finally:
-                kernel_copy.drain(tasks)
-        return tensors, ShardReport(
-            target, None, ShardOrigin.REWRITTEN, "cast, or rows in another layout", offset
-        )
+    def _rewrite(self) -> tuple[list[TensorRef], list[ShardReport]]:
+        """Run the tasks that write the last shards."""
+        first, written, reports = len(self._kept), rewrite.Written(self._catalog), []
+        names = [
+            shard_path(self._prefix, first + number, self._num_shards).name
+            for number in range(len(self._moves))
+        ]
+        tasks = [replace(task, name=name) for (_, task), name in zip(self._moves, names, strict=True)]
+        directory = self._runner.directory_of(tasks) or os.fspath(self._prefix.parent)
+        with closing(self._runner.run(tasks, directory, self._progress)) as receipts:
+            for number, receipt in enumerate(receipts):
+                written.add(first + number, self._moves[number][0], receipt)
+                target = self._prefix.parent / receipt.task
+                reports.append(ShardReport(target, None, ShardOrigin.REWRITTEN, _WHY, receipt.written))
+        if self._runner.kept:  # until the version is published: whoever begins again finds them
+            for report in reports:
+                report.path.hardlink_to(Path(directory, report.path.name))
+        return list(written.tensors()), reports
 
 
 def _extents_by_shard(sources: Iterable[TensorSource]) -> dict[int, list[Extent]]:

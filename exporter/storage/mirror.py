@@ -67,6 +67,16 @@ class Mirror:
                     self._place(self.root / name, each)
                     self._found[name], self._fetched[name] = each, Ranges()
 
+    def listed(self, name: str) -> RemoteObject:
+        """The object that a file stands for.
+
+        Raises:
+            CheckpointChanged: it is no longer there.
+        """
+        if (each := self._found.get(name)) is None:
+            raise CheckpointChanged(f"{self.url}/{name} vanished after it was listed")
+        return each
+
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
         """Fill ranges (start, stop) of a file, or all of it; what is there already is not fetched again.
 
@@ -108,9 +118,7 @@ class Mirror:
         Raises:
             CheckpointChanged, CheckpointError, DiskFull, PublishError: as `fetch`.
         """
-        if (each := self._found.get(name)) is None:
-            raise CheckpointChanged(f"{self.url}/{name} vanished after it was listed")
-        self._reader.copy(each, descriptor, pieces, target, advance)
+        self._reader.copy(self.listed(name), descriptor, pieces, target, advance)
 
     def _list(self) -> Iterator[RemoteObject]:
         if not self._is_prefix:

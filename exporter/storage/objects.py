@@ -134,6 +134,20 @@ class ObjectReader:
         with asking(self.url):
             yield from map(_object, obstore.list_with_delimiter(self._store, path or None)["objects"])
 
+    def look(self, key: str) -> RemoteObject | None:
+        """The object of a key as it is now, None if there is none.
+
+        Raises:
+            CheckpointError: the store cannot be asked.
+        """
+        import obstore
+
+        with asking(self.url, key):
+            try:
+                return _object(obstore.head(self._store, key))
+            except (FileNotFoundError, obstore.exceptions.NotFoundError):
+                return None
+
     def read(self, found: RemoteObject, start: int, stop: int) -> memoryview:
         """Bytes `start` to `stop` of the object that was listed.
 
@@ -232,8 +246,8 @@ class ObjectWriter(ObjectReader):
                 hint="use a store that honours If-None-Match and If-Match: S3, GCS, Azure, R2, MinIO",
             )
 
-    def upload(self, key: str, file: Path) -> None:
-        """Put a file under a key, in parts if it is large.
+    def upload(self, key: str, file: Path) -> str:
+        """Put a file under a key, in parts if it is large, and return its tag.
 
         Raises:
             PublishError: the store cannot be written.
@@ -241,7 +255,8 @@ class ObjectWriter(ObjectReader):
         import obstore
 
         with _writing(self.url, key):
-            obstore.put(self._store, key, file, chunk_size=_PART_BYTES, max_concurrency=_CONNECTIONS)
+            put = obstore.put(self._store, key, file, chunk_size=_PART_BYTES, max_concurrency=_CONNECTIONS)
+            return put["e_tag"] or ""
 
     def create(self, key: str, content: bytes) -> Tag | None:
         """Put a new object; its tag, or None if the key is taken.

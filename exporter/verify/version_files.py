@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 from msgspec import Struct
@@ -13,16 +13,17 @@ from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import check_values, read_catalog
 from exporter.errors import CheckpointError, VerificationError
 from exporter.files import open_regular
+from exporter.jobs.runner import Runner
+from exporter.jobs.task import Input, Range, Receipt
 from exporter.layout import MANIFEST_FILE, PAIR_NAME, SAVED_MODEL_FILE, VARIABLES_PREFIX
 from exporter.progress import NoProgress, Progress
 from exporter.publish.manifest import FileEntry, TensorEntry
 from exporter.publish.versions import read_manifest
+from exporter.verify.checksum import Checksum
 from exporter.wire.crc32c import chunks_of, combine, extend, mask
 from exporter.wire.dtypes import DType
 
-_BATCH_BYTES = 32 << 20
-"""What one thread reads at a time: small enough to stop soon, large enough for the hand-over not to count."""
-
+_LOCAL = Runner()
 _DAMAGED_HINT = "publish it again from the checkpoint; if the source is damaged, name an older one"
 
 
@@ -85,13 +86,12 @@ def verify_bytes(
     catalog: Catalog,
     refs: Iterable[TensorRef] | None = None,
     *,
-    workers: int | None = None,
+    runner: Runner = _LOCAL,
     progress: Progress | None = None,
 ) -> BytesReport:
     """Read every stored byte of `refs` (by default all) once, in parallel, and compare the index's checksums.
 
-    Large tensors are divided among the threads too. `progress` advances by bytes, from several threads;
-    `workers` is by default the number of processors at hand.
+    Large tensors are divided among workers too. `progress` advances by bytes.
 
     Raises:
         VerificationError: the first tensor, in the files' order, whose bytes differ or are not there.
@@ -100,15 +100,15 @@ def verify_bytes(
     numeric = [run for run in runs if run.ref.dtype.itemsize is not None]
     strings = [run for run in runs if run.ref.dtype is DType.STRING]
     progress = progress or NoProgress()
-    pool = ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), "verify")
+    batches = list(_batches(numeric, runner.task_bytes))
     try:
-        jobs = [(batch, pool.submit(_read_batch, catalog, batch, progress)) for batch in _batches(numeric)]
-        texts = [pool.submit(_check_strings, catalog, run, progress) for run in strings]
-        _compare(catalog, jobs)
-        for text in texts:
-            text.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+        tasks = _tasks(catalog, batches)
+        with closing(runner.run(tasks, progress=progress)) as receipts:
+            _compare(catalog, zip(batches, receipts, strict=True))
+    except CheckpointError as error:
+        raise VerificationError(error.message, cause=error.cause, hint=_DAMAGED_HINT) from error
+    for text in strings:
+        _check_strings(catalog, text, progress)
     checked = {run.ref.name for run in numeric + strings}
     unchecked = {run.ref.name for run in runs} - checked
     return BytesReport(
@@ -203,35 +203,39 @@ def _runs(refs: Iterable[TensorRef]) -> list[_Run]:
     return [runs[extent] for extent in sorted(runs, key=lambda extent: (extent.shard, extent.offset))]
 
 
-def _batches(runs: Iterable[_Run]) -> Iterator[list[_Piece]]:
-    """Pieces in the files' order, in lists of about `_BATCH_BYTES`."""
+def _batches(runs: Iterable[_Run], most: int) -> Iterator[list[_Piece]]:
+    """Pieces in the files' order, in lists of about `most` bytes."""
     batch: list[_Piece] = []
-    room = _BATCH_BYTES
+    room = most
     for run in runs:
-        starts = range(0, max(run.extent.size, 1), _BATCH_BYTES)
-        for piece in (_Piece(run, start, min(_BATCH_BYTES, run.extent.size - start)) for start in starts):
+        starts = range(0, max(run.extent.size, 1), most)
+        for piece in (_Piece(run, start, min(most, run.extent.size - start)) for start in starts):
             batch.append(piece)
             room -= piece.size
             if room <= 0 or len(batch) == 1000:
                 yield batch
-                batch, room = [], _BATCH_BYTES
+                batch, room = [], most
     if batch:
         yield batch
 
 
-def _read_batch(catalog: Catalog, batch: list[_Piece], progress: Progress) -> list[int]:
-    """The plain crc of each piece."""
-    return [_read_piece(catalog, piece, progress) for piece in batch]
-
-
-def _read_piece(catalog: Catalog, piece: _Piece, progress: Progress) -> int:
-    path, extent = catalog.path_of(piece.run.extent), piece.run.extent
-    try:
-        crc = _file_crc(path, extent.offset + piece.start, piece.size)
-    except OSError as exc:
-        raise _damage(catalog, piece.run, "cannot be read", cause=str(exc)) from exc
-    progress.advance(piece.size)
-    return crc
+def _tasks(catalog: Catalog, batches: Iterable[list[_Piece]]) -> list[Checksum]:
+    inputs: dict[int, Input] = {}
+    tasks = []
+    for number, batch in enumerate(batches):
+        shards = sorted({piece.run.extent.shard for piece in batch})
+        for shard in shards:
+            if shard not in inputs:
+                inputs[shard] = Input.of(catalog.shards[shard])
+        ranges = tuple(
+            Range(shards.index(run.extent.shard), run.extent.offset + piece.start, piece.size)
+            for piece in batch
+            for run in [piece.run]
+        )
+        size = sum(piece.size for piece in batch)
+        sources = tuple(inputs[shard] for shard in shards)
+        tasks.append(Checksum(name=f"{number:06d}", inputs=sources, bytes_=size, ranges=ranges))
+    return tasks
 
 
 def _file_crc(path: Path, offset: int, size: int) -> int:
@@ -246,11 +250,11 @@ def _file_crc(path: Path, offset: int, size: int) -> int:
         os.close(descriptor)
 
 
-def _compare(catalog: Catalog, jobs: Iterable[tuple[list[_Piece], Future[list[int]]]]) -> None:
+def _compare(catalog: Catalog, jobs: Iterable[tuple[list[_Piece], Receipt]]) -> None:
     """Join the pieces' checksums, which come in the files' order, into those of the runs."""
     crc = 0
-    for batch, future in jobs:
-        for piece, piece_crc in zip(batch, future.result(), strict=True):
+    for batch, receipt in jobs:
+        for piece, piece_crc in zip(batch, receipt.read, strict=True):
             crc = combine(crc, piece_crc, piece.size) if piece.start else piece_crc
             if piece.is_last and mask(crc) != piece.run.extent.crc32c:
                 expected = f"expected {piece.run.extent.crc32c:08x}"

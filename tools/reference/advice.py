@@ -274,6 +274,11 @@ ADVICE: dict[type[ExportError], Advice] = {
         "The training's log has the export's own error. The checkpoint is there: run the same export by "
         "hand.",
     ),
+    errors.EngineFailed: Advice(
+        "The engine that `--engine` names cannot be reached, lost its workers too often, or is silent.",
+        "What was done has its receipts: run the same command again, on this engine or another one "
+        "(`--engine local`).",
+    ),
     errors.ServerError: Advice(
         "A model server has no version that can be served, or did not take an update.",
         "`serve-model status HOST` shows the state of each version; `export-model verify MODEL` checks "

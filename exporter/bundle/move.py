@@ -1,0 +1,173 @@
+"""The task of writing one shard from ranges of others: rows in another order or dtype, or as they are.
+
+Values stream in blocks of bounded size. Every source byte passes by, and the receipt has its checksum: a
+flipped bit never gets a new checksum that calls it right.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import numpy as np
+from msgspec import Struct
+
+from exporter.checkpoint.cast_values import cast_values
+from exporter.errors import CheckpointChanged, os_error
+from exporter.jobs.task import Range, Receipt, Task
+from exporter.storage.output_directory import Directory, new_file
+from exporter.wire import crc32c
+from exporter.wire.dtypes import DType
+
+Array = np.ndarray[Any, Any]
+
+BLOCK_BYTES = 4 << 20
+"""Source bytes in memory at a time."""
+
+
+class Segment(Struct, frozen=True, array_like=True):
+    """Rows of one tensor that a shard gets.
+
+    `sources` hold them one after another or, if they take `turns_in`, row i in source i % n. They are written
+    as runs of `counts` rows, one behind another in the shard; with `turns_out` row i goes to run i % n.
+    A row has `width` elements of `dtype`, which are cast to `to`.
+    """
+
+    name: str
+    dtype: DType
+    to: DType
+    width: int
+    sources: tuple[Range, ...]
+    turns_in: bool
+    counts: tuple[int, ...]
+    turns_out: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row as it is written."""
+        return self.width * self.to.numpy.itemsize
+
+    @property
+    def bytes_(self) -> int:
+        """Bytes that are written."""
+        return sum(self.counts) * self.row_bytes
+
+
+class Move(Task, frozen=True, kw_only=True):
+    """Write a shard of segments. The receipt's checksums are those of all sources and runs, in order.
+
+    Raises:
+        CheckpointChanged: a source vanished, was replaced or became shorter.
+        MappingError: a value is too large for the dtype that it is cast to.
+    """
+
+    operation: ClassVar[str] = "move"
+
+    segments: tuple[Segment, ...]
+
+    def run(self, directory: Directory) -> Receipt:
+        """See `Task`."""
+        with ExitStack() as stack, new_file(directory.scratch) as (target, path):
+            files = [stack.enter_context(self._open(number, directory)) for number in range(len(self.inputs))]
+            read: list[int] = []
+            wrote: list[int] = []
+            offset = 0
+            for segment in self.segments:
+                sources = [
+                    _Source(files[each.input], self.inputs[each.input].place, segment, each)
+                    for each in segment.sources
+                ]
+                runs = []
+                for count in segment.counts:
+                    runs.append(_Run(target, offset))
+                    offset += count * segment.row_bytes
+                try:
+                    _deal(segment, _rows(segment, sources), runs)
+                except OSError as error:
+                    raise os_error(error, path) from error
+                read += [source.crc for source in sources]
+                wrote += [run.crc for run in runs]
+            tag = directory.put_file(self.name, path)
+        return Receipt(self.name, tuple(read), tuple(wrote), offset, tag)
+
+    def _open(self, number: int, directory: Directory) -> Any:
+        ranges = (each for segment in self.segments for each in segment.sources if each.input == number)
+        return self.inputs[number].open(ranges, directory.scratch)
+
+
+def _rows(segment: Segment, sources: Sequence[_Source]) -> Iterator[Array]:
+    """The rows in their natural order, as blocks [n, width]."""
+    row_bytes = max(1, segment.width * segment.dtype.numpy.itemsize)
+    rows = max(1, BLOCK_BYTES // row_bytes)
+    if not segment.turns_in:
+        for source in sources:
+            yield from (source.rows(count) for count in _cut(source.size // row_bytes, rows))
+        return
+    parts = len(sources)
+    for count in _cut(sum(segment.counts), max(parts, rows // parts * parts)):
+        block = np.empty((count, segment.width), segment.dtype.numpy)
+        for part, source in enumerate(sources):
+            into = block[part::parts]
+            into[...] = source.rows(len(into))
+        yield block
+
+
+def _cut(rows: int, most: int) -> Iterator[int]:
+    for start in range(0, rows, most):
+        yield min(most, rows - start)
+
+
+def _deal(segment: Segment, blocks: Iterable[Array], runs: Sequence[_Run]) -> None:
+    first = 0
+    ends = np.cumsum([0, *segment.counts])
+    for block in blocks:
+        for part, run in enumerate(runs):
+            if segment.turns_out:
+                rows = block[(part - first) % len(runs) :: len(runs)]
+            else:
+                start, stop = ends[part : part + 2] - first
+                rows = block[max(0, start) : max(0, stop)]
+            run.write(cast_values(rows, segment.to, segment.name))
+        first += len(block)
+
+
+class _Source:
+    """A range's rows in sequence, and the checksum of what was read."""
+
+    def __init__(self, descriptor: int, place: str, segment: Segment, wanted: Range) -> None:
+        self._descriptor, self._place = descriptor, place
+        self._segment = segment
+        self._at = wanted.offset
+        self.size = wanted.size
+        self.crc = 0
+
+    def rows(self, count: int) -> Array:
+        """The next rows, [count, width]."""
+        # A read, not a map: a file that shrinks under a map kills the process.
+        size = count * self._segment.width * self._segment.dtype.numpy.itemsize
+        data = os.pread(self._descriptor, size, self._at)
+        if len(data) != size:
+            raise CheckpointChanged(f"{self._place} became shorter after its index was read")
+        self.crc = crc32c.extend(self.crc, data)
+        self._at += size
+        return np.frombuffer(data, self._segment.dtype.numpy).reshape(count, self._segment.width)
+
+
+class _Run:
+    """A place in the shard that fills from its beginning, and the checksum of what was written."""
+
+    def __init__(self, descriptor: int, offset: int) -> None:
+        self._descriptor = descriptor
+        self._offset = offset
+        self.crc = 0
+
+    def write(self, values: Array) -> None:
+        """Append values."""
+        data = values.tobytes()
+        self.crc = crc32c.extend(self.crc, data)
+        while data:
+            written = os.pwrite(self._descriptor, data, self._offset)
+            self._offset += written
+            data = data[written:]

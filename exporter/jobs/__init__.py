@@ -1,0 +1,1 @@
+"""Work over many bytes as independent tasks: planned by a driver, done by an engine, told by receipts."""

@@ -1,0 +1,123 @@
+"""Do one task, wherever that is: what engines call.
+
+Work and its outcome cross an engine as JSON, so that an engine needs to know neither. An error with a name is
+an outcome, too: nobody tries that again. What is left to an engine is a worker that dies.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from tempfile import gettempdir
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from exporter import errors
+from exporter.errors import ExportError, UsageError
+from exporter.jobs.task import Receipt, Task
+from exporter.storage.output_directory import Directory, open_directory
+from exporter.version import __version__
+
+OPERATIONS = {
+    "checksum": "exporter.verify.checksum:Checksum",
+    "move": "exporter.bundle.move:Move",
+}
+"""Where the class of each operation is: in the room that plans it, which imports this one."""
+
+RECEIPTS = "receipts"
+
+
+class Work(Struct, frozen=True):
+    """A task, the directory of its output ("": it has none), and whether its receipt is kept there."""
+
+    operation: str
+    task: msgspec.Raw
+    directory: str
+    keep: bool
+    version: str = __version__
+
+
+class Failure(Struct, frozen=True):
+    """An error with a name, to be raised again where the job was begun."""
+
+    error: str
+    message: str
+    cause: str
+    hint: str
+
+
+class Outcome(Struct, frozen=True):
+    """A receipt, or why there is none."""
+
+    receipt: Receipt | None = None
+    failure: Failure | None = None
+
+    def settle(self) -> Receipt:
+        """The receipt.
+
+        Raises:
+            ExportError: the error that the task ended with.
+        """
+        if self.receipt is not None:
+            return self.receipt
+        assert self.failure is not None
+        found: Any = getattr(errors, self.failure.error, ExportError)
+        raise found(self.failure.message, cause=self.failure.cause, hint=self.failure.hint)
+
+
+def encode(task: Task, directory: str, *, keep: bool) -> bytes:
+    """The work of doing a task."""
+    return msgspec.json.encode(Work(task.operation, msgspec.Raw(msgspec.json.encode(task)), directory, keep))
+
+
+def execute(work: bytes) -> bytes:
+    """Do it, and return the encoded `Outcome`.
+
+    Work that was done before, and whose output is still as it was left, is not done again.
+    """
+    try:
+        asked = msgspec.json.decode(work, type=Work)
+        if asked.version != __version__:
+            raise UsageError(
+                f"this worker has export-model {__version__}, the command {asked.version}",
+                hint="install the same version on every worker",
+            )
+        module, _, name = OPERATIONS[asked.operation].partition(":")
+        task: Task = msgspec.json.decode(asked.task, type=getattr(import_module(module), name))
+        directory = open_directory(asked.directory or gettempdir())
+        return msgspec.json.encode(Outcome(_do(task, directory, asked.keep)))
+    except ExportError as error:
+        failure = Failure(type(error).__name__, error.message, error.cause, error.hint)
+        return msgspec.json.encode(Outcome(failure=failure))
+
+
+def decode(outcome: bytes) -> Outcome:
+    """What `execute` returned."""
+    return msgspec.json.decode(outcome, type=Outcome)
+
+
+def kept_receipt(directory: Directory, name: str) -> Receipt | None:
+    """The receipt of work that was done before, if its output is as it was left.
+
+    Raises:
+        CheckpointError, PublishError: the directory cannot be read.
+    """
+    content = directory.read(f"{RECEIPTS}/{name}.json")
+    if content is None:
+        return None
+    try:
+        receipt = msgspec.json.decode(content, type=Receipt)
+    except msgspec.DecodeError:
+        return None
+    is_there = not receipt.written or directory.look(name) == (receipt.written, receipt.tag)
+    return receipt if is_there and receipt.task == name else None
+
+
+def _do(task: Task, directory: Directory, keep: bool) -> Receipt:
+    if keep and (done := kept_receipt(directory, task.name)) is not None:
+        return done
+    receipt = task.run(directory)
+    if keep:
+        directory.put(f"{RECEIPTS}/{task.name}.json", msgspec.json.encode(receipt))
+    return receipt

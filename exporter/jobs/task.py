@@ -1,0 +1,123 @@
+"""What a task is: a value that says everything, so that any process on any machine can do it, and again.
+
+A task reads ranges of files or objects that are pinned by size and tag, writes at most one object, and ends
+with a receipt. Doing it twice gives the same object. Tasks and receipts are written as JSON.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar
+
+from msgspec import Struct
+
+from exporter.checkpoint.source_shard import open_shard, shard_status
+from exporter.errors import CheckpointChanged
+from exporter.storage import mirror
+from exporter.storage.objects import ObjectReader, RemoteObject, Url
+from exporter.storage.output_directory import Directory, new_file
+
+
+class Range(Struct, frozen=True, array_like=True):
+    """`size` bytes from `offset` of a task's input of this number."""
+
+    input: int
+    offset: int
+    size: int
+
+
+class Input(Struct, frozen=True, array_like=True):
+    """A file (absolute path) or an object (URL) as it was when the task was planned.
+
+    `tag` is the store's entity tag; of a file the time of its last change, in ns.
+    """
+
+    place: str
+    size: int
+    tag: str
+
+    @classmethod
+    def of(cls, path: Path) -> Input:
+        """The file as it is now, or the object that it stands for.
+
+        Raises:
+            CheckpointChanged: it is no longer there.
+            CheckpointError: it cannot be reached.
+        """
+        if (found := mirror.find(path)) is not None:
+            store, each = found[0].url, found[0].listed(found[1])
+            return cls(str(Url(store.scheme, store.bucket, each.key)), each.size, each.tag or "")
+        status = shard_status(path)
+        return cls(os.fspath(path.absolute()), status.st_size, str(status.st_mtime_ns))
+
+    @contextmanager
+    def open(self, ranges: Iterable[Range], scratch: Path) -> Iterator[int]:
+        """A descriptor from which these ranges can be read; of an object they are fetched into a sparse file.
+
+        Raises:
+            CheckpointChanged: it is gone, or another one has its name.
+            CheckpointError: it cannot be read.
+            DiskFull, PublishError: the sparse file cannot be written.
+        """
+        url = Url.parse(self.place)
+        if url is not None:
+            with new_file(scratch) as (descriptor, path):
+                found = RemoteObject(url.path, self.size, self.tag or None, 0.0)
+                pieces = [(each.offset, each.offset + each.size, each.offset) for each in ranges]
+                _reader(url.scheme, url.bucket).copy(found, descriptor, pieces, path)
+                yield descriptor
+            return
+        with open_shard(Path(self.place)) as descriptor:
+            self._require_same(os.fstat(descriptor))
+            yield descriptor
+            self._require_same(os.fstat(descriptor))
+
+    def _require_same(self, status: os.stat_result) -> None:
+        if (status.st_size, str(status.st_mtime_ns)) != (self.size, self.tag):
+            raise CheckpointChanged(f"{self.place} was replaced or written to after the work was planned")
+
+
+@lru_cache(maxsize=16)
+def _reader(scheme: str, bucket: str) -> ObjectReader:
+    return ObjectReader(Url(scheme, bucket, ""))
+
+
+class Receipt(Struct, frozen=True):
+    """What a task did: the plain crc32c of each range that it read, and of each that it wrote.
+
+    `written` are the bytes of its output, 0 without one, and `tag` is the output's, as in `Input`. `rows`
+    counts what the operation counts.
+    """
+
+    task: str
+    read: tuple[int, ...] = ()
+    wrote: tuple[int, ...] = ()
+    written: int = 0
+    tag: str = ""
+    rows: int = 0
+
+
+class Task(Struct, frozen=True, kw_only=True):
+    """The base of every operation's tasks.
+
+    `name` is the task's own in its plan, and its output's if it writes one. `bytes_` are what it reads.
+    `operation` leads a worker to the class: see `exporter.jobs.execute`.
+    """
+
+    operation: ClassVar[str]
+
+    name: str
+    inputs: tuple[Input, ...] = ()
+    bytes_: int = 0
+
+    def run(self, directory: Directory) -> Receipt:
+        """Do it. What the task writes becomes the object `name` of the directory.
+
+        Raises:
+            ExportError: any of errors.py that says what is wrong with an input, or with the output.
+        """
+        raise NotImplementedError

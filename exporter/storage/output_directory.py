@@ -1,0 +1,190 @@
+"""A directory that holds what jobs write: on a file system that all workers see, or below a store's URL.
+
+Objects appear whole: a file by rename, an object by its upload. A tag tells it from one that replaced it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from exporter.errors import os_error
+from exporter.storage.objects import ObjectWriter, Url
+
+_LONGEST = 16 << 20
+_NEW = ".new-"
+
+
+class Directory(Protocol):
+    """Objects by name; a name may contain slashes."""
+
+    place: str
+
+    @property
+    def scratch(self) -> Path:
+        """Where files are made that `put_file` takes."""
+
+    def put_file(self, name: str, path: Path) -> str:
+        """Make a file of `scratch` the object of this name, and return its tag; the file may be gone then.
+
+        Raises:
+            DiskFull, PublishError: the directory cannot be written.
+        """
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a small object, whatever is there.
+
+        Raises:
+            DiskFull, PublishError: the directory cannot be written.
+        """
+
+    def read(self, name: str) -> bytes | None:
+        """A small object; None if it is not there.
+
+        Raises:
+            CheckpointError, PublishError: it cannot be read.
+        """
+
+    def look(self, name: str) -> tuple[int, str] | None:
+        """Size in bytes and tag of an object; None if it is not there.
+
+        Raises:
+            CheckpointError, PublishError: it cannot be asked for.
+        """
+
+    def names(self, below: str) -> list[str]:
+        """The names of the objects below a name, in order.
+
+        Raises:
+            CheckpointError, PublishError: they cannot be listed.
+        """
+
+
+def open_directory(place: str) -> Directory:
+    """The directory at a path or URL.
+
+    Raises:
+        UsageError: the library that reads stores is not installed.
+    """
+    url = Url.parse(place)
+    return LocalDirectory(Path(place)) if url is None else StoreDirectory(url)
+
+
+class LocalDirectory:
+    """A directory of a file system; it is made when something is put into it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+        self.place = os.fspath(self._path)
+
+    @property
+    def scratch(self) -> Path:
+        """The directory itself: a rename makes a file an object."""
+        with _naming(self._path):
+            self._path.mkdir(parents=True, exist_ok=True)
+        return self._path
+
+    def put_file(self, name: str, path: Path) -> str:
+        """See `Directory`."""
+        target = self._path / name
+        with _naming(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
+            return str(target.stat().st_mtime_ns)
+
+    def put(self, name: str, content: bytes) -> None:
+        """See `Directory`."""
+        with _naming(self._path / name), new_file(self.scratch) as (descriptor, path):
+            with os.fdopen(os.dup(descriptor), "wb") as file:
+                file.write(content)
+            self.put_file(name, path)
+
+    def read(self, name: str) -> bytes | None:
+        """See `Directory`."""
+        with _naming(self._path / name), suppress(FileNotFoundError):
+            return (self._path / name).read_bytes()
+        return None
+
+    def look(self, name: str) -> tuple[int, str] | None:
+        """See `Directory`."""
+        with _naming(self._path / name), suppress(FileNotFoundError):
+            found = (self._path / name).stat()
+            return found.st_size, str(found.st_mtime_ns)
+        return None
+
+    def names(self, below: str) -> list[str]:
+        """See `Directory`."""
+        with _naming(self._path), suppress(FileNotFoundError):
+            names = (entry.name for entry in (self._path / below).iterdir())
+            return sorted(f"{below}/{name}" for name in names if not name.startswith(_NEW))
+        return []
+
+
+class StoreDirectory:
+    """The objects below a URL."""
+
+    def __init__(self, url: Url) -> None:
+        self.place = str(url)
+        self._url = url
+        self._store = ObjectWriter(url)
+
+    @property
+    def scratch(self) -> Path:
+        """The system's directory for temporary files."""
+        return Path(tempfile.gettempdir())
+
+    def put_file(self, name: str, path: Path) -> str:
+        """See `Directory`."""
+        return self._store.upload(self._key(name), path)
+
+    def put(self, name: str, content: bytes) -> None:
+        """See `Directory`."""
+        self._store.put(self._key(name), content)
+
+    def read(self, name: str) -> bytes | None:
+        """See `Directory`."""
+        found = self._store.fetch(self._key(name), _LONGEST)
+        return None if found is None else found[0]
+
+    def look(self, name: str) -> tuple[int, str] | None:
+        """See `Directory`."""
+        found = self._store.look(self._key(name))
+        return None if found is None else (found.size, found.tag or "")
+
+    def names(self, below: str) -> list[str]:
+        """See `Directory`."""
+        base = f"{self._url.path}/"
+        return sorted(each.key.removeprefix(base) for each in self._store.below(self._key(below)))
+
+    def _key(self, name: str) -> str:
+        return f"{self._url.path}/{name}"
+
+
+@contextmanager
+def new_file(directory: Path) -> Iterator[tuple[int, Path]]:
+    """An empty file, open for reading and writing, and its path; what is left of it at the end is removed.
+
+    Raises:
+        DiskFull, PublishError: it cannot be made.
+    """
+    path = directory / f"{_NEW}{os.urandom(8).hex()}"
+    with _naming(path):  # not tempfile: others may read what is published
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    try:
+        yield descriptor, path
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            path.unlink()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise os_error(error, path) from error

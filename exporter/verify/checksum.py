@@ -1,0 +1,34 @@
+"""The task of reading ranges for their checksums."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from exporter.jobs.task import Range, Receipt, Task
+from exporter.storage.output_directory import Directory
+from exporter.wire.crc32c import chunks_of, extend
+
+
+class Checksum(Task, frozen=True, kw_only=True):
+    """Read ranges; the receipt has the checksum of each, of less where a file ends. There is no output."""
+
+    operation: ClassVar[str] = "checksum"
+
+    ranges: tuple[Range, ...]
+
+    def run(self, directory: Directory) -> Receipt:
+        """See `Task`."""
+        crcs = [0] * len(self.ranges)
+        for number, source in enumerate(self.inputs):
+            mine = [index for index, each in enumerate(self.ranges) if each.input == number]
+            with source.open((self.ranges[index] for index in mine), directory.scratch) as descriptor:
+                for index in mine:
+                    crcs[index] = _crc(descriptor, self.ranges[index])
+        return Receipt(self.name, read=tuple(crcs))
+
+
+def _crc(descriptor: int, wanted: Range) -> int:
+    crc = 0
+    for chunk in chunks_of(descriptor, wanted.offset, wanted.size):
+        crc = extend(crc, chunk)
+    return crc

@@ -1,0 +1,189 @@
+"""Tasks, receipts and the runner: each task is done once across commands, errors keep their names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Generator, Iterable
+from pathlib import Path
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import pytest
+from msgspec import structs
+
+from exporter.bundle.move import Move
+from exporter.bundle.variables import VariablesReport, write_variables
+from exporter.catalog import Catalog
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
+from exporter.errors import CheckpointChanged, CorruptFile, EngineFailed, MappingError, UsageError
+from exporter.graph.inference_graph import GraphVariable
+from exporter.jobs.engines.local import LocalEngine
+from exporter.jobs.execute import RECEIPTS, decode, encode, execute
+from exporter.jobs.runner import Runner, plan_digest
+from exporter.jobs.task import Input, Range, Receipt
+from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.verify.checksum import Checksum
+from exporter.wire.crc32c import extend
+from exporter.wire.dtypes import DType
+
+
+class Noted:
+    """The engine of this process, which notes what it does and may end early or do everything twice."""
+
+    name = "noted"
+
+    def __init__(self, *, stop_after: int = 1 << 30, times: int = 1) -> None:
+        self.done: list[bytes] = []
+        self._stop, self._times = stop_after, times
+
+    def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
+        for work in works:
+            if len(self.done) == self._stop:
+                return
+            self.done.append(work)
+            for _ in range(self._times):
+                yield execute(work)
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Catalog:
+    """Twelve tables of 100 rows of four floats, in one shard."""
+    with BundleWriter(tmp_path / "model.ckpt") as writer:
+        for number in range(12):
+            writer.add(f"t{number}", table(number))
+    return read_catalog(tmp_path / "model.ckpt")
+
+
+def table(number: int) -> np.ndarray:
+    return np.random.default_rng(number).normal(size=(100, 4)).astype(np.float32)
+
+
+def export(catalog: Catalog, out: Path, runner: Runner, cast: DType = DType.BFLOAT16) -> VariablesReport:
+    """Cast all tables; a shard for each, by the size of a task."""
+    sources = tuple(
+        TensorSource(name, (GraphVariable(name, name, cast, ref.shape),), ref, cast=cast)
+        for name, ref in catalog.tensors.items()
+    )
+    return write_variables(VariableMapping(catalog, sources), out, runner=runner)
+
+
+def assert_cast(report: VariablesReport) -> None:
+    written = read_catalog(report.catalog.prefix)
+    assert len(written.shards) == 12
+    for number in range(12):
+        found = read_array(written, written.tensors[f"t{number}"])
+        np.testing.assert_array_equal(found, table(number).astype(ml_dtypes.bfloat16))
+
+
+def test_a_job_that_ended_half_way_is_gone_on_with(catalog: Catalog, tmp_path: Path) -> None:
+    kept = str(tmp_path / "jobs")
+    first = Noted(stop_after=5)
+    with pytest.raises(EngineFailed, match="noted ended before"):
+        export(catalog, tmp_path / "1", Runner(first, task_bytes=800, kept=kept))
+    second = Noted()
+    assert_cast(export(catalog, tmp_path / "2", Runner(second, task_bytes=800, kept=kept)))
+    assert (len(first.done), len(second.done)) == (5, 7)
+
+
+@pytest.mark.parametrize("damage", ["receipt", "output", "receipt cut", "output grown"])
+def test_what_is_not_as_its_receipt_says_is_done_anew(catalog: Catalog, tmp_path: Path, damage: str) -> None:
+    runner = Runner(Noted(stop_after=5), task_bytes=800, kept=str(tmp_path / "jobs"))
+    with pytest.raises(EngineFailed):
+        export(catalog, tmp_path / "1", runner)
+    (job,) = (tmp_path / "jobs").iterdir()
+    shard = sorted(job.glob("variables.data-*"))[2]
+    receipt = job / RECEIPTS / f"{shard.name}.json"
+    match damage:
+        case "receipt":
+            receipt.unlink()
+        case "receipt cut":
+            receipt.write_bytes(receipt.read_bytes()[:20])
+        case "output":
+            shard.unlink()
+        case "output grown":
+            shard.write_bytes(shard.read_bytes() + b"\0")
+    second = Noted()
+    assert_cast(export(catalog, tmp_path / "2", structs.replace(runner, engine=second)))
+    assert len(second.done) == 8
+
+
+def test_a_task_done_twice_leaves_the_same(catalog: Catalog, tmp_path: Path) -> None:
+    twice = Noted(times=2)
+    assert_cast(export(catalog, tmp_path / "1", Runner(twice, task_bytes=800)))
+    assert len(twice.done) == 12
+
+
+def test_another_plan_begins_anew(catalog: Catalog, tmp_path: Path) -> None:
+    kept = str(tmp_path / "jobs")
+    with pytest.raises(EngineFailed):
+        export(catalog, tmp_path / "1", Runner(Noted(stop_after=5), task_bytes=800, kept=kept))
+    half = Noted()
+    export(catalog, tmp_path / "2", Runner(half, task_bytes=800, kept=kept), cast=DType.HALF)
+    assert len(half.done) == 12
+    shard = catalog.shards[0]
+    shard.touch()  # a trainer that writes the same bytes again is another checkpoint
+    again = Noted()
+    assert_cast(export(catalog, tmp_path / "3", Runner(again, task_bytes=800, kept=kept)))
+    assert len(again.done) == 12
+
+
+def test_an_input_that_is_replaced_meanwhile(catalog: Catalog, tmp_path: Path) -> None:
+    shard = catalog.shards[0]
+
+    class Replacing(Noted):
+        def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
+            for outcome in super().run(works):
+                shard.touch()
+                yield outcome
+
+    with pytest.raises(CheckpointChanged, match="was replaced or written to"):
+        export(catalog, tmp_path / "1", Runner(Replacing(), task_bytes=800))
+
+
+@pytest.mark.parametrize("engine", [LocalEngine(1), LocalEngine(3), Noted()], ids=["one", "three", "noted"])
+def test_damage_and_what_does_not_fit_keep_their_names(
+    catalog: Catalog, tmp_path: Path, engine: LocalEngine | Noted
+) -> None:
+    with catalog.shards[0].open("r+b") as file:
+        file.seek(catalog.tensors["t3"].extents[0].offset)
+        file.write(np.float32(1.5).tobytes())
+    with pytest.raises(CorruptFile, match="the checksum of 't3'"):
+        export(catalog, tmp_path / "1", Runner(engine, task_bytes=800))
+    with BundleWriter(tmp_path / "large.ckpt") as writer:
+        writer.add("w", np.float32([70000]))
+    with pytest.raises(MappingError, match="too large for float16") as caught:
+        export(read_catalog(tmp_path / "large.ckpt"), tmp_path / "2", Runner(engine), cast=DType.HALF)
+    assert "bfloat16" in caught.value.hint
+
+
+def test_a_worker_of_another_version_is_refused() -> None:
+    work = msgspec.json.decode(encode(Checksum(name="a", ranges=()), "", keep=False))
+    work["version"] = "0.0.1"
+    with pytest.raises(UsageError, match=r"this worker has export-model .*, the command 0\.0\.1"):
+        decode(execute(msgspec.json.encode(work))).settle()
+
+
+def test_tasks_are_values_that_survive_json(catalog: Catalog) -> None:
+    source = Input.of(catalog.shards[0])
+    task = Checksum(name="a", inputs=(source,), bytes_=16, ranges=(Range(0, 0, 16),))
+    assert msgspec.json.decode(msgspec.json.encode(task), type=Checksum) == task
+    receipt = decode(execute(encode(task, "", keep=False))).settle()
+    assert receipt == Receipt("a", read=(extend(0, catalog.shards[0].read_bytes()[:16]),))
+    other = structs.replace(task, bytes_=17)
+    assert plan_digest([task]) == plan_digest([task]) != plan_digest([other])
+    assert plan_digest([Move(name="a", segments=())]) != plan_digest([Checksum(name="a", ranges=())])
+
+
+def test_a_worker_imports_neither_tensorflow_nor_an_engine(catalog: Catalog) -> None:
+    task = Checksum(name="a", inputs=(Input.of(catalog.shards[0]),), ranges=(Range(0, 0, 16),))
+    code = (
+        "import sys; from exporter.jobs.execute import decode, execute\n"
+        "decode(execute(sys.stdin.buffer.read())).settle()\n"
+        "print({'tensorflow', 'ray', 'distributed', 'apache_beam', 'obstore'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=encode(task, "", keep=False), capture_output=True, check=True
+    )
+    assert done.stdout == b"set()\n"
