@@ -224,6 +224,13 @@ def history(
     return History(tuple(reversed(found)), markers)
 
 
+def test_a_checkpoint_is_known_by_its_contents_and_not_by_its_name() -> None:
+    one, two = CheckpointId("model.ckpt-4", 4, "4" * 64), CheckpointId("model.ckpt-5", 4, "4" * 64)
+    assert one == two
+    assert not one != two  # noqa: SIM202  what `!=` says is asked
+    assert one != CheckpointId("model.ckpt-4", 4, "5" * 64)
+
+
 FIRST, LATER = CheckpointId("model.ckpt-0", 0, "0" * 64), CheckpointId("model.ckpt-2", 2, "2" * 64)
 
 

@@ -41,7 +41,8 @@ def model() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 
 def request(trainer: DeepRecTrainer, **options: Any) -> ExportRequest:
     out = trainer.directory.parent / "model"
-    return ExportRequest(trainer.directory, out, model=model, updates=Updates(stamp=True), **options)
+    given = {"model": model, "updates": Updates(stamp=True), **options}
+    return ExportRequest(trainer.directory, out, **given)
 
 
 @pytest.fixture

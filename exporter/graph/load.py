@@ -8,7 +8,9 @@ Only a builder needs TensorFlow; a `.meta` file and a SavedModel are read as pro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 from msgspec import structs
 
@@ -23,7 +25,19 @@ from exporter.graph.saved_model import is_saved_model, load_saved_model
 from exporter.graph.signatures import requested_specs
 from exporter.graph.source_graph import GraphRequest, SourceGraph
 
-__all__ = ["GraphRequest", "InferenceGraph", "SourceGraph", "clean", "load_graph", "load_source"]
+__all__ = [
+    "GraphRequest",
+    "GraphSource",
+    "InferenceGraph",
+    "SourceGraph",
+    "clean",
+    "load_graph",
+    "load_source",
+    "run_builders_once",
+]
+
+GraphSource: TypeAlias = Callable[[GraphRequest], SourceGraph]
+"""Where a plan gets the graph from: `load_source`, or one that remembers."""
 
 _GRAPH_FILES = {".meta", ".pbtxt"}
 
@@ -74,6 +88,25 @@ def load_source(request: GraphRequest) -> SourceGraph:
 
     source = load_builder(request)
     return keep_servable(source) if len(source.meta_graph.signature_def) > 1 else source
+
+
+def run_builders_once() -> GraphSource:
+    """A source of graphs that runs a builder once, however often it is asked.
+
+    A second run would be slow, and wrong: Keras names layers by counting all that a process has made.
+    """
+    built: list[tuple[GraphRequest, SourceGraph]] = []
+
+    def load(request: GraphRequest) -> SourceGraph:
+        if isinstance(request.model, str) and Path(request.model).exists():
+            return load_source(request)
+        for known, source in built:
+            if known == request:
+                return source
+        built.append((request, load_source(request)))
+        return built[-1][1]
+
+    return load
 
 
 def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:

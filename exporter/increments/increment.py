@@ -67,6 +67,9 @@ class CheckpointId(Struct, frozen=True, eq=False, rename={"digest": "index_sha25
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CheckpointId) and (self.step, self.digest) == (other.step, other.digest)
 
+    def __ne__(self, other: object) -> bool:  # a Struct's own does not ask `__eq__`
+        return not self == other
+
     def __hash__(self) -> int:
         return hash((self.step, self.digest))
 

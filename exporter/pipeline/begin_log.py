@@ -22,8 +22,10 @@ def is_begun(request: ExportRequest) -> bool:
     return any(child.has_manifest for child in version_dirs(request.out))
 
 
-def export_base(request: ExportRequest, progress: ProgressFactory = no_progress) -> Exported:
-    """Begin a log by a full export.
+def export_base(
+    request: ExportRequest, progress: ProgressFactory = no_progress, *, not_backwards: bool = False
+) -> Exported:
+    """Begin a log by a full export; `not_backwards`: with the increments since, if more is served already.
 
     Raises:
         ExportError: any of errors.py.
@@ -32,7 +34,7 @@ def export_base(request: ExportRequest, progress: ProgressFactory = no_progress)
         export,
     )  # the stages of a full export take as long to import as a delta to make
 
-    return export(as_base(request), progress)
+    return export(as_base(request), progress, not_backwards=not_backwards)
 
 
 def as_base(request: ExportRequest) -> ExportRequest:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeAlias
 
 from msgspec import Struct, structs
 from msgspec.structs import replace
@@ -24,7 +22,7 @@ from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused, Usa
 from exporter.files import writing
 from exporter.graph.feeds import mode_switches
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.graph.load import GraphRequest, SourceGraph, clean, load_source
+from exporter.graph.load import GraphSource, SourceGraph, clean, load_source, run_builders_once
 from exporter.graph.origin import GraphOrigin
 from exporter.graph.training_graph import TrainingGraph
 from exporter.increments.history import read_history
@@ -40,6 +38,7 @@ from exporter.mapping.request_rules import parse_rules
 from exporter.mapping.training_variables import with_training
 from exporter.mapping.unmatched import Unmatched
 from exporter.options import DataMode, ExportFormat, ExportRequest, Verify
+from exporter.pipeline.newest_base import BaseState, lay_increments_over, newest_state
 from exporter.pipeline.plan_digest import plan_digest
 from exporter.pipeline.same_graph import SourceFiles, graph_request
 from exporter.pipeline.table_layout import lay_out_tables, map_laid_out, unmatched_with, write_tables
@@ -122,10 +121,6 @@ class Unmatchable(Struct, frozen=True):
     catalog: Catalog
     graph: InferenceGraph
     unmatched: Unmatched
-
-
-GraphSource: TypeAlias = Callable[[GraphRequest], SourceGraph]
-"""Where a plan gets the graph from: `load_source`, or one that remembers."""
 
 
 def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
@@ -236,8 +231,13 @@ def compare_names(request: ExportRequest) -> Unmatchable:
     return Unmatchable(found.catalog, found.graph, left)
 
 
-def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
+def execute(
+    planned: Plan, progress: ProgressFactory = no_progress, *, not_backwards: bool = False
+) -> Exported:
     """Stage, verify and publish what was planned.
+
+    With `not_backwards` a base that takes deltas holds the trainer's increments, too, if more than its
+    checkpoint is served.
 
     Raises:
         CheckpointChanged: the trainer removed or replaced files since the plan was made.
@@ -250,7 +250,8 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
     with Staging(request.out) as staging:
         planned, variables = _write_variables(planned, staging, progress)
         planned.checkpoint.require_same_files()
-        base = _updatable(planned, staging) if request.updates else None
+        state = _state(planned, not_backwards=not_backwards)
+        base = _updatable(planned, staging, state) if request.updates else None
         graph, mapping = (base.graph, base.mapping) if base else (planned.graph, planned.mapping)
         write_saved_model(graph, mapping, staging.path, planned.training)
         if request.format is not ExportFormat.SAVED_MODEL:
@@ -260,11 +261,15 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
         differences = _verify(planned, staging.path, variables, progress)
         if request.format is ExportFormat.METAGRAPH:
             keep_pair_alone(staging.path)
+        if base is not None and state.increments is not None:
+            scratch = staging.path.with_name("scratch")
+            variables = lay_increments_over(base.entry, state.increments, staging.path, scratch)
         draft = ManifestDraft(
             tensors=tensor_entries(variables.catalog),
-            source=Origin.of(planned.catalog.prefix, planned.checkpoint.digest),
+            # With increments no checkpoint has these contents.
+            source=Origin.of(planned.catalog.prefix, None if state.increments else planned.checkpoint.digest),
             exporter=__version__,
-            step=planned.catalog.step,
+            step=state.step,
             lineage=base.lineage if base else None,
             incremental=_with_origin(base.entry, planned, staging.path) if base else None,
             plan_digest=digest,
@@ -286,7 +291,11 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
 
 
 def export(
-    request: ExportRequest, progress: ProgressFactory = no_progress, load: GraphSource | None = None
+    request: ExportRequest,
+    progress: ProgressFactory = no_progress,
+    load: GraphSource | None = None,
+    *,
+    not_backwards: bool = False,
 ) -> Exported:
     """Plan and execute; when a trainer prunes the checkpoint meanwhile, take the next newest.
 
@@ -296,30 +305,11 @@ def export(
     load = load or run_builders_once()
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return execute(plan(request, load), progress)
+            return execute(plan(request, load), progress, not_backwards=not_backwards)
         except CheckpointChanged:
             if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [request.ckpt_dir]:
                 raise
     raise AssertionError("the loop returns or raises")
-
-
-def run_builders_once() -> GraphSource:
-    """A source of graphs that runs a builder once, however often it is asked.
-
-    A second run would be slow, and wrong: Keras names layers by counting all that a process has made.
-    """
-    built: list[tuple[GraphRequest, SourceGraph]] = []
-
-    def load(request: GraphRequest) -> SourceGraph:
-        if isinstance(request.model, str) and Path(request.model).exists():
-            return load_source(request)
-        for known, source in built:
-            if known == request:
-                return source
-        built.append((request, load_source(request)))
-        return built[-1][1]
-
-    return load
 
 
 def _write_variables(
@@ -354,9 +344,9 @@ def _in_bundle(planned: Plan, directory: Path, progress: ProgressFactory) -> Pla
     return replace(planned, mapping=replace(mapping, catalog=catalog, sources=sources))
 
 
-def _updatable(planned: Plan, staging: Staging) -> UpdatableBase:
+def _updatable(planned: Plan, staging: Staging, state: BaseState) -> UpdatableBase:
     """The planned graph as it takes deltas, at the position that it will be published at."""
-    step, updates = planned.catalog.step, planned.request.updates
+    updates = planned.request.updates
     assert updates is not None
     scratch = staging.path.with_name("scratch")
     scratch.mkdir()
@@ -364,12 +354,23 @@ def _updatable(planned: Plan, staging: Staging) -> UpdatableBase:
         planned.graph,
         planned.mapping,
         MappingSpec.of(planned.graph, planned.rules, planned.mapping),
-        _trained(planned),
-        reserve_position(planned.request.out, step),
+        state.trained,
+        state.step,
+        reserve_position(planned.request.out, state.step),
         updates,
         scratch,
         planned.warmup if planned.request.warmup or planned.request.no_warmup else None,
     )
+
+
+def _state(planned: Plan, *, not_backwards: bool) -> BaseState:
+    """The trainer's state that is published: the checkpoint's, or that of the increments since."""
+    full = BaseState(_trained(planned), planned.catalog.step)
+    if not not_backwards or planned.request.updates is None or planned.training is not None:
+        return full
+    spec = MappingSpec.of(planned.graph, planned.rules, planned.mapping)
+    model, prefix = planned.request.out, planned.catalog.prefix
+    return newest_state(model, full, prefix, planned.graph, planned.mapping, spec)
 
 
 def _trained(planned: Plan) -> TrainerVersion:

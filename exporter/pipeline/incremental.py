@@ -242,7 +242,8 @@ def export_incremental(
 ) -> Incremental:
     """Publish the next delta, or a base if nothing is published yet or a new log may begin.
 
-    A watch begins a new log by itself where a dynamic table has no room for new keys.
+    A watch begins a new log by itself where a dynamic table has no room for new keys. A log that takes the
+    place of another begins with the trainer's increments, so that no server goes back.
 
     Raises:
         ExportError: any of errors.py.
@@ -257,14 +258,14 @@ def export_incremental(
         except TableFull:
             if not (full_on_mismatch or is_watching) or has_room(planned.log, planned.trainer):
                 raise
-            return export_base(request, progress)
+            return export_base(request, progress, not_backwards=True)
         except PositionMoved:
             if attempt == _ATTEMPTS:
                 raise
         except PositionError:
             if not full_on_mismatch:
                 raise
-            return export_base(request, progress)
+            return export_base(request, progress, not_backwards=True)
         except CheckpointChanged:
             if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [mirror.local(request.ckpt_dir)]:
                 raise

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from msgspec import Struct, structs
 from msgspec.structs import replace
 
-from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
-from exporter.delta.format import ChangeKind, ServedVariable
-from exporter.delta.snapshot import Array, Snapshot
+from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.spans import Position
 from exporter.errors import ManifestError
 from exporter.files import writing
@@ -30,6 +27,7 @@ from exporter.layout import (
     VARIABLES_PREFIX,
 )
 from exporter.pipeline.log_maintenance import undisturbed
+from exporter.pipeline.merged_variables import write_merged
 from exporter.publish.commit import Published, ReservedPosition, Staging, publish_version
 from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta
 from exporter.publish.manifest import ManifestDraft, tensor_entries
@@ -42,9 +40,6 @@ from exporter.wire.protos import Proto
 
 FIRST_POSITION = "first_position"
 """The constant of the incremental subgraph that holds position and step of its base, and -1."""
-
-
-_CHUNK_BYTES = 4 << 20
 
 
 class Rebased(Struct, frozen=True):
@@ -106,7 +101,7 @@ def _rebase(log: DeltaLog, keep: int | None, permission: Permission) -> Rebased 
     chain = log.chain(base.at.position, at.position)
     verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))
     with Staging(model) as staging, writing(staging.path):
-        _write_variables(log, log.state(at.position), staging.path)
+        write_merged(base.entry.mapping_spec, log.schema, log.state(at.position), staging.path)
         _copy_graph(base.path, staging.path, at.position, at.step or 0)
         catalog = read_catalog(staging.path / VARIABLES_PREFIX)
         verify_files(staging.path, tensor_entries(catalog))
@@ -128,30 +123,6 @@ def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
     """What leads to the newest position that no canary has yet to approve."""
     approved = log.approved
     return log.newest if approved is None or approved >= log.at.position else log.standing(approved)
-
-
-def _write_variables(log: DeltaLog, state: Snapshot, bundle: Path) -> None:
-    prefix = bundle / VARIABLES_PREFIX
-    prefix.parent.mkdir()
-    schema = {variable.name: variable for variable in log.schema.variables}
-    with BundleWriter(prefix) as writer:
-        for source in log.base.entry.mapping_spec.sources():
-            if not source.variables:  # the keys or values of a lookup table
-                writer.add(source.key, state.whole(source.key))
-            for part in source.variables:
-                variable = schema[part.served_name]
-                if variable.kind is ChangeKind.DENSE:
-                    writer.add(source.key, state.whole(variable.name), part.part)
-                else:
-                    rows = _rows(state, variable)
-                    writer.add_chunks(source.key, variable.dtype, variable.shape, rows, part.part)
-
-
-def _rows(state: Snapshot, variable: ServedVariable) -> Iterator[Array]:
-    row_bytes = max(1, int(np.prod(variable.shape[1:])) * variable.dtype.numpy.itemsize)
-    step = max(1, _CHUNK_BYTES // row_bytes)
-    for start in range(0, variable.shape[0], step):
-        yield state.rows(variable.name, start, min(start + step, variable.shape[0]))
 
 
 def _copy_graph(base: Path, bundle: Path, position: int, step: int) -> None:

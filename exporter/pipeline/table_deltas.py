@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -61,7 +61,7 @@ def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableC
     newest = _newest(trainer)
     if not trainer.plan.is_known:
         return _compared(log, trainer, newest, scratch)
-    return TableChanges({} if newest is None else _told(log, trainer, newest))
+    return TableChanges({} if newest is None else _told(log, trainer))
 
 
 def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
@@ -98,8 +98,7 @@ class _Table(Struct, frozen=True):
     served: ServedTable
 
 
-def _tables(log: DeltaLog, catalog: Catalog, published: Snapshot) -> Iterator[_Table]:
-    spec = log.base.entry.mapping_spec
+def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Snapshot) -> Iterator[_Table]:
     known = embedding_variables(catalog)
     for table in spec.dynamic:
         name = spec.trained_name(table)
@@ -110,16 +109,34 @@ def _tables(log: DeltaLog, catalog: Catalog, published: Snapshot) -> Iterator[_T
                 f"{catalog.prefix.name} has rows {variable.value_dtype.label}[{variable.dim}] of {name!r}, "
                 f"the base was made of {table.value_dtype.label}[{table.dim}]"
             )
-        yield _Table(table, variable, ServedTable.of(table, log.schema, published))
+        yield _Table(table, variable, ServedTable.of(table, schema, published))
 
 
-def _told(log: DeltaLog, trainer: TrainerState, newest: DeepRecIncrement) -> dict[str, Change]:
-    """The changes that an increment tells of, but for rows that the last one that was published held too."""
+def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
+    """What the newest increment changes of the published tables, whose index is checked first."""
     spec = log.base.entry.mapping_spec
     published = log.state(only={key for table in spec.dynamic for key in table.keys})
-    tables = {each.variable.name: each for each in _tables(log, trainer.catalog, published)}
-    _check_index(log, published, tables.values())
-    before = newest.published_before(log.trained.increment, tables.keys())
+    _check_index(log, published, spec)
+    return told_changes(spec, log.schema, published, trainer, log.trained.increment)
+
+
+def told_changes(
+    spec: MappingSpec, schema: Schema, published: Snapshot, trainer: TrainerState, since: str | None
+) -> dict[str, Change]:
+    """What increments tell of the dynamic tables, but for rows that the one that `since` names held too.
+
+    `published` is read at any places, so it must have been checked.
+
+    Raises:
+        TableFull: a table has no room for its new keys.
+        SchemaChanged: a table is gone, or has other rows than what is published.
+        CheckpointError: a file is damaged or cannot be read.
+    """
+    newest = _newest(trainer)
+    if newest is None or not spec.dynamic:
+        return {}
+    tables = {each.variable.name: each for each in _tables(spec, schema, trainer.catalog, published)}
+    before = newest.published_before(since, tables.keys())
     changes: dict[str, Change] = {}
     for rows in newest.keyed(tables.keys()):
         served = tables[rows.name].served
@@ -132,11 +149,11 @@ def _told(log: DeltaLog, trainer: TrainerState, newest: DeepRecIncrement) -> dic
     return changes
 
 
-def _check_index(log: DeltaLog, published: Snapshot, tables: Iterable[_Table]) -> None:
+def _check_index(log: DeltaLog, published: Snapshot, spec: MappingSpec) -> None:
     """Verify what leads to the rows, unless it was verified before and its files are as they were."""
     files = CheckedFiles.of(log.path / CHECKED_DIRECTORY, published.stored.values())
     published.trust(known := files.known(published.stored.values()))
-    published.check(name for each in tables for name in each.served.index_names)
+    published.check(name for table in spec.dynamic for name in table.keys[:-1])
     if published.checked:
         files.save(published.checked | known)
 
@@ -145,8 +162,8 @@ def _compared(
     log: DeltaLog, trainer: TrainerState, newest: DeepRecIncrement | None, scratch: Path
 ) -> TableChanges:
     """The differences between the trainer's keys and rows and those that are published."""
-    admission, published = log.base.entry.mapping_spec.rules.admission, log.state()
-    tables = [*_tables(log, trainer.catalog, published)]
+    spec, published = log.base.entry.mapping_spec, log.state()
+    tables = [*_tables(spec, log.schema, trainer.catalog, published)]
     names = [each.variable.name for each in tables]
     touched = {} if newest is None else {rows.name: rows for rows in newest.keyed(names)}
     changes: dict[str, Change] = {}
@@ -154,7 +171,7 @@ def _compared(
     for each in tables:
         published.check(each.table.keys)
         rows, dtype = touched.get(each.variable.name), each.served.row_values.dtype
-        now = TrainedTable.read(trainer.catalog, each.variable, dtype, admission, rows)
+        now = TrainedTable.read(trainer.catalog, each.variable, dtype, spec.rules.admission, rows)
         changes |= compared(each.served, now, scratch)
         size += now.bytes_
     return TableChanges(changes, size)

@@ -27,11 +27,12 @@ from exporter.errors import (
     UsageError,
 )
 from exporter.files import make_directories, writing
+from exporter.graph.load import GraphSource, run_builders_once
 from exporter.graph.origin import check_named
 from exporter.layout import WATCH_LOCK_FILE
 from exporter.options import ExportRequest, require_exact
 from exporter.pipeline.arrivals import Arrivals
-from exporter.pipeline.full import Exported, GraphSource, export, run_builders_once
+from exporter.pipeline.full import Exported, export
 from exporter.pipeline.trainer_graph import model_beside
 from exporter.pipeline.watch_loop import EVERY_SECOND, Poll, Watching, follow
 from exporter.progress import ProgressFactory, no_progress

@@ -92,9 +92,9 @@ def newest_version(model: Path) -> int:
 
 
 @contextmanager
-def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+def process(*arguments: object, module: str = "serving.cli") -> Iterator[subprocess.Popen[str]]:
     started = subprocess.Popen(
-        [sys.executable, "-m", "serving.cli", *map(str, arguments)],
+        [sys.executable, "-m", module, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -197,7 +197,7 @@ ADVICE: dict[type[ExportError], Advice] = {
         "More keys came into a dynamic table than its base left room for, or many keys fall in one place of "
         "its index.",
         "Publish a new base, with more room if the table grows fast: `--table-head-room`. With `--watch` "
-        "that happens by itself.",
+        "that happens by itself, and the new base holds the increments so far.",
     ),
     errors.PositionUnknown: Advice(
         "The position that was named is between two deltas, before the first base, or its deltas were "
