@@ -88,8 +88,13 @@ def execute(work: bytes) -> bytes:
         directory = open_directory(asked.directory or gettempdir())
         return msgspec.json.encode(Outcome(_do(task, directory, asked.keep)))
     except ExportError as error:
-        failure = Failure(type(error).__name__, error.message, error.cause, error.hint)
-        return msgspec.json.encode(Outcome(failure=failure))
+        return failed(error)
+
+
+def failed(error: ExportError) -> bytes:
+    """The encoded `Outcome` that is an error."""
+    failure = Failure(type(error).__name__, error.message, error.cause, error.hint)
+    return msgspec.json.encode(Outcome(failure=failure))
 
 
 def decode(outcome: bytes) -> Outcome:

@@ -1,0 +1,53 @@
+"""Beam: for those who have Dataflow, Flink or Spark; without one, worker processes on this machine.
+
+A pipeline shows its outcomes at its end, and Beam's own runner hangs when a worker dies. So workers put each
+outcome into a directory, and a pipeline from which nothing comes any more is given up. Options are Beam's,
+and `results` (the directory or URL, where workers do not see our files) and `stall` (s).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from os import urandom
+
+from exporter.errors import EngineFailed
+from exporter.jobs.engines.beam_pipeline import OUTCOMES, Pipeline, put_works
+from exporter.jobs.engines.process import Asked
+from exporter.storage.output_directory import open_directory
+
+LIBRARY = "apache_beam"
+
+_LOOK_S = 0.2
+
+
+def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
+    """See `ProcessEngine`."""
+    options = dict(asked.options)
+    stall_s = float(options.pop("stall", "900"))
+    directory = open_directory(f"{options.pop('results', asked.files)}/{urandom(8).hex()}")
+    count, seen, came = put_works(directory, works), set[str](), time.monotonic()
+    pipeline = Pipeline(directory.place, asked.cores, asked.address, options)
+    try:
+        while len(seen) < count:
+            is_over = pipeline.is_over  # before the look: what came before the end is seen
+            new = [name for name in directory.names(OUTCOMES) if name not in seen]
+            for name in new:
+                yield directory.read(name) or b""
+            seen.update(new)
+            came = time.monotonic() if new else came
+            if not new and (is_over or time.monotonic() - came > stall_s):
+                raise _given_up(pipeline.error, stall_s)
+            time.sleep(_LOOK_S)
+    finally:
+        pipeline.end()
+
+
+def _given_up(error: BaseException | None, stall_s: float) -> EngineFailed:
+    if error is not None:
+        return EngineFailed("the pipeline of Beam failed", cause=f"{type(error).__name__}: {error}")
+    return EngineFailed(
+        f"no task of the pipeline of Beam was done for {stall_s:g} s: it hangs, or a task takes longer",
+        hint="run the same command again: tasks that are done are not done again; "
+        "for longer tasks add --engine-option stall=SECONDS",
+    )

@@ -1,0 +1,78 @@
+"""The pipeline of Beam's engine: files of works, each work on any worker, outcomes put into a directory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from exporter.jobs.execute import execute
+from exporter.storage.output_directory import Directory, open_directory
+
+OUTCOMES, _WORKS = "outcomes", "works"
+_LOCAL = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
+_FEW = 256  # works in a file: the description of a pipeline must stay small
+
+
+class Pipeline:
+    """A pipeline that runs: on the runner that the options name, that of an address, or on this machine."""
+
+    error: BaseException | None = None
+
+    def __init__(self, place: str, cores: int, address: str, options: Mapping[str, str]) -> None:
+        flags = {"runner": "PortableRunner", "job_endpoint": address} if address else {"runner": _LOCAL}
+        flags |= options
+        if flags["runner"] == _LOCAL:
+            flags |= {"direct_running_mode": "multi_processing", "direct_num_workers": str(cores)}
+        self._running: list[Any] = []
+        threading.excepthook = (
+            self._failed
+        )  # Beam's own runner loses workers in threads of its own, and waits
+        arguments = (place, [f"--{name}={value}" for name, value in flags.items()])
+        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        """No task will be done any more."""
+        return self.error is not None or not self._thread.is_alive()
+
+    def end(self) -> None:
+        """Cancel it, if it runs elsewhere; what runs here ends with this process."""
+        for each in self._running:
+            if self._thread.is_alive():
+                each.cancel()
+
+    def _run(self, place: str, flags: list[str]) -> None:
+        import apache_beam as beam
+        from apache_beam.options.pipeline_options import PipelineOptions
+
+        pipeline = beam.Pipeline(options=PipelineOptions(flags))
+        files = pipeline | beam.Create(open_directory(place).names(_WORKS))
+        works = files | beam.FlatMap(partial(_numbered_works, place)) | beam.Reshuffle()
+        _ = works | beam.MapTuple(partial(_do, place))
+        self._running.append(pipeline.run())
+        self._running[0].wait_until_finish()
+
+    def _failed(self, found: threading.ExceptHookArgs) -> None:
+        self.error = found.exc_value or found.exc_type()
+
+
+def put_works(directory: Directory, works: Iterable[bytes]) -> int:
+    """Put works where workers find them; their number."""
+    waiting, count = iter(works), 0
+    while some := list(islice(waiting, _FEW)):
+        directory.put(f"{_WORKS}/{count}", b"\n".join(some))
+        count += len(some)
+    return count
+
+
+def _numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
+    content = open_directory(place).read(name) or b""
+    return enumerate(content.split(b"\n"), int(name.rpartition("/")[2]))
+
+
+def _do(place: str, number: int, work: bytes) -> None:
+    open_directory(place).put(f"{OUTCOMES}/{number}", execute(work))

@@ -1,0 +1,171 @@
+"""Engines that are libraries run in a process of their own: works go in and outcomes come out, line by line.
+
+So their threads, signals, memory and prints stay out of the command, which imports none of them; and the
+process ends with the command, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+from typing import IO, Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.errors import EngineFailed, ExportError, UsageError
+from exporter.jobs.execute import failed
+
+_MAIN = f"from {__name__} import main; main()"  # not `-m`: workers find functions by their module's name
+_END = b"\n"  # after the last work, and after the last outcome
+_CANCEL_S = 60.0
+
+
+class Asked(Struct, frozen=True):
+    """How a job is to be run: workers (0: as many as there are), where, and an engine's own options."""
+
+    engine: str
+    workers: int = 0
+    address: str = ""
+    options: Mapping[str, str] = {}
+    files: str = ""
+    """A directory for the engine's files; it is removed at the end."""
+
+    @property
+    def cores(self) -> int:
+        """How many workers this machine is to have."""
+        return self.workers or len(os.sched_getaffinity(0))
+
+    def values(self) -> dict[str, Any]:
+        """Options whose text is JSON as what that says (`2`, `true`, `{"a": 1}`), any other text as it is."""
+        return {name: _value(text) for name, text in self.options.items()}
+
+
+class ProcessEngine:
+    """An engine whose module has `LIBRARY`, to be imported, and `run(works, asked)`, a generator of outcomes.
+
+    Raises:
+        UsageError: the library is not installed.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        self.name = asked.engine
+        self._asked = asked
+        library = _module(asked.engine).LIBRARY
+        if find_spec(library) is None:
+            raise UsageError(
+                f"--engine {self.name} needs {library}, which is not installed",
+                hint=f"pip install 'export-model[{self.name}]', here and on every worker",
+            )
+
+    def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
+        """See `Engine`."""
+        with TemporaryDirectory(prefix=f"{self.name}-") as files:
+            talk = Path(files) / "talk"
+            with _started(replace(self._asked, files=files), talk, works) as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    if line == _END:
+                        return
+                    yield line.rstrip(b"\n")
+            said = talk.read_text(errors="replace").strip().splitlines()
+            raise EngineFailed(f"{self.name} ended before all tasks were done", cause="".join(said[-1:]))
+
+
+@contextmanager
+def _started(asked: Asked, talk: Path, works: Iterable[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", _MAIN, msgspec.json.encode(asked).decode()]
+    environment = os.environ | {"TMPDIR": asked.files}  # libraries leave things behind
+    with (
+        talk.open("wb") as errors,
+        subprocess.Popen(
+            command, stdin=-1, stdout=-1, stderr=errors, env=environment, start_new_session=True
+        ) as process,
+    ):
+        feeder = threading.Thread(target=_feed, args=(process.stdin, works), daemon=True)
+        feeder.start()
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(_CANCEL_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            feeder.join()
+
+
+def _feed(pipe: IO[bytes], works: Iterable[bytes]) -> None:
+    try:
+        for work in works:
+            pipe.write(work + b"\n")  # JSON: no line breaks in it
+        pipe.write(_END)
+        pipe.flush()
+    except BrokenPipeError:
+        return
+    except BaseException:
+        pipe.close()  # cancels the job, which would wait for its last work
+        raise
+
+
+def main() -> None:
+    """Be the process of the engine that the arguments ask for."""
+    asked = msgspec.json.decode(sys.argv[1], type=Asked)
+    outcomes = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with closing(_module(asked.engine).run(_works(), asked)) as done:
+            for outcome in done:
+                outcomes.write(outcome + b"\n")
+                outcomes.flush()
+    except (KeyboardInterrupt, SystemExit):  # Ray makes the latter of a signal
+        pass
+    except ExportError as error:
+        outcomes.write(failed(error) + b"\n")
+    except Exception as error:  # noqa: BLE001 - libraries raise what they like
+        cause = f"{type(error).__name__}: {error}"
+        outcomes.write(failed(EngineFailed(f"{asked.engine} gave up", cause=cause)) + b"\n")
+    with suppress(BrokenPipeError):
+        outcomes.write(_END)
+        outcomes.flush()
+    shutil.rmtree(asked.files, ignore_errors=True)  # nobody else does, if the command was killed
+    os.killpg(0, signal.SIGKILL)  # threads of libraries may hang, and workers outlive them
+
+
+def _works() -> Iterator[bytes]:
+    """The lines of stdin up to an empty one."""
+    lines: SimpleQueue[bytes] = SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin.buffer:
+            lines.put(line.rstrip(b"\n"))
+        os.kill(os.getpid(), signal.SIGTERM)  # the command is gone
+
+    threading.Thread(target=read, daemon=True).start()
+    yield from iter(lines.get, b"")
+
+
+def _module(engine: str) -> Any:
+    return import_module(f"{__package__}.{engine}")
+
+
+def _value(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text

@@ -1,0 +1,49 @@
+"""Ray: the cores of this machine, or a cluster that runs. Lost workers and nodes do no harm.
+
+Options are those of a remote function, like `num_cpus`, `memory` and `max_retries`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from exporter.jobs.engines.process import Asked
+from exporter.jobs.execute import execute
+
+LIBRARY = "ray"
+
+_AHEAD = 4  # works for each core that are given to Ray: enough to keep it busy
+_STORE_BYTES = 80 << 20  # works and outcomes are small
+_LOOPBACK = "127.0.0.2"  # for 127.0.0.1 Ray takes the machine's address in the network
+
+
+def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
+    """See `ProcessEngine`."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    own: dict[str, Any] = {}
+    if not asked.address:  # Ray listens on all networks: nobody else shall run code here
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        own = {"num_cpus": asked.cores, "include_dashboard": False, "_temp_dir": asked.files}
+        own |= {"object_store_memory": _STORE_BYTES, "_node_ip_address": _LOOPBACK}
+    import ray
+
+    ray.init(asked.address or "local", log_to_driver=False, logging_level="ERROR", **own)
+    call = ray.remote(**{"max_retries": 3, **asked.values()})(execute)
+    ahead = (asked.workers if asked.address else 0) or _AHEAD * int(ray.cluster_resources().get("CPU", 1))
+    pending: list[Any] = []
+    try:
+        for work in works:
+            pending.append(call.remote(work))
+            if len(pending) >= ahead:
+                (done, *_), pending = ray.wait(pending)
+                yield ray.get(done)
+        while pending:
+            (done, *_), pending = ray.wait(pending)
+            yield ray.get(done)
+    finally:
+        for each in pending:
+            ray.cancel(each, force=True)
+        ray.shutdown()
