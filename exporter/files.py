@@ -124,9 +124,15 @@ class Unchanged(Generic[T]):
         self._kept: dict[Path, tuple[tuple[int, ...], T]] = {}
         self._bytes = 0
 
-    def read(self, descriptor: int, path: Path, read: Callable[[], T]) -> T:
-        """What `read` made of the open file, now or before."""
-        found = os.fstat(descriptor)
+    def of(self, path: Path, read: Callable[[], T]) -> T:
+        """What `read` makes of a file, or made of it before: then the file is not even opened.
+
+        Of a symbolic link, the file that it leads to counts.
+        """
+        try:
+            found = path.stat()
+        except OSError:
+            return read()  # which says what is wrong
         looks = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         kept = self._kept.get(path)
         if kept is not None and kept[0] == looks:

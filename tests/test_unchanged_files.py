@@ -67,12 +67,10 @@ def test_what_is_kept_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.M
         path = tmp_path / str(number)
         path.write_bytes(b"x" * 10)
         for _ in range(2):
-            with path.open("rb") as file:
-                known.read(file.fileno(), path, lambda: reads.append(1) or b"")
+            known.of(path, lambda: reads.append(1) or b"")
     assert len(reads) == 100
     assert len(known._kept) <= 16
     large = tmp_path / "large"
     large.write_bytes(b"x" * 11)
-    with large.open("rb") as file:
-        known.read(file.fileno(), large, lambda: b"")
+    known.of(large, lambda: b"")
     assert large not in known._kept

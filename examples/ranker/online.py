@@ -27,7 +27,6 @@ v1 = tf.compat.v1
 
 _BATCH = 64
 _LEARNING_RATE = 0.1
-_STEP_SECONDS = 0.1
 _QUESTIONS = 4_096
 
 
@@ -79,7 +78,7 @@ def train(task: Task, target: str, options: argparse.Namespace) -> None:
     ) as session:
         while not session.should_stop():
             session.run(train_op)
-            time.sleep(_STEP_SECONDS)
+            time.sleep(options.step_secs)
 
 
 def _training(size: Size, step: Any, *, seed: int) -> Any:
@@ -144,6 +143,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--users", type=int, default=model.USERS, help="rows of the table of users")
     parser.add_argument("--items", type=int, default=model.ITEMS, help="rows of the table of items")
     parser.add_argument("--increment-secs", type=float, default=1.0, help="seconds between increments")
+    parser.add_argument("--step-secs", type=float, default=0.1, help="seconds to rest after each step")
     parser.add_argument("--save-every", type=int, default=80, help="steps between full checkpoints")
     return parser.parse_args()
 

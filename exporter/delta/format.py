@@ -79,6 +79,11 @@ def log_name(first_position: int) -> str:
     return f"{first_position:020d}"
 
 
+def span_name(start: int, end: int) -> str:
+    """The directory under its log of the delta that leads from one position to another."""
+    return f"{start:020d}-{end:020d}"
+
+
 _LARGE_DENSE_BYTES = 16 << 20
 
 
@@ -305,7 +310,7 @@ class DeltaHeader(Struct, frozen=True):
     @property
     def directory_name(self) -> str:
         """The name of its directory: `00000000000000000100-00000000000000000120`."""
-        return f"{self.from_position:020d}-{self.to_position:020d}"
+        return span_name(self.from_position, self.to_position)
 
 
 class Rows(Struct, frozen=True):

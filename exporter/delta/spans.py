@@ -11,8 +11,9 @@ furthest goes first), so that what the exporter promises is what a server does.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol, TypeVar
 
 from msgspec import Struct
@@ -207,13 +208,18 @@ def expendable(
 def _followed(furthest_first: Sequence[SpanLike], starts: Iterable[int], goal: int) -> set[int]:
     """The ids (`id`) of the deltas that states at `starts` take towards `goal`, as far as they come."""
     within = [span for span in furthest_first if span.end <= goal]
+    by_start = sorted(range(len(within)), key=lambda number: within[number].start)
+    begins = [within[number].start for number in by_start]
+    furthest = [*accumulate(by_start, min)]  # of those that begin there or before
     taken: set[int] = set()
     seen: set[int] = set()
     for start in starts:
         position = start
         while position < goal and position not in seen:
             seen.add(position)
-            following = next((span for span in within if span.accepts(position)), None)
+            many = bisect_right(begins, position)
+            ahead = range(furthest[many - 1] if many else len(within), len(within))
+            following = next((within[n] for n in ahead if within[n].accepts(position)), None)
             if following is None:
                 break
             taken.add(id(following))

@@ -23,12 +23,16 @@ from typing import Annotated
 from msgspec import Struct
 
 from exporter.errors import BuilderError
+from exporter.files import Unchanged
 from exporter.graph.file_digests import file_digest
 from exporter.wire.json_documents import Sha256, Text, doc
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _MAY_BIND = {"globals", "exec", "eval", "setattr", "vars", "locals", "__getattr__", "__dict__", "modules"}
 """Names whose use may give a module attributes that no statement shows."""
+
+
+_bound: Unchanged[tuple[set[str] | None, list[str]]] = Unchanged()
 
 
 class SourceFile(Struct, frozen=True):
@@ -118,8 +122,7 @@ def require_function(found: BuilderFile, where: str, name: str) -> None:
     Raises:
         BuilderError: it is not there, or the file is no Python.
     """
-    tree = _parse(found.path)
-    bound, functions = _bound_names(tree)
+    bound, functions = _bound.of(found.path, lambda: _bound_names(_parse(found.path)))
     if bound is not None and name.split(".")[0] not in bound:
         raise no_function(where, name, functions)
 

@@ -291,26 +291,22 @@ def _read(
     """What each file that is still there holds; a watch reads them again and again."""
     for path in paths:
         try:
-            descriptor = open_regular(path)
+            found = known.of(path, partial(_parse, parse, path))
         except FileNotFoundError:
             continue
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
-        try:
-            found = known.read(descriptor, path, partial(_parse, parse, descriptor, path))
-        finally:
-            os.close(descriptor)
         yield path, found
 
 
-def _parse(parse: Callable[[bytes, Path], T], descriptor: int, path: Path) -> T:
-    return parse(_text(descriptor, path), path)
+def _parse(parse: Callable[[bytes, Path], T], path: Path) -> T:
+    return parse(_text(path), path)
 
 
-def _text(descriptor: int, path: Path) -> bytes:
+def _text(path: Path) -> bytes:
     try:
-        with open(descriptor, "rb", closefd=False) as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             content = file.read(_MAX_MANIFEST_BYTES + 1)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
     if len(content) > _MAX_MANIFEST_BYTES:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from exporter.delta.format import span_name
 from exporter.delta.spans import Position, Span
 from exporter.errors import ManifestError, PositionUnknown, UsageError
 from exporter.pipeline.republish import RollbackPlan
@@ -131,4 +132,4 @@ def _leads_back_to(log: DeltaLog, position: int) -> bool:
 
 def delta_path(log: DeltaLog, span: Span) -> Path:
     """Where a delta of this span is published."""
-    return log.path / f"{span.start:020d}-{span.end:020d}"
+    return log.path / span_name(span.start, span.end)

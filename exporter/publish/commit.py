@@ -21,7 +21,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.delta.format import POSITION_LIMIT
+from exporter.delta.format import POSITION_LIMIT, span_name
 from exporter.errors import (
     ExportError,
     PositionError,
@@ -296,7 +296,7 @@ def publish_delta(
                 _require_last(staging.model, last)
             under_lock.permit()
             make_directories(log)
-            target = log / f"{draft.from_position or 0:020d}-{position:020d}"
+            target = log / span_name(draft.from_position or 0, position)
             if target.exists():
                 raise PositionMoved(f"{target} is published already")
             manifest = _complete(staging, draft, files, position, clock())

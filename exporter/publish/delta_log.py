@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import check_values, read_catalog
 from exporter.delta.delta_files import read_delta
-from exporter.delta.format import Delta, Schema, log_name
+from exporter.delta.format import Delta, Schema, log_name, span_name
 from exporter.delta.row_reader import RowReader, served_in
 from exporter.delta.snapshot import Snapshot
 from exporter.delta.spans import Position, Reach, check_fits, nearest_base, plan_chain
@@ -82,11 +82,16 @@ class LogBase(Struct, frozen=True):
 
 
 class LogDelta(Struct, Reach, frozen=True, dict=True):
-    """A delta, known by its name until more is asked for."""
+    """A delta, known by its name until more is asked for: there may be thousands."""
 
-    path: Path
+    log: Path
     start: int
     end: int
+
+    @cached_property
+    def path(self) -> Path:
+        """Its directory."""
+        return self.log / span_name(self.start, self.end)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -322,4 +327,4 @@ def log_path(model: Path, log: int) -> Path:
 
 def list_deltas(log: Path) -> tuple[LogDelta, ...]:
     """Every delta in a log's directory, by its name; whatever is not one is passed over."""
-    return tuple(LogDelta(log / name, start, end) for name, start, end in delta_names(log))
+    return tuple(LogDelta(log, start, end) for _, start, end in delta_names(log))

@@ -100,9 +100,10 @@ def retire_deltas(
     needed = sorted({*known, *bases})[-rollback_positions:]
     if (approved := log.approved) is not None:
         needed.append(approved)
-    spare = {delta.path for delta in expendable(log.deltas, bases, needed=needed)}
+    unneeded = expendable(settled, bases, needed=needed)
+    spare = {delta.path for delta in expendable(log.deltas, bases, needed=needed)} if unneeded else set()
     removed, trash = [], []
-    for delta in expendable(settled, bases, needed=needed):
+    for delta in unneeded:
         if delta.path not in spare:
             continue
         with suppress(OSError):  # a reader has it open, or it may not be moved: the next run tries again

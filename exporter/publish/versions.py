@@ -107,8 +107,12 @@ def read_manifest(directory: Path) -> Manifest:
     Raises:
         ManifestError: there is none, it cannot be read, it is too long or it is not a valid manifest.
     """
+    return _manifests.of(directory / MANIFEST_FILE, lambda: _read(directory))
+
+
+def _read(directory: Path) -> Manifest:
     with _open_manifest(directory) as (descriptor, path):
-        return _manifests.read(descriptor, path, lambda: _parse(descriptor, path, from_json))
+        return _parse(descriptor, path, from_json)
 
 
 def read_head(directory: Path) -> ManifestHead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from exporter.publish.versions import version_dirs
 from serving.agent.rollout import Published, PublishedLog, Rollback
 
 _UNREADABLE_HOLD = -1
+_MOST_COMMITS = 20_000
 
 
 class Commit(Struct, frozen=True):
@@ -34,13 +36,15 @@ class Commit(Struct, frozen=True):
 
 
 class ModelDirectory:
-    """One model base path. `read` lists it; what was read of a manifest is kept, for it never changes."""
+    """One model base path. `read` lists it; what was read of a manifest is kept, for it never changes, and
+    forgotten with what it is of.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._bases: dict[Path, LogBase | None] = {}
-        self._deltas: dict[Path, tuple[Span, Commit] | None] = {}
+        self._deltas: dict[Path, dict[tuple[int, int], tuple[Span, Commit]]] = {}
         self._commits: dict[tuple[str, int], Commit] = {}
         self._rollbacks: dict[tuple[str, int], Rollback] = {}
         self._was_seen = False
@@ -59,10 +63,10 @@ class ModelDirectory:
 
     def size(self, lineage: str, spans: tuple[Span, ...]) -> int:
         """The bytes of deltas that were listed."""
-        wanted = set(spans)
-        with self._lock:
-            known = [found for found in self._deltas.values() if found is not None and found[0] in wanted]
-        return sum(commit.bytes_ for _, commit in known)
+        directory = self.log_path(lineage)
+        known = {} if directory is None else self._deltas.get(directory, {})
+        listed = (known.get((span.start, span.end)) for span in spans)
+        return sum(found[1].bytes_ for found in listed if found is not None)
 
     def log_path(self, lineage: str) -> Path | None:
         """The directory of a log's deltas, which need not exist; None if no base of it was read."""
@@ -93,6 +97,7 @@ class ModelDirectory:
             lost = ": is its volume mounted?" if self._was_seen else ""
             return Published(problem=f"nothing is published under {self.path}{lost}")
         self._was_seen = True
+        self._forget_bases({child.path for child in versions})
         if lost_deltas := self._lost_deltas(versions[0].path):
             return Published(problem=f"{lost_deltas} was there and is not: is its volume mounted?")
         logs: dict[str, PublishedLog] = {}
@@ -108,8 +113,11 @@ class ModelDirectory:
         if base is None:
             return None
         directory = log_path(self.path, base.entry.log)
-        held_some = any(path.parent == directory for path in self._deltas)
-        return directory if held_some and not directory.is_dir() else None
+        return directory if self._deltas.get(directory) and not directory.is_dir() else None
+
+    def _forget_bases(self, listed: Collection[Path]) -> None:
+        if not self._bases.keys() <= {*listed}:
+            self._bases = {path: base for path, base in self._bases.items() if path in listed}
 
     def _base(self, path: Path) -> LogBase | None:
         """A version that takes deltas; None if it does not, or cannot be read (which `doctor` explains)."""
@@ -129,34 +137,35 @@ class ModelDirectory:
     def _log(self, base: LogBase, lineage: str) -> PublishedLog:
         directory = log_path(self.path, base.entry.log)
         limit, is_canary = _read_hold(Hold(directory))  # before the listing: see `subgraph.list_deltas`
-        spans = []
+        known, listed = self._deltas.get(directory, {}), {}
         for delta in list_deltas(directory):
-            found = self._delta(delta, lineage)
+            place = delta.start, delta.end
+            found = known.get(place) or self._read_delta(delta, lineage)
             if found is not None:
-                spans.append(found[0])
+                listed[place] = found
+        self._deltas[directory] = listed
+        spans = (span for span, _ in listed.values())
         rollback = None if limit is None or is_canary else self._rollbacks.get((lineage, limit))
         return PublishedLog(lineage, tuple(spans), limit, is_canary, base.at.position, rollback)
 
-    def _delta(self, delta: LogDelta, lineage: str) -> tuple[Span, Commit] | None:
-        if delta.path not in self._deltas:
-            try:
-                manifest, entry = delta.manifest, delta.entry
-            except ManifestError:
-                return None  # perhaps removed just now, perhaps damaged: nobody is sent there
-            span = Span(delta.start, delta.end, entry.exact_base, entry.parts)
-            size = sum(file.bytes_ for file in manifest.files)
-            commit = Commit(manifest.created, manifest.step, size, entry.trained.newest_event)
-            self._remember(lineage, delta.end, commit)
-            self._deltas[delta.path] = (span, commit)
-            if entry.made is DeltaOrigin.ROLLBACK and entry.back_to is not None:
-                told = Rollback(delta.end, entry.back_to, entry.reason or "")
-                self._rollbacks[lineage, delta.end] = told
-        return self._deltas[delta.path]
+    def _read_delta(self, delta: LogDelta, lineage: str) -> tuple[Span, Commit] | None:
+        try:
+            manifest, entry = delta.manifest, delta.entry
+        except ManifestError:
+            return None  # perhaps removed just now, perhaps damaged: nobody is sent there
+        size = sum(file.bytes_ for file in manifest.files)
+        commit = Commit(manifest.created, manifest.step, size, entry.trained.newest_event)
+        self._remember(lineage, delta.end, commit)
+        if entry.made is DeltaOrigin.ROLLBACK and entry.back_to is not None:
+            self._rollbacks[lineage, delta.end] = Rollback(delta.end, entry.back_to, entry.reason or "")
+        return Span(delta.start, delta.end, entry.exact_base, entry.parts), commit
 
     def _remember(self, lineage: str, position: int, commit: Commit) -> None:
         known = self._commits.get((lineage, position))
         if known is None or commit.created < known.created:
             self._commits[lineage, position] = commit
+        if len(self._commits) > _MOST_COMMITS:  # a replica may serve what was merged long ago, not so long
+            self._commits = dict(list(self._commits.items())[_MOST_COMMITS // 2 :])
 
 
 def _read_hold(hold: Hold) -> tuple[int | None, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -96,7 +97,7 @@ def changes(places: Sequence[Path], stop: threading.Event, poll_s: float) -> Ite
 
     told = watchfiles.watch(
         *places,
-        watch_filter=None,
+        watch_filter=_is_published,
         debounce=20,
         step=2,
         stop_event=stop,
@@ -112,3 +113,8 @@ def changes(places: Sequence[Path], stop: threading.Event, poll_s: float) -> Ite
             yield
     except FileNotFoundError:  # a place vanished
         stop.wait(poll_s)
+
+
+def _is_published(change: object, path: str) -> bool:
+    """True for what readers see; locks, what is staged and what is removed begin with a dot."""
+    return not os.path.basename(path).startswith(".")  # noqa: PTH119  called for each change

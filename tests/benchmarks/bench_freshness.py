@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from exporter.progress import count
 from tests.benchmarks.harness import Benchmark, Lab, job
-from tests.benchmarks.rows import Quantity, Row, bounded, cost, seconds
+from tests.benchmarks.rows import Quantity, Row, bounded, cost, seconds, share
 
-_PACE_S = 0.2
+_EVERY_S = 0.2
+"""Seconds between increments when the recording is played: five a second."""
 
 
 def commit_to_served(lab: Lab) -> Iterator[Row]:
@@ -21,9 +22,9 @@ def commit_to_served(lab: Lab) -> Iterator[Row]:
     increments, replicas = (5, 1) if lab.quick else (1000, 3)
     recorded = lab.once(
         f"recorded-{increments}",
-        lambda path: job("jobs_freshness:record", path, increments, _PACE_S),
+        lambda path: job("jobs_freshness:record", path, increments),
     )
-    found = job("jobs_freshness:commit_to_served", recorded, replicas).result
+    found = job("jobs_freshness:commit_to_served", recorded, replicas, _EVERY_S).result
     versions = job("jobs_freshness:full_version", recorded, 1 if lab.quick else 10).result
     full = seconds(statistics.median(versions))
     made = ", ".join(
@@ -48,6 +49,10 @@ def commit_to_served(lab: Lab) -> Iterator[Row]:
         _at(found["busy"], 99),
         _at(found["idle"], 99),
     )
+    for name in ("exporter", "agent", "server 0", "client"):
+        resting, working = found[f"cpu of {name}"]
+        what = f"  one processor's share of the {name}; stock: while nothing is trained"
+        yield Row(what, share(working), stock=share(resting))
 
 
 def _at(values: Sequence[float], percent: int) -> Quantity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from exporter.publish.versions import read_head, version_dirs
 from serving.client import ModelClient
 from tests.benchmarks.job import Timer
 from tests.support.agents import ROOT, Server, agent, wait
+from tests.support.cpu_time import CpuTimes
 from tests.support.trainer_replay import Recording
 
 _REQUEST_EVERY_S = 0.02
@@ -31,17 +33,22 @@ _SIZE = {"users": 200_000, "items": 20_000}
 _MODEL = ROOT / "examples" / "ranker" / "model.py"
 _WARM_UP = 2
 """Increments before those that count: a version's first update prepares it."""
+_IDLE_S = 5.0
+_STEP_SECS, _INCREMENT_SECS, _SAVE_EVERY = 0.01, 0.02, 240
+"""The cluster writes as fast as it can while it is recorded; when it is played, it takes its time."""
 
 
-def record(timer: Timer, directory: str, increments: str, every_s: str) -> None:
-    """Let a cluster of 4 processes train, and record what it leaves: so many increments, at this pace."""
+def record(timer: Timer, directory: str, increments: str) -> None:
+    """Let a cluster of 4 processes train, and record what it leaves: so many increments."""
     place, wanted = Path(directory), int(increments) + _WARM_UP
     train, until, kept = place / "train", place / "until", place / "kept"
     kept.mkdir(parents=True)
     recording, stop = Recording(kept), threading.Event()
     node = [ROOT / "examples" / "ranker" / "online.py", "--ckpt-dir", train, "--until", until]
     size = [part for name, rows in _SIZE.items() for part in (f"--{name}", str(rows))]
-    options = ["--expected", place / "expected.npz", "--increment-secs", every_s, *size]
+    pace = {"step-secs": _STEP_SECS, "increment-secs": _INCREMENT_SECS, "save-every": _SAVE_EVERY}
+    size += [part for name, value in pace.items() for part in (f"--{name}", str(value))]
+    options = ["--expected", place / "expected.npz", *size]
     with timer, started_cluster([*node, *options], logs=place / "logs", workers=1, timeout_s=550) as cluster:
         follower = threading.Thread(target=recording.follow, args=(train, stop))
         follower.start()
@@ -88,7 +95,7 @@ class Client:
         return next(at for seen, at in self.first_seen if seen >= position)
 
 
-def commit_to_served(timer: Timer, directory: str, replicas: str) -> dict[str, list[float]]:
+def commit_to_served(timer: Timer, directory: str, replicas: str, every_s: str) -> dict[str, list[float]]:
     """Play a recording; seconds from each increment to the first answer of each replica that has it.
 
     `export-model --watch --incr` publishes, the agent applies, a client asks each replica all the time.
@@ -107,14 +114,19 @@ def commit_to_served(timer: Timer, directory: str, replicas: str) -> dict[str, l
         stop = threading.Event()
         stack.callback(stop.set)
         clients = [Client(server.address, model.name) for server in servers]
-        stack.enter_context(agent(model, *(server.address for server in servers)))
+        watcher = stack.enter_context(agent(model, *(server.address for server in servers)))
         threads = [threading.Thread(target=client.follow, args=(stop,)) for client in clients]
         for thread in threads:
             thread.start()
         wait(lambda: all(len(client.latencies) > 100 for client in clients))
+        pids = {"agent": watcher.process.pid, "client": os.getpid()}
+        pids |= {f"server {number}": server.process.pid for number, server in enumerate(servers)}
+        before = CpuTimes.of(pids)
+        time.sleep(_IDLE_S)
+        resting = {**before.since(), "exporter": 0.0}
         idle = [seconds for client in clients for _, seconds in client.latencies[50:]]
         watching = subprocess.Popen(
-            [*export, "--watch", "--interval", "0.05", "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            [*export, "--watch", "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
         stack.callback(watching.kill)
         published: list[dict[str, Any]] = []
@@ -126,11 +138,13 @@ def commit_to_served(timer: Timer, directory: str, replicas: str) -> dict[str, l
             lambda: len(published) and all(c.first_seen[-1][0] == published[-1]["position"] for c in clients)
         )
         committed: dict[str, float] = {}
+        began = CpuTimes.of({**pids, "exporter": watching.pid})
         with timer:
-            for event, at in recording.play(train, warm):
+            for event, at in recording.play(train, warm, every_s=float(every_s)):
                 if event.is_increment:
                     committed[Path(event.name).name] = at
                     _require_right(clients)
+        working = began.since()
         with np.load(place / "expected.npz") as arrays:
             expected = dict(arrays)
         wait(lambda: bool(published) and published[-1]["step"] == int(expected["step"]))
@@ -145,7 +159,8 @@ def commit_to_served(timer: Timer, directory: str, replicas: str) -> dict[str, l
         _require_right(clients)
         _require_nothing_lost(recording.increments, published, clients)
         _require_as_trained(servers, model, expected)
-        return _figures(model, clients, published, committed, idle)
+        times = {f"cpu of {name}": [resting[name], working[name]] for name in working}
+        return {**_figures(model, clients, published, committed, idle), **times}
 
 
 def _figures(

@@ -19,6 +19,7 @@ class Unit(Enum):
     SECONDS = "s"
     BYTES = "B"
     RATIO = "x"
+    SHARE = "of 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class Quantity:
             return human_bytes(round(self.value))
         if self.unit is Unit.RATIO:
             return f"{self.value:.3g} x" if self.value < 100 else f"{self.value:,.0f} x"
+        if self.unit is Unit.SHARE:
+            return f"{self.value:.1%}"
         for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
             if self.value >= scale:
                 return f"{self.value / scale:.3g} {name}"
@@ -41,6 +44,11 @@ class Quantity:
 
 def seconds(value: float) -> Quantity:
     return Quantity(value, Unit.SECONDS)
+
+
+def share(value: float) -> Quantity:
+    """A part of a whole, which is 1."""
+    return Quantity(value, Unit.SHARE)
 
 
 def bytes_(value: float) -> Quantity:

@@ -97,12 +97,18 @@ class Recording:
         for event in self.events[begin:end]:
             self._do(target, event)
 
-    def play(self, target: Path, begin: int) -> Iterator[tuple[Event, float]]:
-        """Let happen what happened from an event on, as fast as it did; each event and when it was done."""
+    def play(self, target: Path, begin: int, *, every_s: float) -> Iterator[tuple[Event, float]]:
+        """Let happen what happened from an event on, in the same rhythm; each event and when it was done.
+
+        An increment comes each `every_s` on average: a cluster that shares its cores with nothing that
+        serves may be recorded while it writes much faster.
+        """
         events = self.events[begin:]
-        ahead = time.monotonic() - (events[0].at if events else 0.0)
+        times = [event.at for event in events if event.is_increment]
+        slower = every_s * (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 1.0
+        started = time.monotonic()
         for event in events:
-            time.sleep(max(0.0, ahead + event.at - time.monotonic()))
+            time.sleep(max(0.0, started + (event.at - events[0].at) * slower - time.monotonic()))
             self._do(target, event)
             yield event, time.time()
 

@@ -1,0 +1,64 @@
+"""What the agent knows of a model's directory: current, and no more than what is there."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from exporter.publish.delta_log import read_log
+from exporter.publish.retention import retire_deltas
+from serving.agent import directory
+from serving.agent.directory import ModelDirectory
+from serving.agent.publications import changes
+from tests.support.setting import Setting, followed
+
+
+def test_what_was_removed_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed(tmp_path, range(11, 20), published=19)  # eight are merged
+    model = Setting(tmp_path).model
+    known = ModelDirectory(model)
+    before = next(iter(known.read().logs.values()))
+    retired = retire_deltas(read_log(model), now=2.0**40, rollback_positions=1)
+    assert retired.removed
+    after = next(iter(known.read().logs.values()))
+    assert {span.end for span in before.deltas} > {span.end for span in after.deltas}
+    assert len(after.deltas) == len(before.deltas) - len(retired.removed)
+    ((_, listed),) = known._deltas.items()
+    assert len(listed) == len(after.deltas)
+    assert known.size(before.lineage, before.deltas) == known.size(after.lineage, after.deltas) > 0
+    gone = min({span.end for span in before.deltas} - {span.end for span in after.deltas})
+    assert known.commit(before.lineage, gone), "a replica may still stand there"
+    monkeypatch.setattr(directory, "_MOST_COMMITS", 2)
+    fresh = ModelDirectory(model)
+    fresh.read()
+    assert len(fresh._commits) <= 2
+
+
+def test_locks_and_what_is_staged_wake_nobody(tmp_path: Path) -> None:
+    """Else each publication would have the directory listed several times."""
+    stop, woken = threading.Event(), []
+
+    def follow() -> None:
+        told = changes([tmp_path], stop, poll_s=60.0)
+        woken.extend({path.name for path in tmp_path.iterdir()} for _ in told)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        while not woken:
+            stop.wait(0.01)
+        stop.wait(0.3)  # until the kernel watches
+        for name in (".lock", ".staging-1"):
+            (tmp_path / name).touch()
+            stop.wait(0.2)
+        (tmp_path / "hold").touch()
+        for _ in range(500):
+            if len(woken) > 1:
+                break
+            stop.wait(0.01)
+        assert ["hold" in names for names in woken] == [False, True]
+    finally:
+        stop.set()
+        thread.join()
