@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from exporter.roles import Role as Role
     from exporter.roles import is_chief as is_chief
     from exporter.roles import node_role as node_role
+    from exporter.transfer.opened import opened as opened
     from exporter.verify.log import verify_model as verify_model
 
 
@@ -65,6 +66,7 @@ _HOMES = {
     "merge": "exporter.pipeline.log_maintenance",
     "node_role": "exporter.roles",
     "open_checkpoint": "exporter.checkpoint",
+    "opened": "exporter.transfer.opened",
     "plan": "exporter.pipeline.full",
     "rebase": "exporter.pipeline.rebase",
     "resume": "exporter.pipeline.log_maintenance",

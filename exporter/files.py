@@ -147,6 +147,17 @@ class Unchanged(Generic[T]):
         return value
 
 
+def copy_file(source: Path | str, target: Path | str) -> None:
+    """Copy a file's content and mode; of one that stands for an object of a store, the object's.
+
+    Raises:
+        CheckpointError: it cannot be fetched.
+        OSError: as `shutil.copy`.
+    """
+    mirror.fetch(Path(source))
+    shutil.copy(source, target)
+
+
 def remove_tree(path: Path) -> None:
     """Remove a directory as far as that is possible; symbolic links are removed, never followed."""
     if path.is_symlink():

@@ -6,6 +6,7 @@
 <model>/deltas/<log>/.state/                     caches of the exporter
 <model>/.lock  .watch  .canary  .staging-*  .trash-*   work in progress; a server skips what is no number
 <model>/.pushed                                  heads of the stores that hold a copy of the model
+<model>/.taken                                   paths that are not to be used: see `exporter.transfer.head`
 <ckpt-dir>/checkpoint                            names the newest checkpoint
 <ckpt-dir>/increments/<from>-<to>/delta.*  manifest.json
 <ckpt-dir>/increments/<checkpoint>.json  .session
@@ -49,6 +50,9 @@ WATCH_LOCK_FILE = ".watch"
 CANARY_LOCK_FILE = ".canary"
 PUSHED_FILE = ".pushed"
 """The head of each store that a model was pushed to, or pulled from."""
+
+TAKEN_FILE = ".taken"
+"""Paths of versions and deltas that another machine began to publish in a store, and nobody may use again."""
 
 HEAD_FILE = "head.json"
 """In a store: what is published next, or was last."""

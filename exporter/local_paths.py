@@ -47,6 +47,12 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
     url = f"{scheme}://{rest}".rstrip("/")
     writes = what == "--out"
     command = (_PUT if writes else _GET).get(scheme, "").format(url=url, rest=rest.rstrip("/"))
+    if writes and Url.parse(text) is not None:
+        raise UsageError(
+            f"{what} {url}: only local paths are read and written here",
+            cause="the command line takes URLs of object stores; in Python such a model is opened first",
+            hint="with exporter.opened(URL) as model: model.carry(lambda: export(... out=model.path ...))",
+        )
     steps = "publish to a local directory, then copy the new version" if writes else "copy it here first"
     raise UsageError(
         f"{what} {url}: only local paths are read and written",

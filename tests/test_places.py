@@ -19,8 +19,14 @@ from serving import cli as serving_cli
 from serving.server import ModelServer
 from tests.support.commands import export_model, run_app
 
-READ_FROM_STORES = {("export-model", "ckpt_dir"), ("inspect", "path")}
-"""What checkpoints are named by."""
+IN_STORES = {
+    ("export-model", "ckpt_dir"),
+    ("export-model", "out"),
+    ("inspect", "path"),
+    ("doctor", "ckpt_dir"),
+    *((command, "model") for command in ("merge", "rollback", "resume", "verify", "history", "doctor")),
+}
+"""What checkpoints and published models are named by."""
 
 
 @pytest.mark.parametrize("app", [cli.app, serving_cli.app], ids=["export-model", "serve-model"])
@@ -39,7 +45,7 @@ def test_every_path_of_a_command_line_refuses_stores(app: App) -> None:
             found += 1
             with pytest.raises(UsageError, match="only local paths"):
                 parameter.type_cast_value(context, "hdfs://name:8020/m")
-            if (command.name, parameter.name) in READ_FROM_STORES:
+            if (command.name, parameter.name) in IN_STORES:
                 assert parameter.type_cast_value(context, "gs://bucket/m") == Path("gs:/bucket/m")
                 continue
             with pytest.raises(UsageError, match="only local paths"):
@@ -53,7 +59,7 @@ def test_every_path_of_a_command_line_refuses_stores(app: App) -> None:
         (option, url)
         for option in ("--ckpt-dir", "--out", "--signatures", "--rename-file", "--warmup", "--verify-inputs")
         for url in ("gs://bucket/m", "s3://bucket/m", "hdfs://name:8020/m", "azfs://a/b")
-        if (option, url[:2]) not in (("--ckpt-dir", "gs"), ("--ckpt-dir", "s3"))
+        if option not in ("--ckpt-dir", "--out") or url[:2] not in ("gs", "s3")
     ],
 )
 def test_a_store_is_a_usage_error_and_no_directory(
@@ -73,12 +79,14 @@ def test_a_store_is_a_usage_error_and_no_directory(
     [
         ("inspect", "hdfs://name/m"),
         ("inspect", "train", "--unmatched", "gs://bucket/graph.meta"),
-        ("diff", "gs://bucket/m@900", "train"),
+        ("diff", "hdfs://name/m@900", "train"),
         ("diff", "train", "viewfs://name/m"),
-        ("verify", "gs://bucket/m"),
-        ("merge", "gs://bucket/m"),
-        ("rollback", "gs://bucket/m", "--to", "9"),
-        ("resume", "gs://bucket/m"),
+        ("verify", "hdfs://name/m"),
+        ("merge", "s3a://bucket/m"),
+        ("rollback", "hdfs://name/m", "--to", "9"),
+        ("resume", "hdfs://name/m"),
+        ("history", "hdfs://name/m"),
+        ("doctor", "hdfs://name/m"),
         ("--ckpt-dir", "train", "--out", "m", "--model", "gs://bucket/graph.meta"),
         ("--ckpt-dir", "train", "--out", "m", "--custom-objects", "gs://bucket/layers.py"),
     ],

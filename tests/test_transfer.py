@@ -294,6 +294,10 @@ def test_while_a_rollback_is_pushed_nobody_moves(
     assert export_model("rollback", machine.model, "--to", "20").code == 0
     with killed_at(monkeypatch, ObjectWriter, ("upload",), 1), pytest.raises(Killed):
         pushed(machine.model, url)
+    assert (pull(url, tmp_path / "here").position, read_log(tmp_path / "here").hold()) == (30, None)
+    with killed_at(monkeypatch, ObjectWriter, ("create",), 2) as calls, pytest.raises(Killed):
+        pushed(machine.model, url)
+    assert all(".probe-" in call for call in calls)  # what did not come is the manifest
     pull(url, tmp_path / "here")
     assert not read_log(tmp_path / "here").held.content()[:1].isdigit()  # type: ignore[index]
     pushed(machine.model, url)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 import click
+from msgspec.structs import replace
 
 from exporter.cli import doctor_command, history_command, inspect_command, log_commands, transfer_commands
 from exporter.cli.export_help import (
@@ -21,6 +23,7 @@ from exporter.cli.export_help import (
     STORAGE,
 )
 from exporter.cli.notify import Servers
+from exporter.cli.root_options import refuse_root_options
 from exporter.cli.stop_options import stop_when
 from exporter.errors import UsageError
 from exporter.local_paths import checkpoint_parser
@@ -39,6 +42,7 @@ from exporter.terminal.edge import (
 )
 from exporter.terminal.parameters import App, Option, Options
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
+from exporter.transfer.opened import data_mode, opened
 
 app = App("export-model")
 
@@ -57,7 +61,12 @@ def export(
     ] = None,
     out: Annotated[
         Path | None,
-        Option(group=PLACES, metavar="MODEL", help="Model base path: the directory of the versions."),
+        Option(
+            group=PLACES,
+            metavar="MODEL",
+            parser=checkpoint_parser("--out"),
+            help="Model base path: the directory of the versions; also s3://, gs://, az://.",
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -310,18 +319,19 @@ def export(
     """Export (the root command)."""
     if context.invoked_subcommand is not None:
         with command(json_, quiet, debug):
-            _refuse_root_options(context)
+            refuse_root_options(context)
         return
-    with command(json_, quiet, debug) as sink:
+    with command(json_, quiet, debug) as sink, ExitStack() as stack:
         if ckpt_dir is None or out is None:
             missing = "--ckpt-dir" if ckpt_dir is None else "--out"
             raise UsageError(
                 f"{missing} is missing", hint="export-model --ckpt-dir DIR --out MODEL; see --help"
             )
         updates = Updates(isolation, snapshot_max_rows, stamp, with_digest, require_finite)
+        data = data_mode(out, data)
         request = ExportRequest(
             ckpt_dir=ckpt_dir,
-            out=out,
+            out=Path(out.name),  # until it is opened
             model=model,
             model_args=pairs("--model-arg", model_arg),
             inputs=pairs("--input", input_),
@@ -380,29 +390,17 @@ def export(
             stand_by(role, sink)
             return
         watching = Watching(interval, stop) if watch else None
+        target = stack.enter_context(opened(out, read_only=dry_run))
+        request = replace(request, out=target.path)
         if incr and not updatable:
             from exporter.cli import incremental_command
 
-            how = incremental_command.RunOptions(full_on_mismatch, rebase, watching, servers)
+            how = incremental_command.RunOptions(target, full_on_mismatch, rebase, watching, servers)
             incremental_command.run(request, sink, how, dry_run=dry_run)
             return
         from exporter.cli import full_command
 
-        full_command.run(request, sink, watching, dry_run=dry_run)
-
-
-def _refuse_root_options(context: click.Context) -> None:
-    given = [
-        f"--{name.rstrip('_').replace('_', '-')}"
-        for name, value in context.params.items()
-        if value not in (None, False)
-        and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-    ]
-    if given:
-        raise UsageError(
-            f"{', '.join(given)} before {context.invoked_subcommand!r} has no effect",
-            hint=f"put options behind it: export-model {context.invoked_subcommand} ... {given[0]}",
-        )
+        full_command.run(request, sink, target, watching, dry_run=dry_run)
 
 
 inspect_command.register(app)

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from exporter.cli.documents import logs as documents
+from exporter.cli.log_commands import ModelArgument
+from exporter.local_paths import checkpoint_parser
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
 from exporter.terminal.markup import escape, labelled
 from exporter.terminal.output import Output
-from exporter.terminal.parameters import Argument, Option, Options
+from exporter.terminal.parameters import Option, Options
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
+from exporter.transfer.opened import opened
 
 if TYPE_CHECKING:
     from exporter.doctor.examination import Examination
@@ -24,10 +27,14 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    model: Annotated[Path, Argument("MODEL", "Model base path.")],
+    model: ModelArgument,
     ckpt_dir: Annotated[
         Path | None,
-        Option(metavar="DIR|PREFIX", help="Also check the checkpoints that the next export would read."),
+        Option(
+            metavar="DIR|PREFIX",
+            parser=checkpoint_parser("--ckpt-dir"),
+            help="Also check the checkpoints that the next export would read.",
+        ),
     ] = None,
     target: Annotated[
         tuple[str, ...],
@@ -60,12 +67,12 @@ def doctor(
       export-model doctor models/ranker
       export-model doctor models/ranker --ckpt-dir train/ --target localhost:8500 --target 10.0.0.7
     """
-    with command(json_, quiet, debug) as sink:
+    with command(json_, quiet, debug) as sink, opened(model, read_only=True) as opened_model:
         from exporter.doctor.examination import examine
         from exporter.doctor.finding import diagnosis
         from exporter.doctor.replicas import judge
 
-        now = time.time()
+        model, now = opened_model.path, time.time()
         seen = examine(model, ckpt_dir, now=now)
         findings = [*seen.findings]
         name = model_name or model.resolve().name

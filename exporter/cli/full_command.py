@@ -6,6 +6,7 @@ from functools import partial
 
 from exporter.cli import render
 from exporter.cli.documents import exported as documents
+from exporter.graph.load import run_builders_once
 from exporter.options import ExportRequest
 from exporter.pipeline import full
 from exporter.pipeline.watch import watch
@@ -15,25 +16,29 @@ from exporter.publish.permission import held_at
 from exporter.terminal.edge import outlived, watch_ended
 from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
+from exporter.transfer.opened import OpenModel
 
 
-def run(request: ExportRequest, sink: Output, watching: Watching | None, *, dry_run: bool) -> None:
+def run(
+    request: ExportRequest, sink: Output, target: OpenModel, watching: Watching | None, *, dry_run: bool
+) -> None:
     """Export the newest checkpoint, or each newest one while watching; or print what would be exported.
 
     Raises:
         ExportError: any of errors.py.
     """
     if watching is not None and not dry_run:
-        for done in watch(
-            request, watching, partial(outlived, sink), sink.progress, partial(watch_ended, sink)
-        ):
+        tell, ended = partial(outlived, sink), partial(watch_ended, sink)
+        for done in watch(request, watching, tell, sink.progress, ended, target.carry):
             render.exported(done, sink)
         return
     try:
         if dry_run:
             render.plan(full.plan(request), sink)
         else:
-            render.exported(full.export(request, sink.progress), sink)
+            graphs = run_builders_once()
+            done = target.carry(lambda: full.export(request, sink.progress, graphs), sink.progress)
+            render.exported(done, sink)
     except PublishedAlready as error:
         published_already(request, error, sink, dry_run=dry_run)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from datetime import UTC
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from exporter.cli.documents import logs as documents
+from exporter.cli.log_commands import ModelArgument
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
 from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
-from exporter.terminal.parameters import App, Argument, Option
+from exporter.terminal.parameters import App, Option
+from exporter.transfer.opened import opened
 
 if TYPE_CHECKING:
     from exporter.publish.timeline import Event, Timeline
@@ -24,7 +25,7 @@ def register(app: App) -> None:
 
 
 def history(
-    model: Annotated[Path, Argument("MODEL", "Model base path.")],
+    model: ModelArgument,
     last: Annotated[int | None, Option(metavar="N", min=1, help="Show only the newest N events.")] = None,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -37,10 +38,10 @@ def history(
       export-model history models/ranker
       export-model history models/ranker --last 20 --json
     """
-    with command(json_, quiet, debug) as sink:
+    with command(json_, quiet, debug) as sink, opened(model, read_only=True) as target:
         from exporter.publish.timeline import read_timeline
 
-        told(read_timeline(model), sink, last)
+        told(read_timeline(target.path), sink, last)
 
 
 def told(found: Timeline, sink: Output, last: int | None) -> None:

@@ -25,17 +25,19 @@ from exporter.publish.permission import Permission
 from exporter.terminal.edge import outlived, watch_ended
 from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
+from exporter.transfer.opened import OpenModel
 
 if TYPE_CHECKING:
     from exporter.pipeline.rebase import Rebased
 
 
 class RunOptions(Struct, frozen=True):
-    """What an incremental export does besides; without `watching` it ends after one publication.
+    """Where an incremental export publishes, and what it does besides; without `watching` it does so once.
 
     `servers` are asked to apply what is published.
     """
 
+    target: OpenModel
     full_on_mismatch: bool = False
     rebase: bool = False
     watching: Watching | None = None
@@ -66,7 +68,7 @@ def run(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool)
         for done in follow(lambda: _look(request, sink, how), how.watching, tell, ended=ended, sleep=sleep):
             _report(done, sink, how)
             if how.rebase:
-                _rebase_or_tell(request, done, sink)
+                _rebase_or_tell(request, done, sink, how)
 
 
 def _once(request: ExportRequest, sink: Output, how: RunOptions) -> None:
@@ -74,17 +76,20 @@ def _once(request: ExportRequest, sink: Output, how: RunOptions) -> None:
     done, based = _publish(request, sink, how), None
     try:
         if how.rebase:
-            based = _rebase(request, done)
+            based = _rebase(request, done, how)
     finally:
         _report(done, sink, how, based)
 
 
 def _publish(request: ExportRequest, sink: Output, how: RunOptions) -> Incremental:
-    return incremental.export_incremental(
-        request,
+    return how.target.carry(
+        lambda: incremental.export_incremental(
+            request,
+            sink.progress,
+            full_on_mismatch=how.full_on_mismatch,
+            is_watching=how.watching is not None,
+        ),
         sink.progress,
-        full_on_mismatch=how.full_on_mismatch,
-        is_watching=how.watching is not None,
     )
 
 
@@ -95,11 +100,11 @@ def _look(request: ExportRequest, sink: Output, how: RunOptions) -> Poll[Increme
     if done.published is not None:
         return Poll(done, done.at.step)
     if how.rebase:  # what the last delta's publication did not come to
-        _rebase(request, done)
+        _rebase(request, done, how)
     return Poll(None, done.at.step)
 
 
-def _rebase(request: ExportRequest, done: Incremental) -> Rebased | None:
+def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebased | None:
     """Publish a new base, too, unless the newest one stands there. A failure says if a delta is published.
 
     Raises:
@@ -108,21 +113,23 @@ def _rebase(request: ExportRequest, done: Incremental) -> Rebased | None:
     from exporter.pipeline.rebase import rebase
 
     try:
-        return rebase(request.out, keep=request.keep, despite_hold=request.despite_hold)
+        return how.target.carry(
+            lambda: rebase(request.out, keep=request.keep, despite_hold=request.despite_hold)
+        )
     except ExportError as error:
         if done.published is not None:
             error.message = f"{done.published.path} is published, but no new base: {error.message}"
         raise
 
 
-def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output) -> None:
+def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output, how: RunOptions) -> None:
     """As `_rebase`, and print it; what another look may mend ends no watch.
 
     Raises:
         ExportError: an error that needs a person.
     """
     try:
-        based = _rebase(request, done)
+        based = _rebase(request, done, how)
     except ExportError as error:
         if is_for_a_person(error):
             raise

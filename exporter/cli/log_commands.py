@@ -8,11 +8,15 @@ from typing import Annotated
 import click
 
 from exporter.errors import Exit
+from exporter.local_paths import checkpoint_parser
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
 from exporter.terminal.parameters import App, Argument, Option
+from exporter.transfer.opened import opened
 
 DryRunFlag = Annotated[bool, Option("--dry-run", help="Print what would be done and write nothing.")]
-ModelArgument = Annotated[Path, Argument("MODEL", "Model base path.")]
+ModelArgument = Annotated[
+    Path, Argument("MODEL", "Model base path, or its URL: s3://, gs://, az://.", checkpoint_parser("MODEL"))
+]
 
 
 def register(app: App) -> None:
@@ -51,19 +55,21 @@ def merge(
       export-model merge models/ranker --rebase --keep 2
       export-model merge models/ranker --dry-run
     """
-    with command(json_, quiet, debug) as sink:
+    with command(json_, quiet, debug) as sink, opened(model, read_only=dry_run) as target:
         from exporter.cli import render_log
         from exporter.pipeline import log_maintenance
         from exporter.pipeline import rebase as bases
 
+        path = target.path
         if rebase and dry_run:
-            render_log.rebasing(bases.plan_rebase(model, despite_hold=despite_hold), sink)
+            render_log.rebasing(bases.plan_rebase(path, despite_hold=despite_hold), sink)
         elif rebase:
-            render_log.rebased(bases.rebase(model, keep=keep, despite_hold=despite_hold), sink)
+            based = target.carry(lambda: bases.rebase(path, keep=keep, despite_hold=despite_hold))
+            render_log.rebased(based, sink)
         elif dry_run:
-            render_log.merging(log_maintenance.plan_merge(model, from_, to), sink)
+            render_log.merging(log_maintenance.plan_merge(path, from_, to), sink)
         else:
-            render_log.merged(log_maintenance.merge(model, from_, to), sink)
+            render_log.merged(target.carry(lambda: log_maintenance.merge(path, from_, to)), sink)
 
 
 def rollback(
@@ -95,14 +101,17 @@ def rollback(
       export-model rollback models/ranker --to 900 --dry-run
       export-model rollback models/ranker --to 900 --reason "scores fell"
     """
-    with command(json_, quiet, debug) as sink:
+    with command(json_, quiet, debug) as sink, opened(model, read_only=dry_run) as target:
         from exporter.cli import render_log
         from exporter.pipeline import log_maintenance
 
+        path = target.path
         if dry_run:
-            render_log.taking_back(log_maintenance.plan_rollback(model, to, if_canary=if_canary), sink)
+            render_log.taking_back(log_maintenance.plan_rollback(path, to, if_canary=if_canary), sink)
         else:
-            done = log_maintenance.rollback(model, to, reason=reason, if_canary=if_canary)
+            done = target.carry(
+                lambda: log_maintenance.rollback(path, to, reason=reason, if_canary=if_canary)
+            )
             render_log.taken_back(done, sink)
 
 
@@ -127,14 +136,16 @@ def resume(
       export-model resume models/ranker
       export-model resume models/ranker --lift-only
     """
-    with command(json_, quiet, debug) as sink:
+    with command(json_, quiet, debug) as sink, opened(model, read_only=dry_run) as target:
         from exporter.cli import render_log
         from exporter.pipeline import log_maintenance
 
+        path = target.path
         if dry_run:
-            render_log.taking_back(log_maintenance.plan_resume(model, lift_only=lift_only), sink)
+            render_log.taking_back(log_maintenance.plan_resume(path, lift_only=lift_only), sink)
         else:
-            render_log.taken_back(log_maintenance.resume(model, lift_only=lift_only), sink)
+            done = target.carry(lambda: log_maintenance.resume(path, lift_only=lift_only))
+            render_log.taken_back(done, sink)
 
 
 def diff(
@@ -177,11 +188,11 @@ def verify(
       export-model verify models/ranker
       export-model verify models/ranker --bytes --json
     """
-    with command(json_, quiet, debug) as sink:
+    with command(json_, quiet, debug) as sink, opened(model, read_only=True) as target:
         from exporter.cli import render_log
         from exporter.verify import log as verify_log
 
-        found = verify_log.verify_model(model, bytes_=bytes_)
+        found = verify_log.verify_model(target.path, bytes_=bytes_)
         render_log.verified(found, sink)
         if found.problems:
             raise found.problems[0]

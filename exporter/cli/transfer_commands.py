@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from exporter.cli.documents import transfers as documents
 from exporter.cli.documents.values import Status
-from exporter.cli.log_commands import DryRunFlag, ModelArgument
+from exporter.cli.log_commands import DryRunFlag
 from exporter.errors import CheckpointError, ExportError, PublishError, UsageError, VerificationError
 from exporter.progress import count, human_bytes
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command, outlived
@@ -30,7 +30,7 @@ def register(app: App) -> None:
 
 
 def push(
-    model: ModelArgument,
+    model: Annotated[Path, Argument("MODEL", "Model base path.")],
     url: Annotated[str, Argument("URL", "s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL.")],
     prune: Annotated[bool, Option(help="Remove from the store what is not published here any more.")] = False,
     dry_run: DryRunFlag = False,
@@ -50,7 +50,7 @@ def push(
 
         plan = transfer.plan_push(model, url, prune=prune)
         if not dry_run:
-            transfer.push(plan, sink.progress)
+            plan = transfer.push(plan, sink.progress)
         _told(plan, sink, dry_run=dry_run)
 
 

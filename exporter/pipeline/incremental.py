@@ -175,7 +175,7 @@ def plan_incremental(request: ExportRequest, *, is_watching: bool = False) -> In
     graph = SameGraph() if is_idle else check_same_graph(log, request, trainer.catalog)
     last = log.at.position
     step = None if trainer.catalog.step is None else trainer.plan.step
-    position = next_delta_position(step, last)
+    position = next_delta_position(request.out, step, last)
     return IncrementalPlan(request, log, trainer, position, remembered, graph, lookups)
 
 

@@ -369,7 +369,7 @@ def _restore(log: DeltaLog, staging: Staging, restoration: Restoration) -> Publi
     touched = [delta.changes for delta in taken_back]
     changes = restoring(touched, log.state(to), log.schema, _scratch(staging))
     what = Publication(
-        Span(restoration.start, next_delta_position(None, last)),
+        Span(restoration.start, next_delta_position(log.model, None, last)),
         step,
         restoration.made,
         trained,

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.spans import Position
 from exporter.errors import ManifestError
-from exporter.files import writing
+from exporter.files import copy_file, writing
 from exporter.graph.saved_model import read_saved_model
 from exporter.layout import (
     ASSETS_DIRECTORY,
@@ -138,7 +138,7 @@ def _copy_graph(base: Path, bundle: Path, position: int, step: int) -> None:
     (bundle / SAVED_MODEL_FILE).write_bytes(saved_model.SerializeToString(deterministic=True))
     for directory in (ASSETS_DIRECTORY, EXTRA_DIRECTORY):
         if (base / directory).is_dir():
-            shutil.copytree(base / directory, bundle / directory)
+            shutil.copytree(base / directory, bundle / directory, copy_function=copy_file)
     description = json.loads((bundle / UPDATABLE_FILE).read_text())
     description |= {"position": position, "step": step}
     (bundle / UPDATABLE_FILE).write_text(json.dumps(description) + "\n")

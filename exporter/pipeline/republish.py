@@ -34,7 +34,16 @@ from exporter.publish.hold import Hold
 from exporter.publish.log_entries import DeltaOrigin
 from exporter.publish.manifest import Manifest, ManifestDraft, RestoredValues
 from exporter.publish.permission import Permission
-from exporter.publish.versions import VersionDir, last_position, read_head, read_manifest, version_dirs
+from exporter.publish.versions import (
+    VersionDir,
+    greatest,
+    last_position,
+    read_head,
+    read_manifest,
+    taken,
+    version_dirs,
+)
+from exporter.storage import mirror
 from exporter.verify.version_files import verify_bytes, verify_published
 from exporter.version import __version__
 
@@ -152,7 +161,7 @@ def _plan_resume(
 
 def _next_version(model: Path, versions: list[VersionDir], manifest: Manifest) -> int:
     last = last_position(model, versions)
-    newest = version_dirs(model)[0].version
+    newest = greatest(version_dirs(model)[0].version, taken(model).version)
     return VersionRule().choose(manifest.step, newest=newest, last=last, now=0)[0]
 
 
@@ -242,6 +251,7 @@ def _publish(
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
+    mirror.fetch(source)  # a link to a file that stands for an object would be empty
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # a file system without links, or too many of them

@@ -91,7 +91,7 @@ def rollback_plan(log: DeltaLog, restoration: Restoration | None) -> RollbackPla
     for delta in since(log, restoration):
         log.open(delta)
     log.state(restoration.of)
-    span = Span(restoration.start, next_delta_position(None, log.at.position))
+    span = Span(restoration.start, next_delta_position(log.model, None, log.at.position))
     hold = span.end if restoration.holds else hold_after_resuming(log)
     return RollbackPlan(log.at, Position(restoration.of, step), delta_path(log, span), span.end, hold)
 

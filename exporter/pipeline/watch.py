@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -39,6 +40,15 @@ from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import model_lock
 from exporter.publish.made_from import PublishedAlready
 
+T = TypeVar("T")
+
+
+class Carry(Protocol):
+    """Does what publishes, and what else belongs to it: see `exporter.transfer.opened.OpenModel`."""
+
+    def __call__(self, work: Callable[[], T]) -> T:
+        """What `work` returns."""
+
 
 def watch(
     request: ExportRequest,
@@ -46,12 +56,14 @@ def watch(
     tell: Callable[[ExportError], None] = lambda error: None,
     progress: ProgressFactory = no_progress,
     ended: Callable[[str], None] = lambda why: None,
+    carry: Carry = lambda work: work(),
 ) -> Iterator[Exported]:
     """Export the newest complete checkpoint whenever there is another one; yields what was exported.
 
     There may be no checkpoint and no directory yet. Of several that came since the last look only the newest
     is exported. A builder is run once. `tell` gets errors that the watch outlives (see `watch_loop`),
-    `ended` why it ends. A model that is not where `--model` says is refused before anything is waited for.
+    `ended` why it ends. `carry` does what publishes, and more. A model that is not where
+    `--model` says is refused before anything is waited for.
 
     Raises:
         UsageError: the request names one version's number, or says how exact deltas are.
@@ -64,7 +76,7 @@ def watch(
             hint="leave --version out, or use --version time",
         )
     check_named(request.model)
-    newest = _Newest(replace(request, again=False), progress, run_builders_once())
+    newest = _Newest(replace(request, again=False), progress, run_builders_once(), carry)
     sleep = Arrivals.of_trainer(request.ckpt_dir).sleep
     yield from follow(newest.export, watching, tell, ended=ended, sleep=sleep)
 
@@ -75,6 +87,7 @@ class _Newest(Struct):
     request: ExportRequest
     progress: ProgressFactory
     graphs: GraphSource
+    carry: Carry
     _seen: Looks = ()
     _exported: set[str] = field(default_factory=set)
     _step: int | None = None
@@ -91,27 +104,30 @@ class _Newest(Struct):
         catalog = open_checkpoint(self.request.ckpt_dir)
         self._require_graph(catalog)
         checkpoint = Identity.of(catalog)
-        done = self._export(checkpoint)
-        if done is None and checkpoint.digest not in self._exported:
-            return Poll(None, self._step)
+        done = None
+        if checkpoint.digest not in self._exported:
+            done, published = self.carry(lambda: self._export(checkpoint))
+            if published is None:
+                return Poll(None, self._step)
+            self._exported.add(published)
         self._seen, self._step = first, catalog.step
         return Poll(done, catalog.step)
 
-    def _export(self, checkpoint: Identity) -> Exported | None:
-        """What was exported; None if it is published, or another watch is exporting."""
-        done: Exported | None = None
-        if checkpoint.digest in self._exported:
-            return None
+    def _export(self, checkpoint: Identity) -> tuple[Exported | None, str | None]:
+        """What was exported, and the digest of the checkpoint that is published then.
+
+        None and the digest if it is published already; neither if another watch is exporting.
+        """
         model = self.request.out
         with writing(model):
             make_directories(model)
         with _turn(model) as is_ours:
             if not is_ours:
-                return None
+                return None, None
             with suppress(PublishedAlready):
                 done = self._export_unless_changed(checkpoint)
-        self._exported.add((done.plan.checkpoint if done else checkpoint).digest)
-        return done
+                return done, done.plan.checkpoint.digest
+        return None, checkpoint.digest
 
     def _require_graph(self, catalog: Catalog) -> None:
         """Wait for the graph, which a Saver writes after everything else, if nothing else is to be served.

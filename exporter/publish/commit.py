@@ -39,7 +39,7 @@ from exporter.publish.permission import REFUSING, Permission
 from exporter.publish.retention import GRACE_SECONDS, Kept, Retired, retire
 from exporter.publish.seal import seal
 from exporter.publish.staging import Staging
-from exporter.publish.versions import last_position, version_dirs
+from exporter.publish.versions import greatest, last_position, taken, version_dirs
 
 __all__ = [
     "TAKING_THE_LOCK",
@@ -94,9 +94,7 @@ class VersionRule(Struct, frozen=True):
             VersionExists: the number asked for is not above `newest`, or no greater int64 is left.
         """
         if self.choice == "position":
-            position = next_position(
-                step, max((number for number in (newest, last) if number is not None), default=None)
-            )
+            position = next_position(step, greatest(newest, last))
             return position, position
         position = next_position(step, last)
         if self.choice == "time":
@@ -177,19 +175,19 @@ def reserve_position(model: Path, step: int | None) -> ReservedPosition:
         VersionExists, PositionError: see `next_delta_position`.
     """
     versions = version_dirs(model)
-    last = last_position(model, versions)
-    numbers = [number for number in (last, versions[0].version if versions else None) if number is not None]
-    return ReservedPosition(next_delta_position(step, max(numbers, default=None)), last)
+    last, others = last_position(model, versions), taken(model)
+    newest = greatest(last, versions[0].version if versions else None, others.version)
+    return ReservedPosition(next_delta_position(model, step, newest), last)
 
 
-def next_delta_position(step: int | None, last: int | None) -> int:
-    """The next position of a delta, or of a base that takes deltas.
+def next_delta_position(model: Path, step: int | None, last: int | None) -> int:
+    """The next position of a delta, or of a base that takes deltas; nobody else has begun to publish there.
 
     Raises:
         VersionExists: see `next_position`.
         PositionError: it would be greater than any delta's.
     """
-    position = next_position(step, last)
+    position = next_position(step, greatest(last, taken(model).position))
     if position >= POSITION_LIMIT:
         raise PositionError(
             f"the next position is {position}, and deltas count to {POSITION_LIMIT - 1}",
@@ -326,7 +324,7 @@ def _commit(
                 raise PositionMoved(f"version {newest} was published meanwhile")
             raise VersionExists(f"version {newest} is published, {number} would not be the newest")
     else:
-        last = last_position(staging.model, versions)
+        last, newest = last_position(staging.model, versions), greatest(newest, taken(staging.model).version)
         number, position = rule.choose(draft.step, newest=newest, last=last, now=now)
     target = staging.model / str(number)
     manifest = _complete(staging, draft, files, position, now)

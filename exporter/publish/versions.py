@@ -7,7 +7,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from msgspec import Struct
@@ -15,7 +15,7 @@ from msgspec import Struct
 from exporter.delta.format import POSITION_LIMIT
 from exporter.errors import ManifestError, TargetNotWritable, UsageError
 from exporter.files import Unchanged, open_regular, still_at, try_lock
-from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE, SAVED_MODEL_FILES
+from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE, SAVED_MODEL_FILES, TAKEN_FILE
 from exporter.publish.manifest import Manifest, ManifestHead, from_json, head_from_json
 
 T = TypeVar("T")
@@ -99,6 +99,32 @@ def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
     newest = next((child for child in versions if child.has_manifest), None)
     bases = [] if newest is None else [read_head(newest.path).position]
     return max([*bases, *_delta_positions(model / DELTAS_DIRECTORY)], default=None)
+
+
+class Taken(Struct, frozen=True):
+    """The greatest numbers that others began to publish under in a store and gave up; None if there are none.
+
+    They may still be written to, so that nothing else may have them.
+    """
+
+    version: int | None = None
+    position: int | None = None
+
+
+def taken(model: Path) -> Taken:
+    """The numbers that nothing may be published under."""
+    try:
+        names = [PurePosixPath(line).name for line in (model / TAKEN_FILE).read_text().splitlines()]
+    except OSError:
+        return Taken()
+    ends = [int(match[2]) for name in names if (match := _DELTA.fullmatch(name))]
+    numbers = [number for name in names if (number := served_version(name)) is not None]
+    return Taken(max(numbers, default=None), max(ends, default=None))
+
+
+def greatest(*numbers: int | None) -> int | None:
+    """The greatest of the numbers that there are; None if there is none."""
+    return max((number for number in numbers if number is not None), default=None)
 
 
 def read_manifest(directory: Path) -> Manifest:

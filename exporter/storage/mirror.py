@@ -15,7 +15,7 @@ import fcntl
 import os
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from exporter.storage.objects import ObjectReader, RemoteObject, Url
 
 _PREFIX = "export-model-"
 _MIRRORS: dict[str, Mirror] = {}  # by the path of their directory
+_CHECKPOINTS: dict[Url, Mirror] = {}
 _LOCK = threading.Lock()
 
 
@@ -34,13 +35,14 @@ class Mirror:
     `url` is a directory, or the prefix of a checkpoint's files in one.
     """
 
-    def __init__(self, url: Url) -> None:
+    def __init__(self, url: Url, *, is_directory: bool = False) -> None:
         self.asked = url
         self._reader = ObjectReader(url)
         self._found: dict[str, RemoteObject] = {}
         self._fetched: dict[str, Ranges] = {}
+        self._inodes: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._is_prefix = not any(self._reader.below(url.path))
+        self._is_prefix = not is_directory and not any(self._reader.below(url.path))
         self.url = url.parent if self._is_prefix and url.path else url
         self.root = _new_directory() / url.scheme / url.bucket / self.url.path
         self.root.mkdir(parents=True)
@@ -57,14 +59,17 @@ class Mirror:
             CheckpointError: they cannot be listed.
             DiskFull, PublishError: the local directory cannot be written.
         """
-        found = {name: each for each in self._list() if (name := self._name(each)) is not None}
+        self.show({name: each for each in self._list() if (name := self._name(each)) is not None})
+
+    def show(self, found: Mapping[str, RemoteObject]) -> None:
+        """Have files for these objects, by their names, and for no others."""
         with self._lock:
             for name in self._found.keys() - found.keys():
                 (self.root / name).unlink(missing_ok=True)
-                del self._found[name], self._fetched[name]
+                del self._found[name], self._fetched[name], self._inodes[name]
             for name, each in found.items():
                 if self._found.get(name) != each:
-                    self._place(self.root / name, each)
+                    self._place(name, each)
                     self._found[name], self._fetched[name] = each, Ranges()
 
     def listed(self, name: str) -> RemoteObject:
@@ -76,6 +81,15 @@ class Mirror:
         if (each := self._found.get(name)) is None:
             raise CheckpointChanged(f"{self.url}/{name} vanished after it was listed")
         return each
+
+    def fill(self, name: str, content: bytes) -> None:
+        """Give a file its content, which is known already."""
+        with self._lock:
+            path = self.root / name
+            times = path.stat()
+            path.write_bytes(content)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            self._fetched[name].add(0, len(content))
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
         """Fill ranges (start, stop) of a file, or all of it; what is there already is not fetched again.
@@ -94,6 +108,9 @@ class Mirror:
                 path = self.root / name
                 descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
                 before = os.fstat(descriptor)
+                if before.st_ino != self._inodes[name]:  # a local file has taken its place
+                    os.close(descriptor)
+                    return
                 try:
                     pieces = [(start, stop, start) for start, stop in missing]
                     self._reader.copy(each, descriptor, pieces, path)
@@ -133,16 +150,19 @@ class Mirror:
         is_plain = all(part not in ("", ".", "..") and "\0" not in part for part in parts)
         return "/".join(parts) if is_plain and each.key.startswith(base) else None
 
-    def _place(self, path: Path, each: RemoteObject) -> None:
+    def _place(self, name: str, each: RemoteObject) -> None:
+        path = self.root / name
         new = path.with_name(f".{path.name}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with new.open("wb") as file:
                 file.truncate(each.size)
+                inode = os.fstat(file.fileno()).st_ino
             os.utime(new, (each.modified, each.modified))
             new.replace(path)
         except OSError as error:
             raise os_error(error, path) from error
+        self._inodes[name] = inode
 
 
 class Ranges:
@@ -184,12 +204,17 @@ def local(path: Path) -> Path:
     if url is None:
         return path
     with _LOCK:
-        mirror = next((mirror for mirror in _MIRRORS.values() if mirror.asked == url), None)
-        if mirror is None:
+        if (mirror := _CHECKPOINTS.get(url)) is None:
             mirror = Mirror(url)
             mirror.refresh()
-            _MIRRORS[str(mirror.root)] = mirror
+            register(mirror)
+            _CHECKPOINTS[url] = mirror
     return mirror.path
+
+
+def register(mirror: Mirror) -> None:
+    """Have a mirror's files fetched when they are read, and its URL told in place of its path."""
+    _MIRRORS[str(mirror.root)] = mirror
 
 
 def _new_directory() -> Path:

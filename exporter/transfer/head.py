@@ -1,40 +1,73 @@
-"""The head of a model in a store: what was published there last, or is being published now.
+"""The head of a model in a store: what was published there last, and what is being published now.
 
-A publisher goes on from a head that it made itself, that it pulled, or whose publication it holds; it is
-replaced on the condition that nobody else has replaced it. So a model in a store has one history, whoever
-publishes: what is published beside it is refused before a reader can see it.
+Readers follow manifests and holds, which a store cannot change together. The head is one object, replaced
+only if nobody else has replaced it since it was read, and decides what is published:
+
+    1. reserve    the head names what is being uploaded
+    2. upload     files, and the manifest under another name
+    3. commit     the head names it as published, with the holds of then: from here on it is
+    4. reveal     holds that keep readers back; `manifest.json`, only if absent; the other holds
+
+Whoever is killed before 3 has published nothing, and cannot do so later, once another one has replaced the
+head. Whoever is killed in 4 has published: the next command reveals it. What was given up may still be
+written to by a process that was only slow: so nothing else is ever published at its path, unless every byte
+that readers read is the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from exporter.errors import ManifestError
 from exporter.files import read_regular, writing
 from exporter.layout import HEAD_FILE, PUSHED_FILE
+from exporter.publish.manifest import Manifest
 from exporter.storage.objects import ObjectWriter, Tag, Url
 
-_LONGEST = 1 << 16
+_LONGEST = 1 << 20
 
 
-class Head(Struct, frozen=True):
-    """The path of a publication below the model, and the lower-case SHA-256 of its manifest."""
+class Upload(Struct, frozen=True):
+    """What is being uploaded: its path below the model, the SHA-256 of its manifest, `files_digest` of it."""
 
     path: str
     manifest: str
+    files: str
+
+
+class Head(Struct, frozen=True):
+    """The path of the newest publication, the lower-case SHA-256 of its manifest, the holds by their paths.
+
+    `given_up` are uploads that were replaced before they were published, the digests of their files by path.
+    `owner` and `beat` make each head another one, for stores that tell objects apart by their content.
+    """
+
+    path: str = ""
+    manifest: str = ""
+    uploading: Upload | None = None
+    holds: dict[str, str] | None = None
+    given_up: dict[str, str] = field(default_factory=dict)
+    owner: str = ""
+    beat: int = 0
     format_version: int = 1
 
     def encoded(self) -> bytes:
         """The object's content."""
         return msgspec.json.encode(self)
 
+    def is_of(self, other: Head | None) -> bool:
+        """True if both name the same publication."""
+        return other is not None and (self.path, self.manifest) == (other.path, other.manifest)
+
 
 def fetch_head(store: ObjectWriter, url: Url) -> tuple[Head, Tag] | None:
-    """The head in a store and its tag; None where nothing was pushed yet.
+    """The head in a store and its tag; None where nothing was published yet.
 
     Raises:
         ManifestError: there is one, and it says nothing.
@@ -47,8 +80,23 @@ def fetch_head(store: ObjectWriter, url: Url) -> tuple[Head, Tag] | None:
         return msgspec.json.decode(found[0], type=Head), found[1]
     except msgspec.DecodeError as error:
         raise ManifestError(
-            f"{url}/{HEAD_FILE} is no head of a model", cause=str(error), hint="push to a URL of its own"
+            f"{url}/{HEAD_FILE} is no head of a model", cause=str(error), hint="publish to a URL of its own"
         ) from None
+
+
+def files_digest(manifest: Manifest) -> str:
+    """A digest of all that readers read of a publication; its manifest's time is not of it."""
+    return hashlib.sha256(msgspec.json.encode([manifest.files, manifest.tensors])).hexdigest()
+
+
+def as_text(holds: Mapping[str, bytes]) -> dict[str, str]:
+    """Holds as a head keeps them."""
+    return {name: content.decode("latin-1") for name, content in holds.items()}
+
+
+def as_bytes(holds: Mapping[str, str]) -> dict[str, bytes]:
+    """Holds as they are on disk."""
+    return {name: text.encode("latin-1") for name, text in holds.items()}
 
 
 def remember(model: Path, url: Url, head: Head) -> None:

@@ -34,9 +34,18 @@ class Item(Struct, frozen=True):
     content: bytes
 
     @property
-    def order(self) -> tuple[int, bool]:
-        """Items are carried in this order: by position, a base before a delta."""
-        return self.manifest.position, "/" in self.path
+    def order(self) -> tuple[int, bool, int]:
+        """Items are carried in this order: by position, a base before a delta, a merger after its last part.
+
+        A server that stands where the part begins must find it whenever it finds the merger.
+        """
+        return self.manifest.position, "/" in self.path, -(self.manifest.from_position or 0)
+
+    @property
+    def hold(self) -> str | None:
+        """The path of the hold that it brings, as the delta of a rollback does."""
+        log, _, _ = self.path.rpartition("/")
+        return f"{log}/{HOLD_FILE}" if any(file.path == HOLD_FILE for file in self.manifest.files) else None
 
     @property
     def digest(self) -> str:
@@ -63,10 +72,22 @@ def local_items(model: Path) -> list[Item]:
     Raises:
         ManifestError: a manifest is damaged.
     """
+    found = (local_item(model, path) for path in local_paths(model).values())
+    return sorted(found, key=lambda item: item.order)
+
+
+def local_paths(model: Path) -> dict[str, Path]:
+    """The directories of what is published locally, by their paths below the model."""
     paths = [child.path for child in version_dirs(model) if child.has_manifest]
     logs = sorted(path for path in (model / DELTAS_DIRECTORY).glob("*") if path.is_dir())
     paths += [log / name for log in logs for name, _, _ in delta_names(log)]
-    return sorted((local_item(model, path) for path in paths), key=lambda item: item.order)
+    return {path.relative_to(model).as_posix(): path for path in paths}
+
+
+def path_of(name: str) -> str | None:
+    """The path of the version or delta that an object is of, by its key below the model."""
+    found = _ITEM.fullmatch(name)
+    return None if found is None else found[1]
 
 
 def local_item(model: Path, path: Path) -> Item:
@@ -80,7 +101,7 @@ def local_item(model: Path, path: Path) -> Item:
         content = read_regular(file, MAX_MANIFEST_BYTES)
     except OSError as error:
         raise ManifestError(f"{file} cannot be read", cause=error.strerror or str(error)) from None
-    return _item(path.relative_to(model).as_posix(), content, str(path))
+    return item_of(path.relative_to(model).as_posix(), content, str(path))
 
 
 def local_holds(model: Path) -> dict[str, bytes]:
@@ -117,10 +138,15 @@ def stored_model(store: ObjectReader, url: Url, known: StoredModel | None = None
 def _read(store: ObjectReader, path: str, each: RemoteObject) -> Item:
     if each.size > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{store.url}/{path}/{MANIFEST_FILE} is longer than {MAX_MANIFEST_BYTES} bytes")
-    return _item(path, bytes(store.read(each, 0, each.size)), f"{store.url}/{path}")
+    return item_of(path, bytes(store.read(each, 0, each.size)), f"{store.url}/{path}")
 
 
-def _item(path: str, content: bytes, where: str) -> Item:
+def item_of(path: str, content: bytes, where: str) -> Item:
+    """What a manifest tells of.
+
+    Raises:
+        ManifestError: it is damaged.
+    """
     try:
         return Item(path, from_json(content), content)
     except ManifestError as error:

@@ -1,9 +1,5 @@
 """Push: carry what is published locally into an object store, each version and delta whole or not at all.
 
-    1. reserve   `<model>/head.json` names what comes next; it is replaced only if nobody else has meanwhile
-    2. upload    the files of the version or delta
-    3. commit    its `manifest.json`, created only if it is not there
-
 A push that is killed is finished by the next one from the same directory. One from a directory that does not
 lead on from what is in the store is refused: a model has one history (see `head`). Holds go before what they
 hold back, and are lifted after everything else.
@@ -16,15 +12,13 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.errors import ForeignLineage, NotUpdatable, PositionMoved, UsageError
-from exporter.layout import HEAD_FILE, HOLD_FILE, MANIFEST_FILE
+from exporter.layout import MANIFEST_FILE
 from exporter.progress import ProgressFactory, no_progress
-from exporter.publish.versions import lease, require_base_path
+from exporter.publish.versions import require_base_path
 from exporter.storage.objects import ObjectWriter, Url
-from exporter.transfer.head import Head, fetch_head, recall, remember
+from exporter.transfer.carrier import Carrier
+from exporter.transfer.head import Head, as_bytes, fetch_head, recall, remember
 from exporter.transfer.items import Item, StoredModel, local_holds, local_item, local_items, stored_model
-
-_UNREADABLE_HOLD = b"a rollback is being pushed\n"
-"""Servers do not move while a hold says no position: so none goes where a rollback leads away from."""
 
 
 class PushPlan(Struct, frozen=True):
@@ -37,6 +31,7 @@ class PushPlan(Struct, frozen=True):
     stored: StoredModel
     position: int | None
     holds: dict[str, bytes]
+    prune: bool = False
 
     @property
     def changes_holds(self) -> bool:
@@ -59,12 +54,16 @@ def plan_push(model: Path, url: str, *, prune: bool = False) -> PushPlan:
         UsageError: the URL is of no store.
     """
     place = parse(url)
+    store = ObjectWriter(place)
+    found = fetch_head(store, place)
+    return _plan(model, place, stored_model(store, place), Head() if found is None else found[0], prune)
+
+
+def _plan(model: Path, place: Url, stored: StoredModel, head: Head, prune: bool) -> PushPlan:
     require_base_path(model)
     items = local_items(model)
     if not items:
         raise NotUpdatable(f"there is nothing published under {model}", hint="export first, to --out MODEL")
-    store = ObjectWriter(place)
-    stored = stored_model(store, place)
     ours = {item.path: item for item in items}
     for path, item in stored.items.items():
         if path in ours and ours[path].digest != item.digest:
@@ -72,45 +71,47 @@ def plan_push(model: Path, url: str, *, prune: bool = False) -> PushPlan:
                 f"{place}/{path} is another publication than {model / path}",
                 hint="push to a URL of its own, or begin from the store's: export-model pull URL MODEL",
             )
-    position = items[-1].manifest.position
-    if (head := fetch_head(store, place)) is None and (foreign := stored.items.keys() - ours.keys()):
+    if not head.path and (foreign := stored.items.keys() - ours.keys()):
         raise ForeignLineage(
             f"{place} holds {min(foreign)}, which {model} does not",
             hint="push to a URL of its own, or begin from the store's: export-model pull URL MODEL",
         )
     upload = tuple(item for item in items if item.path not in stored.items)
-    gone = sorted(stored.items.keys() - ours.keys()) if prune else []
-    plan = PushPlan(model, place, upload, tuple(gone), stored, position, local_holds(model))
-    if head is not None:
-        _require_ours(plan, head[0])
+    gone = tuple(sorted(stored.items.keys() - ours.keys())) if prune else ()
+    position = items[-1].manifest.position
+    plan = PushPlan(model, place, upload, gone, stored, position, local_holds(model), prune)
+    if head.path:
+        _require_ours(plan, head)
     return plan
 
 
-def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> None:
-    """Do what a plan says.
+def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
+    """Do what a plan says; what was done, which is less if another push had done a part of it.
 
     Raises:
         PositionMoved: another publisher was faster; what this one has uploaded cannot be seen.
         PublishError: the store cannot be written, or ignores conditions.
         ManifestError: a version is being removed locally.
     """
-    store = ObjectWriter(plan.url)
-    if plan.upload:
-        store.probe(plan.url.path)
+    store, url, model = ObjectWriter(plan.url), plan.url, plan.model
+    carrier = Carrier(store, url)
+    ours = {item.digest for item in plan.upload}
+    carrier.await_turn(lambda upload: upload.manifest in ours)
+    stored = stored_model(store, url, plan.stored)
+    carrier.shown = dict(stored.holds)
+    if carrier.finish(stored):
+        stored = stored_model(store, url, stored)
+    plan = _plan(model, url, stored, carrier.head, plan.prune)
     with progress("uploading", plan.bytes_) as bar:
         for item in plan.upload:
-            _reserve(store, plan, item)
-            _announce_holds(store, plan, item)
-            with lease(plan.model / item.path):
-                for file in item.manifest.files:
-                    name = f"{item.path}/{file.path}"
-                    store.upload(_key(plan.url, name), plan.model / name)
-                    bar.advance(file.bytes_)
-            if store.create(_key(plan.url, f"{item.path}/{MANIFEST_FILE}"), item.content) is None:
-                _require_same(store, plan, item)
-    _settle_holds(store, plan)
+            carrier.publish(model, item, stored.holds | plan.holds, bar)
+            remember(model, url, carrier.head)
+    if carrier.shown != plan.holds or (plan.remove and not plan.upload):
+        carrier.settle(plan.holds)
+    remember(model, url, carrier.head)
     for path in plan.remove:
-        _remove(store, plan, path)
+        remove_stored(store, url, stored, path)
+    return plan
 
 
 def parse(url: str) -> Url:
@@ -125,72 +126,35 @@ def parse(url: str) -> Url:
     return found
 
 
-def _key(url: Url, name: str) -> str:
-    return f"{url.path}/{name}"
-
-
-def _reserve(store: ObjectWriter, plan: PushPlan, item: Item) -> None:
-    """Make the head name the item; from then on nobody else can publish before it is there.
+def remove_stored(store: ObjectWriter, url: Url, stored: StoredModel, path: str) -> None:
+    """Remove a publication from a store, its manifest first: what is left cannot be seen.
 
     Raises:
-        PositionMoved: the head is not the one that this directory leads on from.
+        PublishError: the store cannot be written.
     """
-    head = Head(item.path, item.digest)
-    key = _key(plan.url, HEAD_FILE)
-    found = fetch_head(store, plan.url)
-    if found is not None and found[0] == head:
-        moved = False  # a push that was killed had come as far
-    elif found is None:
-        moved = store.create(key, head.encoded()) is None
-    else:
-        _require_ours(plan, found[0])
-        moved = store.replace(key, head.encoded(), found[1]) is None
-    if moved:
-        raise PositionMoved(f"another command publishes to {plan.url} at this moment")
-    remember(plan.model, plan.url, head)
+    store.delete(f"{url.path}/{path}/{MANIFEST_FILE}")
+    store.delete(*(f"{url.path}/{name}" for name in stored.objects if name.startswith(f"{path}/")))
 
 
 def _require_ours(plan: PushPlan, head: Head) -> None:
-    if head == recall(plan.model, plan.url):
-        return
+    """Refuse to go on from a publication, or from holds, that this directory does not know."""
+    known = recall(plan.model, plan.url)
     directory = plan.model / head.path
-    if (directory / MANIFEST_FILE).is_file() and local_item(plan.model, directory).digest == head.manifest:
+    if (directory / MANIFEST_FILE).is_file():
+        is_ours = local_item(plan.model, directory).digest == head.manifest
+    else:
+        is_ours = head.is_of(known)
+    if not is_ours:
+        raise PositionMoved(
+            f"{plan.url}: {head.path} was published by another machine",
+            cause=f"{plan.model} does not lead on from it",
+            hint=f"begin from the store's: export-model pull {plan.url} MODEL",
+        )
+    if known is None or known.holds is None or head.holds is None or not head.is_of(known):
         return
-    is_there = head.path in plan.stored.items
-    raise PositionMoved(
-        f"{plan.url}: {head.path} was published by another machine"
-        if is_there
-        else f"{plan.url}: {head.path} is being published by another machine",
-        cause=f"{plan.model} does not lead on from it",
-        hint=f"begin from the store's: export-model pull {plan.url} MODEL"
-        if is_there
-        else f"wait for it; if that machine is lost, remove {plan.url}/{HEAD_FILE} and what has no manifest",
-    )
-
-
-def _require_same(store: ObjectWriter, plan: PushPlan, item: Item) -> None:
-    found = store.fetch(_key(plan.url, f"{item.path}/{MANIFEST_FILE}"), len(item.content))
-    if found is None or found[0] != item.content:
-        raise PositionMoved(f"{plan.url}/{item.path} was published by another machine meanwhile")
-
-
-def _announce_holds(store: ObjectWriter, plan: PushPlan, item: Item) -> None:
-    """Before a delta that brings a hold (a rollback's), let nobody move; a hold of our own is set at once."""
-    log = item.path.rpartition("/")[0]
-    brings = any(file.path == HOLD_FILE for file in item.manifest.files)
-    for name, content in plan.holds.items():
-        is_of_log = name == f"{log}/{HOLD_FILE}"
-        store.put(_key(plan.url, name), _UNREADABLE_HOLD if brings and is_of_log else content)
-
-
-def _settle_holds(store: ObjectWriter, plan: PushPlan) -> None:
-    for name, content in plan.holds.items():
-        store.put(_key(plan.url, name), content)
-    for name in plan.stored.holds.keys() - plan.holds.keys():
-        store.delete(_key(plan.url, name))
-
-
-def _remove(store: ObjectWriter, plan: PushPlan, path: str) -> None:
-    store.delete(_key(plan.url, f"{path}/{MANIFEST_FILE}"))
-    files = [name for name in plan.stored.objects if name.startswith(f"{path}/")]
-    store.delete(*(_key(plan.url, name) for name in files))
+    if head.holds != known.holds and as_bytes(head.holds) != plan.holds:
+        raise PositionMoved(
+            f"{plan.url}: another machine has set or lifted a hold",
+            cause=f"{plan.model} does not know of it",
+            hint=f"take it over first: export-model pull {plan.url} {plan.model}",
+        )

@@ -1,0 +1,271 @@
+"""Carry publications into a store, one after another, by the protocol of `exporter.transfer.head`."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from exporter.errors import CheckpointError, ExportError, PositionMoved, PublishError
+from exporter.layout import HEAD_FILE, MANIFEST_FILE
+from exporter.progress import Progress
+from exporter.publish.versions import MAX_MANIFEST_BYTES, lease
+from exporter.storage.objects import ObjectWriter, Tag, Url
+from exporter.transfer.head import Head, Upload, as_bytes, as_text, fetch_head, files_digest
+from exporter.transfer.items import Item, StoredModel, item_of
+
+BEAT_SECONDS = 10.0
+"""How often an upload says that it goes on."""
+LEASE_SECONDS = 60.0
+"""How long an upload may say nothing. That it is given up too early costs its work, not more."""
+WAIT_SECONDS = 75.0
+"""How long to wait for another upload; longer than a lease, so that one which was killed is outlasted."""
+_POLL_SECONDS = 0.5
+_UNREADABLE_HOLD = b"a rollback is being published\n"
+"""Servers do not move while a hold says no position: so none goes where a rollback leads away from."""
+
+
+class Carrier:
+    """Publishes to a model in a store as long as nobody else does, from the head on that it has read."""
+
+    def __init__(self, store: ObjectWriter, url: Url) -> None:
+        self._store, self._url, self._owner = store, url, secrets.token_hex(8)
+        self._is_probed = False
+        self._skew: float | None = None
+        self.head = Head()
+        self._tag: Tag | None = None
+        self.shown: dict[str, bytes] = {}
+        """The holds that are in the store."""
+
+    def look(self) -> None:
+        """Read the head.
+
+        Raises:
+            ManifestError, CheckpointError: it cannot be read.
+        """
+        found = fetch_head(self._store, self._url)
+        self.head, self._tag = found or (Head(), None)
+
+    def await_turn(self, is_ours: Callable[[Upload], bool] = lambda upload: False) -> None:
+        """Read the head once nothing is being uploaded; what shows no life, or is ours, is given up.
+
+        Raises:
+            PositionMoved: another machine uploads something that takes longer.
+            PublishError, CheckpointError: the store cannot be written or read.
+        """
+        deadline = time.monotonic() + WAIT_SECONDS
+        self.look()
+        while (upload := self.head.uploading) is not None:
+            if is_ours(upload) or self._silence() >= LEASE_SECONDS:
+                self._give_up(upload)
+                return
+            if time.monotonic() >= deadline:
+                raise PositionMoved(
+                    f"{self._url}: {upload.path} is being published by another machine",
+                    hint="run the command again when that is done",
+                )
+            time.sleep(_POLL_SECONDS)
+            self.look()
+
+    def publish(self, model: Path, item: Item, holds: Mapping[str, bytes], bar: Progress) -> None:
+        """Publish one item of a local model, with these holds.
+
+        Raises:
+            PositionMoved: another machine publishes, or has; what was uploaded cannot be seen.
+            PublishError: the store cannot be written, or ignores conditions.
+            ManifestError: the item is being removed locally.
+        """
+        self.probe()
+        before = self.head
+        upload = Upload(item.path, item.digest, files_digest(item.manifest))
+        key = self._key(_pending(item.path, item.digest))
+        if before.given_up.get(item.path, upload.files) != upload.files:
+            raise PositionMoved(
+                f"{self._url}/{item.path} was begun by another machine and given up",
+                cause="it may still be written to, so that nothing else can be published there",
+                hint="publish again when the model has gone on, or to a URL of its own",
+            )
+        self._replace(replace(before, uploading=upload))
+        try:
+            with self._beating() as check:
+                self._store.put(key, item.content)
+                with lease(model / item.path):
+                    for file in item.manifest.files:
+                        name = f"{item.path}/{file.path}"
+                        self._store.upload(self._key(name), model / name)
+                        bar.advance(file.bytes_)
+                        check()
+        except BaseException:
+            with suppress(ExportError):  # nobody need wait until the lease is over
+                self._give_up(upload)
+            raise
+        given_up = {path: files for path, files in before.given_up.items() if path != item.path}
+        told = as_text(holds)
+        self._replace(replace(before, path=item.path, manifest=item.digest, holds=told, given_up=given_up))
+        try:
+            self._reveal(item)
+        except (PublishError, CheckpointError) as error:
+            error.message = f"{self._url}/{item.path} is published, but not shown yet: {error.message}"
+            error.hint = "run any command that publishes there: it shows what is published"
+            raise
+
+    def settle(self, holds: Mapping[str, bytes]) -> None:
+        """Change holds alone, or nothing, before what was published is removed.
+
+        Raises:
+            PositionMoved: another machine has published since the head was read.
+            PublishError: the store cannot be written.
+        """
+        self.probe()
+        self._replace(replace(self.head, holds=as_text(holds)))
+        self._show_holds()
+
+    def finish(self, stored: StoredModel) -> bool:
+        """Reveal what a process had published that was killed then; True if there was anything to do.
+
+        Raises:
+            PublishError, CheckpointError, ManifestError: the store cannot be written or read.
+        """
+        head = self.head
+        pending = _pending(head.path, head.manifest)
+        if pending in stored.objects:
+            found = self._store.fetch(self._key(pending), MAX_MANIFEST_BYTES)
+            if found is not None:
+                self._reveal(item_of(head.path, found[0], str(self._url)))
+                return True
+        return self._show_holds()
+
+    def probe(self) -> None:
+        """Refuse a store that ignores conditions.
+
+        Raises:
+            PublishError: it does, or cannot be written.
+        """
+        if not self._is_probed:
+            self._store.probe(self._url.path)
+            self._is_probed = True
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """Note that nothing is to be published ever at these paths that were given up.
+
+        Raises:
+            PositionMoved, PublishError: as `settle`.
+        """
+        self._replace(replace(self.head, given_up=self.head.given_up | dict.fromkeys(paths, "")))
+
+    def _give_up(self, upload: Upload) -> None:
+        self.probe()
+        given_up = {**self.head.given_up, upload.path: upload.files}
+        self._replace(replace(self.head, uploading=None, given_up=given_up))
+
+    def _silence(self) -> float:
+        """Seconds since the head was written, by the store's clock."""
+        if self._skew is None:
+            key = self._key(f".clock-{self._owner}")
+            self._store.put(key, b"")
+            found = self._store.look(key)
+            self._store.delete(key)
+            self._skew = 0.0 if found is None else found.modified - time.time()
+        found = self._store.look(self._key(HEAD_FILE))
+        return 0.0 if found is None else time.time() + self._skew - found.modified
+
+    def _replace(self, head: Head) -> None:
+        """Replace the head that was read, or last replaced.
+
+        Raises:
+            PositionMoved: another machine has replaced it.
+            PublishError: the store cannot be written.
+        """
+        head = replace(head, owner=self._owner, beat=self.head.beat + 1)
+        key, content = self._key(HEAD_FILE), head.encoded()
+        if self._tag is None:
+            tag = self._store.create(key, content)
+        else:
+            tag = self._store.replace(key, content, self._tag)
+        if tag is None:
+            found = fetch_head(self._store, self._url)
+            if found is None or found[0] != head:  # else the answer was lost, and the request repeated
+                raise PositionMoved(f"another machine published to {self._url} meanwhile")
+            tag = found[1]
+        self.head, self._tag = head, tag
+
+    @contextmanager
+    def _beating(self) -> Iterator[_Check]:
+        """Say again and again that the upload goes on; `check` raises if somebody has given it up."""
+        ended, failure = threading.Event(), list[ExportError]()
+
+        def beat() -> None:
+            while not ended.wait(BEAT_SECONDS):
+                try:
+                    self._replace(self.head)
+                except PositionMoved as error:
+                    failure.append(error)
+                    return
+                except ExportError:
+                    continue  # the upload itself will tell if it is more than a moment
+
+        def check() -> None:
+            if failure:
+                raise failure[0]
+
+        thread = threading.Thread(target=beat, name="upload-beat", daemon=True)
+        thread.start()
+        try:
+            yield check
+        finally:
+            ended.set()
+            thread.join()
+        check()
+
+    def _reveal(self, item: Item) -> None:
+        """Make visible what the head says is published."""
+        for name, content in as_bytes(self.head.holds or {}).items():
+            self._show_hold(name, _UNREADABLE_HOLD if name == item.hold else content)
+        key = self._key(f"{item.path}/{MANIFEST_FILE}")
+        if self._store.create(key, item.content) is None:
+            found = self._store.fetch(key, MAX_MANIFEST_BYTES)
+            if found is None or found[0] != item.content:
+                raise PositionMoved(f"{self._url}/{item.path} was published by another tool meanwhile")
+        self._show_holds()
+        self._store.delete(self._key(_pending(item.path, item.digest)))
+
+    def _show_holds(self) -> bool:
+        """Make the holds in the store what the newest head says; True if there was anything to do."""
+        head, changed = self.head, False
+        while head.holds is not None:
+            holds = as_bytes(head.holds)
+            names = holds.keys() | self.shown.keys()
+            if not sum(self._show_hold(name, holds.get(name)) for name in names):
+                break
+            changed = True
+            found = fetch_head(self._store, self._url)  # of somebody who has shown other ones meanwhile
+            head = head if found is None else found[0]
+        return changed
+
+    def _show_hold(self, name: str, content: bytes | None) -> bool:
+        """Set or lift a hold; False if it is so already."""
+        if self.shown.get(name) == content:
+            return False
+        if content is None:
+            self._store.delete(self._key(name))
+            del self.shown[name]
+        else:
+            self._store.put(self._key(name), content)
+            self.shown[name] = content
+        return True
+
+    def _key(self, name: str) -> str:
+        return f"{self._url.path}/{name}"
+
+
+_Check = Callable[[], None]
+
+
+def _pending(path: str, digest: str) -> str:
+    """Where a manifest waits until what it tells of is published."""
+    return f"{path}/{MANIFEST_FILE}.{digest[:16]}"

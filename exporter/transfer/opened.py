@@ -1,0 +1,79 @@
+"""Open a model by its path or URL: commands work on a local path; what they publish is carried to the URL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from exporter.errors import UsageError
+from exporter.options import DataMode
+from exporter.progress import ProgressFactory, no_progress
+from exporter.storage.objects import Url
+
+T = TypeVar("T")
+
+
+class OpenModel(Protocol):
+    """A model base path to work on."""
+
+    path: Path
+    is_remote: bool
+
+    def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
+        """Do what may publish under `path`; when this returns, it is published where the model is.
+
+        Raises:
+            PositionMoved: another machine publishes to the same model.
+            ExportError: as `work`, and where the model cannot be read or written.
+        """
+        ...
+
+
+class LocalModel:
+    """A model on this machine: what is published is published."""
+
+    is_remote = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
+        """As `OpenModel.carry`."""
+        return work()
+
+
+def data_mode(model: str | os.PathLike[str], asked: DataMode) -> DataMode:
+    """How values reach a version of a model: nothing can link to what is in a store.
+
+    Raises:
+        UsageError: links are asked for.
+    """
+    if Url.parse(os.fspath(model)) is None or asked not in (DataMode.AUTO, DataMode.LINK):
+        return asked
+    if asked is DataMode.LINK:
+        raise UsageError("--data link goes with a local --out", hint="leave --data out: values are copied")
+    return DataMode.COMPACT
+
+
+@contextmanager
+def opened(model: str | os.PathLike[str], *, read_only: bool = False) -> Iterator[OpenModel]:
+    """A model to work on, by its path or URL. With `read_only` nothing is ever written to a URL.
+
+    Raises:
+        UsageError: the URL is of no store, or of a whole bucket.
+        ExportError: the store cannot be read; see errors.py.
+    """
+    if Url.parse(os.fspath(model)) is None:
+        yield LocalModel(Path(model))
+        return
+    from exporter.transfer.remote_model import RemoteModel
+
+    remote = RemoteModel(os.fspath(model), read_only=read_only)
+    try:
+        remote.refresh()
+        yield remote
+    finally:
+        remote.close()

@@ -1,0 +1,244 @@
+"""A model in an object store, opened as a private local directory for one command or watch.
+
+Of what is published there every file stands locally with its size, and its bytes are fetched when they are
+read; manifests and holds are there at once. What a command publishes, removes or holds back under that path
+is then the difference to what was shown, and exactly that is carried to the store. Locks, leases and
+retention work on the local path as ever; between machines the head decides (see `exporter.transfer.head`).
+
+Two caches of the exporter travel with a model, because without them every row would be compared: the values
+of rows that were held back, and the hashes of rows. All else that is private to a directory is made anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TypeVar
+
+from exporter.errors import ExportError, PositionMoved, PublishError
+from exporter.files import make_directories, remove_tree, writing
+from exporter.layout import (
+    CACHES_DIRECTORY,
+    DELTAS_DIRECTORY,
+    HASHES_DIRECTORY,
+    MANIFEST_FILE,
+    RESIDUAL_PREFIX,
+    TAKEN_FILE,
+)
+from exporter.progress import ProgressFactory, no_progress
+from exporter.storage import mirror
+from exporter.storage.mirror import Mirror
+from exporter.storage.objects import ObjectWriter, RemoteObject, Url
+from exporter.transfer.carrier import Carrier
+from exporter.transfer.head import as_bytes
+from exporter.transfer.items import StoredModel, local_holds, local_item, local_paths, path_of, stored_model
+from exporter.transfer.push import parse, remove_stored
+
+T = TypeVar("T")
+
+_ATTEMPTS = 3
+"""Times that another machine may publish while a command does its work."""
+
+
+class _ModelMirror(Mirror):
+    """What is shown is decided by the model, not by whoever reads a file."""
+
+    def refresh(self) -> None:
+        """Nothing: see `show`."""
+
+    def show(self, found: Mapping[str, RemoteObject]) -> None:
+        """As `Mirror.show`, also of what a command that failed has removed here."""
+        with self._lock:
+            for name in [name for name in self._found if not (self.root / name).exists()]:
+                del self._found[name], self._fetched[name], self._inodes[name]
+        super().show(found)
+
+    def has(self, name: str) -> bool:
+        """True if there is a file that stands for an object."""
+        with self._lock:
+            path = self.root / name
+            return name in self._found and path.exists() and path.stat().st_ino == self._inodes[name]
+
+
+class RemoteModel:
+    """A model in a store, and the local path that stands for it.
+
+    Raises:
+        UsageError: the URL is of no model, or the library that reads stores is not installed.
+    """
+
+    is_remote = True
+
+    def __init__(self, url: str, *, read_only: bool = False) -> None:
+        self.url: Url = parse(url)
+        self._store = ObjectWriter(self.url)
+        self._carrier = Carrier(self._store, self.url)
+        self._read_only = read_only
+        self._stored = StoredModel({}, {}, {})
+        self._is_stale = True
+        self._mirror = _ModelMirror(self.url, is_directory=True)
+        mirror.register(self._mirror)
+        self.path = self._mirror.root
+
+    def refresh(self) -> None:
+        """Show what is in the store now; what is here and was not carried there is removed.
+
+        Raises:
+            PositionMoved: another machine publishes, and takes long.
+            CheckpointError, ManifestError: the store cannot be read, or what is there.
+            PublishError: it cannot be written, or the local directory cannot.
+        """
+        carrier = self._carrier
+        before = carrier.head
+        if self._read_only:
+            carrier.look()
+        else:
+            carrier.await_turn()
+        if carrier.head == before and not self._is_stale:
+            return
+        stored = stored_model(self._store, self.url, self._stored)
+        carrier.shown = dict(stored.holds)
+        if not self._read_only and carrier.finish(stored):
+            stored = stored_model(self._store, self.url, stored)
+        self._show(stored)
+        self._stored, self._is_stale = stored, False
+
+    def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
+        """Do what may publish under `path`, and carry to the store what it did; again, if another was faster.
+
+        Raises:
+            PositionMoved: another machine published again and again, or publishes something large.
+            ExportError: as `work`, and where the store cannot be read or written.
+        """
+        for attempt in range(1, _ATTEMPTS + 1):
+            self.refresh()
+            self._is_stale = not self._read_only
+            try:
+                done = work()
+                if not self._read_only:
+                    self._publish(progress)
+            except PositionMoved:
+                if attempt == _ATTEMPTS or self._read_only:
+                    raise
+            else:
+                return done
+        raise AssertionError("the loop is left, or raises")
+
+    def close(self) -> None:
+        """Remove the local directory; its path is told as the URL for as long as the process lives."""
+        remove_tree(self.path)
+
+    def _show(self, stored: StoredModel) -> None:
+        here = local_paths(self.path)
+        for name, path in here.items():
+            item = stored.items.get(name)
+            if item is None or (path / MANIFEST_FILE).read_bytes() != item.content:
+                remove_tree(path)
+        ours = {
+            name
+            for name, path in here.items()
+            if path.exists() and not self._mirror.has(f"{name}/{MANIFEST_FILE}")
+        }
+        shown = {name: each for name, each in stored.objects.items() if _is_shown(name, stored, ours)}
+        new = [item for item in stored.items.values() if not self._has(item.path)]
+        self._mirror.show(shown)
+        for item in new:
+            self._mirror.fill(f"{item.path}/{MANIFEST_FILE}", item.content)
+        head = self._carrier.head
+        self._show_holds(stored.holds if head.holds is None else as_bytes(head.holds))
+        with writing(self.path):
+            (self.path / TAKEN_FILE).write_text("".join(f"{path}\n" for path in sorted(head.given_up)))
+
+    def _has(self, path: str) -> bool:
+        return (self.path / path / MANIFEST_FILE).exists()
+
+    def _show_holds(self, holds: Mapping[str, bytes]) -> None:
+        with writing(self.path):
+            for name in local_holds(self.path).keys() - holds.keys():
+                (self.path / name).unlink()
+            for name, content in holds.items():
+                path = self.path / name
+                make_directories(path.parent)
+                path.write_bytes(content)
+
+    def _publish(self, progress: ProgressFactory) -> None:
+        """Carry the difference between what is here and what was shown."""
+        stored, carrier, here = self._stored, self._carrier, local_paths(self.path)
+        new = [local_item(self.path, path) for name, path in here.items() if name not in stored.items]
+        new.sort(key=lambda item: (item.manifest.created, item.order))
+        gone = sorted(stored.items.keys() - here.keys())
+        holds = local_holds(self.path)
+        if not (new or gone) and holds == carrier.shown:
+            self._is_stale = False
+            return
+        self._put_residuals()
+        with progress("uploading", sum(item.bytes_ for item in new)) as bar:
+            for item in new:
+                try:
+                    carrier.publish(self.path, item, holds if item is new[-1] else carrier.shown | holds, bar)
+                except (PositionMoved, PublishError):
+                    if item is new[0]:
+                        raise
+                    return  # what was asked for is published; a merger of it can wait for the next command
+        if holds != carrier.shown or not new:
+            carrier.settle(holds)
+        with suppress(ExportError):  # as above
+            for path in gone:
+                remove_stored(self._store, self.url, stored, path)
+            self._put_caches()
+            self._remove_given_up()
+
+    def _put_residuals(self) -> None:
+        """Before a delta is published: what it holds back is there when it is."""
+        for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{CACHES_DIRECTORY}/{RESIDUAL_PREFIX}*"):
+            name = path.relative_to(self.path).as_posix()
+            if name not in self._stored.objects:
+                self._store.upload(self._key(name), path)
+
+    def _put_caches(self) -> None:
+        """After it: hashes, which tell themselves what they are of. Old residuals go."""
+        with suppress(ExportError):
+            for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{HASHES_DIRECTORY}"):
+                name = path.relative_to(self.path).as_posix()
+                if not self._mirror.has(name):
+                    self._store.upload(self._key(name), path)
+            old = [
+                name for name in self._stored.objects if _is_cache(name) and not (self.path / name).exists()
+            ]
+            self._store.delete(*(self._key(name) for name in old))
+
+    def _remove_given_up(self) -> None:
+        """Remove what was uploaded and given up; its path is never used again."""
+        stored, carrier = self._stored, self._carrier
+        found = {
+            path: [name for name in stored.objects if name.startswith(f"{path}/")]
+            for path in carrier.head.given_up
+            if path not in stored.items
+        }
+        left = {path: names for path, names in found.items() if names}
+        if left:
+            carrier.forget(left)
+            self._store.delete(*(self._key(name) for names in left.values() for name in names))
+
+    def _key(self, name: str) -> str:
+        return f"{self.url.path}/{name}"
+
+
+def _is_cache(name: str) -> bool:
+    """True for the caches that travel with a model."""
+    return _CACHE.fullmatch(name) is not None
+
+
+_CACHE = re.compile(
+    rf"{DELTAS_DIRECTORY}/[0-9]{{20}}/{re.escape(str(CACHES_DIRECTORY))}"
+    rf"/({re.escape(HASHES_DIRECTORY.name)}|{re.escape(RESIDUAL_PREFIX)}.+)"
+)
+
+
+def _is_shown(name: str, stored: StoredModel, ours: set[str]) -> bool:
+    """True for the files of what is published, but for what was published here, and for caches."""
+    if _is_cache(name):
+        return True
+    found = path_of(name)
+    return found in stored.items and found not in ours
