@@ -4,6 +4,7 @@
 <model>/deltas/<log>/<from>-<to>/delta.*  manifest.json
 <model>/deltas/<log>/hold                        a position that readers do not pass by themselves
 <model>/deltas/<log>/.state/                     caches of the exporter
+<model>/.jobs/<plan>/  receipts/                 work of an engine that is gone on with
 <model>/.lock  .watch  .canary  .staging-*  .trash-*   work in progress; a server skips what is no number
 <model>/.pushed                                  heads of the stores that hold a copy of the model
 <model>/.taken                                   paths that are not to be used: see `exporter.transfer.head`
@@ -57,6 +58,8 @@ TAKEN_FILE = ".taken"
 HEAD_FILE = "head.json"
 """In a store: what is published next, or was last."""
 
+JOBS_DIRECTORY = ".jobs"
+RECEIPTS_DIRECTORY = "receipts"
 STAGING_PREFIX = ".staging-"
 TRASH_PREFIX = ".trash-"
 PULL_PREFIX = ".pull-"

@@ -63,6 +63,31 @@ class DeltaDtype(StrEnum):
     INT8 = "int8"
 
 
+class EngineName(StrEnum):
+    """What runs the tasks of a job: threads here, or an engine of the user's; see `exporter.jobs`."""
+
+    LOCAL = "local"
+    RAY = "ray"
+    BEAM = "beam"
+    DASK = "dask"
+
+
+class Jobs(Struct, frozen=True):
+    """How what is O(bytes) is run.
+
+    With an `engine` jobs are kept beside what they make, or in `directory` (a path that all workers see, or a
+    URL): the same command, on whatever engine, goes on with one that ended half-way. `address` and `settings`
+    are the engine's; `task_bytes` is what one task reads.
+    """
+
+    engine: EngineName | None = None
+    workers: int = 0
+    address: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    task_bytes: int = 64 << 20
+    directory: str = ""
+
+
 class Updates(Struct, frozen=True):
     """How a base takes deltas; see `exporter.subgraph.make_updatable`."""
 
@@ -98,7 +123,7 @@ class ExportRequest(Struct, frozen=True):
     takes no deltas over one that does; `despite_hold` publishes a version although the model is held.
     Of dynamic tables, keys are served that were seen `min_freq` times and updated within `max_age_steps`.
     A dynamic table gets room for `table_head_room` times as many keys as it has, beside those; a quarter by
-    default.
+    default. `jobs` says where casts, moved rows and checksums are worked on.
     `check_graph` builds the graph again before a delta and compares it with its base's. Without `again` a
     checkpoint that is published already, by the same plan, is an error (`PublishedAlready`).
     """
@@ -143,6 +168,7 @@ class ExportRequest(Struct, frozen=True):
     min_freq: int = 0
     max_age_steps: int | None = None
     table_head_room: float | None = None
+    jobs: Jobs = Jobs()
 
     def __post_init__(self) -> None:
         """Take `file://` as a path, and refuse other URLs where a path is expected."""

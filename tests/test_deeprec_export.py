@@ -16,7 +16,8 @@ from msgspec import structs
 from exporter.errors import MissingTensors, SchemaChanged
 from exporter.options import ExportRequest, Updates, Verify
 from exporter.pipeline import log_maintenance
-from exporter.pipeline.full import compare_names, export
+from exporter.pipeline.both_sides import compare_names
+from exporter.pipeline.full import export
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from tests.support.deeprec_graphs import Generation, deeprec_graph
 from tests.support.deeprec_models import (

@@ -20,9 +20,10 @@ from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_cat
 from exporter.errors import CheckpointChanged, CorruptFile, EngineFailed, MappingError, UsageError
 from exporter.graph.inference_graph import GraphVariable
 from exporter.jobs.engines.local import LocalEngine
-from exporter.jobs.execute import RECEIPTS, decode, encode, execute
+from exporter.jobs.execute import decode, encode, execute
 from exporter.jobs.runner import Runner, plan_digest
 from exporter.jobs.task import Input, Range, Receipt
+from exporter.layout import RECEIPTS_DIRECTORY
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.verify.checksum import Checksum
 from exporter.wire.crc32c import extend
@@ -94,7 +95,7 @@ def test_what_is_not_as_its_receipt_says_is_done_anew(catalog: Catalog, tmp_path
         export(catalog, tmp_path / "1", runner)
     (job,) = (tmp_path / "jobs").iterdir()
     shard = sorted(job.glob("variables.data-*"))[2]
-    receipt = job / RECEIPTS / f"{shard.name}.json"
+    receipt = job / RECEIPTS_DIRECTORY / f"{shard.name}.json"
     match damage:
         case "receipt":
             receipt.unlink()

@@ -67,6 +67,11 @@ class Move(Task, frozen=True, kw_only=True):
 
     segments: tuple[Segment, ...]
 
+    @property
+    def is_verbatim(self) -> bool:
+        """True if runs are sources as they are."""
+        return all(each.dtype is each.to and not (each.turns_in or each.turns_out) for each in self.segments)
+
     def run(self, directory: Directory) -> Receipt:
         """See `Task`."""
         with ExitStack() as stack, new_file(directory.scratch) as (target, path):

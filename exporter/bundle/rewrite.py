@@ -119,6 +119,15 @@ def tasks_for(
         )
 
 
+def size_of_tasks(pieces: Iterable[Piece], task_bytes: int) -> tuple[int, int]:
+    """How many tasks write the pieces, and how many bytes they read."""
+    sizes = [
+        sum(each.size for piece in batch for each in piece.segment.sources)
+        for batch in _batches(pieces, task_bytes)
+    ]
+    return len(sizes), sum(sizes)
+
+
 class Written:
     """What tasks wrote, as it becomes known: tensors, with the checksums of what was read compared."""
 

@@ -28,6 +28,8 @@ from exporter.layout import VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.options import DataMode
 from exporter.progress import NoProgress, Progress
+from exporter.storage import mirror
+from exporter.storage.output_directory import open_directory
 
 DEFAULT_WORKERS = 4
 """Copies wait for disks more than for processors."""
@@ -35,6 +37,7 @@ DEFAULT_WORKERS = 4
 
 _LOCAL = Runner()
 _WHY = "cast, or rows in another layout"
+_IN_STORE = "the model is in an object store"
 
 
 class ShardOrigin(Enum):
@@ -61,6 +64,8 @@ class VariablesReport(Struct, frozen=True):
 
     catalog: Catalog
     shards: tuple[ShardReport, ...]
+    job: str = ""
+    """The directory of the job that wrote some of them, if it is kept."""
 
     def bytes_of(self, *how: ShardOrigin) -> int:
         """Bytes of the shards that were made in one of these ways."""
@@ -120,6 +125,27 @@ def write_variables(
         raise os_error(exc, Path(os.fsdecode(exc.filename2 or exc.filename or prefix.parent))) from exc
 
 
+def size_of_work(mapping: VariableMapping, model: Path, task_bytes: int) -> tuple[int, int]:
+    """How many tasks an export of the mapping to a model has, and how many bytes they read.
+
+    Raises:
+        MappingError: values would have to move out of, or into, parts that are not ranges of whole rows.
+    """
+    _, moved = _divided(mapping, model)
+    pieces = (piece for source in moved for piece in rewrite.divide(source, task_bytes))
+    return rewrite.size_of_tasks(pieces, task_bytes)
+
+
+def _divided(mapping: VariableMapping, target: Path) -> tuple[list[TensorSource], list[TensorSource]]:
+    """Sources whose shards are linked or copied, and those that tasks write: in a store, all."""
+    is_in_store = mirror.find(target) is not None
+    verbatim: list[TensorSource] = []
+    moved: list[TensorSource] = []
+    for source in mapping.sources:
+        (moved if is_in_store or rewrite.is_needed(source) else verbatim).append(source)
+    return verbatim, moved
+
+
 _FAMILY = "TensorFlow V2, name-based"
 
 
@@ -141,19 +167,17 @@ class _Job:
         progress: Progress,
     ) -> None:
         self._catalog = mapping.catalog
-        self._verbatim: list[TensorSource] = []
-        rewritten: list[TensorSource] = []
-        for source in mapping.sources:
-            (rewritten if rewrite.is_needed(source) else self._verbatim).append(source)
+        self._verbatim, moved = _divided(mapping, prefix)
         self._prefix = prefix
         self._data = data
         self._pool = pool
         self._runner = runner
         self._progress = progress
         self._kept = _extents_by_shard(self._verbatim)
-        pieces = (piece for source in rewritten for piece in rewrite.divide(source, runner.task_bytes))
+        pieces = (piece for source in moved for piece in rewrite.divide(source, runner.task_bytes))
         self._moves = list(rewrite.tasks_for(pieces, mapping.catalog, runner.task_bytes))
         self._num_shards = len(self._kept) + len(self._moves)
+        self._job = ""
         self._new_file = NewFile.in_directory(prefix.parent)
 
     def run(self) -> VariablesReport:
@@ -161,8 +185,8 @@ class _Job:
         tensors = [_moved(source, placed) for source in self._verbatim]
         reports = [shard.report for shard in placed.values()]
         if self._moves:
-            rewritten, more = self._rewrite()
-            tensors += rewritten
+            moved, more = self._move()
+            tensors += moved
             reports += more
         path = index_path(self._prefix)
         path.write_bytes(encode_index(tensors, self._num_shards))
@@ -174,7 +198,7 @@ class _Job:
             tuple(report.bytes_ for report in reports),
             step=self._catalog.step,
         )
-        return VariablesReport(catalog, tuple(reports))
+        return VariablesReport(catalog, tuple(reports), self._job)
 
     def _place(self, old: int, new: int) -> _Placed:
         source, size = self._catalog.shards[old], self._catalog.shard_sizes[old]
@@ -198,23 +222,27 @@ class _Job:
     def _copy(self, source: Path, target: Path, ranges: Sequence[ByteRange], size: int) -> None:
         kernel_copy.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)
 
-    def _rewrite(self) -> tuple[list[TensorRef], list[ShardReport]]:
+    def _move(self) -> tuple[list[TensorRef], list[ShardReport]]:
         """Run the tasks that write the last shards."""
         first, written, reports = len(self._kept), rewrite.Written(self._catalog), []
-        names = [
-            shard_path(self._prefix, first + number, self._num_shards).name
-            for number in range(len(self._moves))
+        tasks = [
+            replace(task, name=shard_path(self._prefix, number, self._num_shards).name)
+            for number, (_, task) in enumerate(self._moves, first)
         ]
-        tasks = [replace(task, name=name) for (_, task), name in zip(self._moves, names, strict=True)]
-        directory = self._runner.directory_of(tasks) or os.fspath(self._prefix.parent)
-        with closing(self._runner.run(tasks, directory, self._progress)) as receipts:
-            for number, receipt in enumerate(receipts):
-                written.add(first + number, self._moves[number][0], receipt)
+        self._job = self._runner.directory_of(tasks)
+        directory = open_directory(self._job or os.fspath(self._prefix.parent))
+        with closing(self._runner.run(tasks, directory.place, self._progress)) as found:
+            receipts = []
+            for number, ((pieces, task), receipt) in enumerate(zip(self._moves, found, strict=True), first):
+                written.add(number, pieces, receipt)
+                receipts.append(receipt)
+                how = ShardOrigin.COMPACTED if task.is_verbatim else ShardOrigin.REWRITTEN
                 target = self._prefix.parent / receipt.task
-                reports.append(ShardReport(target, None, ShardOrigin.REWRITTEN, _WHY, receipt.written))
-        if self._runner.kept:  # until the version is published: whoever begins again finds them
-            for report in reports:
-                report.path.hardlink_to(Path(directory, report.path.name))
+                why = _IN_STORE if task.is_verbatim else _WHY
+                reports.append(ShardReport(target, None, how, why, receipt.written))
+        if self._job:  # it stays until the version is published: whoever begins again finds it
+            for report, receipt in zip(reports, receipts, strict=True):
+                directory.show(receipt.task, report.path, receipt.written, receipt.tag)
         return list(written.tensors()), reports
 
 

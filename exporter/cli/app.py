@@ -21,7 +21,9 @@ from exporter.cli.export_help import (
     PLACES,
     SERVED,
     STORAGE,
+    WORK,
 )
+from exporter.cli.job_flags import LOCALLY, JobFlags
 from exporter.cli.notify import Servers
 from exporter.cli.root_options import refuse_root_options
 from exporter.cli.stop_options import stop_when
@@ -31,15 +33,7 @@ from exporter.options import DataMode, DeltaDtype, ExportFormat, ExportRequest, 
 from exporter.pipeline.watch_loop import StopWhen, Watching
 from exporter.roles import node_role
 from exporter.terminal import completion
-from exporter.terminal.edge import (
-    DebugFlag,
-    JsonFlag,
-    QuietFlag,
-    VersionFlag,
-    command,
-    pairs,
-    run,
-)
+from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, VersionFlag, command, pairs, run
 from exporter.terminal.parameters import App, Option, Options
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.transfer.opened import data_mode, opened
@@ -306,6 +300,7 @@ def export(
         str | None,
         Option(group=FOLLOWING, metavar="DURATION", help="End --watch after this time without news."),
     ] = None,
+    job_flags: Annotated[JobFlags, Options(WORK)] = LOCALLY,
     any_role: Annotated[
         bool,
         Option(group=PLACES, help="Export even if this node of a cluster is not the chief."),
@@ -370,6 +365,7 @@ def export(
             check_graph=check_graph,
             again=again,
             updates=updates if updatable or incr else None,
+            jobs=job_flags.jobs(),
         )
         if not incr and (min_change or delta_dtype or rebase or full_on_mismatch or check_graph or notify):
             options = "--min-change, --delta-dtype, --rebase, --full-on-mismatch, --check-graph and --notify"

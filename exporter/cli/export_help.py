@@ -12,6 +12,7 @@ CHECKS = "Checks"
 DELTAS = "Deltas"
 FOLLOWING = "Following training"
 KEYED = "Tables by keys"
+WORK = "Work on many bytes"
 
 HELP = f"""Export a distributed TensorFlow checkpoint as a SavedModel that TensorFlow Serving can serve.
 

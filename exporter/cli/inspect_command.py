@@ -60,7 +60,7 @@ def inspect(
     with command(json_, quiet, debug) as sink:
         if unmatched is not None:
             from exporter.cli import render
-            from exporter.pipeline import full as pipeline
+            from exporter.pipeline.both_sides import compare_names
 
             request = ExportRequest(
                 ckpt_dir=path,
@@ -71,7 +71,7 @@ def inspect(
                 outputs=pairs("--output", output),
                 rename_file=rename_file,
             )
-            render.compared(pipeline.compare_names(request), sink)
+            render.compared(compare_names(request), sink)
             return
         if model_arg or input_ or output or rename_file:
             raise UsageError("--model-arg, --input, --output and --rename-file go with --unmatched")

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import click
 
+from exporter.cli.job_flags import LOCALLY, JobFlags
 from exporter.errors import Exit
 from exporter.local_paths import checkpoint_parser
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
-from exporter.terminal.parameters import App, Argument, Option
+from exporter.terminal.parameters import App, Argument, Option, Options
 from exporter.transfer.opened import opened
 
 DryRunFlag = Annotated[bool, Option("--dry-run", help="Print what would be done and write nothing.")]
@@ -177,6 +178,7 @@ def diff(
 def verify(
     model: ModelArgument,
     bytes_: Annotated[bool, Option("--bytes", help="Also read all values of the versions.")] = False,
+    job_flags: Annotated[JobFlags, Options()] = LOCALLY,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -187,12 +189,15 @@ def verify(
     Examples:
       export-model verify models/ranker
       export-model verify models/ranker --bytes --json
+      export-model verify models/ranker --bytes --engine ray --engine-address ray://head:10001
     """
     with command(json_, quiet, debug) as sink, opened(model, read_only=True) as target:
         from exporter.cli import render_log
+        from exporter.jobs.runner import Runner
         from exporter.verify import log as verify_log
 
-        found = verify_log.verify_model(target.path, bytes_=bytes_)
+        runner = Runner.of(job_flags.jobs())
+        found = verify_log.verify_model(target.path, bytes_=bytes_, runner=runner)
         render_log.verified(found, sink)
         if found.problems:
             raise found.problems[0]

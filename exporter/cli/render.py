@@ -21,7 +21,8 @@ from exporter.mapping.build import TensorSource
 from exporter.mapping.extras import Extra, ExtraKind
 from exporter.mapping.unmatched import Unmatched
 from exporter.options import Verify
-from exporter.pipeline.full import Exported, Plan, Unmatchable
+from exporter.pipeline.both_sides import Unmatchable
+from exporter.pipeline.full import Exported, Plan
 from exporter.pipeline.inspection import (
     BundleView,
     CheckpointView,
@@ -47,6 +48,8 @@ def plan(planned: Plan, sink: Output) -> None:
         *_plan_lines(planned),
         _line("would write", f"{human_bytes(planned.mapping.bytes_)} under {planned.request.out}, {how}"),
     ]
+    if (tasks := planned.work[0]) and (engine := planned.request.jobs.engine):
+        lines.append(_line("would run", f"{count(tasks, 'task')} on {engine}"))
     _warn(planned, sink)
     sink.result(_plan(planned, Status.PLANNED), lines)
 
@@ -198,6 +201,7 @@ def _bundle_lines(found: BundleView) -> Iterator[str]:
 
 
 def _plan(planned: Plan, status: Status) -> ExportPlan:
+    tasks, task_bytes = planned.work
     return ExportPlan(
         dry_run=status is Status.PLANNED,
         status=status,
@@ -206,6 +210,8 @@ def _plan(planned: Plan, status: Status) -> ExportPlan:
         signatures=_signatures(signatures_of(planned.graph.meta_graph)),
         variables=list(map(_variable, planned.mapping.sources)),
         bytes=planned.mapping.bytes_,
+        tasks=tasks,
+        task_bytes=task_bytes,
         ignored=_groups(planned.ignored),
         training=_training(planned.training),
         notes=planned.notes,

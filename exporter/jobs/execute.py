@@ -16,6 +16,7 @@ from msgspec import Struct
 from exporter import errors
 from exporter.errors import ExportError, UsageError
 from exporter.jobs.task import Receipt, Task
+from exporter.layout import RECEIPTS_DIRECTORY
 from exporter.storage.output_directory import Directory, open_directory
 from exporter.version import __version__
 
@@ -24,8 +25,6 @@ OPERATIONS = {
     "move": "exporter.bundle.move:Move",
 }
 """Where the class of each operation is: in the room that plans it, which imports this one."""
-
-RECEIPTS = "receipts"
 
 
 class Work(Struct, frozen=True):
@@ -108,7 +107,7 @@ def kept_receipt(directory: Directory, name: str) -> Receipt | None:
     Raises:
         CheckpointError, PublishError: the directory cannot be read.
     """
-    content = directory.read(f"{RECEIPTS}/{name}.json")
+    content = directory.read(f"{RECEIPTS_DIRECTORY}/{name}.json")
     if content is None:
         return None
     try:
@@ -124,5 +123,5 @@ def _do(task: Task, directory: Directory, keep: bool) -> Receipt:
         return done
     receipt = task.run(directory)
     if keep:
-        directory.put(f"{RECEIPTS}/{task.name}.json", msgspec.json.encode(receipt))
+        directory.put(f"{RECEIPTS_DIRECTORY}/{task.name}.json", msgspec.json.encode(receipt))
     return receipt

@@ -8,19 +8,25 @@ in anything begins anew. Whoever planned the job reads the receipts and publishe
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct, field
 
 from exporter.errors import EngineFailed
 from exporter.jobs.engines import Engine
+from exporter.jobs.engines.choose import choose_engine
 from exporter.jobs.engines.local import LocalEngine
-from exporter.jobs.execute import RECEIPTS, decode, encode, kept_receipt
+from exporter.jobs.execute import decode, encode, kept_receipt
 from exporter.jobs.task import Receipt, Task
+from exporter.layout import JOBS_DIRECTORY, RECEIPTS_DIRECTORY
+from exporter.options import EngineName, Jobs
 from exporter.progress import NoProgress, Progress
+from exporter.storage import mirror
 from exporter.storage.output_directory import open_directory
 
 DEFAULT_TASK_BYTES = 64 << 20
@@ -36,6 +42,23 @@ class Runner(Struct, frozen=True):
     engine: Engine = field(default_factory=LocalEngine)
     task_bytes: int = DEFAULT_TASK_BYTES
     kept: str = ""
+
+    @classmethod
+    def of(cls, jobs: Jobs, model: Path | None = None) -> Runner:
+        """The runner that a user asked for.
+
+        Jobs that write a model are kept below it, if an engine is named or the model is in a store.
+
+        Raises:
+            UsageError: the engine is not installed, or does not know an option.
+        """
+        name = jobs.engine or EngineName.LOCAL
+        engine = choose_engine(name, jobs.workers, jobs.address, jobs.settings)
+        if jobs.directory or model is None:
+            return cls(engine, jobs.task_bytes, jobs.directory)
+        place = mirror.shown(os.fspath(model))
+        is_kept = jobs.engine is not None or place != os.fspath(model)
+        return cls(engine, jobs.task_bytes, f"{place}/{JOBS_DIRECTORY}" if is_kept else "")
 
     def directory_of(self, tasks: Sequence[Task]) -> str:
         """The directory of a kept job; "" if jobs are not kept."""
@@ -84,8 +107,8 @@ def plan_digest(tasks: Sequence[Task]) -> str:
 def _known(tasks: Sequence[Task], directory: str) -> dict[str, Receipt]:
     """The receipts of a job that was begun before."""
     place = open_directory(directory)
-    names = {name.removeprefix(f"{RECEIPTS}/").removesuffix(".json") for name in place.names(RECEIPTS)}
-    begun = [task.name for task in tasks if task.name in names]
+    names = set(place.names(RECEIPTS_DIRECTORY))
+    begun = [task.name for task in tasks if f"{RECEIPTS_DIRECTORY}/{task.name}.json" in names]
     with ThreadPoolExecutor(_LOOKS, "receipts") as pool:
         found = pool.map(lambda name: kept_receipt(place, name), begun)
         return {receipt.task: receipt for receipt in found if receipt is not None}

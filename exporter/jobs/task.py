@@ -55,8 +55,8 @@ class Input(Struct, frozen=True, array_like=True):
         return cls(os.fspath(path.absolute()), status.st_size, str(status.st_mtime_ns))
 
     @contextmanager
-    def open(self, ranges: Iterable[Range], scratch: Path) -> Iterator[int]:
-        """A descriptor from which these ranges can be read; of an object they are fetched into a sparse file.
+    def file(self, ranges: Iterable[Range], scratch: Path) -> Iterator[Path]:
+        """A file in which these ranges can be read; of an object they are fetched into a sparse one.
 
         Raises:
             CheckpointChanged: it is gone, or another one has its name.
@@ -66,15 +66,26 @@ class Input(Struct, frozen=True, array_like=True):
         url = Url.parse(self.place)
         if url is not None:
             with new_file(scratch) as (descriptor, path):
+                os.truncate(descriptor, self.size)
                 found = RemoteObject(url.path, self.size, self.tag or None, 0.0)
                 pieces = [(each.offset, each.offset + each.size, each.offset) for each in ranges]
                 _reader(url.scheme, url.bucket).copy(found, descriptor, pieces, path)
-                yield descriptor
+                yield path
             return
-        with open_shard(Path(self.place)) as descriptor:
-            self._require_same(os.fstat(descriptor))
+        path = Path(self.place)
+        self._require_same(shard_status(path))
+        yield path
+        self._require_same(shard_status(path))
+
+    @contextmanager
+    def open(self, ranges: Iterable[Range], scratch: Path) -> Iterator[int]:
+        """A descriptor of `file`.
+
+        Raises:
+            CheckpointChanged, CheckpointError, DiskFull, PublishError: as `file`.
+        """
+        with self.file(ranges, scratch) as path, open_shard(path) as descriptor:
             yield descriptor
-            self._require_same(os.fstat(descriptor))
 
     def _require_same(self, status: os.stat_result) -> None:
         if (status.st_size, str(status.st_mtime_ns)) != (self.size, self.tag):

@@ -7,12 +7,12 @@ from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 
-from msgspec import Struct, structs
+from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.bundle.metagraph_pair import keep_pair_alone, write_pair
 from exporter.bundle.saved_model_writer import write_saved_model
-from exporter.bundle.variables import VariablesReport, as_rewritten, write_variables
+from exporter.bundle.variables import VariablesReport, as_rewritten, size_of_work, write_variables
 from exporter.bundle.warmup_requests import WarmupRequest, read_requests, write_warmup
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
@@ -22,26 +22,26 @@ from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused, Usa
 from exporter.files import writing
 from exporter.graph.feeds import mode_switches
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.graph.load import GraphSource, SourceGraph, clean, load_source, run_builders_once
+from exporter.graph.load import GraphSource, SourceGraph, load_source, run_builders_once
 from exporter.graph.origin import GraphOrigin
 from exporter.graph.training_graph import TrainingGraph
 from exporter.increments.history import read_history
 from exporter.increments.increment import CheckpointId
 from exporter.increments.trained import TrainerVersion
+from exporter.jobs.runner import Runner
 from exporter.layout import ASSETS_DIRECTORY
 from exporter.mapping.batch_statistics import check_batch_statistics
 from exporter.mapping.build import MappingRules, VariableMapping, check_casts
 from exporter.mapping.extras import Extra, classify_extras
 from exporter.mapping.mapping_spec import MappingSpec
-from exporter.mapping.rename_file import read_renames
 from exporter.mapping.request_rules import parse_rules
 from exporter.mapping.training_variables import with_training
-from exporter.mapping.unmatched import Unmatched
 from exporter.options import DataMode, ExportFormat, ExportRequest, Verify
+from exporter.pipeline.both_sides import read_both
 from exporter.pipeline.newest_base import BaseState, lay_increments_over, newest_state
 from exporter.pipeline.plan_digest import plan_digest
-from exporter.pipeline.same_graph import SourceFiles, graph_request
-from exporter.pipeline.table_layout import lay_out_tables, map_laid_out, unmatched_with, write_tables
+from exporter.pipeline.same_graph import SourceFiles
+from exporter.pipeline.table_layout import lay_out_tables, map_laid_out, write_tables
 from exporter.pipeline.target import (
     check_permission,
     permission,
@@ -49,7 +49,7 @@ from exporter.pipeline.target import (
     require_own_directory,
     target_notes,
 )
-from exporter.pipeline.trainer_graph import model_beside, training_graph, with_trained
+from exporter.pipeline.trainer_graph import training_graph
 from exporter.pipeline.updatable import UpdatableBase, make_base, update_notes
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import Published, Staging, VersionRule, publish_version, reserve_position
@@ -58,6 +58,7 @@ from exporter.publish.log_entries import BaseEntry
 from exporter.publish.made_from import newest_made_from
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.publish.versions import require_base_path
+from exporter.storage.output_directory import open_directory
 from exporter.tables.lay_out import TableLayout
 from exporter.verify.outputs import Difference, Request, compare_outputs
 from exporter.verify.table_index import verify_tables
@@ -96,6 +97,13 @@ class Plan(Struct, frozen=True, dict=True):
         """A digest that differs between plans for the same checkpoint."""
         return plan_digest(self.request, self.graph, self.mapping, self.warmup, self.training)
 
+    @cached_property
+    def work(self) -> tuple[int, int]:
+        """How many tasks write values, and how many bytes they read."""
+        if not self.catalog.is_bundle:
+            return 0, 0
+        return size_of_work(self.mapping, self.request.out, self.request.jobs.task_bytes)
+
     @property
     def ignored(self) -> tuple[Extra, ...]:
         """What of the checkpoint is not served; the mapping's own catalog may hold served variables alone."""
@@ -113,14 +121,6 @@ class Exported(Struct, frozen=True):
     variables: VariablesReport
     differences: tuple[Difference, ...]
     seconds: float
-
-
-class Unmatchable(Struct, frozen=True):
-    """A checkpoint and a graph, and the variables and tensors that no rule matches."""
-
-    catalog: Catalog
-    graph: InferenceGraph
-    unmatched: Unmatched
 
 
 def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
@@ -148,7 +148,7 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
     is_known = not request.again and newest_made_from(request.out, checkpoint.digest) is not None
     if not is_known:
         check_permission(request)
-    found = _read(request, rules, catalog, checkpoint, load)
+    found = read_both(request, rules, catalog, checkpoint, load)
     require_own_directory(request.out, found.catalog)
     graph, layout = lay_out_tables(found.graph, found.catalog, found.rules, request.table_head_room)
     mapping = map_laid_out(graph, found.catalog, layout, found.rules)
@@ -179,56 +179,6 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         require_new(request, checkpoint, planned.digest)
         check_permission(request)
     return planned
-
-
-class _Read(Struct, frozen=True):
-    """Both sides of a mapping, and the rules for it."""
-
-    catalog: Catalog
-    checkpoint: Identity
-    source: SourceGraph
-    graph: InferenceGraph
-    rules: MappingRules
-    origin: GraphOrigin | None
-
-
-def _read(
-    request: ExportRequest,
-    rules: MappingRules,
-    catalog: Catalog,
-    checkpoint: Identity,
-    load: GraphSource = load_source,
-) -> _Read:
-    if request.updates and not catalog.is_bundle:
-        raise UsageError(
-            f"{catalog.prefix} is not a tensor bundle: what changes in it cannot be followed",
-            hint="leave --incr or --updatable out, or let the trainer save a tf.train.Checkpoint",
-        )
-    asked = graph_request(request, model_beside(catalog) if request.model is None else request.model)
-    # Before it is loaded: what is edited meanwhile is refused later, not taken for what was loaded.
-    origin = GraphOrigin.of(asked, is_beside=request.model is None) if request.updates else None
-    source = load(asked)
-    if origin is not None and source.code:
-        origin = structs.replace(origin, files=source.code)
-    graph = clean(source)
-    rules = with_trained(rules, catalog, source)
-    if request.rename_file:
-        table = read_renames(request.rename_file)
-        table.check(graph, catalog)
-        rules = replace(rules, renames=(*rules.renames, *table.rules))
-    return _Read(catalog, checkpoint, source, graph, rules, origin)
-
-
-def compare_names(request: ExportRequest) -> Unmatchable:
-    """List what an export of this request would leave unmatched on both sides.
-
-    Raises:
-        UsageError, CheckpointError, GraphError: see errors.py.
-    """
-    rules, catalog = parse_rules(request), open_checkpoint(request.ckpt_dir)
-    found = _read(request, rules, catalog, Identity.of(catalog))
-    left = unmatched_with(found.graph, found.catalog, found.rules)
-    return Unmatchable(found.catalog, found.graph, left)
 
 
 def execute(
@@ -284,6 +234,8 @@ def execute(
             permission=permission(request),
             permit=(lambda: None) if request.again else permit,
         )
+    if variables.job:
+        open_directory(variables.job).remove()
     if base is not None:
         places = {asset.file_name: asset.source for asset in planned.graph.assets}
         SourceFiles(places).save(log_path(request.out, base.entry.log))
@@ -327,7 +279,8 @@ def _write_variables(
         )
         planned = replace(planned, mapping=laid_out)
     with progress("variables", planned.mapping.bytes_) as bar:
-        variables = write_variables(planned.mapping, staging.path, data=data, progress=bar)
+        runner = Runner.of(planned.request.jobs, planned.request.out)
+        variables = write_variables(planned.mapping, staging.path, data=data, runner=runner, progress=bar)
     if not catalog.is_bundle:
         variables = as_rewritten(variables, catalog.prefix, catalog.family)
     return planned, variables
@@ -400,7 +353,8 @@ def _verify(
         verify_files(bundle, tensor_entries(variables.catalog))
     if request.verify.includes(Verify.BYTES):
         with progress("verify", variables.catalog.bytes_) as bar:
-            verify_bytes(variables.catalog, progress=bar)
+            runner = Runner.of(request.jobs)
+            verify_bytes(variables.catalog, runner=runner, progress=bar)
     if planned.layout is not None and request.verify is not Verify.NONE:
         is_filtered = not planned.rules.admission.is_everyone
         verify_tables(planned.layout, variables.catalog, is_filtered=is_filtered)

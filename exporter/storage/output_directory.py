@@ -6,6 +6,7 @@ Objects appear whole: a file by rename, an object by its upload. A tag tells it 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from exporter.errors import os_error
-from exporter.storage.objects import ObjectWriter, Url
+from exporter.storage.objects import ObjectWriter, RemoteObject, Url
 
 _LONGEST = 16 << 20
 _NEW = ".new-"
@@ -61,6 +62,21 @@ class Directory(Protocol):
 
         Raises:
             CheckpointError, PublishError: they cannot be listed.
+        """
+
+    def show(self, name: str, path: Path, size: int, tag: str) -> None:
+        """Have an object at a local path: a link to a file, or what is fetched from a store.
+
+        Raises:
+            CheckpointChanged: another object has its name.
+            DiskFull, PublishError: the path cannot be written.
+        """
+
+    def remove(self) -> None:
+        """Remove everything in it, as far as that is possible.
+
+        Raises:
+            CheckpointError, PublishError: a store refuses.
         """
 
 
@@ -123,6 +139,15 @@ class LocalDirectory:
             return sorted(f"{below}/{name}" for name in names if not name.startswith(_NEW))
         return []
 
+    def show(self, name: str, path: Path, size: int, tag: str) -> None:
+        """See `Directory`."""
+        with _naming(path):
+            path.hardlink_to(self._path / name)
+
+    def remove(self) -> None:
+        """See `Directory`."""
+        shutil.rmtree(self._path, ignore_errors=True)
+
 
 class StoreDirectory:
     """The objects below a URL."""
@@ -159,6 +184,16 @@ class StoreDirectory:
         """See `Directory`."""
         base = f"{self._url.path}/"
         return sorted(each.key.removeprefix(base) for each in self._store.below(self._key(below)))
+
+    def show(self, name: str, path: Path, size: int, tag: str) -> None:
+        """See `Directory`."""
+        found = RemoteObject(self._key(name), size, tag, 0.0)
+        with _naming(path), path.open("xb") as file:
+            self._store.copy(found, file.fileno(), [(0, size, 0)], path)
+
+    def remove(self) -> None:
+        """See `Directory`."""
+        self._store.delete(*(each.key for each in self._store.below(self._url.path)))
 
     def _key(self, name: str) -> str:
         return f"{self._url.path}/{name}"

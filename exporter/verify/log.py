@@ -10,12 +10,15 @@ from msgspec import Struct
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.spans import Position
 from exporter.errors import DeltaGap, ExportError, ManifestError, NotUpdatable, VerificationError
+from exporter.jobs.runner import Runner
 from exporter.layout import VARIABLES_PREFIX
 from exporter.publish.absent import nothing_published
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.versions import version_dirs
 from exporter.verify.version_files import verify_bytes, verify_published
+
+_LOCAL = Runner()
 
 
 class Problem(Struct, frozen=True):
@@ -55,11 +58,11 @@ class VerifiedModel(Struct, frozen=True):
             return None
 
 
-def verify_model(model: Path, *, bytes_: bool = False) -> VerifiedModel:
+def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = _LOCAL) -> VerifiedModel:
     """Compare versions with their manifests, and every delta of the newest log with manifest, name and
     checksums.
 
-    `bytes_` reads all values of the versions, too; those of deltas are always read.
+    `bytes_` reads all values of the versions, too, by tasks of `runner`; those of deltas are always read.
 
     Raises:
         NotUpdatable: nothing is published.
@@ -72,7 +75,7 @@ def verify_model(model: Path, *, bytes_: bool = False) -> VerifiedModel:
         try:
             verify_published(child.path)
             if bytes_:
-                verify_bytes(read_catalog(child.path / VARIABLES_PREFIX))
+                verify_bytes(read_catalog(child.path / VARIABLES_PREFIX), runner=runner)
         except ExportError as error:
             damage.append(Problem(child.path, error))
     try:

@@ -57,6 +57,10 @@ class ExportPlan(Struct, frozen=True, kw_only=True):
     """The served variables."""
     bytes: int
     """Their size."""
+    tasks: int
+    """Tasks that copy, cast or move values; what is linked needs none."""
+    task_bytes: int
+    """Bytes that they read."""
     ignored: Mapping[str, TensorGroup]
     """Tensors that are not served, by kind: optimizer slots, averages, the global step, other."""
     training: TrainingGraph | None

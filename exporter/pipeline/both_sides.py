@@ -1,0 +1,85 @@
+"""Read the two sides that an export brings together: the checkpoint and the graph."""
+
+from __future__ import annotations
+
+from msgspec import Struct, structs
+from msgspec.structs import replace
+
+from exporter.catalog import Catalog
+from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint.identity import Identity
+from exporter.errors import UsageError
+from exporter.graph.inference_graph import InferenceGraph
+from exporter.graph.load import GraphSource, SourceGraph, clean, load_source
+from exporter.graph.origin import GraphOrigin
+from exporter.mapping.build import MappingRules
+from exporter.mapping.rename_file import read_renames
+from exporter.mapping.request_rules import parse_rules
+from exporter.mapping.unmatched import Unmatched
+from exporter.options import ExportRequest
+from exporter.pipeline.same_graph import graph_request
+from exporter.pipeline.table_layout import unmatched_with
+from exporter.pipeline.trainer_graph import model_beside, with_trained
+
+
+class Both(Struct, frozen=True):
+    """Both sides of a mapping, and the rules for it."""
+
+    catalog: Catalog
+    checkpoint: Identity
+    source: SourceGraph
+    graph: InferenceGraph
+    rules: MappingRules
+    origin: GraphOrigin | None
+
+
+def read_both(
+    request: ExportRequest,
+    rules: MappingRules,
+    catalog: Catalog,
+    checkpoint: Identity,
+    load: GraphSource = load_source,
+) -> Both:
+    """Read the graph, and complete the rules by what both sides tell.
+
+    Raises:
+        UsageError, CheckpointError, GraphError, MappingError: see errors.py.
+    """
+    if request.updates and not catalog.is_bundle:
+        raise UsageError(
+            f"{catalog.prefix} is not a tensor bundle: what changes in it cannot be followed",
+            hint="leave --incr or --updatable out, or let the trainer save a tf.train.Checkpoint",
+        )
+    asked = graph_request(request, model_beside(catalog) if request.model is None else request.model)
+    # Before it is loaded: what is edited meanwhile is refused later, not taken for what was loaded.
+    origin = GraphOrigin.of(asked, is_beside=request.model is None) if request.updates else None
+    source = load(asked)
+    if origin is not None and source.code:
+        origin = structs.replace(origin, files=source.code)
+    graph = clean(source)
+    rules = with_trained(rules, catalog, source)
+    if request.rename_file:
+        table = read_renames(request.rename_file)
+        table.check(graph, catalog)
+        rules = replace(rules, renames=(*rules.renames, *table.rules))
+    return Both(catalog, checkpoint, source, graph, rules, origin)
+
+
+class Unmatchable(Struct, frozen=True):
+    """A checkpoint and a graph, and the variables and tensors that no rule matches."""
+
+    catalog: Catalog
+    graph: InferenceGraph
+    unmatched: Unmatched
+
+
+def compare_names(request: ExportRequest) -> Unmatchable:
+    """List what an export of this request would leave unmatched on both sides.
+
+    Raises:
+        UsageError, CheckpointError, GraphError: see errors.py.
+    """
+    rules, catalog = parse_rules(request), open_checkpoint(request.ckpt_dir)
+    found = read_both(request, rules, catalog, Identity.of(catalog))
+    left = unmatched_with(found.graph, found.catalog, found.rules)
+    return Unmatchable(found.catalog, found.graph, left)
