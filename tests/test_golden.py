@@ -23,7 +23,7 @@ from exporter.delta.format import ChangeKind, Rows, ServedVariable
 from exporter.delta.row_hashes import read_index
 from exporter.delta.tolerance import load_residual
 from exporter.increments.history import CheckpointMarker, read_history
-from exporter.increments.increment import Changed, Increment
+from exporter.increments.increment import Changed, Contents, Increment
 from exporter.increments.increment import from_json as increment_from_json
 from exporter.increments.increment import to_json as increment_to_json
 from exporter.layout import CACHES_DIRECTORY, HASHES_DIRECTORY
@@ -207,10 +207,10 @@ def test_publishing_goes_on_where_the_release_left_off(release: Path, tmp_path: 
     assert_serves(values_at(read_log(model), 84), values)
     users = ServedVariable("users", DType.FLOAT, (8, 4), ChangeKind.TABLE)
 
-    def fill(writer: BundleWriter) -> tuple[Changed, ...]:
+    def fill(writer: BundleWriter) -> Contents:
         writer.add(users.keys[0], np.array([3], np.int64))
         writer.add(users.keys[1], np.ones([1, 4], np.float32))
-        return (Changed(users, 1),)
+        return Contents((Changed(users, 1),))
 
     parent = max(read_history(train).increments, key=lambda stored: stored.increment.to_step).increment
     assert parent.to_step == 80

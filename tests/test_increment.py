@@ -20,6 +20,7 @@ from exporter.increments.history import CheckpointMarker, History, identify, rea
 from exporter.increments.increment import (
     Changed,
     CheckpointId,
+    Contents,
     Increment,
     StoredIncrement,
     from_json,
@@ -349,10 +350,10 @@ def test_identity_is_content(tmp_path: Path) -> None:
 def test_a_trainer_that_comes_by_the_same_steps_again_keeps_what_was_there(tmp_path: Path) -> None:
     store = Store(tmp_path)
 
-    def fill(value: int) -> Callable[[BundleWriter], tuple[Changed, ...]]:
-        def write(writer: BundleWriter) -> tuple[Changed, ...]:
+    def fill(value: int) -> Callable[[BundleWriter], Contents]:
+        def write(writer: BundleWriter) -> Contents:
             writer.add("w/value", np.array([value], np.int64))
-            return EXAMPLE.variables[1:]
+            return Contents(EXAMPLE.variables[1:])
 
         return write
 

@@ -89,7 +89,7 @@ def test_what_was_trained_is_saved_restored_and_served(tmp_path: Path) -> None:
         restored.saver.restore(session, str(tmp_path / "ckpt" / "model.ckpt-30"))
         assert session.run(restored.rows, {restored.ids: keys}).tobytes() == rows.tobytes()
         restored.fit(session, np.append(keys, 5), 2)
-        assert session.run(restored.table._count) == len(keys) + 1
+        assert session.run(restored.table.index.cursors)[0] == len(keys) + 1
 
 
 def test_rows_are_given_once_whoever_asks_first() -> None:
@@ -107,8 +107,8 @@ def test_rows_are_given_once_whoever_asks_first() -> None:
             worker.start()
         for worker in workers:
             worker.join()
-        count = session.run(trainer.table._count)
-        seen = session.run(trainer.table._keys)[:count]
+        count = session.run(trainer.table.index.cursors)[0]
+        seen = session.run(trainer.table.index.row_keys)[:count]
         assert len(np.unique(seen)) == count, "no key has two rows"
 
 
@@ -152,8 +152,9 @@ def test_workers_of_a_parameter_server_share_the_table(tmp_path: Path) -> None:
         worker.start()
     for worker in workers:
         worker.join()
-    count = first.run(trainers[0].table._count)
-    assert len(np.unique(first.run(trainers[0].table._keys)[:count])) == count
+    index = trainers[0].table.index
+    count = first.run(index.cursors)[0]
+    assert len(np.unique(first.run(index.row_keys)[:count])) == count
     rows = second.run(trainers[1].rows, {trainers[1].ids: keys})
     with trainers[0].graph.as_default():
         trainers[0].saver.save(first, str(tmp_path / "ckpt" / "model.ckpt"), global_step=30)
@@ -161,16 +162,6 @@ def test_workers_of_a_parameter_server_share_the_table(tmp_path: Path) -> None:
     assert served(done.published.path, keys).tobytes() == rows.tobytes()
     first.close()
     second.close()
-
-
-def test_increments_of_a_graph_with_tables_are_refused(tmp_path: Path) -> None:
-    from exporter.errors import UsageError
-    from exporter.training import IncrementHook
-
-    trainer = Trainer()
-    hook = IncrementHook(tmp_path, save_increment_steps=1)
-    with trainer.graph.as_default(), pytest.raises(UsageError, match="dynamic tables, such as 'emb'"):
-        hook.begin()
 
 
 def test_a_monitored_session_goes_on_where_it_ended(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ An embedding variable `<ev>`, or each part `<ev>/part_<p>` of it, is a handful o
     <ev>-versions                 int64 [N] or [0]     step of each key's last update
     <ev>-freqs                    int64 [N] or [0]     how often each key was seen; may be absent
     <ev>-partition_offset         int32 [1001]         keys are grouped by key % 1000; old files lack it
+    <ev>-rows                     int64 [N]            of `exporter.tables`: where slots have the rows
     <ev>-{keys,versions,freqs}_filtered, -partition_filter_offset     keys that were seen too seldom: no rows
 
 `-versions` is always there; the tables of stock TensorFlow, which are `-keys` and `-values`, have none.
@@ -44,9 +45,10 @@ BUCKETS = 1000
 """DeepRec's kSavedPartitionNum: rows are grouped by the remainder of their key."""
 
 KEYS, VALUES, VERSIONS, FREQS = "-keys", "-values", "-versions", "-freqs"
+ROWS = "-rows"
 OFFSETS, FILTERED_OFFSETS, FILTERED = "-partition_offset", "-partition_filter_offset", "_filtered"
 _SUFFIXES = (
-    *(KEYS, VALUES, VERSIONS, FREQS, OFFSETS, FILTERED_OFFSETS),
+    *(KEYS, VALUES, VERSIONS, FREQS, ROWS, OFFSETS, FILTERED_OFFSETS),
     *(suffix + FILTERED for suffix in (KEYS, VERSIONS, FREQS)),
 )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
 from exporter.delta.diff import differing_rows
+from exporter.integer_sets import among, distinct
 
 Array = np.ndarray[Any, Any]
 
@@ -48,3 +50,31 @@ class KeyedRows(Struct, frozen=True, eq=False):
         same = rows >= 0
         same[ours[differing]] = False
         return same
+
+
+class KeyedChange(Struct, frozen=True, eq=False):
+    """A change of a table: keys that go, increasing, and then rows of keys, new ones among them."""
+
+    rows: KeyedRows
+    removed: Array
+
+    def then(self, later: KeyedChange) -> KeyedChange:
+        """The change and a later one of the same table as one."""
+        ours = self.rows
+        stays = ~among(ours.keys, np.sort(later.removed)) & (later.rows.rows_of(ours.keys) < 0)
+        kept = ours.at(stays)
+        rows = KeyedRows(
+            ours.name,
+            np.concatenate([kept.keys, later.rows.keys]),
+            np.concatenate([kept.values, later.rows.values]),
+        )
+        return KeyedChange(rows, distinct(np.concatenate([self.removed, later.removed])))
+
+
+def merged(changes: Iterable[KeyedChange]) -> dict[str, KeyedChange]:
+    """Changes that follow one another as one of each table, by its name."""
+    found: dict[str, KeyedChange] = {}
+    for change in changes:
+        before = found.get(change.rows.name)
+        found[change.rows.name] = change if before is None else before.then(change)
+    return found

@@ -118,14 +118,15 @@ class ServedTable(Struct, frozen=True):
         return self.state.rows_at(self.variables[part].name, ids.astype(np.int64, copy=False))
 
 
-def upserted(table: ServedTable, rows: KeyedRows) -> dict[str, Change]:
-    """The changes by which these rows, new keys among them, come into a table; values as they are served.
+def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, Change]:
+    """The changes by which keys go and then these rows, new keys among them, come into a table.
+
+    Values are as they are served. A key that goes and comes keeps its place.
 
     Raises:
         TableFull: there is no room for the new keys.
     """
-    none = np.empty(0, np.int64)
-    change = table.change(rows.keys, none)
+    change = table.change(rows.keys, removed[rows.rows_of(removed) < 0])
     changes = _index_changes(table, change)
     if len(rows):
         order = np.argsort(change.added)

@@ -8,7 +8,8 @@ increment's parent, and no others, under the names and keys that a delta has the
 (`exporter.delta.format`): `<name>/ids` and `<name>/values` for rows of a table, `<name>/value` [1, ...] for
 a variable as a whole. Names are the trainer's; row numbers are those of the whole variable, also if it is
 partitioned. Optimizer slots and the global step are there, so that full checkpoint + increments restore a
-training, too.
+training, too. Tables by keys, which stock TensorFlow trains, are there by their keys: see
+`exporter.increments.changed_tables`.
 
 *Meaning of a position.* Every write that belongs to a step up to `to` is in the increment or in one before
 it; a row may be newer, and is then in the next increment again. A full checkpoint of step f, `from` <= f <
@@ -31,6 +32,7 @@ from exporter.catalog import Catalog, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import memory_map, read_array, read_catalog
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
 from exporter.errors import CorruptFile, UnsupportedFormat
+from exporter.increments.changed_tables import ChangedTable, TableDocument, TableRows, read_table
 from exporter.layout import DELTA_NAME
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import (
@@ -86,6 +88,16 @@ class Changed(Struct, frozen=True):
         return self.variable.kind is ChangeKind.TABLE
 
 
+class Contents(Struct, frozen=True):
+    """What an increment holds."""
+
+    variables: tuple[Changed, ...] = ()
+    tables: tuple[ChangedTable, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.variables or self.tables)
+
+
 class Increment(Struct, frozen=True, kw_only=True):
     """The manifest of an increment; `parent` is an increment's id, or the full checkpoint that a run begins
     at.
@@ -102,6 +114,7 @@ class Increment(Struct, frozen=True, kw_only=True):
     from_step: int
     to_step: int
     variables: tuple[Changed, ...]
+    tables: tuple[ChangedTable, ...] = ()
     session: str | None = None
     event_time: datetime | None = None
 
@@ -113,7 +126,14 @@ class Increment(Struct, frozen=True, kw_only=True):
     @property
     def rows(self) -> int:
         """Rows of all tables together."""
-        return sum(changed.rows for changed in self.variables if changed.is_table)
+        by_number = sum(changed.rows for changed in self.variables if changed.is_table)
+        return by_number + sum(table.rows for table in self.tables)
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """The names of the tensors in its bundle."""
+        by_number = [key for changed in self.variables for key in changed.variable.keys]
+        return by_number + [key for table in self.tables for key in table.keys]
 
 
 class StoredIncrement(Struct, frozen=True):
@@ -137,12 +157,26 @@ class StoredIncrement(Struct, frozen=True):
             CorruptFile: a checksum is wrong, a tensor is missing, unlisted or another than the manifest
                 says, or a row lies outside its variable.
         """
-        catalog = self.catalog()
-        listed = {key for changed in self.increment.variables for key in changed.variable.keys}
-        if unlisted := sorted(catalog.tensors.keys() - listed):
-            raise CorruptFile(f"{self.path} holds {unlisted[0]!r}, which its manifest does not list")
+        catalog = self._listed_catalog()
         for changed in self.increment.variables:
             yield changed, _change(catalog, changed)
+
+    def tables(self) -> Iterator[tuple[ChangedTable, TableRows]]:
+        """The tables by keys with their rows in memory, one after the other, every checksum verified.
+
+        Raises:
+            CorruptFile: as for `changes`.
+        """
+        if self.increment.tables:
+            catalog = self._listed_catalog()
+            for table in self.increment.tables:
+                yield table, read_table(catalog, table)
+
+    def _listed_catalog(self) -> Catalog:
+        catalog = self.catalog()
+        if unlisted := sorted(catalog.tensors.keys() - set(self.increment.tensor_names)):
+            raise CorruptFile(f"{self.path} holds {unlisted[0]!r}, which its manifest does not list")
+        return catalog
 
 
 class ParentDocument(Struct, frozen=True, omit_defaults=True):
@@ -178,6 +212,9 @@ class IncrementDocument(Struct, frozen=True, kw_only=True):
         Moment | UnsetType, doc("when the newest event happened that it was trained on; absent: not known")
     ] = UNSET
     variables: Annotated[tuple[VariableDocument, ...], doc("what changed")]
+    tables: Annotated[
+        tuple[TableDocument, ...] | UnsetType, doc("tables by keys that changed; absent: none")
+    ] = UNSET
 
 
 def to_json(increment: Increment) -> str:
@@ -197,6 +234,7 @@ def to_json(increment: Increment) -> str:
             for changed in increment.variables
             for v in [changed.variable]
         ),
+        tables=tuple(map(TableDocument.of, increment.tables)) or UNSET,
     )
     return encode_indented(document).decode()
 
@@ -211,14 +249,12 @@ def from_json(text: bytes, path: Path) -> Increment:
     document = read_document(text, path, IncrementDocument)
     parent = document.parent.increment or document.parent.checkpoint
     changed = tuple(_changed(variable, path) for variable in document.variables)
-    keys = [key for each in changed for key in each.variable.keys]
     if parent is None:
         raise _damaged(path, "parent names neither an increment nor a checkpoint")
-    if len(set(keys)) != len(keys):
-        raise _damaged(path, "variables: one is listed twice")
     if document.from_step >= document.to_step:
         raise _damaged(path, f"to_step is {document.to_step}, expected more than {document.from_step}")
-    return Increment(
+    tables = () if isinstance(document.tables, UnsetType) else document.tables
+    increment = Increment(
         id=document.id,
         run=document.run,
         generation=document.generation,
@@ -226,9 +262,13 @@ def from_json(text: bytes, path: Path) -> Increment:
         from_step=document.from_step,
         to_step=document.to_step,
         variables=changed,
+        tables=tuple(each.read() for each in tables),
         session=document.session,
         event_time=None if isinstance(document.event_time, UnsetType) else document.event_time,
     )
+    if len(set(increment.tensor_names)) != len(increment.tensor_names):
+        raise _damaged(path, "variables: one is listed twice")
+    return increment
 
 
 def read_document(text: bytes, path: Path, type_: type[T]) -> T:

@@ -14,9 +14,13 @@ from exporter.checkpoint.cast_values import cast_values
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, read_keys
 from exporter.checkpoint.tensor_bundle import check_values, memory_map
 from exporter.delta.keyed_rows import KeyedRows
+from exporter.integer_sets import among
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
+
+
+_NONE = np.empty(0, np.int64)
 
 
 class TrainedTable(Struct, frozen=True, eq=False, dict=True):
@@ -41,8 +45,9 @@ class TrainedTable(Struct, frozen=True, eq=False, dict=True):
         dtype: DType,
         admission: Admission = EVERYONE,
         touched: KeyedRows | None = None,
+        removed: Array = _NONE,
     ) -> TrainedTable:
-        """The table, every checksum verified.
+        """The table, every checksum verified; what was touched and removed since is laid over it.
 
         A touched key counts as recent, and its frequency is the newest.
 
@@ -61,8 +66,7 @@ class TrainedTable(Struct, frozen=True, eq=False, dict=True):
             return cls(catalog, variable, dtype, keys[chosen], places[chosen], None)
         touched = in_dtype(touched, dtype)
         enough = np.broadcast_to(admission.enough(touched.freqs), len(touched))
-        newer = touched.rows_of(keys)
-        is_old = newer < 0
+        is_old = (touched.rows_of(keys) < 0) & ~among(keys, np.sort(removed))
         kept = is_old if mask is None else is_old & mask
         keys = np.concatenate([keys[kept], touched.keys[enough]])
         places = np.concatenate([places[kept], len(is_old) + np.flatnonzero(enough)])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -12,11 +11,11 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables
 from exporter.delta.checked_files import CheckedFiles
 from exporter.delta.format import Change, Schema
+from exporter.delta.keyed_rows import KeyedChange
 from exporter.delta.snapshot import Snapshot
 from exporter.delta.table_changes import ServedTable, compared, upserted
 from exporter.errors import SchemaChanged
-from exporter.increments.deeprec import DeepRecIncrement
-from exporter.increments.deeprec_tables import touched_keys
+from exporter.increments.told_tables import awaited_keys, keyed_changes_of, published_before
 from exporter.increments.trained_table import TrainedTable, in_dtype
 from exporter.layout import CHECKED_DIRECTORY
 from exporter.mapping.mapping_spec import DynamicTable, MappingSpec
@@ -48,7 +47,7 @@ def without_index(changes: Mapping[str, Change], mapping_spec: MappingSpec) -> d
 def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
     """What leads the log's dynamic tables to the trainer's state.
 
-    Increments tell of rows, never of deletions: these come with a comparison, when there is another full
+    DeepRec's increments tell of no deletions: these come with a comparison, when there is another full
     checkpoint. What is published is checked before anything is placed by it.
 
     Raises:
@@ -58,10 +57,9 @@ def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableC
     """
     if not log.base.entry.mapping_spec.dynamic:
         return TableChanges({})
-    newest = _newest(trainer)
     if not trainer.plan.is_known:
-        return _compared(log, trainer, newest, scratch)
-    return TableChanges({} if newest is None else _told(log, trainer))
+        return _compared(log, trainer, scratch)
+    return TableChanges(_told(log, trainer) if trainer.plan.increments else {})
 
 
 def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
@@ -76,18 +74,13 @@ def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
         return False
     spec, known = log.base.entry.mapping_spec, embedding_variables(trainer.catalog)
     shapes = {variable.name: variable.shape for variable in log.schema.variables}
-    newest = _newest(trainer)
-    awaited = touched_keys(newest.catalog) if newest is not None else Counter[str]()
+    awaited = awaited_keys(trainer.plan.increments)
     for table in spec.dynamic:
         name = spec.trained_name(table)
         room = shapes[table.keys[2]][0] - table.defaults - 1
         if name in known and known[name].rows + awaited[name] > room:
             return False
     return True
-
-
-def _newest(trainer: TrainerState) -> DeepRecIncrement | None:
-    return next((each for each in trainer.plan.increments if isinstance(each, DeepRecIncrement)), None)
 
 
 class _Table(Struct, frozen=True):
@@ -113,7 +106,7 @@ def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Snap
 
 
 def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
-    """What the newest increment changes of the published tables, whose index is checked first."""
+    """What increments change of the published tables, whose index is checked first."""
     spec = log.base.entry.mapping_spec
     published = log.state(only={key for table in spec.dynamic for key in table.keys})
     _check_index(log, published, spec)
@@ -132,21 +125,41 @@ def told_changes(
         SchemaChanged: a table is gone, or has other rows than what is published.
         CheckpointError: a file is damaged or cannot be read.
     """
-    newest = _newest(trainer)
-    if newest is None or not spec.dynamic:
+    if not trainer.plan.increments or not spec.dynamic:
         return {}
     tables = {each.variable.name: each for each in _tables(spec, schema, trainer.catalog, published)}
-    before = newest.published_before(since, tables.keys())
+    told = _told_of(trainer, tables.values())
+    before = published_before(trainer.plan.increments, since, tables.keys())
     changes: dict[str, Change] = {}
-    for rows in newest.keyed(tables.keys()):
-        served = tables[rows.name].served
+    for name, change in told.items():
+        rows, served = change.rows, tables[name].served
         is_new = served.find(rows.keys) < 0
         wanted = ~is_new | (is_new & spec.rules.admission.enough(rows.freqs))
-        if rows.name in before:
-            wanted &= is_new | ~rows.same_as(before[rows.name])
-        if wanted.any():
-            changes |= upserted(served, in_dtype(rows.at(wanted), served.row_values.dtype))
+        if name in before:
+            wanted &= is_new | ~rows.same_as(before[name])
+        if wanted.any() or len(change.removed):
+            sent = in_dtype(rows.at(wanted), served.row_values.dtype)
+            changes |= upserted(served, sent, change.removed)
     return changes
+
+
+def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, KeyedChange]:
+    """What the trainer's increments tell of tables, by the checkpoint's names.
+
+    Raises:
+        CorruptFile: an increment is damaged.
+        SchemaChanged: one holds rows of another kind than the checkpoint.
+    """
+    known = {each.variable.name: each.variable for each in tables}
+    told = keyed_changes_of(trainer.plan.increments, known.keys())
+    for name, change in told.items():
+        values, variable = change.rows.values, known[name]
+        if values.dtype != variable.value_dtype.numpy or values.shape[1:] != (variable.dim,):
+            raise SchemaChanged(
+                f"an increment has rows {values.dtype}{list(values.shape[1:])} of {name!r}, "
+                f"the checkpoint has {variable.value_dtype.label}[{variable.dim}]"
+            )
+    return told
 
 
 def _check_index(log: DeltaLog, published: Snapshot, spec: MappingSpec) -> None:
@@ -158,20 +171,18 @@ def _check_index(log: DeltaLog, published: Snapshot, spec: MappingSpec) -> None:
         files.save(published.checked | known)
 
 
-def _compared(
-    log: DeltaLog, trainer: TrainerState, newest: DeepRecIncrement | None, scratch: Path
-) -> TableChanges:
+def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
     """The differences between the trainer's keys and rows and those that are published."""
     spec, published = log.base.entry.mapping_spec, log.state()
     tables = [*_tables(spec, log.schema, trainer.catalog, published)]
-    names = [each.variable.name for each in tables]
-    touched = {} if newest is None else {rows.name: rows for rows in newest.keyed(names)}
+    told = _told_of(trainer, tables)
     changes: dict[str, Change] = {}
     size = 0
     for each in tables:
         published.check(each.table.keys)
-        rows, dtype = touched.get(each.variable.name), each.served.row_values.dtype
-        now = TrainedTable.read(trainer.catalog, each.variable, dtype, spec.rules.admission, rows)
+        over, dtype = told.get(each.variable.name), each.served.row_values.dtype
+        layer = () if over is None else (over.rows, over.removed)
+        now = TrainedTable.read(trainer.catalog, each.variable, dtype, spec.rules.admission, *layer)
         changes |= compared(each.served, now, scratch)
         size += now.bytes_
     return TableChanges(changes, size)

@@ -21,8 +21,7 @@ from exporter.graph.inference_graph import (
     InferenceGraph,
     PartitionStrategy,
 )
-from exporter.increments.deeprec import read_increment
-from exporter.increments.deeprec_tables import touched_keys
+from exporter.increments.told_tables import keys_to_come
 from exporter.mapping.build import MappingRules, VariableMapping, build_mapping
 from exporter.mapping.unmatched import Leftover, Unmatched, find_unmatched
 from exporter.tables.lay_out import TableLayout, TablePlan, lay_out
@@ -159,13 +158,12 @@ def _plan(
 
 
 def _awaited_keys(catalog: Catalog) -> Counter[str]:
-    """How many keys of each table the newest increment on top of a checkpoint holds.
+    """How many keys of each table the increments on top of a checkpoint hold.
 
     Some may be new: without room for them a base could not take its first delta. A damaged increment is
     no matter of this export.
     """
     try:
-        increment = read_increment(catalog)
+        return keys_to_come(catalog)
     except CheckpointError:
         return Counter()
-    return Counter() if increment is None else touched_keys(increment.catalog)

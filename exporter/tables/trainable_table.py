@@ -1,27 +1,36 @@
 """Train a dynamic table with stock TensorFlow, in a TF1-style graph, also on parameter servers.
 
-`TrainableTable` looks up as `DynamicTable` does, and a key that it meets first gets a row. It is a hash table
-from keys to row numbers beside an ordinary variable of rows, for which optimizers keep slots as for others. A
-Saver stores it as an embedding variable, `<name>-keys` and `<name>-values` with the rows in use alone, so an
-export takes it as it takes DeepRec's. Keys are never removed.
+`TrainableTable` looks up as `DynamicTable` does, and a key that it meets first gets a row; `remove` takes
+keys away. It is an index of keys (`exporter.tables.key_index`) beside an ordinary variable of rows, for which
+optimizers keep slots as for others. A Saver stores it as an embedding variable, `<name>-keys` and
+`<name>-values`, with `<name>-rows`, the numbers of these rows in the slots, which are stored whole. So an
+export takes it as it takes DeepRec's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from exporter.errors import UsageError
+from exporter.tables.key_index import KeyIndex
 from exporter.tables.keyed_lookups import TableLookups
 from exporter.wire.dtypes import DType
 
 Tensor = Any
+Variable = Any
 
 COLLECTION = "exporter_trainable_tables"
 """The collection of the names of a graph's trainable tables."""
+UPKEEP = "_table_upkeep"
+"""The attribute of operations that write rows as the table itself sees fit; its index tells of those rows."""
+
+_FRESH_ROWS = 1024
 
 
 class TrainableTable(TableLookups):
-    """Rows of `dim` numbers for up to `capacity` keys, any 64-bit integers.
+    """Rows of `dim` numbers for up to `capacity` keys at a time, any 64-bit integers.
 
     New rows have the values that `initializer` gives; `name` is what checkpoints call the table.
     """
@@ -36,65 +45,110 @@ class TrainableTable(TableLookups):
                 f"dynamic table {name!r} is trained in a graph", hint="open one: with tf.Graph().as_default()"
             )
         v1 = tf.compat.v1
+        if name in v1.get_collection(COLLECTION):
+            raise UsageError(f"dynamic table {name!r} is made twice in one graph", hint="share one")
         self.name, self.dim, self.capacity, self.dtype = name, dim, capacity, DType.of(dtype)
         initializer = initializer or tf.keras.initializers.TruncatedNormal(stddev=0.05)
         self._start = initializer([capacity, dim], tf.as_dtype(dtype))
-        graph = v1.get_default_graph()
-        self.values = self._variable("rows", self._start, v1.GraphKeys.TRAINABLE_VARIABLES)
-        with graph.colocate_with(self.values.handle):
-            self._keys = self._variable("row_keys", tf.zeros([capacity], tf.int64))
-            self._count = self._variable("row_count", tf.zeros([], tf.int64))
-            saved = graph.get_collection_ref(v1.GraphKeys.SAVEABLE_OBJECTS)
-            others = list(saved)
-            self._index = tf.lookup.experimental.MutableHashTable(
-                tf.int64, tf.int64, -1, name=f"{name}/index", experimental_is_anonymous=False
-            )
+        self._graph = v1.get_default_graph()
+        self.values = self._variable("rows", lambda: self._start, v1.GraphKeys.TRAINABLE_VARIABLES)
+        saved = self._graph.get_collection_ref(v1.GraphKeys.SAVEABLE_OBJECTS)
+        others = list(saved)
+        with self._at_home():
+            # The rows that begin anew begin with the values of these: all of them are not in memory any more.
+            self._fresh = self._variable("fresh_rows", lambda: self._start[:_FRESH_ROWS])
+            self.index = KeyIndex(name, capacity, self._variable, self._at_home, self._begin_anew)
             saved[:] = others  # the keys are enough; without `checkpoint` each session would have its own
-            self._lock = tf.CriticalSection(shared_name=f"{name}/lock")
-        # One at a time: a worker that has just seen no values would else take those back that others changed.
-        made = self._lock.execute(self._make)
+            # One at a time: a worker that has just seen no values would else take back what others changed.
+            with self._upkeep():
+                made = self.index.locked(self._make)
         v1.add_to_collection(v1.GraphKeys.TABLE_INITIALIZERS, made.op)
-        v1.add_to_collection(v1.GraphKeys.SAVEABLE_OBJECTS, _saveable(self, self._start))
+        v1.add_to_collection(v1.GraphKeys.SAVEABLE_OBJECTS, _saveable(self))
         v1.add_to_collection(COLLECTION, name)
+
+    def remove(self, keys: Any, slots: Iterable[Variable] | None = None) -> Any:
+        """Take keys away; how many of them were there.
+
+        A removed key reads as one that was never seen; when it is met again it begins anew. The rows of
+        optimizers' `slots` begin anew as well, with the values that the slot's first row had: by default of
+        those that `tf.compat.v1.train` has made for the table so far, so call this after `minimize`.
+        """
+        import tensorflow as tf
+
+        chosen = list(self._slots() if slots is None else slots)
+        firsts = [_first_row(slot) for slot in chosen]
+
+        def begin_anew(rows: Tensor) -> list[Any]:
+            return [
+                slot.scatter_update(tf.IndexedSlices(tf.repeat(first, tf.size(rows), 0), rows))
+                for slot, first in zip(chosen, firsts, strict=True)
+            ]
+
+        with self._at_home():
+            distinct, _ = tf.unique(tf.reshape(tf.cast(keys, tf.int64), [-1]))
+            return self.index.remove(distinct, begin_anew)
+
+    def lay_over(self, keys: Tensor, rows: Tensor, values: Tensor, removed: Tensor) -> Any:
+        """The operation that takes keys away and gives others rows and values.
+
+        `index.settle` has to follow.
+        """
+        import tensorflow as tf
+
+        with self._at_home(), self._upkeep():
+            written = self.values.scatter_update(tf.IndexedSlices(values, rows))
+            with tf.control_dependencies([written]):
+                return self.index.lay_over(keys, rows, removed)
 
     def _rows_of(self, ids: Tensor) -> Tensor:
         """The row number of each id; new keys get rows."""
         import tensorflow as tf
 
         keys, places = tf.unique(tf.reshape(ids, [-1]))
-        found = self._index.lookup(keys)
-        all_found = tf.cond(
-            tf.reduce_any(found < 0), lambda: self._lock.execute(lambda: self._insert(keys)), lambda: found
-        )
-        return tf.reshape(tf.gather(all_found, places), tf.shape(ids))
+        with self._upkeep():
+            found = self.index.find_or_add(keys)
+        return tf.reshape(tf.gather(found, places), tf.shape(ids))
 
-    def _insert(self, keys: Tensor) -> Tensor:
-        """Rows for those keys that still have none, and the rows of all; one caller at a time."""
+    def _begin_anew(self, rows: Tensor) -> Any:
         import tensorflow as tf
 
-        new = tf.boolean_mask(keys, self._index.lookup(keys) < 0)
-        first = self._count.read_value()
-        rows = first + tf.range(tf.size(new, tf.int64))
-        full = tf.debugging.assert_less_equal(
-            first + tf.size(new, tf.int64),
-            tf.constant(self.capacity, tf.int64),
-            message=f"dynamic table {self.name!r} is full: give it more capacity",
-        )
-        with tf.control_dependencies([full]):
-            noted = self._keys.scatter_update(tf.IndexedSlices(new, rows))
-        with tf.control_dependencies([noted]):
-            counted = self._count.assign_add(tf.size(new, tf.int64))
-        with tf.control_dependencies([counted]):
-            inserted = self._index.insert(new, rows)
-        with tf.control_dependencies([inserted]):
-            return self._index.lookup(keys)
+        values = tf.gather(self._fresh, rows % min(_FRESH_ROWS, self.capacity))
+        return self.values.scatter_update(tf.IndexedSlices(values, rows))
 
-    def _variable(self, part: str, value: Tensor, *collections: str) -> Any:
+    def _restore(self, keys: Tensor, rows: Tensor, values: Tensor) -> Any:
+        import tensorflow as tf
+
+        with self._at_home(), self._upkeep():
+            restored = self.index.restore(keys, rows)
+            with tf.control_dependencies([restored, self.values.assign(self._start)]):
+                return self.values.scatter_update(tf.IndexedSlices(values, rows))
+
+    def _slots(self) -> list[Variable]:
+        import tensorflow as tf
+
+        beside = f"{self.values.op.name}/"
+        variables = tf.compat.v1.global_variables()
+        return [
+            each
+            for each in variables
+            if each.op.name.startswith(beside) and each.shape[:1] == self.values.shape[:1]
+        ]
+
+    def _at_home(self) -> AbstractContextManager[Any]:
+        return self._graph.colocate_with(self.values.handle)  # type: ignore[no-any-return]  # it is untyped
+
+    def _upkeep(self) -> AbstractContextManager[Any]:
+        import tensorflow as tf
+
+        mark = tf.compat.v1.AttrValue(b=True)
+        return self._graph._attr_scope({UPKEEP: mark})  # type: ignore[no-any-return]  # it is untyped
+
+    def _variable(self, part: str, value: Callable[[], Tensor], *collections: str) -> Variable:
         import tensorflow as tf
 
         v1 = tf.compat.v1
         return v1.Variable(
-            value,
+            value(),
             trainable=bool(collections),
             name=f"{self.name}/{part}",
             use_resource=True,
@@ -106,35 +160,58 @@ class TrainableTable(TableLookups):
         """Initialise the variables that were not restored."""
         import tensorflow as tf
 
-        def settled(variable: Any, value: Tensor) -> Tensor:
+        def settled(variable: Variable) -> Tensor:
             def make() -> Tensor:  # not by `initializer`: an operation outside of a branch would always run
-                with tf.control_dependencies([variable.assign(value)]):
+                with tf.control_dependencies([variable.assign(variable.initial_value)]):
                     return tf.constant(0)
 
             return tf.cond(variable.is_initialized(), lambda: tf.constant(0), make)
 
-        keys, count = tf.zeros([self.capacity], tf.int64), tf.zeros([], tf.int64)
-        values = ((self.values, self._start), (self._keys, keys), (self._count, count))
-        return tf.stack([settled(variable, value) for variable, value in values])
+        return tf.stack(list(map(settled, (self.values, self._fresh, *self.index.variables))))
 
 
-def _saveable(table: TrainableTable, start: Tensor) -> Any:
+def trainable_tables() -> tuple[TrainableTable, ...]:
+    """The tables of the graph that is being built."""
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    saved = v1.get_collection(v1.GraphKeys.SAVEABLE_OBJECTS)
+    return tuple(each.trainable_table for each in saved if is_trainable_table(each))
+
+
+def is_trainable_table(saveable: Any) -> bool:
+    """True for what a Saver stores of a table."""
+    return isinstance(getattr(saveable, "trainable_table", None), TrainableTable)
+
+
+def _first_row(slot: Variable) -> Tensor:
+    """The first row that a slot had, where its initial value is made: that may be another machine."""
+    import tensorflow as tf
+
+    value = slot.initial_value
+    with tf.control_dependencies(None), value.graph.colocate_with(value.op, ignore_existing=True):
+        return value[:1]
+
+
+def _saveable(table: TrainableTable) -> Any:
     """What a Saver stores of a table, and how it restores it."""
     import tensorflow as tf
     from tensorflow.python.training.saving import saveable_object
 
     class Saveable(saveable_object.SaveableObject):  # type: ignore[misc]  # TensorFlow is untyped
-        """`-keys`, `-values` and the empty `-versions` of an embedding variable."""
+        """`-keys`, `-values`, the empty `-versions` of an embedding variable, and `-rows`."""
+
+        trainable_table = table
 
         def __init__(self) -> None:
-            with tf.compat.v1.get_default_graph().colocate_with(table.values.handle):
-                count = table._count.read_value()
-                with tf.control_dependencies([count]):
-                    tensors = {
-                        "-keys": table._keys.read_value()[:count],
-                        "-values": table.values.read_value()[:count],
-                        "-versions": tf.zeros([0], tf.int64),
-                    }
+            rows, keys = table.index.in_use()
+            with table._at_home():
+                tensors = {
+                    "-keys": keys,
+                    "-rows": rows,
+                    "-values": tf.gather(table.values, rows),
+                    "-versions": tf.zeros([0], tf.int64),
+                }
             specs = [
                 saveable_object.SaveSpec(tensor, "", table.name + suffix, device=table.values.device)
                 for suffix, tensor in tensors.items()
@@ -142,23 +219,7 @@ def _saveable(table: TrainableTable, start: Tensor) -> Any:
             super().__init__(table.values.handle, specs, table.name)
 
         def restore(self, restored_tensors: list[Tensor], restored_shapes: Any) -> Tensor:
-            keys, values, _ = restored_tensors
-            count = tf.size(keys, tf.int64)
-            fits = tf.debugging.assert_less_equal(
-                count,
-                tf.constant(table.capacity, tf.int64),
-                message=f"{table.name!r} has too little capacity",
-            )
-            with tf.control_dependencies([fits]):
-                all_keys = tf.concat([keys, tf.zeros([table.capacity - count], tf.int64)], 0)
-                restored = [
-                    table.values.assign(tf.concat([values, start[count:]], 0)),
-                    table._keys.assign(all_keys),
-                    table._count.assign(count),
-                    tf.raw_ops.LookupTableImportV2(
-                        table_handle=table._index.resource_handle, keys=keys, values=tf.range(count)
-                    ),
-                ]
-            return tf.group(restored)
+            keys, rows, values, _ = restored_tensors
+            return table._restore(keys, rows, values)
 
     return Saveable()

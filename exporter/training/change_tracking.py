@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 from msgspec import Struct
@@ -53,7 +54,10 @@ class VariablePart(Struct, frozen=True):
 
 
 class VariableTracking(Struct, frozen=True):
-    """A variable as checkpoints name it. `whole_writes` are the operations that keep it from `TOUCHED`."""
+    """A variable as checkpoints name it. `whole_writes` are the operations that keep it from `TOUCHED`.
+
+    `is_keyed` says that it holds the rows of a table by keys, whose name is `name`.
+    """
 
     name: str
     dtype: DType
@@ -61,6 +65,7 @@ class VariableTracking(Struct, frozen=True):
     parts: tuple[VariablePart, ...]
     mode: TrackingMode
     whole_writes: tuple[str, ...]
+    is_keyed: bool = False
 
     @property
     def bytes_(self) -> int:
@@ -68,8 +73,12 @@ class VariableTracking(Struct, frozen=True):
         return math.prod(self.shape) * (self.dtype.itemsize or 0)
 
 
-def plan_tracking(variables: Iterable[Variable]) -> tuple[VariableTracking, ...]:
+def plan_tracking(
+    variables: Iterable[Variable], tables: Mapping[str, Variable] = MappingProxyType({})
+) -> tuple[VariableTracking, ...]:
     """How to find the changes of these variables of one graph, by their names in checkpoints.
+
+    `tables` are the rows of tables by keys, by the tables' names.
 
     Raises:
         UsageError: a variable has no fixed shape, or holds strings.
@@ -79,10 +88,12 @@ def plan_tracking(variables: Iterable[Variable]) -> tuple[VariableTracking, ...]
         slice_info = variable._get_save_slice_info()
         groups[slice_info.full_name if slice_info else variable.op.name].append(variable_use(variable))
     shapes = {name: _full_shape(uses[0].variable) for name, uses in groups.items()}
-    used = [use for uses in groups.values() for use in uses]
-    tables = {_shape(use.variable) for use in used if use.is_gathered or use.row_writes}
-    found = [_tracked(name, shapes[name], uses, tables) for name, uses in sorted(groups.items())]
-    return tuple(found)
+    keyed = {name: variable_use(rows) for name, rows in tables.items()}
+    used = [*(use for uses in groups.values() for use in uses), *keyed.values()]
+    gathered = {_shape(use.variable) for use in used if use.is_gathered or use.row_writes}
+    found = [_tracked(name, shapes[name], uses, gathered) for name, uses in groups.items()]
+    found += [_keyed(name, use) for name, use in keyed.items()]
+    return tuple(sorted(found, key=lambda entry: entry.name))
 
 
 def tracking_digest(tracked: Iterable[VariableTracking]) -> int:
@@ -109,6 +120,13 @@ def _tracked(
     else:
         mode = TrackingMode.WHOLE
     return VariableTracking(name, _dtype(name, uses[0].variable), shape, parts, mode, whole_writes)
+
+
+def _keyed(name: str, use: VariableUse) -> VariableTracking:
+    """A table by keys: even if no gradient writes its rows, keys come and go."""
+    found = _tracked(name, _shape(use.variable), [use], {_shape(use.variable)})
+    mode = TrackingMode.TOUCHED if found.mode is TrackingMode.FIXED else found.mode
+    return replace(found, mode=mode, is_keyed=True)
 
 
 def _part(use: VariableUse) -> VariablePart:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.embedding_variables import KEYS, ROWS, VALUES
 from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_array
 from exporter.delta.diff import differing_rows
 from exporter.delta.format import ChangeKind, Rows, ServedVariable
-from exporter.increments.increment import Changed, StoredIncrement, rows_of
-from exporter.integer_sets import distinct
+from exporter.increments.changed_tables import ChangedTable
+from exporter.increments.increment import Changed, Contents, StoredIncrement, rows_of
+from exporter.integer_sets import among, distinct
+from exporter.tables.trainable_table import TrainableTable
 from exporter.training.access import CHUNK_BYTES, Access, PartAccess, access
 from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking
 from exporter.training.recording import Recording, RowGroup
+from exporter.training.table_access import TableAccess, table_access
 
 Array = np.ndarray[Any, Any]
 Session = Any
@@ -35,12 +40,16 @@ class RowSource(Protocol):
     def wholes(self, tracked: Iterable[VariableTracking]) -> Iterator[tuple[VariableTracking, Array]]:
         """Variables as a whole, one after the other."""
 
+    def keyed(self, tracked: VariableTracking, ids: Array) -> tuple[Array, Array]:
+        """Those of a table's rows `ids` that are in use, and their keys, which are distinct."""
+
 
 class SessionSource(Struct, frozen=True):
     """The values of now."""
 
     session: Session
     accesses: Mapping[int, PartAccess]
+    tables: Mapping[str, TableAccess] = MappingProxyType({})
 
     def rows(self, tracked: VariableTracking, ids: Array) -> Iterator[Array]:
         """See `RowSource`."""
@@ -63,6 +72,10 @@ class SessionSource(Struct, frozen=True):
             found = values.get(entry.name)
             yield entry, _join(entry, found if found is not None else map(self._whole, entry.parts))
 
+    def keyed(self, tracked: VariableTracking, ids: Array) -> tuple[Array, Array]:
+        """See `RowSource`."""
+        return self.tables[tracked.name].find(self.session, ids)
+
     def _whole(self, part: VariablePart) -> Array:
         pieces = [values for _, values in self._access(part).read_all(self.session)]
         return np.concatenate(pieces) if part.shape and pieces else pieces[0]
@@ -77,12 +90,19 @@ class CheckpointSource(Struct, frozen=True):
     catalog: Catalog
 
     def rows(self, tracked: VariableTracking, ids: Array) -> Iterator[Array]:
-        """See `RowSource`."""
+        """See `RowSource`. The rows of a table that are stored are those in use."""
+        if tracked.is_keyed:
+            ids = np.searchsorted(self._table(tracked, ROWS), ids)
         yield rows_of(self.catalog, self._stored(tracked), ids)
 
     def all_rows(self, tracked: VariableTracking) -> Iterator[tuple[int, Array]]:
-        """See `RowSource`."""
+        """See `RowSource`. Of a table, rows that nobody uses are 0."""
         ref = self._stored(tracked)
+        if tracked.is_keyed:
+            whole = np.zeros(tracked.shape, tracked.dtype.numpy)
+            whole[self._table(tracked, ROWS)] = memory_map(self.catalog, ref)
+            yield 0, whole
+            return
         if ref.extent is not None:
             yield 0, memory_map(self.catalog, ref)
         for part in sorted(ref.slices, key=lambda part: part.spec.starts):
@@ -93,8 +113,19 @@ class CheckpointSource(Struct, frozen=True):
         for entry in tracked:
             yield entry, read_array(self.catalog, self._stored(entry))
 
+    def keyed(self, tracked: VariableTracking, ids: Array) -> tuple[Array, Array]:
+        """See `RowSource`."""
+        rows = self._table(tracked, ROWS)
+        found = ids[among(ids, rows)]
+        return found, self._table(tracked, KEYS)[np.searchsorted(rows, found)]
+
+    def _table(self, entry: VariableTracking, part: str) -> Array:
+        return read_array(self.catalog, self.catalog.tensors[entry.name + part])
+
     def _stored(self, entry: VariableTracking) -> TensorRef:
         """The tensor; of one that is declared larger than it is (`change_tracking`), its part."""
+        if entry.is_keyed:
+            return self.catalog.tensors[entry.name + VALUES]
         ref = self.catalog.tensors[entry.name]
         if ref.shape == entry.shape:
             return ref
@@ -105,7 +136,7 @@ class CheckpointSource(Struct, frozen=True):
 class Collector:
     """The changes since the last call of `commit` or `forget`.
 
-    `accesses` are by the id of a part, `source` gives the values of now.
+    `accesses` are by the id of a part, those of tables by keys by name; `source` gives the values of now.
     Rows that were collected stay pending until `commit`; what is compared is compared with what was written
     last, or counts as changed as a whole if that is not known.
     """
@@ -116,34 +147,52 @@ class Collector:
         groups: tuple[RowGroup, ...],
         accesses: Mapping[int, Access],
         source: Callable[[Session], RowSource],
+        tables: Mapping[str, TableAccess] = MappingProxyType({}),
     ) -> None:
         self.tracked = tracked
         self.accesses = accesses
+        self.tables = tables
         self.source = source
         self._groups = groups
         self._pending: dict[int, Array] = {}
+        self._given: dict[str, Array] = {}
+        self._removed: dict[str, Array] = {}
         self._written: dict[str, Array] = {}
         self._digests: dict[str, bytes] = {}
         self._new_digests: dict[str, bytes] = {}
         self.forget()
 
     @classmethod
-    def of_graph(cls, tracked: tuple[VariableTracking, ...], recording: Recording) -> Collector:
+    def of_graph(
+        cls, tracked: tuple[VariableTracking, ...], recording: Recording, tables: Iterable[TrainableTable]
+    ) -> Collector:
         """A collector that reads and writes the current default graph's variables through a session."""
         accesses = {id(part): access(part) for entry in tracked for part in entry.parts}
-        return cls(tracked, recording.groups, accesses, lambda session: SessionSource(session, accesses))
+        keyed = {table.name: table_access(table) for table in tables}
+
+        def source(session: Session) -> SessionSource:
+            return SessionSource(session, accesses, keyed)
+
+        return cls(tracked, recording.groups, accesses, source, keyed)
 
     def forget(self) -> None:
         """Begin to count changes from another state: everything that is compared counts as changed."""
-        self._pending = dict.fromkeys(range(len(self._groups)), np.empty(0, np.int64))
+        self._take_none()
         self._written.clear()
         self._digests.clear()
 
     def collect(self, session: Session) -> None:
-        """Take over the touched rows of every group; see the proof in `recording`."""
-        found = session.run([group.collect for group in self._groups]) if self._groups else []
-        for index, rows in enumerate(found):
-            self._pending[index] = distinct(np.concatenate([self._pending[index], rows]))
+        """Take over the touched rows of every group; see the proofs in `recording` and `table_access`."""
+        tables = self.tables.values()
+        if self._groups or tables:
+            given = {table.name: table.given for table in tables}
+            found, rows_of_tables = session.run([[group.collect for group in self._groups], given])
+            _add_all(self._pending, dict(enumerate(found)))
+            _add_all(self._given, rows_of_tables)
+        if tables:
+            _add_all(self._removed, session.run({table.name: table.removed for table in tables}))
+        for name, table in self.tables.items():
+            _add_all(self._given, {name: table.rows_of(session, self._removed[name])})
 
     def touch(self, stored: StoredIncrement) -> None:
         """Count the rows that an increment holds as touched."""
@@ -154,27 +203,33 @@ class Collector:
                 continue
             for part in entry.parts:
                 rows = _inside(part, change.ids) - part.offset
-                for index in self._groups_of(part):
-                    self._pending[index] = distinct(np.concatenate([self._pending[index], rows]))
+                _add_all(self._pending, dict.fromkeys(self._groups_of(part), rows))
+        for table, found in stored.tables():
+            _add_all(self._given, {table.name: found.ids})
+            _add_all(self._removed, {table.name: found.removed})
 
     @property
     def knows_more(self) -> bool:
         """False if no row was touched and nothing was written since `forget`: nothing to compare with."""
-        return bool(self._digests) or any(len(rows) for rows in self._pending.values())
+        pending = (*self._pending.values(), *self._given.values(), *self._removed.values())
+        return bool(self._digests) or any(len(rows) for rows in pending)
 
-    def write(self, writer: BundleWriter, source: RowSource) -> tuple[Changed, ...]:
+    def write(self, writer: BundleWriter, source: RowSource) -> Contents:
         """Write what changed, by name; call `commit` when it is durable, `abandon` when it is not."""
         changed = [
             *(self._touched(writer, source, entry) for entry in self._by(TrackingMode.TOUCHED)),
             *(self._compared(writer, source, entry) for entry in self._by(TrackingMode.COMPARED)),
             *self._wholes(writer, source),
         ]
-        return tuple(sorted(filter(None, changed), key=lambda entry: entry.variable.name))
+        tables = [self._keyed(writer, source, entry) for entry in self.tracked if entry.is_keyed]
+        return Contents(
+            tuple(sorted(filter(None, changed), key=lambda entry: entry.variable.name)),
+            tuple(filter(None, tables)),
+        )
 
     def commit(self) -> None:
         """Note that what `write` wrote is durable."""
-        for index in self._pending:
-            self._pending[index] = np.empty(0, np.int64)
+        self._take_none()
         self._digests |= self._new_digests
         self._new_digests.clear()
 
@@ -184,11 +239,36 @@ class Collector:
         self._new_digests.clear()
 
     def _by(self, mode: TrackingMode) -> list[VariableTracking]:
-        return [entry for entry in self.tracked if entry.mode is mode]
+        return [entry for entry in self.tracked if entry.mode is mode and not entry.is_keyed]
+
+    def _take_none(self) -> None:
+        none = np.empty(0, np.int64)
+        self._pending = dict.fromkeys(range(len(self._groups)), none)
+        self._given, self._removed = dict.fromkeys(self.tables, none), dict.fromkeys(self.tables, none)
 
     def _touched(self, writer: BundleWriter, source: RowSource, entry: VariableTracking) -> Changed | None:
+        return _write_rows(writer, entry, self._ids(entry), lambda rows: source.rows(entry, rows))
+
+    def _ids(self, entry: VariableTracking) -> Array:
         ids = [rows + part.offset for part in entry.parts for rows in self._rows_of(part)]
-        return _write_rows(writer, entry, np.concatenate(ids), lambda rows: source.rows(entry, rows))
+        return np.concatenate([np.empty(0, np.int64), *ids])
+
+    def _keyed(self, writer: BundleWriter, source: RowSource, entry: VariableTracking) -> ChangedTable | None:
+        is_compared = entry.mode is TrackingMode.COMPARED
+        wrote = self._moved(source, entry)[0] if is_compared else self._ids(entry)
+        ids = distinct(np.concatenate([wrote, self._given[entry.name]]))
+        ids, keys = source.keyed(entry, ids) if len(ids) else (ids, ids)
+        removed = self._removed[entry.name]
+        if not len(ids) and not len(removed):
+            return None
+        capacity, dim = entry.shape
+        table = ChangedTable(entry.name, entry.dtype, dim, capacity, len(ids), len(removed))
+        ids_key, keys_key, values_key, removed_key = table.keys
+        writer.add(ids_key, ids)
+        writer.add(keys_key, keys)
+        writer.add_chunks(values_key, entry.dtype, (len(ids), dim), source.rows(entry, ids))
+        writer.add(removed_key, removed)
+        return table
 
     def _rows_of(self, part: VariablePart) -> Iterator[Array]:
         return (self._pending[index] for index in self._groups_of(part))
@@ -199,6 +279,11 @@ class Collector:
                 yield index
 
     def _compared(self, writer: BundleWriter, source: RowSource, entry: VariableTracking) -> Changed | None:
+        rows, known = self._moved(source, entry)
+        return _write_rows(writer, entry, rows, lambda wanted: _pieces(known, wanted))
+
+    def _moved(self, source: RowSource, entry: VariableTracking) -> tuple[Array, Array]:
+        """The rows that differ from those written last, and all rows as they are now."""
         known = self._written.get(entry.name)
         if known is None:
             known = self._written[entry.name] = np.empty(entry.shape, entry.dtype.numpy)
@@ -211,8 +296,7 @@ class Collector:
             moved = np.arange(len(values)) if is_new else differing_rows(piece, values)
             piece[moved] = values[moved]
             ids.append(moved + start)
-        rows = np.concatenate(ids) if ids else np.empty(0, np.int64)
-        return _write_rows(writer, entry, rows.astype(np.int64), lambda wanted: _pieces(known, wanted))
+        return np.concatenate([np.empty(0, np.int64), *ids]), known
 
     def _wholes(self, writer: BundleWriter, source: RowSource) -> Iterator[Changed | None]:
         for entry, value in source.wholes(self._by(TrackingMode.WHOLE)):
@@ -234,6 +318,12 @@ def _write_rows(writer: BundleWriter, entry: VariableTracking, ids: Array, value
     writer.add(ids_key, ids)
     writer.add_chunks(values_key, entry.dtype, (len(ids), *entry.shape[1:]), values(ids))
     return Changed(variable, len(ids))
+
+
+def _add_all(pending: dict[Any, Array], found: Mapping[Any, Array]) -> None:
+    """Add integers to sets of them."""
+    for key, values in found.items():
+        pending[key] = distinct(np.concatenate([pending[key], values]))
 
 
 def _inside(part: VariablePart, ids: Array) -> Array:

@@ -18,13 +18,14 @@ from msgspec import Struct
 from exporter.errors import UsageError
 from exporter.local_paths import local_path
 from exporter.progress import human_bytes
-from exporter.tables.trainable_table import COLLECTION as TRAINABLE_TABLES
+from exporter.tables.trainable_table import is_trainable_table, trainable_tables
 from exporter.training.change_tracking import TrackingMode, VariableTracking, plan_tracking
 from exporter.training.collector import Collector
 from exporter.training.event_time import EventClock, EventTime
 from exporter.training.publisher import Publisher
 from exporter.training.recording import Recording, counts_every_step, record
 from exporter.training.store import Store
+from exporter.training.table_access import TableAccess
 
 Session = Any
 
@@ -43,6 +44,7 @@ class _Chief(Struct, frozen=True):
 
     publisher: Publisher
     global_step: Any
+    tables: tuple[TableAccess, ...]
 
 
 class IncrementHook:
@@ -98,29 +100,26 @@ class IncrementHook:
             raise UsageError(
                 "increments need a global step", hint="call tf.compat.v1.train.get_or_create_global_step()"
             )
-        if tables := v1.get_collection(TRAINABLE_TABLES):
-            raise UsageError(
-                f"increments do not hold dynamic tables, such as {tables[0]!r}",
-                cause="the changed rows of other variables alone would not be the state of one step",
-                hint="save full checkpoints: export-model --incr finds by comparison which keys changed",
-            )
-        tracked = plan_tracking(v1.global_variables())
+        tables = trainable_tables()
+        tracked = plan_tracking(v1.global_variables(), {table.name: table.values for table in tables})
         self._recording: Recording = record(tracked, global_step)
         self._checks_steps = counts_every_step(global_step)
         if self._is_chief:
-            _report(tracked, v1.get_collection(v1.GraphKeys.SAVEABLE_OBJECTS))
-            collector = Collector.of_graph(tracked, self._recording)
+            saved = v1.get_collection(v1.GraphKeys.SAVEABLE_OBJECTS)
+            _report(tracked, [each for each in saved if not is_trainable_table(each)])
+            collector = Collector.of_graph(tracked, self._recording, tables)
             timer = v1.train.SecondOrStepTimer(every_secs=self._secs, every_steps=self._steps)
             publisher = Publisher(
                 Store(self._ckpt_dir), collector, timer, restores=self._restores, clock=self._clock
             )
-            self._chief = _Chief(publisher, global_step)
+            self._chief = _Chief(publisher, global_step, tuple(collector.tables.values()))
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Chief: initialise the recording, find out where the session stands. Others: wait for that."""
         if self._chief is None:
             self._wait_until_ready(session, coord)
             return
+        session.run([table.recorded for table in self._chief.tables])
         session.run(self._recording.plan.initializer)
         ready = session.run(self._recording.are_ready)
         missing = zip(self._recording.variables, ready, strict=True)

@@ -158,6 +158,10 @@ class _Values(Struct, frozen=True):
         """See `Source`."""
         return ((entry, self._value(entry)) for entry in tracked)
 
+    def keyed(self, tracked: VariableTracking, ids: Array) -> tuple[Array, Array]:
+        """See `Source`."""
+        raise NotImplementedError(tracked.name)
+
     def _value(self, tracked: VariableTracking) -> Array:
         return np.asarray(self.variables[tracked.name].numpy())
 

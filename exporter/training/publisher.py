@@ -185,7 +185,8 @@ class Publisher:
                 f"{restored.prefix}",
                 hint="give MonitoredTrainingSession the checkpoint_dir, or drop incremental_save_restore",
             )
-        overlay(session, chain, self._collector.tracked, self._collector.accesses)
+        collector = self._collector
+        overlay(session, chain, collector.tracked, collector.accesses, collector.tables.values())
         log.info("increments: restored %s and %d increments", restored.prefix, len(chain))
         if self._full is None or self._full.id == restored.id:
             self._stand(continued(history, chain[-1]), restored)

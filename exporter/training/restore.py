@@ -12,9 +12,11 @@ from exporter.delta.format import Change, Rows
 from exporter.errors import MissingTensors, ShapeMismatch, UsageError
 from exporter.increments.increment import Changed, StoredIncrement
 from exporter.local_paths import local_path
+from exporter.tables.trainable_table import trainable_tables
 from exporter.training.access import Access, access
 from exporter.training.change_tracking import VariableTracking, plan_tracking
 from exporter.training.store import Store
+from exporter.training.table_access import TableAccess, check_tables, overlay_tables, table_access
 
 Session = Any
 
@@ -43,9 +45,12 @@ def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
             hint="use IncrementHook(incremental_save_restore=True), or call restore_increments before",
         )
     with session.graph.as_default():
-        tracked = plan_tracking(tf.compat.v1.global_variables())
+        tables = trainable_tables()
+        rows = {table.name: table.values for table in tables}
+        tracked = plan_tracking(tf.compat.v1.global_variables(), rows)
         accesses = {id(part): access(part) for entry in tracked for part in entry.parts}
-    overlay(session, chain, tracked, accesses)
+        keyed = [table_access(table) for table in tables]
+    overlay(session, chain, tracked, accesses, keyed)
     return chain[-1].increment.to_step
 
 
@@ -54,6 +59,7 @@ def overlay(
     chain: Sequence[StoredIncrement],
     tracked: Iterable[VariableTracking],
     accesses: Mapping[int, Access],
+    tables: Iterable[TableAccess] = (),
 ) -> None:
     """Write the increments' values into the session's variables, in order, after all of them were checked.
 
@@ -61,14 +67,17 @@ def overlay(
         MissingTensors, ShapeMismatch, CorruptFile: nothing was written.
     """
     by_name = {entry.name: entry for entry in tracked}
+    kinds = {e.name: (e.dtype.label, e.shape[1], e.shape[0]) for e in by_name.values() if e.is_keyed}
     for stored in chain:
         for changed, _ in stored.changes():
             _check(changed, by_name, stored)
+        check_tables(stored, kinds)
     for stored in chain:
         for changed, change in stored.changes():
             entry = by_name[changed.variable.name]
             for part in entry.parts:
                 _write(session, accesses[id(part)], change)
+    overlay_tables(session, chain, tables)
 
 
 def _check(changed: Changed, by_name: Mapping[str, VariableTracking], stored: StoredIncrement) -> None:

@@ -24,7 +24,7 @@ from exporter.files import (
     writing,
 )
 from exporter.increments.history import CheckpointMarker, History, identify, read_history
-from exporter.increments.increment import Changed, CheckpointId, Increment, StoredIncrement, to_json
+from exporter.increments.increment import CheckpointId, Contents, Increment, StoredIncrement, to_json
 from exporter.layout import (
     CHECKPOINT_STATE_FILE,
     DELTA_NAME,
@@ -39,7 +39,7 @@ from exporter.publish.staging import Staging
 IndexSignature: TypeAlias = tuple[str, FileIdentity]
 """A full checkpoint's name, and its index's inode and modification time in nanoseconds."""
 
-Fill = Callable[[BundleWriter], tuple[Changed, ...]]
+Fill = Callable[[BundleWriter], Contents]
 
 
 class FullCheckpoint(Struct, frozen=True):
@@ -72,10 +72,10 @@ class Store:
         """
         with Staging(self.path) as staging, writing(self.path):
             with BundleWriter(staging.path / DELTA_NAME) as writer:
-                changed = fill(writer)
-            if not changed:
+                contents = fill(writer)
+            if not contents:
                 return None
-            increment = replace(draft, variables=changed)
+            increment = replace(draft, variables=contents.variables, tables=contents.tables)
             for file in writer.files:
                 sync(file)
             write_durably(staging.path / MANIFEST_FILE, to_json(increment).encode("ascii"))

@@ -7,7 +7,8 @@ A variable is followed from its handle (or, for a reference variable, its refere
                     the first dimension, and (Resource)ScatterNd*, whose last dimension of indices begins
                     with it
     reads           known by name
-    not counted     the initializer, and assignments of what RestoreV2 gives
+    not counted     the initializer, assignments of what RestoreV2 gives, and what a table by keys does with
+                    its own rows, as its index tells of those
     whole writes    every other operation, known or not, also a function or loop body that gets the handle,
     and
                     row writes inside one
@@ -23,6 +24,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from msgspec import Struct
+
+from exporter.tables.trainable_table import UPKEEP
 
 Operation = Any
 Tensor = Any
@@ -69,7 +72,7 @@ def variable_use(variable: Variable) -> VariableUse:
     whole: list[str] = []
     is_gathered = False
     for op, is_reference in _consumers(variable):
-        if op is variable.initializer or _is_restore(op):
+        if op is variable.initializer or _is_restore(op) or UPKEEP in op.node_def.attr:
             continue
         if not is_reference or op.type in _READS:
             is_gathered |= any(reader.type in _GATHERS for reader in (op, *_readers(op)))

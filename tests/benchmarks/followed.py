@@ -18,7 +18,7 @@ from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_cat
 from exporter.delta.delta_files import write_delta
 from exporter.delta.format import Change, ChangeKind, DeltaHeader, Rows, ServedVariable
 from exporter.increments.history import identify
-from exporter.increments.increment import Changed, Increment
+from exporter.increments.increment import Changed, Contents, Increment
 from exporter.layout import DELTA_NAME
 from exporter.options import Updates
 from exporter.pipeline.full import export as run_export
@@ -138,10 +138,10 @@ def _random_rows(rng: Any, shape: tuple[int, ...], count: int) -> Rows:
 def _write_increment(train: Path, parent: Any, shape: tuple[int, ...], rows: Rows) -> None:
     variable = ServedVariable(TABLE, DType.FLOAT, shape, ChangeKind.TABLE)
 
-    def fill(writer: BundleWriter) -> tuple[Changed, ...]:
+    def fill(writer: BundleWriter) -> Contents:
         for key, values in zip(variable.keys, (rows.ids, rows.values), strict=True):
             writer.add(key, values)
-        return (Changed(variable, len(rows.ids)),)
+        return Contents((Changed(variable, len(rows.ids)),))
 
     draft = Increment(
         id=secrets.token_hex(16),

@@ -12,7 +12,7 @@ from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.increments.history import CheckpointMarker, identify
-from exporter.increments.increment import Changed, CheckpointId, Increment
+from exporter.increments.increment import Changed, CheckpointId, Contents, Increment
 from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY as DEEPREC
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
@@ -136,7 +136,7 @@ class Trainer:
             part = SliceSpec(value.shape, (start, 0), (stop - start, value.shape[1]))
             writer.add(name, value[start:stop], part)
 
-    def _fill(self, writer: BundleWriter) -> tuple[Changed, ...]:
+    def _fill(self, writer: BundleWriter) -> Contents:
         changed = []
         for name, rows in sorted(self.touched.items()):
             kind = ChangeKind.TABLE if name in TABLES else ChangeKind.DENSE
@@ -148,4 +148,4 @@ class Trainer:
             else:
                 writer.add(variable.keys[0], self.values[name][np.newaxis, ...])
             changed.append(Changed(variable, max(1, len(rows))))
-        return tuple(changed)
+        return Contents(tuple(changed))

@@ -18,7 +18,7 @@ from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_cat
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 from exporter.increments.history import CheckpointMarker, identify, read_history
-from exporter.increments.increment import Changed, CheckpointId, Increment
+from exporter.increments.increment import Changed, CheckpointId, Contents, Increment
 from exporter.increments.trained import TrainerVersion
 from exporter.layout import UPDATABLE_FILE
 from exporter.mapping.build import CastRule, MappingRules, RenameRule
@@ -156,7 +156,7 @@ class Trainer:
     def is_table(self, name: str) -> bool:
         return name.split("/")[1] in TABLES
 
-    def _fill(self, writer: BundleWriter) -> tuple[Changed, ...]:
+    def _fill(self, writer: BundleWriter) -> Contents:
         changed = []
         for name, rows in sorted(self.touched.items()):
             kind = ChangeKind.TABLE if self.is_table(name) else ChangeKind.DENSE
@@ -168,7 +168,7 @@ class Trainer:
             else:
                 writer.add(variable.keys[0], self.values[name][np.newaxis, ...])
             changed.append(Changed(variable, max(1, len(rows))))
-        return tuple(changed)
+        return Contents(tuple(changed))
 
 
 @dataclass(frozen=True)

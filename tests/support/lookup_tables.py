@@ -13,7 +13,7 @@ import numpy as np
 from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.increments.history import CheckpointMarker, identify
-from exporter.increments.increment import Changed, CheckpointId, Increment
+from exporter.increments.increment import Changed, CheckpointId, Contents, Increment
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
 from tests.support.graph_runs import v1_graph
@@ -164,7 +164,7 @@ class TableTrainer:
         assert Store(self.directory).publish(draft, self._fill) is not None
         self.parent, self.parent_step, self.touched = draft.id, self.step, set()
 
-    def _fill(self, writer: BundleWriter) -> tuple[Changed, ...]:
+    def _fill(self, writer: BundleWriter) -> Contents:
         emb, bias = self.session.run(["emb/Read/ReadVariableOp:0", "bias/Read/ReadVariableOp:0"])
         ids = np.array(sorted(self.touched), np.int64)
         table = ServedVariable("emb", DType.FLOAT, emb.shape, ChangeKind.TABLE)
@@ -172,7 +172,7 @@ class TableTrainer:
         writer.add(dense.keys[0], bias[np.newaxis])
         writer.add(table.keys[0], ids)
         writer.add(table.keys[1], emb[ids])
-        return Changed(dense, 1), Changed(table, len(ids))
+        return Contents((Changed(dense, 1), Changed(table, len(ids))))
 
     def asked(self) -> dict[str, Any]:
         """A request for every key that may ever be in the table, and every row."""

@@ -1,0 +1,128 @@
+"""Tables by keys in increments: which keys have other rows, and which are gone.
+
+In an increment's bundle a table `<name>` that is trained with stock TensorFlow has
+
+    <name>/ids       int64 [n]        numbers of the rows that changed, strictly increasing
+    <name>/keys      int64 [n]        whose rows they are, no key twice
+    <name>/values    dtype [n, dim]   the rows
+    <name>/removed   int64 [m]        keys that had rows before and have none any more, increasing
+
+The numbers of the rows are the trainer's: optimizers' slots go by them. Keys that are removed go first: one
+that is among `keys`, too, was given a row again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from msgspec import Struct
+
+from exporter.catalog import Catalog
+from exporter.checkpoint.tensor_bundle import read_array
+from exporter.delta.keyed_rows import KeyedChange, KeyedRows
+from exporter.errors import CorruptFile
+from exporter.integer_sets import distinct
+from exporter.wire.dtypes import DType
+from exporter.wire.json_documents import Count, DtypeLabel, Text, doc
+
+if TYPE_CHECKING:
+    from exporter.increments.increment import StoredIncrement
+
+Array = np.ndarray[Any, Any]
+
+
+class ChangedTable(Struct, frozen=True):
+    """A table by keys in an increment: how many of its rows are there, and how many removed keys."""
+
+    name: str
+    dtype: DType
+    dim: int
+    capacity: int
+    rows: int
+    removed: int
+
+    @property
+    def keys(self) -> tuple[str, str, str, str]:
+        """The names of its tensors: row numbers, keys, rows, removed keys."""
+        return f"{self.name}/ids", f"{self.name}/keys", f"{self.name}/values", f"{self.name}/removed"
+
+    @property
+    def kind(self) -> tuple[str, int, int]:
+        """What the trainer's table has to be for its rows to fit."""
+        return self.dtype.label, self.dim, self.capacity
+
+
+class TableDocument(Struct, frozen=True):
+    """A table by keys in an increment."""
+
+    name: Annotated[Text, doc("what checkpoints call it")]
+    dtype: Annotated[DtypeLabel, doc("TensorFlow's name of its rows' dtype")]
+    dim: Annotated[Count, doc("the length of its rows")]
+    capacity: Annotated[Count, doc("how many rows the trainer has room for")]
+    rows: Annotated[Count, doc("how many of its rows are there")]
+    removed: Annotated[Count, doc("how many keys were removed")]
+
+    @classmethod
+    def of(cls, table: ChangedTable) -> TableDocument:
+        """The document of a table."""
+        return cls(table.name, table.dtype.label, table.dim, table.capacity, table.rows, table.removed)
+
+    def read(self) -> ChangedTable:
+        """The table."""
+        dtype = DType.of(self.dtype)
+        return ChangedTable(self.name, dtype, self.dim, self.capacity, self.rows, self.removed)
+
+
+class TableRows(Struct, frozen=True, eq=False):
+    """What an increment holds of a table; see above."""
+
+    ids: Array
+    keys: Array
+    values: Array
+    removed: Array
+
+
+def read_table(catalog: Catalog, table: ChangedTable) -> TableRows:
+    """What a bundle holds of a table, every checksum verified.
+
+    Raises:
+        CorruptFile: a checksum is wrong, a tensor is missing or another than the manifest says, or rows lie
+            outside of the table or belong to two keys.
+    """
+    count = (table.rows,)
+    shapes = (count, count, (table.rows, table.dim), (table.removed,))
+    dtypes = (DType.INT64, DType.INT64, table.dtype, DType.INT64)
+    tensors = []
+    for key, dtype, shape in zip(table.keys, dtypes, shapes, strict=True):
+        ref = catalog.tensors.get(key)
+        if ref is None or ref.dtype is not dtype or ref.shape != shape:
+            found = "not there" if ref is None else f"{ref.dtype.label}{list(ref.shape)}"
+            expected = f"{dtype.label}{list(shape)}"
+            raise CorruptFile(f"{catalog.prefix}: {key!r} is {found}, its manifest says {expected}")
+        tensors.append(read_array(catalog, ref))
+    found_rows = TableRows(*tensors)
+    _check(catalog, table, found_rows)
+    return found_rows
+
+
+def keyed_changes(increments: Iterable[StoredIncrement]) -> Iterator[KeyedChange]:
+    """What increments hold of tables by keys, oldest first, each table of each increment by itself.
+
+    Raises:
+        CorruptFile: see `read_table`.
+    """
+    for stored in increments:
+        for table, rows in stored.tables():
+            yield KeyedChange(KeyedRows(table.name, rows.keys, rows.values), rows.removed)
+
+
+def _check(catalog: Catalog, table: ChangedTable, found: TableRows) -> None:
+    ids = found.ids
+    is_inside = not len(ids) or (ids[0] >= 0 and ids[-1] < table.capacity)
+    if not is_inside or (ids[1:] <= ids[:-1]).any():
+        raise CorruptFile(f"{catalog.prefix}: the ids of {table.name!r} are not rows of {table.capacity}")
+    for keys in (found.keys, found.removed):
+        if len(distinct(keys)) != len(keys):
+            raise CorruptFile(f"{catalog.prefix}: a key of {table.name!r} is there twice")

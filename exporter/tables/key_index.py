@@ -1,0 +1,270 @@
+"""Rows for keys that come and go, from stock operations: the index of a table that is being trained.
+
+    row_keys   int64 [capacity]   the key of each row; of a free one, that of before
+    index      hash table         key -> row
+    free       int64 [capacity]   a ring of the rows whose keys were removed
+    cursors    int64 [3]          rows that were ever given; where the ring begins and ends, counted on and on
+    changed    uint8 [capacity]   1 where a row was given to a key since that was last recorded
+    removed    hash table         keys that were removed since that was last recorded
+
+A key has a row if the index leads to it *and* the row names the key: a row that two keys were given (see
+below) belongs to the last one, and the other is given another row when it is met again. A row is in use if
+the index leads from its key to it. Rows are given in their order, those of removed keys last and the
+longest free first: a step that has looked a key up still writes to the key's row after it was removed.
+
+New keys are given rows by one caller at a time (`tf.CriticalSection`, that is `MutexLock`); a worker that
+finds all of its keys takes no lock. That kernel has a fault: a waiter that is cancelled, as its worker died,
+opens the lock that another one holds. Then two callers may be given the same row, or one key two. The
+first costs one gradient and heals as said above; of the second, one row stays unused until the next restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from exporter.errors import UsageError
+
+Tensor = Any
+Variable = Any
+
+ABSENT = -1
+
+
+class MakeVariable(Protocol):
+    """Makes a variable that nothing trains; it is not saved."""
+
+    def __call__(self, part: str, value: Callable[[], Tensor]) -> Variable:
+        """The variable called `part`, with the value that `value` gives at first."""
+
+
+class KeyIndex:
+    """Which row each key has, of `capacity`; in graphs and eagerly.
+
+    `at_home` is the context in which operations are placed where the index lies. `reset` is called with
+    rows that had another key before, and gives the operation by which they begin anew.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        capacity: int,
+        variable: MakeVariable,
+        at_home: Callable[[], AbstractContextManager[Any]],
+        reset: Callable[[Tensor], Any],
+    ) -> None:
+        import tensorflow as tf
+
+        if capacity < 1:
+            raise UsageError(f"dynamic table {name!r} has a capacity of {capacity}", hint="give it some")
+        self.name, self.capacity = name, capacity
+        self._at_home, self._reset = at_home, reset
+        self.row_keys = variable("row_keys", lambda: tf.zeros([capacity], tf.int64))
+        self.free = variable("free_rows", lambda: tf.zeros([capacity], tf.int64))
+        self.cursors = variable("cursors", lambda: tf.zeros([3], tf.int64))
+        self.changed = variable("changed", lambda: tf.zeros([capacity], tf.uint8))
+        self.is_recorded = variable("is_recorded", lambda: tf.constant(False))
+        self.index, self.removed = self._hash_table("index"), self._hash_table("removed")
+        self._lock = tf.CriticalSection(shared_name=f"{name}/lock")
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """Its variables."""
+        return (self.row_keys, self.free, self.cursors, self.changed, self.is_recorded)
+
+    def locked(self, function: Callable[[], Tensor]) -> Tensor:
+        """What a function gives that is run by one caller at a time."""
+        return self._lock.execute(function)
+
+    def find(self, keys: Tensor) -> Tensor:
+        """The row of each key of a vector, `ABSENT` for those that have none."""
+        import tensorflow as tf
+
+        with self._at_home():
+            rows = self.index.lookup(keys)
+            named = tf.gather(self.row_keys, tf.maximum(rows, 0))
+            return tf.where((rows >= 0) & tf.equal(named, keys), rows, tf.constant(ABSENT, tf.int64))
+
+    def find_or_add(self, keys: Tensor) -> Tensor:
+        """The row of each key of a vector, whose keys are distinct; those that have none are given one."""
+        import tensorflow as tf
+
+        found = self.find(keys)
+        with self._at_home():
+            return tf.cond(
+                tf.reduce_any(found < 0), lambda: self.locked(lambda: self._add(keys)), lambda: found
+            )
+
+    def remove(self, keys: Tensor, also: Callable[[Tensor], list[Any]]) -> Tensor:
+        """How many of these distinct keys were there; they have no rows any more.
+
+        `also` gives operations that are run with the rows before these may be given to others.
+        """
+        import tensorflow as tf
+
+        def take_away() -> Tensor:
+            rows = self.find(keys)
+            gone, rows = tf.boolean_mask(keys, rows >= 0), tf.boolean_mask(rows, rows >= 0)
+            removed = self.index.remove(gone)
+            with _after(removed):
+                done = [*also(rows), self._note_removed(gone, rows)]
+            with _after(*done):
+                given, first, last = tf.unstack(self.cursors.read_value())
+                count = tf.size(rows, tf.int64)
+                places = (last + tf.range(count)) % self.capacity
+                freed = self.free.scatter_update(tf.IndexedSlices(rows, places))
+            with _after(freed):
+                counted = self.cursors.assign(tf.stack([given, first, last + count]))
+            with _after(counted):
+                return tf.identity(count)
+
+        with self._at_home():
+            return self.locked(take_away)
+
+    def in_use(self) -> tuple[Tensor, Tensor]:
+        """The rows that have keys, ascending, and these keys."""
+        import tensorflow as tf
+
+        with self._at_home():
+            keys = self.row_keys.read_value()[: self.cursors.read_value()[0]]
+            is_used = tf.equal(self.index.lookup(keys), tf.range(tf.size(keys, tf.int64)))
+            return tf.where(is_used)[:, 0], tf.boolean_mask(keys, is_used)
+
+    def is_in_use(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether each of these rows has a key, and the key."""
+        import tensorflow as tf
+
+        with self._at_home():
+            keys = tf.gather(self.row_keys, rows)
+            return tf.equal(self.index.lookup(keys), rows), keys
+
+    def restore(self, keys: Tensor, rows: Tensor) -> Any:
+        """The operation that gives these keys these rows, and no others any."""
+        import tensorflow as tf
+
+        fits = tf.debugging.assert_less(
+            tf.concat([[tf.constant(-1, tf.int64)], rows], 0),
+            tf.constant(self.capacity, tf.int64),
+            message=f"{self.name!r} has too little capacity",
+        )
+        with self._at_home(), _after(fits):
+            places = rows[:, tf.newaxis]
+            imported = tf.raw_ops.LookupTableImportV2(
+                table_handle=self.index.resource_handle, keys=keys, values=rows
+            )
+            named = self.row_keys.assign(tf.scatter_nd(places, keys, [self.capacity]))
+            forgotten = self.removed.remove(self.removed.export()[0])
+            return tf.group([imported, named, forgotten, *self._restore_free(rows)])
+
+    def lay_over(self, keys: Tensor, rows: Tensor, removed: Tensor) -> Any:
+        """The operation that takes away keys and gives others, or the same, rows of their own.
+
+        `settle` has to follow.
+        """
+        import tensorflow as tf
+
+        with self._at_home():
+            first = self.index.remove(removed)
+            with _after(first):
+                named = self.row_keys.scatter_update(tf.IndexedSlices(keys, rows))
+                inserted = self.index.insert(keys, rows)
+            given, begin, end = tf.unstack(self.cursors.read_value())
+            most = tf.reduce_max(tf.concat([given[tf.newaxis], rows + 1], 0))
+            return tf.group([named, inserted, self.cursors.assign(tf.stack([most, begin, end]))])
+
+    def settle(self) -> Any:
+        """The operation that finds the free rows out anew."""
+        import tensorflow as tf
+
+        rows, _ = self.in_use()
+        with self._at_home():
+            return tf.group(self._restore_free(rows))
+
+    def take_changed(self) -> Tensor:
+        """Rows that were given to keys since they were last taken."""
+        import tensorflow as tf
+
+        with self._at_home():
+            rows = tf.where(tf.not_equal(self.changed.read_value(), 0))[:, 0]
+            with _after(rows):
+                zeros = tf.zeros_like(rows, tf.uint8)
+                cleared = self.changed.scatter_update(tf.IndexedSlices(zeros, rows))
+            with _after(cleared):
+                return tf.identity(rows)
+
+    def take_removed(self) -> Tensor:
+        """Keys that were removed since they were last taken; they may be there again."""
+        import tensorflow as tf
+
+        with self._at_home():
+            keys, _ = self.removed.export()
+            cleared = self.removed.remove(keys)
+            with _after(cleared):
+                return tf.identity(keys)
+
+    def _add(self, keys: Tensor) -> Tensor:
+        """Rows for those keys that still have none, and the rows of all; one caller at a time.
+
+        A row has everything before the index leads to it, and is marked as changed before.
+        """
+        import tensorflow as tf
+
+        new = tf.boolean_mask(keys, self.find(keys) < 0)
+        count = tf.size(new, tf.int64)
+        given, first, last = tf.unstack(self.cursors.read_value())
+        fresh = tf.minimum(count, self.capacity - given)
+        again = count - fresh
+        fits = tf.debugging.assert_less_equal(
+            again, last - first, message=f"dynamic table {self.name!r} is full: give it more capacity"
+        )
+        with _after(fits):
+            used = tf.gather(self.free, (first + tf.range(again)) % self.capacity)
+            rows = tf.concat([given + tf.range(fresh), used], 0)
+            ready = [self.row_keys.scatter_update(tf.IndexedSlices(new, rows)), self._reset(used)]
+        with _after(*ready):
+            counted = self.cursors.assign(tf.stack([given + fresh, first + again, last]))
+            ones = tf.ones_like(rows, tf.uint8)
+            marked = self.changed.scatter_update(tf.IndexedSlices(ones, rows))
+        with _after(counted, marked):
+            inserted = self.index.insert(new, rows)
+        with _after(inserted):
+            return self.find(keys)
+
+    def _note_removed(self, keys: Tensor, rows: Tensor) -> Any:
+        """Remember keys, if anybody asks for them: nobody else would ever forget them."""
+        import tensorflow as tf
+
+        def note() -> Tensor:
+            noted = self.removed.insert(keys, rows)
+            with _after(noted):
+                return tf.constant(0)
+
+        return tf.cond(self.is_recorded, note, lambda: tf.constant(0))
+
+    def _restore_free(self, rows: Tensor) -> list[Any]:
+        """Assignments by which all rows but these are free."""
+        import tensorflow as tf
+
+        given = tf.reduce_max(tf.concat([[tf.constant(-1, tf.int64)], rows], 0)) + 1
+        is_used = tf.scatter_nd(rows[:, tf.newaxis], tf.ones_like(rows), given[tf.newaxis])
+        free = tf.where(tf.equal(is_used, 0))[:, 0]
+        count = tf.size(free, tf.int64)
+        rest = tf.zeros([self.capacity - count], tf.int64)
+        cursors = tf.stack([given, tf.zeros_like(given), count])
+        return [self.free.assign(tf.concat([free, rest], 0)), self.cursors.assign(cursors)]
+
+    def _hash_table(self, part: str) -> Any:
+        import tensorflow as tf
+
+        return tf.lookup.experimental.MutableHashTable(
+            tf.int64, tf.int64, ABSENT, name=f"{self.name}/{part}", experimental_is_anonymous=False
+        )
+
+
+def _after(*operations: Any) -> AbstractContextManager[Any]:
+    """The context of what is run after operations; eagerly these are None, and done."""
+    import tensorflow as tf
+
+    there = [each for each in operations if each is not None]
+    return tf.control_dependencies(there)  # type: ignore[no-any-return]  # TensorFlow is untyped
