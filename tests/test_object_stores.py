@@ -6,6 +6,7 @@ import builtins
 import os
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exporter.checkpoint import open_checkpoint
-from exporter.checkpoint.tensor_bundle import read_array
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_array
 from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused
 from exporter.options import DataMode, ExportRequest, Verify
 from exporter.pipeline.full import export
@@ -23,6 +24,7 @@ from exporter.publish.delta_log import read_log
 from exporter.storage import mirror, objects
 from exporter.storage.mirror import Ranges
 from exporter.storage.objects import ObjectReader, Url
+from exporter.storage.requests import GAP_BYTES, PART_BYTES, requests
 from tests.support.bundles import write
 from tests.support.commands import export_model
 from tests.support.graph_runs import Trained, train
@@ -31,7 +33,7 @@ from tests.support.object_stores import SECRET, Bucket
 from tests.support.setting import Setting, followed
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-ROWS, SLOT_BYTES = 4096, 4096 * 16 * 4
+ROWS, SLOT_BYTES = 32768, 32768 * 16 * 4
 
 
 def scorer(v1: Any) -> None:
@@ -316,3 +318,38 @@ def test_ranges_are_what_was_added(added: list[tuple[int, int]]) -> None:
 def test_urls(text: str, shown: str | None) -> None:
     found = Url.parse(text)
     assert (None if found is None else str(found)) == shown
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40 << 20), st.integers(1, 12 << 20)), max_size=12),
+    st.integers(0, 1 << 20),
+)
+def test_requests_cover_their_pieces(ranges: list[tuple[int, int]], offset: int) -> None:
+    pieces = [(start, start + size, offset + start) for start, size in ranges]
+    planned = list(requests(pieces))
+    for request in planned:
+        assert 0 < request.stop - request.start <= PART_BYTES
+        assert min(piece.start for piece in request.pieces) == request.start
+        assert max(piece.stop for piece in request.pieces) == request.stop
+        stops = accumulate((piece.stop for piece in request.pieces), max, initial=request.start)
+        for stop, piece in zip(stops, request.pieces, strict=False):
+            assert piece.start - stop <= GAP_BYTES
+            assert piece.offset - piece.start == offset
+    found = sorted(piece for request in planned for piece in request.pieces)
+    assert sum(piece.stop - piece.start for piece in found) == sum(size for _, size in ranges)
+    for start, stop, _ in pieces:
+        assert any(piece.start == start for piece in found)
+        assert any(piece.stop == stop for piece in found)
+
+
+def test_small_tensors_come_together(bucket: Bucket, fetched: list[tuple[str, int]], tmp_path: Path) -> None:
+    with BundleWriter(tmp_path / "train" / "model.ckpt-1") as writer:
+        for number in range(1000):
+            writer.add(f"v{number:04d}", np.full([number % 7 + 1, 16], number, np.float32))
+    bucket.upload(tmp_path / "train")
+    catalog = open_checkpoint(Path(bucket.url("model.ckpt-1")))
+    fetched.clear()
+    for number in range(0, 1000, 3):
+        value = read_array(catalog, catalog.tensors[f"v{number:04d}"])
+        assert np.array_equal(value, np.full([number % 7 + 1, 16], number, np.float32))
+    assert len(fetched) == 1

@@ -36,9 +36,11 @@ def fetch_tensors(catalog: Catalog, tensors: Iterable[TensorRef]) -> None:
     Raises:
         CheckpointError: they cannot be fetched.
     """
-    for tensor in tensors:
-        for extent in tensor.extents:
-            mirror.fetch(catalog.path_of(extent), [(extent.offset, extent.offset + extent.size)])
+    wanted: dict[Path, list[tuple[int, int]]] = {}
+    for extent in (extent for tensor in tensors for extent in tensor.extents):
+        wanted.setdefault(catalog.path_of(extent), []).append((extent.offset, extent.offset + extent.size))
+    for path, ranges in wanted.items():
+        mirror.fetch(path, ranges)
 
 
 def shard_status(path: Path) -> os.stat_result:

@@ -22,6 +22,7 @@ from pathlib import Path
 from exporter.errors import CheckpointChanged, os_error
 from exporter.layout import LOCK_FILE
 from exporter.storage.objects import ObjectReader, RemoteObject, Url
+from exporter.storage.requests import near
 
 _PREFIX = "export-model-"
 _MIRRORS: dict[str, Mirror] = {}  # by the path of their directory
@@ -102,9 +103,12 @@ class Mirror:
         with self._lock:
             if (each := self._found.get(name)) is None:
                 return  # a file that is not there is its reader's to report
-            wanted = [(0, each.size)] if ranges is None else ranges
-            missing = [gap for start, stop in wanted for gap in self._fetched[name].gaps(start, stop)]
-            if missing:
+            wanted = [(0, each.size)] if ranges is None else [near(*asked, each.size) for asked in ranges]
+            missing = Ranges()
+            for start, stop in wanted:
+                for gap in self._fetched[name].gaps(start, stop):
+                    missing.add(*gap)
+            if any(missing):
                 path = self.root / name
                 descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
                 before = os.fstat(descriptor)
@@ -171,6 +175,10 @@ class Ranges:
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Each as (start, stop)."""
+        return zip(self._starts, self._stops, strict=True)
 
     def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """What is missing of a range."""

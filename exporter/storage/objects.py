@@ -25,6 +25,7 @@ from exporter.errors import (
     UsageError,
     os_error,
 )
+from exporter.storage.requests import PART_BYTES, Request, requests
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -38,7 +39,7 @@ _ENDPOINTS = (
 """Name another server than the cloud's own; one that is told as `http://` is asked without encryption."""
 _CONNECT, _REQUEST, _RETRY = timedelta(seconds=10), timedelta(seconds=60), timedelta(seconds=60)
 _RETRIES = 5
-_PART_BYTES, _CONNECTIONS = 8 << 20, 16
+_CONNECTIONS = 16
 
 
 class Url(Struct, frozen=True):
@@ -184,23 +185,22 @@ class ObjectReader:
         """
         from concurrent.futures import ThreadPoolExecutor
 
-        def move(start: int, stop: int, offset: int) -> None:
-            content = self.read(found, start, stop)
+        def move(request: Request) -> None:
+            content = self.read(found, request.start, request.stop)
             try:
-                while content:
-                    written = os.pwrite(descriptor, content, offset)
-                    content, offset = content[written:], offset + written
+                for start, stop, offset in request.pieces:
+                    _write(descriptor, content[start - request.start : stop - request.start], offset)
             except OSError as error:
                 raise os_error(error, target) from error
             if advance is not None:
-                advance(stop - start)
+                advance(request.wanted)
 
-        parts = [part for piece in pieces for part in _parts(*piece)]
-        if len(parts) == 1:
-            move(*parts[0])
+        planned = list(requests(pieces))
+        if len(planned) == 1:
+            move(planned[0])
             return
         with ThreadPoolExecutor(_CONNECTIONS, "fetch") as pool:
-            tasks = [pool.submit(move, *part) for part in parts]
+            tasks = [pool.submit(move, request) for request in planned]
             try:
                 for task in tasks:
                     task.result()
@@ -212,10 +212,10 @@ class ObjectReader:
         return f"{self.url.scheme}://{self.url.bucket}/{key}"
 
 
-def _parts(start: int, stop: int, offset: int) -> Iterator[tuple[int, int, int]]:
-    """Pieces of what one request fetches: its first byte hardly counts, and a retry costs little."""
-    for at in range(start, stop, _PART_BYTES):
-        yield at, min(at + _PART_BYTES, stop), offset + at - start
+def _write(descriptor: int, content: memoryview, offset: int) -> None:
+    while content:
+        written = os.pwrite(descriptor, content, offset)
+        content, offset = content[written:], offset + written
 
 
 class ObjectWriter(ObjectReader):
@@ -255,7 +255,7 @@ class ObjectWriter(ObjectReader):
         import obstore
 
         with _writing(self.url, key):
-            put = obstore.put(self._store, key, file, chunk_size=_PART_BYTES, max_concurrency=_CONNECTIONS)
+            put = obstore.put(self._store, key, file, chunk_size=PART_BYTES, max_concurrency=_CONNECTIONS)
             return put["e_tag"] or ""
 
     def create(self, key: str, content: bytes) -> Tag | None:

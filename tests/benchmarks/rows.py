@@ -20,6 +20,7 @@ class Unit(Enum):
     BYTES = "B"
     RATIO = "x"
     SHARE = "of 1"
+    COUNT = "of them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class Quantity:
             return human_bytes(round(self.value))
         if self.unit is Unit.RATIO:
             return f"{self.value:.3g} x" if self.value < 100 else f"{self.value:,.0f} x"
+        if self.unit is Unit.COUNT:
+            return f"{self.value:,.0f}"
         if self.unit is Unit.SHARE:
             return f"{self.value:.1%}"
         for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
@@ -49,6 +52,11 @@ def seconds(value: float) -> Quantity:
 def share(value: float) -> Quantity:
     """A part of a whole, which is 1."""
     return Quantity(value, Unit.SHARE)
+
+
+def count(value: float) -> Quantity:
+    """How many there are."""
+    return Quantity(value, Unit.COUNT)
 
 
 def bytes_(value: float) -> Quantity:

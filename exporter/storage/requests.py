@@ -1,0 +1,62 @@
+"""Cut what is wanted of an object into requests.
+
+A request costs about as much time as a megabyte: large pieces are cut into parts that are fetched in
+parallel, and small ones that lie near each other come with one request, what lies between them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+PART_BYTES = 8 << 20
+"""The most that a request fetches: its first byte hardly counts then, and a retry costs little."""
+GAP_BYTES = 1 << 20
+"""What may lie unused between two pieces of one request."""
+
+
+class Piece(NamedTuple):
+    """A range of an object, and where it goes in the target."""
+
+    start: int
+    stop: int
+    offset: int
+
+
+class Request(NamedTuple):
+    """A range to fetch, and the pieces that lie in it."""
+
+    start: int
+    stop: int
+    pieces: list[Piece]
+
+    @property
+    def wanted(self) -> int:
+        """Bytes of its pieces."""
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
+
+def requests(pieces: Iterable[tuple[int, int, int]]) -> Iterator[Request]:
+    """The requests for pieces (start, stop, offset in the target)."""
+    request: Request | None = None
+    for piece in sorted(part for whole in pieces for part in _parts(*whole)):
+        if request is not None:
+            stop = max(request.stop, piece.stop)
+            if piece.start - request.stop <= GAP_BYTES and stop - request.start <= PART_BYTES:
+                request.pieces.append(piece)
+                request = request._replace(stop=stop)
+                continue
+            yield request
+        request = Request(piece.start, piece.stop, [piece])
+    if request is not None:
+        yield request
+
+
+def near(start: int, stop: int, size: int) -> tuple[int, int]:
+    """The range to fetch for one that is read from an object: neighbours are likely to be read next."""
+    return start // GAP_BYTES * GAP_BYTES, min(-(-stop // GAP_BYTES) * GAP_BYTES, size)
+
+
+def _parts(start: int, stop: int, offset: int) -> Iterator[Piece]:
+    for at in range(start, stop, PART_BYTES):
+        yield Piece(at, min(at + PART_BYTES, stop), offset + at - start)

@@ -1,0 +1,60 @@
+"""Object stores: what is fetched for an export, beside a plain download of as many bytes.
+
+The store is an emulator on the same processors, so that ratios say more than seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from statistics import median
+
+from tests.benchmarks import data
+from tests.benchmarks.data import Checkpoint
+from tests.benchmarks.harness import Benchmark, Lab, Sample, job
+from tests.benchmarks.rows import Row, bounded, bytes_, count, gain
+
+_PART_BYTES = 8 << 20
+
+
+def many_tensors(lab: Lab) -> Iterator[Row]:
+    """A model of many small variables: they come together, not one by one."""
+    variables = 50 if lab.quick else 10_000
+    checkpoint = data.wide(lab, variables)
+    yield from _beside_download(lab, checkpoint, f"{variables:,} tensors from a store", at_least=None)
+
+
+def large_tables(lab: Lab) -> Iterator[Row]:
+    """A third of a checkpoint's bytes: parts in parallel."""
+    checkpoint = data.ranker(lab, "1.5 GB")
+    yield from _beside_download(lab, checkpoint, "the weights of 1.5 GB from a store", at_least=0.7)
+
+
+def _beside_download(lab: Lab, checkpoint: Checkpoint, what: str, *, at_least: float | None) -> Iterator[Row]:
+    from tests.support.object_stores import new_bucket, s3_server
+
+    with s3_server() as address:
+        bucket = new_bucket(address)
+        bucket.upload(checkpoint.prefix.parent, "train")
+        environment = json.dumps(dict(bucket.environment))
+        url = bucket.url(f"train/{checkpoint.prefix.name}")
+
+        def ours() -> Sample:
+            return job("jobs_stores:variables", environment, url, lab.fresh("variables"))
+
+        kept = ours().result["bytes"]
+
+        def stock() -> Sample:
+            out = lab.fresh("downloaded")
+            return job("jobs_stores:download", environment, bucket.name, "train", kept, out)
+
+        exported, downloaded = lab.side_by_side(ours, stock, repeats=3)
+    assert {sample.result for sample in downloaded.samples} == {kept}
+    label = f"{what}, {bytes_(kept)}, against obstore's download of as many bytes"
+    yield gain(label, exported.time, downloaded.time, at_least=at_least)
+    requests = median(sample.result["requests"] for sample in exported.samples)
+    shards = len(list(checkpoint.prefix.parent.glob("*.data-*")))
+    yield bounded("  requests", count(requests), at_most=count(2 * shards + kept / _PART_BYTES))
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (many_tensors, large_tables)
