@@ -117,4 +117,5 @@ def container(azurite: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Bu
 def _enter(environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(mirror, "_MIRRORS", {})
+    for known in ("_MIRRORS", "_CHECKPOINTS"):
+        monkeypatch.setattr(mirror, known, {})

@@ -343,6 +343,7 @@ def test_requests_cover_their_pieces(ranges: list[tuple[int, int]], offset: int)
 
 
 def test_small_tensors_come_together(bucket: Bucket, fetched: list[tuple[str, int]], tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
     with BundleWriter(tmp_path / "train" / "model.ckpt-1") as writer:
         for number in range(1000):
             writer.add(f"v{number:04d}", np.full([number % 7 + 1, 16], number, np.float32))
