@@ -18,7 +18,7 @@ from exporter.publish.delta_log import read_log
 from exporter.publish.made_from import PublishedAlready
 from exporter.tables import DynamicTable, dynamic_embedding
 from exporter.tables.build_index import build_index
-from exporter.tables.geometry import PARTS
+from exporter.tables.geometry import INDEX_ROWS, PARTS
 from tests.support.deeprec import Ev, write_full
 
 Array = np.ndarray[Any, Any]
@@ -205,10 +205,14 @@ def test_answers_are_verified_with_tables_in_the_graph(tmp_path: Path, cast: tup
 def test_an_index_that_leads_astray_is_found_before_it_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def astray(geometry: Any, count: int, blocks: Any, seeds: Array, rows: Array) -> None:
-        build_index(geometry, count, blocks, seeds, rows)
-        filled = np.flatnonzero(rows != geometry.empty_row)
-        rows[filled] = np.roll(rows[filled], 1)
+    def astray(geometry: Any, count: int, blocks: Any, put: Any, scratch: Any) -> None:
+        def put_astray(part: str, first: int, elements: Array) -> None:
+            filled = elements[elements != geometry.empty_row]
+            if part == INDEX_ROWS:
+                elements[elements != geometry.empty_row] = np.roll(filled, 1)
+            put(part, first, elements)
+
+        build_index(geometry, count, blocks, put_astray, scratch)
 
     monkeypatch.setattr("exporter.tables.lay_out.build_index", astray)
     with pytest.raises(VerificationError, match="expected row 0"):

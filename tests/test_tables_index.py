@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exporter.errors import CheckpointError, TableFull
-from exporter.tables.build_index import build_index
+from exporter.errors import TableFull
+from exporter.tables.build_index import KeyTwice
 from exporter.tables.change_index import (
     ArrayState,
     IndexChange,
@@ -16,26 +16,18 @@ from exporter.tables.change_index import (
     find_rows,
     live_rows,
 )
-from exporter.tables.geometry import EMPTY_KEY, PARTS, TableGeometry
+from exporter.tables.geometry import EMPTY_KEY, PARTS, TableGeometry, keys_of
+from tests.support.dynamic_values import built_index
 
 Array = np.ndarray[Any, Any]
 LIMITS = np.array([0, -1, -2, 1, 2**63 - 1, -(2**63), 2**62, -(2**62)], np.int64)
 
 
 def new_table(geometry: TableGeometry, keys: Array) -> ArrayState:
-    seeds = np.empty(geometry.groups, np.int64)
-    rows = np.empty(geometry.slots, np.int32)
     held = np.zeros(geometry.capacity, np.int64)
     held[: len(keys)] = keys
     held[geometry.cursor_row], held[geometry.empty_row] = len(keys), EMPTY_KEY
-
-    def blocks() -> Any:
-        for first in range(0, len(keys), 1000):
-            part = keys[first : first + 1000]
-            yield np.arange(first, first + len(part)), part
-
-    build_index(geometry, len(keys), blocks, seeds, rows)
-    return ArrayState(seeds, rows, held)
+    return ArrayState(*built_index(geometry, keys), held)
 
 
 def apply(state: ArrayState, change: IndexChange) -> None:
@@ -102,12 +94,26 @@ def test_small_tables(count: int) -> None:
     assert TableGeometry.of_shapes(*sizes, defaults=3) == geometry
 
 
-def test_a_table_of_several_passes_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("range_keys", [3000, 100])
+def test_a_table_of_several_ranges_holds_every_key(monkeypatch: pytest.MonkeyPatch, range_keys: int) -> None:
     keys = np.random.default_rng(3).permutation(np.arange(20_000, dtype=np.int64) * 977)
     geometry = TableGeometry.for_keys(len(keys))
-    monkeypatch.setattr("exporter.tables.build_index.PASS_KEYS", 3000)
+    monkeypatch.setattr("exporter.tables.build_index.RANGE_KEYS", range_keys)
     state = new_table(geometry, keys)
     assert_holds(geometry, state, {int(key): row for row, key in enumerate(keys)})
+    again = new_table(geometry, keys)
+    assert np.array_equal(state.index_rows, again.index_rows), "whichever thread was quicker"
+    assert np.array_equal(state.index_seeds, again.index_seeds)
+
+
+def test_keys_that_are_left_out_are_in_no_slot_and_still_must_not_occur_twice() -> None:
+    keys = np.arange(5000, dtype=np.int64) * 31
+    geometry = TableGeometry.for_keys(len(keys))
+    rows = np.where(keys % 2, np.arange(5000), -1)
+    state = ArrayState(*built_index(geometry, keys, rows), np.append(keys, [0] * (geometry.capacity - 5000)))
+    assert np.array_equal(find_rows(geometry, state, keys), rows)
+    with pytest.raises(KeyTwice, match="key 62 occurs twice"):
+        built_index(geometry, np.append(keys, 62), np.append(rows, 5000))
 
 
 def test_any_sequence_of_changes_is_that_of_a_dict() -> None:
@@ -162,19 +168,32 @@ def test_the_last_row_is_filled_and_one_more_is_an_error() -> None:
 
 def test_a_key_that_occurs_twice_is_refused_by_name() -> None:
     keys = np.array([5, 6, 7, 6], np.int64)
-    with pytest.raises(CheckpointError, match="key 6 occurs twice"):
+    with pytest.raises(KeyTwice, match="key 6 occurs twice"):
         new_table(TableGeometry.for_keys(4), keys)
+    for often in (2, 10, 200, 5000):
+        with pytest.raises(KeyTwice, match="key 6 occurs twice"):
+            new_table(TableGeometry.for_keys(6000), np.append(np.arange(1000), [6] * (often - 1)))
     state = new_table(TableGeometry.for_keys(3), keys[:3])
     with pytest.raises(ValueError, match="twice"):
         change_index(TableGeometry.for_keys(3), state, keys[:1], keys[:1])
 
 
 def test_keys_made_to_collide_end_in_a_named_error() -> None:
-    from exporter.tables.geometry import keys_of
-
     keys = keys_of(np.arange(400, dtype=np.uint64))
-    with pytest.raises(TableFull, match="400 of a table's keys fall in one place"):
+    with pytest.raises(TableFull, match="400 of a table's keys fall in one place") as refused:
         new_table(TableGeometry.for_keys(len(keys)), keys)
+    assert "made to collide" in refused.value.hint
+
+
+def test_the_room_that_an_error_names_is_enough() -> None:
+    """Keys that collide in this table alone: in a larger one their hashes are told apart."""
+    geometry = TableGeometry.for_keys(3000)
+    step = 64 - geometry.group_bits - 4
+    keys = np.concatenate([np.arange(2800), keys_of(np.arange(200, dtype=np.uint64) << np.uint64(step - 4))])
+    with pytest.raises(TableFull, match="of a table's keys fall in one place") as refused:
+        new_table(geometry, keys)
+    room = float(refused.value.hint.rpartition(" ")[2])
+    new_table(TableGeometry.for_keys(len(keys), room), keys)
 
 
 @pytest.mark.parametrize("sizes", [(3, 200, 10), (4, 100, 10), (4, 133, 10), (0, 128, 10), (4, 132, 1)])

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, read_counts
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, count_blocks
 from exporter.errors import UsageError
 
 Array = np.ndarray[Any, Any]
@@ -77,9 +77,11 @@ def admitted(
         return None
     mask = np.ones(variable.rows, bool)
     if admission.min_freq > 0:
-        mask &= admission.enough(read_counts(catalog, variable, "freqs"))
+        for first, freqs in count_blocks(catalog, variable, "freqs") or ():
+            mask[first : first + len(freqs)] &= admission.enough(freqs)
     if admission.max_age_steps is not None:
-        mask &= admission.recent(read_counts(catalog, variable, "versions"), step)
+        for first, versions in count_blocks(catalog, variable, "versions") or ():
+            mask[first : first + len(versions)] &= admission.recent(versions, step)
     return None if mask.all() else mask
 
 

@@ -25,7 +25,7 @@ embedding_var_restore.cc (CheckpointLoader).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from glob import escape
 from typing import Any
 
@@ -35,7 +35,7 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.recommenders_addons import slot_owner, table_shards
-from exporter.checkpoint.tensor_values import read_array
+from exporter.checkpoint.tensor_values import read_array, read_blocks
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.wire.dtypes import DType
 
@@ -52,6 +52,7 @@ _SUFFIXES = (
     *(suffix + FILTERED for suffix in (KEYS, VERSIONS, FREQS)),
 )
 
+_BLOCK = 1 << 20
 _MOST_ROWS = (1 << 31) - 1  # offsets, and row numbers in a served index, are int32
 _PART = re.compile(r"(.+)/part_([0-9]{1,6})((?:/.+)?)", re.ASCII)
 _KEY_DTYPES = (DType.INT64, DType.INT32)
@@ -174,15 +175,45 @@ def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
         CheckpointChanged: a shard vanished or shrank since the catalog was read.
     """
     keys = np.empty(variable.rows, np.int64)
-    start = 0
-    for part in variable.parts:
-        found = keys[start : start + part.rows]
-        found[:] = read_array(catalog, part.keys)
-        if part.offsets is not None:
-            check_offsets(catalog, part.keys, part.offsets, found)
-        start += part.rows
-    _check_unique(catalog, variable, keys)
+    for first, found in key_blocks(catalog, variable):
+        keys[first : first + len(found)] = found
+    ordered = np.sort(keys)
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(twice):
+        raise key_twice(catalog, variable, int(ordered[twice[0]]))
     return keys
+
+
+def key_blocks(catalog: Catalog, variable: EmbeddingVariable) -> Iterator[tuple[int, Array]]:
+    """The admitted keys in blocks, int64, as `read_keys` has them, with the row of the first.
+
+    The caller sees that no key is there twice.
+
+    Raises:
+        CorruptFile: a checksum is wrong, or the offsets do not fit the keys.
+        CheckpointChanged: a shard vanished or shrank since the catalog was read.
+    """
+    begin = 0
+    for part in variable.parts:
+        offsets = None if part.offsets is None else _read_offsets(catalog, part.keys, part.offsets)
+        first = 0
+        for block in read_blocks(catalog, part.keys, _BLOCK):
+            keys = block.astype(np.int64, copy=False)
+            if part.offsets is not None and offsets is not None:
+                _check_buckets(catalog, part.offsets, offsets - first, keys)
+            yield begin + first, keys
+            first += len(keys)
+        begin += part.rows
+
+
+def key_twice(catalog: Catalog, variable: EmbeddingVariable, key: int) -> CorruptFile:
+    """The error for a key that is there twice: where it is."""
+    rows = [first + np.flatnonzero(keys == key) for first, keys in key_blocks(catalog, variable)]
+    bounds = np.cumsum([part.rows for part in variable.parts])
+    places = np.searchsorted(bounds, np.concatenate(rows)[:2], side="right")
+    names = [variable.parts[place].keys.name for place in places]
+    where = f"twice in {names[0]!r}" if names[0] == names[1] else f"in {names[0]!r} and in {names[1]!r}"
+    return CorruptFile(f"{catalog.prefix}: key {key} is {where}")
 
 
 def bucket_sizes(catalog: Catalog, variable: EmbeddingVariable) -> Array:
@@ -202,16 +233,24 @@ def bucket_sizes(catalog: Catalog, variable: EmbeddingVariable) -> Array:
     return sizes
 
 
-def read_counts(catalog: Catalog, variable: EmbeddingVariable, what: str) -> Array | None:
-    """`versions` or `freqs` of the admitted keys, int64 [rows] in the order of `read_keys`.
+def count_blocks(
+    catalog: Catalog, variable: EmbeddingVariable, what: str
+) -> Iterator[tuple[int, Array]] | None:
+    """`versions` or `freqs` of the admitted keys in blocks, as `key_blocks` has the keys.
 
     None if some part has none, as when the trainer does not record them.
     """
     refs = [part.versions if what == "versions" else part.freqs for part in variable.parts]
     known = [ref for ref in refs if ref is not None]
-    if len(known) < len(refs):
-        return None
-    return np.concatenate([read_array(catalog, ref).astype(np.int64, copy=False) for ref in known])
+    return _joined_blocks(catalog, known) if len(known) == len(refs) else None
+
+
+def _joined_blocks(catalog: Catalog, refs: Iterable[TensorRef]) -> Iterator[tuple[int, Array]]:
+    first = 0
+    for ref in refs:
+        for block in read_blocks(catalog, ref, _BLOCK):
+            yield first, block
+            first += len(block)
 
 
 class _Part:
@@ -312,9 +351,13 @@ def check_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef, keys
     Raises:
         CorruptFile: they do not, or the checksum of the offsets is wrong.
     """
-    offsets = _read_offsets(catalog, ref, offsets_ref)
-    expected = np.repeat(np.arange(BUCKETS, dtype=np.int16), np.diff(offsets))
-    wrong = np.flatnonzero(keys % BUCKETS != expected)
+    _check_buckets(catalog, offsets_ref, _read_offsets(catalog, ref, offsets_ref), keys)
+
+
+def _check_buckets(catalog: Catalog, offsets_ref: TensorRef, offsets: Array, keys: Array) -> None:
+    """See that a run of keys is in its buckets; `offsets` count from the first key of the run."""
+    expected = np.repeat(np.arange(BUCKETS, dtype=np.int16), np.diff(np.clip(offsets, 0, len(keys))))
+    wrong = np.flatnonzero(_buckets_of(keys) != expected)
     if len(wrong):
         key, bucket = keys[wrong[0]], expected[wrong[0]]
         what = f"{catalog.prefix}: {offsets_ref.name!r}"
@@ -332,17 +375,12 @@ def _read_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef) -> A
     return offsets
 
 
-def _check_unique(catalog: Catalog, variable: EmbeddingVariable, keys: Array) -> None:
-    ordered = np.sort(keys)
-    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
-    if not len(twice):
-        return
-    key = ordered[twice[0]]
-    bounds = np.cumsum([part.rows for part in variable.parts])
-    places = np.searchsorted(bounds, np.flatnonzero(keys == key)[:2], side="right")
-    names = [variable.parts[place].keys.name for place in places]
-    where = f"twice in {names[0]!r}" if names[0] == names[1] else f"in {names[0]!r} and in {names[1]!r}"
-    raise CorruptFile(f"{catalog.prefix}: key {key} is {where}")
+def _buckets_of(keys: Array) -> Array:
+    """The remainder of each key, as int16: of unsigned numbers it is found in half the time."""
+    found = (keys.view(np.uint64) % np.uint64(BUCKETS)).astype(np.int16)
+    negative = np.flatnonzero(keys < 0)
+    found[negative] = keys[negative] % BUCKETS
+    return found
 
 
 def _refuse_rows_elsewhere(catalog: Catalog) -> None:

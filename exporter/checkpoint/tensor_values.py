@@ -78,6 +78,23 @@ def read_array(catalog: Catalog, ref: TensorRef) -> Array:
     return whole
 
 
+def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]:
+    """The elements of a numeric tensor that is stored as a whole, `count` at a time, checksum verified first.
+
+    Raises:
+        CorruptFile: the checksum is wrong.
+        CheckpointChanged: the shard vanished or shrank since the catalog was read.
+    """
+    extent, shape = _stored(ref, None)
+    check_values(catalog, ref)
+    with _open_extent(catalog, extent) as fd:
+        elements, itemsize = math.prod(shape), ref.dtype.numpy.itemsize
+        for start in range(0, elements, count):
+            block = np.empty(min(count, elements - start), ref.dtype.numpy)
+            read_into(fd, extent.offset + start * itemsize, block.view(np.uint8))
+            yield block
+
+
 def check_values(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -> None:
     """Read one extent in bounded chunks and compare its checksum with the index's; the crc releases the GIL.
 

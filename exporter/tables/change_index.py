@@ -113,7 +113,7 @@ def change_index(geometry: TableGeometry, state: TableState, add: Array, drop: A
         seeds, slots = _insert(geometry, state, new, taken, gone_slots)
     except Crowded as error:
         raise TableFull(
-            f"{error.args[0]} of a table's keys fall in one place of its index and do not fit there"
+            f"{len(error.keys)} of a table's keys fall in one place of its index and do not fit there"
         ) from None
     keys = Elements.of(np.append(taken, geometry.cursor_row), np.append(new, cursor))
     if not len(new):

@@ -8,6 +8,7 @@ keys are read when the shard is written (`TableLayout.write`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -19,9 +20,9 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.admission import Admission, admitted
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, read_keys
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, key_blocks, key_twice
 from exporter.errors import UsageError, os_error
-from exporter.tables.build_index import build_index
+from exporter.tables.build_index import KeyTwice, Put, build_index
 from exporter.tables.geometry import EMPTY_KEY, INDEX_ROWS, INDEX_SEEDS, KEYS, MAX_ROWS, VALUES, TableGeometry
 from exporter.wire.crc32c import combine, extend, mask
 from exporter.wire.dtypes import DType
@@ -29,7 +30,6 @@ from exporter.wire.dtypes import DType
 Array = np.ndarray[Any, Any]
 
 SHARD = "tables.data"
-_BLOCK = 1 << 20
 _ALIGNED = 64
 
 
@@ -195,57 +195,70 @@ class _Writer(Struct, frozen=True):
 
     def write(self, admission: Admission) -> Iterator[TensorRef]:
         """The tensors with their checksums."""
-        table, geometry = self.table, self.table.geometry
-        keys = read_keys(self.source, table.variable)
-        mask_ = admitted(self.source, table.variable, admission, self.source.step)
-        rows = np.arange(len(keys)) if mask_ is None else np.flatnonzero(mask_)
-
-        def blocks() -> Iterator[tuple[Array, Array]]:
-            for begin in range(0, len(rows), _BLOCK):
-                part = rows[begin : begin + _BLOCK]
-                yield part, keys[part]
-
-        seeds, index_rows = self._map(INDEX_SEEDS), self._map(INDEX_ROWS)
-        build_index(geometry, len(rows), blocks, seeds, index_rows)
-        yield self._with_crc(INDEX_SEEDS, extend(0, _raw(seeds)))
-        yield self._with_crc(INDEX_ROWS, extend(0, _raw(index_rows)))
-        tail = np.zeros(geometry.defaults + 1, np.int64)
-        tail[0], tail[-1] = len(keys), EMPTY_KEY
-        is_wide = table.variable.key_dtype is DType.INT64
-        yield self._write_ends(KEYS, keys[:0] if is_wide else keys, tail)
-        values = table.defaults.astype(table.variable.value_dtype.numpy)
-        yield self._write_ends(VALUES, values[:0], values)
-
-    def _extent(self, part: str) -> Extent:
-        """The place in the new shard of what is new of a tensor."""
-        (extent,) = (extent for extent in self.tensors[part].extents if extent.shard == self.shard)
-        return extent
-
-    def _map(self, part: str) -> Array:
-        ref, extent = self.tensors[part], self._extent(part)
+        variable, geometry = self.table.variable, self.table.geometry
         with self.path.open("rb+") as file:
-            file.truncate(extent.offset + extent.size)
-            return np.memmap(file, ref.dtype.numpy, "r+", extent.offset, ref.shape)
+            new = {part: _NewElements(self.tensors[part], self.shard, file.fileno()) for part in _PARTS}
 
-    def _write_ends(self, part: str, head: Array, tail: Array) -> TensorRef:
-        """Write the beginning and the end of what is new of a tensor; between them is a hole."""
-        extent = self._extent(part)
-        hole = extent.size - head.nbytes - tail.nbytes
-        with self.path.open("rb+") as file:
-            file.seek(extent.offset)
-            file.write(_raw(head).data)
-            file.seek(hole, 1)
-            file.write(_raw(tail).data)
-        crc = combine(extend(0, _raw(head)), zeros_crc(hole), hole)
-        return self._with_crc(part, extend(crc, _raw(tail)))
+            def put(part: str, first: int, elements: Array) -> None:
+                new[part].put(first, elements)
 
-    def _with_crc(self, part: str, crc: int) -> TensorRef:
-        ref, known = self.tensors[part], self._extent(part)
-        extent = replace(known, crc32c=mask(crc))
-        if ref.extent is not None:
-            return replace(ref, extent=extent)
-        slices = (replace(item, extent=extent) if item.extent == known else item for item in ref.slices)
-        return replace(ref, slices=tuple(slices))
+            try:
+                blocks = self._blocks(admission, put)
+                build_index(geometry, variable.rows, blocks, put, self.path.parent)
+            except KeyTwice as error:
+                raise key_twice(self.source, variable, error.key) from None
+            put(KEYS, geometry.cursor_row, np.array([variable.rows], np.int64))
+            put(KEYS, geometry.empty_row, np.array([EMPTY_KEY], np.int64))
+            put(VALUES, geometry.first_default, self.table.defaults.astype(variable.value_dtype.numpy))
+            for elements in new.values():
+                yield elements.with_crc()
+
+    def _blocks(self, admission: Admission, put: Put) -> Iterator[tuple[Array, Array]]:
+        """Rows and keys; the keys are written where they must be wider than they are stored."""
+        variable = self.table.variable
+        served = admitted(self.source, variable, admission, self.source.step)
+        for first, keys in key_blocks(self.source, variable):
+            rows = np.arange(first, first + len(keys))
+            if served is not None:
+                rows[~served[first : first + len(keys)]] = -1
+            if variable.key_dtype is not DType.INT64:
+                put(KEYS, first, keys)
+            yield rows, keys
+
+
+class _NewElements:
+    """Writes the elements of a tensor that lie in the new shard; what nobody writes is a hole of zeros."""
+
+    def __init__(self, ref: TensorRef, shard: int, descriptor: int) -> None:
+        self._ref, self._descriptor = ref, descriptor
+        (self._extent,) = (extent for extent in ref.extents if extent.shard == shard)
+        self._element_bytes = int(np.prod(ref.shape[1:])) * ref.dtype.numpy.itemsize
+        self._first = ref.shape[0] - self._extent.size // max(1, self._element_bytes)
+        self._written: dict[int, tuple[int, int]] = {}
+
+    def put(self, first: int, elements: Array) -> None:
+        """Write some, once; from any thread."""
+        raw = _raw(elements)
+        begin = (first - self._first) * self._element_bytes
+        self._written[begin] = raw.size, extend(0, raw)
+        left, offset = raw.data, self._extent.offset + begin
+        while len(left):
+            count = os.pwrite(self._descriptor, left, offset)
+            left, offset = left[count:], offset + count
+
+    def with_crc(self) -> TensorRef:
+        """The tensor with the checksum of what was written."""
+        crc = end = 0
+        for begin, (size, piece) in sorted(self._written.items()):
+            crc = combine(combine(crc, zeros_crc(begin - end), begin - end), piece, size)
+            end = begin + size
+        rest = self._extent.size - end
+        extent = replace(self._extent, crc32c=mask(combine(crc, zeros_crc(rest), rest)))
+        if self._ref.extent is not None:
+            return replace(self._ref, extent=extent)
+        known = self._extent
+        slices = (replace(item, extent=extent) if item.extent == known else item for item in self._ref.slices)
+        return replace(self._ref, slices=tuple(slices))
 
 
 def _raw(array: Array) -> Array:

@@ -1,7 +1,7 @@
 """Choose seeds for groups of keys, so that no two keys share a slot.
 
 Groups with the most keys choose first, while their windows are emptiest; all groups of one size try the same
-seed at once. The few that many seeds do not fit try alone, thousands of seeds at a time.
+seed at once. The fewer of them are left, the more seeds they try at a time.
 """
 
 from __future__ import annotations
@@ -9,22 +9,26 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
-from exporter.tables.geometry import WINDOW, places_of, seeds
+from exporter.tables.geometry import OFFSET, WINDOW, WINDOW_BITS, seeds
 
 Array = np.ndarray[Any, Any]
 
-_ROUNDS = 48
-_ALONE = 24
-"""Groups that are too few to be worth a round together."""
+_AT_ONCE = 1 << 12
+"""So many keys are tried at a time, if fewer are left under several seeds: they cost little more than one."""
+
 _MOST_TRIES = 1 << 21
 
 
 class Crowded(Exception):
-    """No seed was found for a group with this many keys."""
+    """No seed was found for a group with these keys; `twice` is one of them that occurs twice, or None."""
 
-
-_SEEDS = seeds(0, _ROUNDS)
+    def __init__(self, keys: Array) -> None:
+        super().__init__(f"{len(keys)} keys")
+        self.keys = np.sort(keys)
+        again = self.keys[1:][self.keys[1:] == self.keys[:-1]]
+        self.twice = int(again[0]) if len(again) else None
 
 
 def spread(keys: Array, counts: Array, windows: Array, occupied: Array) -> tuple[Array, Array]:
@@ -36,65 +40,123 @@ def spread(keys: Array, counts: Array, windows: Array, occupied: Array) -> tuple
     Raises:
         Crowded: a group's keys do not fit.
     """
-    chosen = np.full(len(counts), _SEEDS[0], np.int64)
+    chosen = np.full(len(counts), seeds(0, 1)[0], np.int64)
     slots = np.empty(len(keys), np.int64)
-    owner = np.empty(len(occupied), np.int32)
-    starts = np.cumsum(counts) - counts
-    if not len(counts):
+    if not len(keys):
         return chosen, slots
-    if counts.max() > WINDOW:
-        raise Crowded(int(counts.max()))
-    order = np.argsort(counts, kind="stable")
-    sizes, firsts = np.unique(counts[order], return_index=True)
-    for size, groups in zip(sizes[::-1], np.split(order, firsts[1:])[::-1], strict=True):
+    ends = np.cumsum(counts)
+    largest = int(counts.argmax())
+    if counts[largest] > WINDOW:
+        raise Crowded(keys[ends[largest] - counts[largest] : ends[largest]])
+    firsts = ends - counts
+    by_size = np.argsort(counts.astype(np.uint8), kind="stable")
+    owner = np.empty(len(occupied), np.int32)
+    how_many = np.bincount(counts)
+    for size in np.flatnonzero(how_many)[::-1].tolist():
         if size:
-            places = starts[groups][:, None] + np.arange(size)
-            _spread_size(keys, places, groups, windows, occupied, owner, chosen, slots)
+            last = int(how_many[: size + 1].sum())
+            groups = by_size[last - how_many[size] : last]
+            left = _Groups.of(keys, size, groups, firsts[groups], windows[groups])
+            _spread_size(left, occupied, owner, chosen, slots)
     return chosen, slots
 
 
-def _spread_size(
-    keys: Array,
-    places: Array,
-    groups: Array,
-    windows: Array,
-    occupied: Array,
-    owner: Array,
-    chosen: Array,
-    slots: Array,
-) -> None:
-    """Seeds for groups of one size: row i of `places` says where the keys of `groups[i]` are."""
-    for seed in _SEEDS:
-        if len(groups) <= _ALONE:
-            break
-        found = windows[groups][:, None] + places_of(keys[places], seed)
-        won = ~occupied[found].any(axis=1)
-        candidates = found[won]
-        numbers = np.arange(candidates.size, dtype=np.int32).reshape(candidates.shape)
-        owner[candidates] = numbers
-        won[won] = (owner[candidates] == numbers).all(axis=1)
-        taken = found[won]
-        occupied[taken] = True
-        slots[places[won]] = taken
-        chosen[groups[won]] = seed
-        groups, places = groups[~won], places[~won]
-    for group, place in zip(groups, places, strict=True):
-        seed, taken = _spread_alone(keys[place], windows[group], occupied)
-        occupied[taken] = True
-        slots[place] = taken
-        chosen[group] = seed
+class _Groups(Struct):
+    """Groups of one size that have no seed yet: their numbers, first keys and windows; `keys` [size, groups].
+
+    To the keys the offset is added already.
+    """
+
+    groups: Array
+    firsts: Array
+    windows: Array
+    keys: Array
+
+    @classmethod
+    def of(cls, keys: Array, size: int, groups: Array, firsts: Array, windows: Array) -> _Groups:
+        """The groups with their keys."""
+        shifted = keys.view(np.uint64).take(firsts + np.arange(size)[:, None])
+        shifted += np.uint64(OFFSET)
+        return cls(groups, firsts, windows, shifted)
+
+    def without(self, placed: Array) -> _Groups:
+        """The groups but for those at some places."""
+        is_left = np.ones(len(self.groups), bool)
+        is_left[placed] = False
+        left = np.flatnonzero(is_left)
+        return _Groups(self.groups[left], self.firsts[left], self.windows[left], self.keys.take(left, axis=1))
+
+    def under(self, seed: Array) -> Array:
+        """The slot of each key under one seed [size, groups], or under several [size, seeds, groups]."""
+        keys = self.keys[:, None, :] if seed.ndim else self.keys
+        found = (keys * (seed[:, None] if seed.ndim else seed)) >> np.uint64(64 - WINDOW_BITS)
+        return np.asarray(found.view(np.int64) + self.windows)
 
 
-def _spread_alone(keys: Array, window: int, occupied: Array) -> tuple[np.int64, Array]:
-    """The first seed that fits one group, and the slots that it leads to."""
-    first, count = 0, 64
-    while first < _MOST_TRIES:
-        tried = seeds(first, count)
-        found = window + places_of(keys, tried[:, None])
-        fits = np.flatnonzero(~occupied[found].any(axis=1))
-        distinct = np.diff(np.sort(found[fits], axis=1), axis=1).all(axis=1)
-        if distinct.any():
-            best = fits[distinct.argmax()]
-            return tried[best], found[best]
-        first, count = first + count, min(count * 4, 1 << 16)
-    raise Crowded(len(keys))
+def _spread_size(left: _Groups, occupied: Array, owner: Array, chosen: Array, slots: Array) -> None:
+    """Seeds for groups of one size. `owner` is room for a number for each slot."""
+    tried = 0
+    while len(left.groups):
+        count = max(1, _AT_ONCE // left.keys.size)
+        trial = seeds(tried, count)
+        tried += count
+        if count == 1:
+            found = left.under(trial.view(np.uint64)[0])
+            places = np.flatnonzero(~_any(occupied.take(row) for row in found))
+            found, seed = found.take(places, axis=1), np.broadcast_to(trial, len(places))
+        else:
+            places, found, seed = _first_that_fits(left, trial, occupied)
+        alone = _take(found, occupied, owner)
+        places, found = places[alone], found.take(alone, axis=1)
+        slots[left.firsts[places] + np.arange(len(found))[:, None]] = found
+        chosen[left.groups[places]] = seed[alone]
+        left = left.without(places)
+        if len(left.groups) and count > 1 and (tried >= _MOST_TRIES or tried == count):
+            _refuse(left, tried)
+
+
+def _first_that_fits(left: _Groups, trial: Array, occupied: Array) -> tuple[Array, Array, Array]:
+    """The places of the groups that one of several seeds fits, their slots under it, and the seed."""
+    found = left.under(trial.view(np.uint64))
+    fits = np.logical_not(occupied.take(found).any(axis=0))
+    which, places = np.nonzero(fits)
+    ordered = np.sort(found[:, which, places], axis=0)
+    fits[which, places] = (ordered[1:] != ordered[:-1]).all(axis=0)
+    places = np.flatnonzero(fits.any(axis=0))
+    first = fits.argmax(axis=0)[places]
+    return places, found[:, first, places], trial[first]
+
+
+def _take(found: Array, occupied: Array, owner: Array) -> Array:
+    """Mark the slots of those groups of whose slots no two are the same; the places of these groups."""
+    numbers = np.arange(found.size, dtype=np.int32).reshape(found.shape)
+    owner[found] = numbers
+    alone = np.flatnonzero(
+        ~_any(owner.take(row) != number for row, number in zip(found, numbers, strict=True))
+    )
+    occupied[found.take(alone, axis=1)] = True
+    return alone
+
+
+def _refuse(left: _Groups, tried: int) -> None:
+    """See whether a group has a key twice, or enough seeds were tried.
+
+    Raises:
+        Crowded: so it is.
+    """
+    keys = (left.keys - np.uint64(OFFSET)).view(np.int64)
+    ordered = np.sort(keys, axis=0)
+    twice = (ordered[1:] == ordered[:-1]).any(axis=0)
+    if twice.any():
+        raise Crowded(keys[:, twice.argmax()])
+    if tried >= _MOST_TRIES:
+        raise Crowded(keys[:, 0])
+
+
+def _any(masks: Any) -> Array:
+    """Where one of several masks is true: much quicker than `any` along a short axis."""
+    masks = iter(masks)
+    found: Array = next(masks)
+    for mask in masks:
+        found |= mask
+    return found

@@ -24,10 +24,10 @@ from exporter.publish.commit import Published, Staging, publish_version, reserve
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.log_entries import BaseEntry
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
-from exporter.tables.build_index import build_index
 from exporter.tables.geometry import PARTS, TableGeometry
 from exporter.wire.dtypes import DType
 from tests.support.deeprec import Ev, write_full, write_increment
+from tests.support.dynamic_values import built_index
 from tests.support.logs import write_graph
 
 Row = bytes
@@ -201,9 +201,8 @@ def _lay_out(
 def _variables(ev: Ev, head_room: float, admission: Admission) -> tuple[np.ndarray, ...]:
     rows = len(ev.keys)
     geometry = TableGeometry.for_keys(rows, head_room, len(DEFAULT))
-    seeds, slots = np.zeros(geometry.groups, np.int64), np.zeros(geometry.slots, np.int32)
     served = np.flatnonzero(np.broadcast_to(admission.enough(ev.freqs), rows))
-    build_index(geometry, len(served), lambda: [(served, ev.keys[served])], seeds, slots)
+    seeds, slots = built_index(geometry, ev.keys[served], served)
     keys, values = np.full(geometry.capacity, -1, np.int64), np.zeros((geometry.capacity, DIM), np.float32)
     keys[:rows], values[:rows] = ev.keys, ev.values
     keys[geometry.cursor_row] = rows

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.tables.build_index import build_index
-from exporter.tables.geometry import EMPTY_KEY, TableGeometry
+from exporter.tables.geometry import EMPTY_KEY, INDEX_ROWS, INDEX_SEEDS, TableGeometry
 
 Array = np.ndarray[Any, Any]
 
@@ -28,14 +28,29 @@ class Rows(Struct, eq=False):
         return np.array(found, self.values.dtype).reshape(-1, self.values.shape[1])
 
 
+def built_index(geometry: TableGeometry, keys: Array, rows: Array | None = None) -> tuple[Array, Array]:
+    """The elements of `index_seeds` and `index_rows` for some keys, by default at the rows from 0 on."""
+    rows = np.arange(len(keys)) if rows is None else rows
+    parts = {
+        INDEX_SEEDS: np.zeros(geometry.groups, np.int64),
+        INDEX_ROWS: np.full(geometry.slots, -7, np.int32),
+    }
+
+    def put(part: str, first: int, elements: Array) -> None:
+        parts[part][first : first + len(elements)] = elements
+
+    blocks = ((rows[at : at + 1000], keys[at : at + 1000]) for at in range(0, len(keys), 1000))
+    build_index(geometry, len(keys), blocks, put)
+    assert (parts[INDEX_ROWS] >= 0).all(), "every slot was written"
+    return parts[INDEX_SEEDS], parts[INDEX_ROWS]
+
+
 def table_values(table: GraphDynamicTable, rows: Rows, head_room: float = 0.25) -> dict[str, Array]:
     """The values of a table's variables, by their names."""
     count = len(rows.keys)
     geometry = TableGeometry.for_keys(count, head_room, len(table.defaults))
-    seeds = np.zeros(geometry.groups, np.int64)
-    index_rows = np.zeros(geometry.slots, np.int32)
     keys = rows.keys.astype(np.int64)
-    build_index(geometry, count, lambda: [(np.arange(count), keys)], seeds, index_rows)
+    seeds, index_rows = built_index(geometry, keys)
     stored = np.zeros(geometry.capacity, np.int64)
     stored[:count] = keys
     stored[geometry.cursor_row] = count
