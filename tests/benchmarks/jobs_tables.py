@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import resource
 import shutil
 import statistics
@@ -19,30 +20,35 @@ from exporter.publish.delta_log import read_log
 from exporter.tables import DynamicTable
 from tests.benchmarks.job import Timer
 from tests.benchmarks.jobs_incremental import drive, serving
-from tests.support.deeprec import Ev, write_full, write_increment
+from tests.support.deeprec import Ev, write_increment, write_large
 
 Array = np.ndarray[Any, Any]
 Figures = dict[str, Any]
 
 BASE = 1
 _PARTS = 4
+_TABLE = "table"
+_BUILDER = """
+import tensorflow as tf
+
+from exporter.tables import DynamicTable
 
 
-def prepare(timer: Timer, directory: str, keys: str, dim: str, tables: str, head_room: str) -> None:
-    """A trainer's checkpoint with tables of random keys, and a base of it that takes deltas."""
+def model():
+    ids = tf.compat.v1.placeholder(tf.int64, [None], name="ids")
+    return {{"ids": ids}}, {{"score": tf.reduce_sum(DynamicTable("{table}", {dim}).lookup(ids), -1)}}
+"""
+
+
+def prepare(timer: Timer, directory: str, keys: str, dim: str, head_room: str) -> None:
+    """A trainer's checkpoint with a table of random keys, and a base of it that takes deltas."""
     train, model = Path(directory) / "train", Path(directory) / "model"
-    evs = {f"t{number}": Ev.random(int(keys), int(dim), seed=number) for number in range(int(tables))}
-    write_full(train / f"model.ckpt-{BASE}", evs, parts=_PARTS, old=True, step=BASE)
-
-    def builder() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        import tensorflow as tf
-
-        ids = tf.compat.v1.placeholder(tf.int64, [None], name="ids")
-        found = [tf.reduce_sum(DynamicTable(name, int(dim)).lookup(ids), -1) for name in evs]
-        return {"ids": ids}, {"score": tf.add_n(found)}
-
+    keys_of = Ev.random(int(keys), 1).keys
+    write_large(train / f"model.ckpt-{BASE}", _TABLE, keys_of, int(dim), parts=_PARTS, step=BASE)
+    (Path(directory) / "builder.py").write_text(_BUILDER.format(table=_TABLE, dim=dim))
     with timer:
         room = float(head_room)
+        builder = f"{directory}/builder.py:model"
         export(ExportRequest(train, model, model=builder, updates=Updates(), table_head_room=room))
 
 
@@ -157,20 +163,15 @@ def _in_turns(calls: Mapping[str, Callable[[Array], Any]], asked: list[Array]) -
 
 
 def build(timer: Timer, directory: str, out: str) -> Figures:
-    """Export the trainer's checkpoint again, the index among it; processor seconds, and the index's bytes."""
+    """Export the trainer's checkpoint again, the index among it, after imports; the bytes of the index."""
     log = read_log(Path(directory) / "model")
     (table, *_) = log.base.entry.mapping_spec.dynamic
     shapes = {variable.served_name: variable.shape for variable in log.base.entry.mapping_spec.variables}
     groups, slots, capacity = (shapes[key][0] for key in table.keys[:3])
-
-    def builder() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        import tensorflow as tf
-
-        ids = tf.compat.v1.placeholder(tf.int64, [None], name="ids")
-        return {"ids": ids}, {"score": DynamicTable(table.name, table.dim).lookup(ids)}
-
+    importlib.import_module("tensorflow")
     with timer:
-        export(ExportRequest(Path(directory) / "train", Path(out), model=builder))
+        builder = f"{directory}/builder.py:model"
+        export(ExportRequest(Path(directory) / "train", Path(out), model=builder, again=True))
     return {"index": 8 * groups + 4 * slots + 8 * capacity}
 
 

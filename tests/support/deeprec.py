@@ -28,10 +28,12 @@ import numpy as np
 from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.integer_sets import distinct
 from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY
+from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 
 BUCKETS = 1000
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,29 @@ def write_full(
             count = parts if isinstance(parts, int) else parts.get(owner, 0)
             for stem, part in stems(owner, name.removeprefix(owner), ev, count):
                 write_part(writer, stem, part, old=old, with_freqs=with_freqs)
+    return prefix
+
+
+def write_large(prefix: Path, name: str, keys: Array, dim: int, *, parts: int, step: int) -> Path:
+    """A full checkpoint of one table with as many rows as one likes: values are drawn piece by piece."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    rng, none = np.random.default_rng(step), np.empty(0, np.int64)
+    owner = (keys % BUCKETS).astype(np.int16) % parts
+    with BundleWriter(prefix) as writer:
+        writer.add("global_step", np.array(step, np.int64))
+        for part in range(parts):
+            ours = keys[owner == part]
+            order, offsets = grouped(ours)
+            pieces = (
+                rng.random((min(_PIECE, len(ours) - first), dim), np.float32).view(np.uint8).data.cast("B")
+                for first in range(0, len(ours), _PIECE)
+            )
+            stem = f"{name}/part_{part}"
+            writer.add(f"{stem}-keys", ours[order])
+            writer.add_chunks(f"{stem}-values", DType.FLOAT, (len(ours), dim), pieces)
+            writer.add(f"{stem}-versions", none)
+            writer.add(f"{stem}-freqs", none)
+            writer.add(f"{stem}-partition_offset", offsets)
     return prefix
 
 
