@@ -183,13 +183,12 @@ class Collector:
 
     def collect(self, session: Session) -> None:
         """Take over the touched rows of every group; see the proofs in `recording` and `table_access`."""
-        tables = self.tables.values()
-        if self._groups or tables:
-            given = {table.name: table.given for table in tables}
-            found, rows_of_tables = session.run([[group.collect for group in self._groups], given])
+        if self._groups:
+            found = session.run([group.collect for group in self._groups])
             _add_all(self._pending, dict(enumerate(found)))
-            _add_all(self._given, rows_of_tables)
-        if tables:
+        if self.tables:
+            tables = self.tables.values()
+            _add_all(self._given, session.run({table.name: table.given for table in tables}))
             _add_all(self._removed, session.run({table.name: table.removed for table in tables}))
         for name, table in self.tables.items():
             _add_all(self._given, {name: table.rows_of(session, self._removed[name])})
