@@ -112,7 +112,8 @@ class ExportRequest(Struct, frozen=True):
     `renames` and `casts` are rules in the command line's form; `partition_strategies` says `mod` or
     `div` for tables; `object_path` leads to the served model among the objects of an object-based checkpoint;
     `version` is None (the position), a number, or `"time"`. `tolerance` is the largest
-    absolute difference that `Verify.OUTPUTS` accepts. With `updates` the version takes deltas.
+    absolute difference that `Verify.OUTPUTS` accepts; a version is not published that does not pass the
+    requests in `golden`. With `updates` the version takes deltas.
     `rename_file` is a table of names (`exporter.mapping.rename_file`); `by_order` takes a list of values
     without names to be in the order of the graph's variables. `allow_code` and `custom_objects` (modules) say
     which code a model's own archive may ask for. A base that takes deltas brings made-up warm-up requests
@@ -152,6 +153,7 @@ class ExportRequest(Struct, frozen=True):
     verify: Verify = Verify.FILES
     verify_inputs: Path | None = None
     tolerance: float = 1e-6
+    golden: Path | None = None
     updates: Updates | None = None
     format: ExportFormat = ExportFormat.SAVED_MODEL
     allow_code: bool = False
@@ -182,7 +184,7 @@ class ExportRequest(Struct, frozen=True):
         force_setattr(self, "custom_objects", modules)
 
 
-_PATHS = ("ckpt_dir", "out", "signatures", "rename_file", "warmup", "verify_inputs")
+_PATHS = ("ckpt_dir", "out", "signatures", "rename_file", "warmup", "verify_inputs", "golden")
 
 _FOR_DELTAS = "export(request, save_incr_model=True), or export_incremental(request)"
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from exporter.errors import UsageError
+from exporter.golden import Answer, Expectation, Gates, GoldenRequest, check_signatures, read_golden
 from exporter.terminal.server_access import WITHOUT_TLS
 from exporter.wire.dtypes import DType
 from serving.agent.canary_options import canary_rules
-from serving.agent.golden import Answer, Expectation, Gates, GoldenRequest, check_signatures, read_golden
 from tests.support.updatable import Model, updatable_model
 
 NAN, INF = float("nan"), float("inf")

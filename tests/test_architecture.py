@@ -21,7 +21,7 @@ STAGES = [
     {"errors", "integer_sets", "layout", "progress", "version", "wire"},
     {"storage"},
     {"catalog", "files", "local_paths", "roles"},
-    {"options", "terminal"},
+    {"options", "terminal", "golden"},
     {"checkpoint"},
     {"jobs"},
     {"tables"},
@@ -40,10 +40,11 @@ LEVEL = {room: level for level, rooms in enumerate(STAGES) for room in rooms}
 # What serving may know of the exporter: values and the wire, never the stages that make a model.
 SERVING_MAY_IMPORT = {"errors", "progress", "layout", "wire", "files", "local_paths", "publish", "terminal"}
 # What both command lines share, the algebra of positions, by which the agent plans as the graph does,
-# and the name of what it compares.
+# the name of what it compares, and what both ask a model before it is served by all.
 SERVING_SHARES = {
     "exporter.delta.chunk_digest",
     "exporter.delta.spans",
+    "exporter.golden",
 }
 # Commands of the exporter that ask servers. No other module may, and none when a file is imported.
 ASKS_SERVERS = {"exporter.cli.doctor_command", "exporter.cli.notify"}

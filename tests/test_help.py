@@ -38,7 +38,7 @@ def test_every_option_stands_in_its_group() -> None:
     names = {max(option.opts, key=len).lstrip("-") for option in app.params}
     assert set().union(*found.values()) == names - {"V"} | {"help"}
     assert found[OTHER] == {"json", "quiet", "debug", "help"}, "a new option needs a group"
-    assert found["Checks"] == {"verify", "verify-inputs", "tolerance", "dry-run"}
+    assert found["Checks"] == {"verify", "verify-inputs", "tolerance", "golden", "dry-run"}
     assert not set(ran.out) & set("│╭╰─"), "plain text, also in a terminal"
 
 

@@ -198,6 +198,10 @@ def export(
     tolerance: Annotated[
         float, Option(group=CHECKS, metavar="X", help="Largest difference that --verify outputs accepts.")
     ] = 1e-6,
+    golden: Annotated[
+        Path | None,
+        Option(group=CHECKS, metavar="FILE", help="Golden requests that a version or base must pass."),
+    ] = None,
     incr: Annotated[
         bool, Option(group=DELTAS, help="Publish what changed as a delta; the first time, publish a base.")
     ] = False,
@@ -355,6 +359,7 @@ def export(
             verify=verify,
             verify_inputs=verify_inputs,
             tolerance=tolerance,
+            golden=golden,
             min_change=min_change,
             min_freq=min_freq,
             max_age_steps=max_age_steps,

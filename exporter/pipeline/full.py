@@ -20,6 +20,7 @@ from exporter.checkpoint.convert import write_bundle
 from exporter.checkpoint.identity import Identity
 from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused, UsageError
 from exporter.files import writing
+from exporter.golden import GoldenRequest, read_golden
 from exporter.graph.feeds import mode_switches
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphSource, SourceGraph, load_source, run_builders_once
@@ -36,11 +37,12 @@ from exporter.mapping.extras import Extra, classify_extras
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.request_rules import parse_rules
 from exporter.mapping.training_variables import with_training
-from exporter.options import DataMode, ExportFormat, ExportRequest, Verify
+from exporter.options import DataMode, ExportFormat, ExportRequest
 from exporter.pipeline.both_sides import read_both
 from exporter.pipeline.newest_base import BaseState, lay_increments_over, newest_state
 from exporter.pipeline.plan_digest import plan_digest
 from exporter.pipeline.same_graph import SourceFiles
+from exporter.pipeline.staged_checks import check_staged
 from exporter.pipeline.table_layout import lay_out_tables, map_laid_out, write_tables
 from exporter.pipeline.target import (
     check_permission,
@@ -60,9 +62,8 @@ from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.publish.versions import require_base_path
 from exporter.storage.output_directory import open_directory
 from exporter.tables.lay_out import TableLayout
-from exporter.verify.outputs import Difference, Request, compare_outputs
-from exporter.verify.table_index import verify_tables
-from exporter.verify.version_files import verify_bytes, verify_files
+from exporter.verify.answers import require_golden
+from exporter.verify.outputs import Difference
 from exporter.version import __version__
 
 _ATTEMPTS = 3
@@ -86,6 +87,7 @@ class Plan(Struct, frozen=True, dict=True):
     target_notes: tuple[str, ...] = ()
     origin: GraphOrigin | None = None
     layout: TableLayout | None = None
+    golden: tuple[GoldenRequest, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -140,6 +142,8 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
     if request.updates and request.format is not ExportFormat.SAVED_MODEL:
         raise UsageError(f"--format {request.format.value}: only a SavedModel takes deltas")
+    if request.golden and request.format is ExportFormat.METAGRAPH:
+        raise UsageError("--golden asks a SavedModel", hint="leave out --golden, or --format metagraph")
     if request.warmup and request.no_warmup:
         raise UsageError("--warmup and --no-warmup: requests, or none", hint="leave one out")
     rules = parse_rules(request)
@@ -174,6 +178,7 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         update_notes(graph, mapping) if request.updates else target_notes(request.out),
         found.origin,
         layout,
+        read_golden(request.golden) if request.golden else (),
     )
     if is_known:
         require_new(request, checkpoint, planned.digest)
@@ -208,12 +213,13 @@ def execute(
             write_pair(graph, mapping, staging.path)
         if warmup := base.warmup if base else planned.warmup:
             write_warmup(warmup, staging.path)
-        differences = _verify(planned, staging.path, variables, progress)
+        differences = check_staged(planned, staging.path, variables, progress)
         if request.format is ExportFormat.METAGRAPH:
             keep_pair_alone(staging.path)
         if base is not None and state.increments is not None:
             scratch = staging.path.with_name("scratch")
             variables = lay_increments_over(base.entry, state.increments, staging.path, scratch)
+        require_golden(staging.path, planned.golden)
         draft = ManifestDraft(
             tensors=tensor_entries(variables.catalog),
             # With increments no checkpoint has these contents.
@@ -343,30 +349,3 @@ def _with_origin(entry: BaseEntry, planned: Plan, bundle: Path) -> BaseEntry:
     assets = {asset.file_name: bundle / ASSETS_DIRECTORY / asset.file_name for asset in planned.graph.assets}
     with writing(bundle):
         return replace(entry, origin=planned.origin.with_graph(planned.graph, assets))
-
-
-def _verify(
-    planned: Plan, bundle: Path, variables: VariablesReport, progress: ProgressFactory
-) -> tuple[Difference, ...]:
-    request = planned.request
-    if request.verify.includes(Verify.FILES):
-        verify_files(bundle, tensor_entries(variables.catalog))
-    if request.verify.includes(Verify.BYTES):
-        with progress("verify", variables.catalog.bytes_) as bar:
-            runner = Runner.of(request.jobs)
-            verify_bytes(variables.catalog, runner=runner, progress=bar)
-    if planned.layout is not None and request.verify is not Verify.NONE:
-        is_filtered = not planned.rules.admission.is_everyone
-        verify_tables(planned.layout, variables.catalog, is_filtered=is_filtered)
-    if not request.verify.includes(Verify.OUTPUTS):
-        return ()
-    probes = [Request(probe.signature, probe.inputs) for probe in planned.probes or planned.warmup]
-    return compare_outputs(
-        planned.source,
-        planned.mapping,
-        bundle,
-        requests=probes,
-        tolerance=request.tolerance,
-        traced_rows=planned.graph.traced_rows,
-        tables=planned.layout.geometries if planned.layout else None,
-    )

@@ -1,5 +1,7 @@
 """What a model's canary does next: a function of the log, the replicas, the trial under way, and the time.
 
+A base that servers have loaded by themselves is asked the golden requests, too, but nobody can hold it back.
+
 One replica goes first. The log's hold is how far the canary approved: it keeps the others back, and every
 replica that starts. Who stands beyond it is the canary, so that nothing else has to be remembered.
 
@@ -11,8 +13,8 @@ replica that starts. Who stands beyond it is the canary, so that nothing else ha
     | none               | some serve the log                      | `Approve` what they serve already |
     | none               | none does, all answer                   | `Approve` where its base stands   |
     | the canary's, at G | one stands beyond G                     | `Judge` it there; it stays there  |
-    | the canary's, at G | nothing is published beyond             | `Rest`                            |
     | the canary's, at G | answers at G are unknown, one stands so | `Learn` them                      |
+    | the canary's, at G | nothing is published beyond             | `Rest`                            |
     | the canary's, at G | two in a row did not survive it         | `RollBack`                        |
     | the canary's, at G | somebody can go further                 | `Go`: first, for a bounded time   |
     | the canary's, at G | nobody can                              | `Rest`: they refuse, or are down  |
@@ -86,7 +88,7 @@ class Approve(Struct, frozen=True):
 
 
 class Learn(Struct, frozen=True):
-    """Ask what is answered before the next deltas, to compare with."""
+    """Ask what is answered at the approved position: by a new base, and before the next deltas."""
 
     address: str
     version: int
@@ -149,11 +151,11 @@ def decide(
         if trial is None or trial.address != address:
             trial = replace(trial or Trial(approved, "", now), address=address, began=now)
         return Judge(address, version.number, position, approved), trial
-    if beyond.newest <= approved:
-        return Rest(f"all is approved, up to {approved}"), None
     held = None if knows else at_position(members, log.lineage, approved)
     if held is not None:
         return Learn(*held, approved), trial
+    if beyond.newest <= approved:
+        return Rest(f"all is approved, up to {approved}"), None
     able = [member.address for member in members if _can_pass(beyond, member, approved, now, retry_refused_s)]
     return _send(beyond, approved, members, able, trial, now, patience_s)
 

@@ -21,11 +21,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import CallFailed, ExportError, TargetBusy
+from exporter.golden import Answer, Gates, told
 from exporter.layout import CANARY_LOCK_FILE
 from exporter.progress import count
 from exporter.publish.approval import approve
 from exporter.publish.commit import model_lock
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
+from serving.agent.asking import ask
 from serving.agent.canary import (
     Action,
     Approve,
@@ -39,7 +41,6 @@ from serving.agent.canary import (
     at_position,
     decide,
 )
-from serving.agent.golden import Answer, Failure, Gates, ask
 from serving.agent.journal import Event, Journal, What
 from serving.agent.publications import Publications
 from serving.agent.replica import BYTES_A_SECOND
@@ -53,7 +54,6 @@ _SILENT_S = 60.0
 """How long the same is not told again."""
 
 _KEPT = 32
-_SHOWN_FAILURES = 3
 _LONGEST_REASON = 500
 _NEWS = frozenset({What.APPLIED, What.REFUSED, What.RESTARTED, What.VERSION, What.FAILED})
 
@@ -68,7 +68,9 @@ class CanaryRules(Struct, frozen=True):
 
 
 class Canary:
-    """The canary of one model. `current` is what it does now, of which log; None while it does not decide."""
+    """The canary of one model. `current` is what it does now, of which log; None while it does not decide.
+    `failing` is what the answers at the approved position do not pass; empty if they do, or nobody knows.
+    """
 
     def __init__(
         self,
@@ -79,12 +81,13 @@ class Canary:
     ) -> None:
         self.publications = publications
         self.current: tuple[str, Action] | None = None
+        self.failing = ""
         self._members = members
         self._journal = journal
         self._rules = rules
         self._trial: Trial | None = None
         self._answers: dict[tuple[str, int], tuple[Answer, ...]] = {}
-        self._told_wrong: frozenset[tuple[str, str, str]] = frozenset()
+        self._told_wrong: tuple[str, frozenset[tuple[str, str, str]]] = ("", frozenset())
         self._waiting_since: dict[str, float] = {}
         self._told: dict[tuple[What, str, str | None], float] = {}
         self._troubles = 0
@@ -122,7 +125,7 @@ class Canary:
             except Exception as error:  # noqa: BLE001  a thread that died would hold replicas back unseen
                 if not self.publications.current.problem:
                     self._tell(What.CANARY_STUCK, f"the canary cannot decide: {error}")
-            self.current = None
+            self.current, self.failing = None, ""
             stop.wait(_IDLE_S)
         for client in self._clients.values():
             client.close()
@@ -151,13 +154,15 @@ class Canary:
         key = (log.lineage, approved if approved is not None else -1)
         pending = tuple(span for span in log.deltas if approved is not None and span.end > approved)
         size = self.publications.directory.size(log.lineage, pending)
+        members = self._members()
+        is_there = approved is not None and at_position(members, log.lineage, approved) is not None
         action, self._trial = decide(
             log,
-            self._members(),
+            members,
             self._trial,
             time.monotonic(),
             patience_s=self._rules.patience_s + size / BYTES_A_SECOND,
-            knows=key in self._answers or self._has_waited("learn", key),
+            knows=key in self._answers or (is_there and self._has_waited("learn", key)),
         )
         if self.current != (log.lineage, action):
             self.current = (log.lineage, action)
@@ -189,14 +194,25 @@ class Canary:
         answers = self._ask(log, address, version, position)
         if answers is None:
             return False
+        before = self._of_log_before(log)
         self._keep(log, position, answers)
-        wrong = self._rules.gates.wrong(answers)
-        kinds = frozenset(failure.kind for failure in wrong)
+        wrong, text = self._rules.gates.wrong(answers), f"golden requests fail at {position} without any new "
+        if before is not None:  # what servers load by themselves: it cannot be held back, only told of
+            wrong += self._rules.gates.drifted(answers, before)
+            text = f"version {version}, a new base, does not pass the golden requests: "
+        else:
+            text += "delta, which is not blamed for it: "
+        kinds = log.lineage, frozenset(failure.kind for failure in wrong)
         if wrong and kinds != self._told_wrong:
-            text = f"golden requests fail at {position} without any new delta, which is not blamed for it: "
-            self._tell(What.GOLDEN, text + _text(wrong), address, position)
-        self._told_wrong = kinds
+            self._tell(What.GOLDEN, text + told(wrong), address, position)
+        self._told_wrong, self.failing = kinds, told(wrong)
         return True
+
+    def _of_log_before(self, log: PublishedLog) -> tuple[Answer, ...] | None:
+        """What was answered last of another log; None once something is known of this one."""
+        if any(lineage == log.lineage for lineage, _ in self._answers):
+            return None
+        return next(reversed(self._answers.values()), None)
 
     def _judge(self, log: PublishedLog, action: Judge) -> float:
         before = self._answers.get((log.lineage, action.approved))
@@ -214,9 +230,10 @@ class Canary:
             return _BUSY_S
         failures = self._rules.gates.failures(answers, before)
         if failures:
-            return self._roll_back(log, action.approved, _text(failures))
+            return self._roll_back(log, action.approved, told(failures))
         self._keep(log, action.position, answers)
-        failing = {failure.request for failure in self._rules.gates.wrong(answers)}
+        wrong = self._rules.gates.wrong(answers)
+        self.failing, failing = told(wrong), {failure.request for failure in wrong}
         passed = f"{action.address} passed {count(len(answers) - len(failing), 'golden request')}"
         why = f"{passed}; {len(failing)} failed as before" if failing else passed
         return self._approve(log, action.approved, action.position, why)
@@ -373,9 +390,3 @@ def _run_rollback(model: Path, to: int, reason: str) -> subprocess.CompletedProc
         start_new_session=True,
         check=False,
     )
-
-
-def _text(failures: Sequence[Failure]) -> str:
-    shown = "; ".join(map(str, failures[:_SHOWN_FAILURES]))
-    left = len(failures) - _SHOWN_FAILURES
-    return shown + (f"; and {left} more" if left > 0 else "")

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from exporter.errors import ExportError, UsageError
+from exporter.golden import Gates, GoldenRequest, check_signatures, read_golden
 from exporter.local_paths import local_path
 from exporter.publish.versions import version_dirs
 from exporter.terminal.server_access import ServerAccess
 from serving.agent.canary_keeper import CanaryRules
-from serving.agent.golden import Gates, GoldenRequest, check_signatures, read_golden
 
 
 def canary_rules(

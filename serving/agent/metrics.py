@@ -100,6 +100,9 @@ class _Standing:
             *of_model,
         )
         approved = gauge("canary_approved_position", "How far the canary approved.", *of_model)
+        failing = gauge(
+            "golden_failing", "1 if the approved position does not pass golden requests.", *of_model
+        )
         rolled_back = gauge("rolled_back", "1 while the model is held at a rollback.", *of_model)
         up = gauge("replica_up", "1 if the replica answered last.", *of_replica)
         by_version = (*of_replica, "version")
@@ -129,6 +132,7 @@ class _Standing:
             rolled_back.add_metric([model.name], float(model.rollback is not None))
             if model.canary is not None:
                 waiting.add_metric([model.name], model.canary.waiting_s)
+                failing.add_metric([model.name], float(bool(model.canary.failing)))
                 if model.canary.approved is not None:
                     approved.add_metric([model.name], model.canary.approved)
             if model.position is not None:
@@ -166,4 +170,4 @@ class _Standing:
                             metric.add_metric(labels, value)
         yield from (visible, published, wanted, quarantined, worst, oldest, last_event, up, right)
         yield from (position, step, behind, stale, age, event_age, pause, probes)
-        yield from (rolled_back, waiting, approved)
+        yield from (rolled_back, waiting, approved, failing)

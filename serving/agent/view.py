@@ -76,13 +76,15 @@ class ReplicaView(Struct, frozen=True):
 
 class CanaryView(Struct, frozen=True):
     """Where a model's canary is: `approved` is how far the others go, `waiting_s` for how long the oldest
-    delta waits that it has yet to approve, 0 if none does. `doing` is told in words.
+    delta waits that it has yet to approve, 0 if none does. `doing` is told in words; `failing`, too: what
+    the answers at the approved position do not pass, empty if they do or nobody knows.
     """
 
     approved: int | None
     waiting_s: float
     replica: str | None
     doing: str
+    failing: str = ""
 
 
 class ModelView(Struct, frozen=True):
@@ -222,7 +224,7 @@ def _canary(canaries: Canaries, publications: Publications, now: datetime) -> Ca
         if (commit := publications.directory.commit(log.lineage, span.end)) is not None
     ]
     waited = max((_since(created, now) for created in waiting), default=0.0)
-    return CanaryView(approved, waited, replica, doing)
+    return CanaryView(approved, waited, replica, doing, "" if canary is None else canary.failing)
 
 
 def _doing(action: Action | None) -> tuple[str | None, str]:

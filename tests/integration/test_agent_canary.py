@@ -22,6 +22,7 @@ from exporter.publish.log_entries import DeltaOrigin
 from serving.client import ModelClient
 from tests.support.agents import DEADLINE_S, Agent, Published, Server, agent, process, wait
 from tests.support.commands import export_model
+from tests.support.numpy_trainer import STEP
 
 USERS = list(range(23))
 GOLDEN = {
@@ -75,15 +76,20 @@ def canary(published: Published, servers: list[Server], golden: Path, *more: str
         yield running
 
 
-def publish(published: Published, change: Callable[[np.ndarray], np.ndarray] | None = None) -> int:
-    """Train on, and publish; every row of the users is what `change` makes of it."""
-    if change is not None:
-        session = published.trainer.session
-        assert session is not None
-        values = session.variables.values
-        values["net/users"] = change(values["net/users"]).astype(np.float32)
-        session.variables.touched["net/users"].update(USERS)
+def publish(published: Published, made: Callable[[np.ndarray], np.ndarray] | None = None) -> int:
+    """Train on, and publish; every row of the users is what `made` makes of it."""
+    if made is not None:
+        change(published, made)
     return published.publish()
+
+
+def change(published: Published, made: Callable[[np.ndarray], np.ndarray]) -> None:
+    session = published.trainer.session
+    assert session is not None
+    values = session.variables.values
+    values["net/users"] = made(values["net/users"]).astype(np.float32)
+    values[STEP] = values[STEP] + 1
+    session.variables.touched["net/users"].update(USERS)
 
 
 def all_nan(rows: np.ndarray) -> np.ndarray:
@@ -344,6 +350,38 @@ def test_a_new_base_of_the_log_holds_what_is_approved(
             wait(lambda: positions(servers, published) == {published.position})
     assert {address for address, seen in clients.seen.items() if bad in seen} <= {servers[0].address}
     publish(published, normal)
+
+
+def test_a_new_base_that_answers_wrong_is_told_and_could_have_been_refused(
+    published: Published, servers: list[Server], golden: Path
+) -> None:
+    """Servers load a new version by themselves: the canary tells at once, `--golden` keeps it from them."""
+    base = [*published.arguments()[:-1], "--updatable", "--again"]
+    with canary(published, servers, golden) as running:
+        good = publish(published, normal)
+        wait(lambda: positions(servers, published) == {good})
+        wait(lambda: status(running)["canary"]["doing"].startswith("all is approved"))
+        assert status(running)["canary"]["failing"] == ""
+        change(published, all_nan)
+        published.trainer.save()
+        refused = export_model(*base, "--golden", golden)
+        assert (refused.code, "values are NaN" in refused.err) == (6, True), refused.err
+        assert export_model(*base).code == 0
+        wait(lambda: status(running)["canary"]["failing"])
+        (event,) = running.of("golden")
+        assert "a new base, does not pass" in event["message"]
+        assert "NaN" in event["message"]
+        assert 'golden_failing{model="ranker"} 1.0' in running.get("/metrics")[1]
+        assert "golden requests fail" in running.get("/")[1]
+    with canary(published, servers, golden) as running:  # another one finds it, too
+        wait(lambda: status(running)["canary"]["failing"])
+        change(published, normal)
+        published.trainer.save()
+        assert export_model(*base, "--golden", golden).code == 0
+        wait(lambda: positions(servers, published) == {read_log(published.model).at.position})
+        wait(lambda: status(running)["canary"]["failing"] == "")
+        newest = publish(published)
+        wait(lambda: positions(servers, published) == {newest})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Golden requests: what a canary is asked, what it may answer, and how far from the answers before.
+"""Golden requests: what a model is asked, what it may answer, and how far from the answers before.
 
     {"requests": [{"name": "a known user",
                    "signature_name": "serving_default",
@@ -23,21 +23,17 @@ from msgspec import UNSET, Struct, UnsetType, field
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from exporter.errors import CallFailed, UsageError
+from exporter.errors import UsageError
 from exporter.files import read_regular
 from exporter.layout import SAVED_MODEL_FILE
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.rest_json import predict_inputs
-from serving.client import DEFAULT_SIGNATURE, ModelClient
 
 _LONGEST = 16 << 20
 _LONGEST_MODEL = 1 << 31
 _SERVE = "serve"
-_REFUSALS = frozenset(
-    {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "INTERNAL", "UNIMPLEMENTED", "OUT_OF_RANGE"}
-)
-"""Codes that answer a request; any other tells of the server, or of the way there."""
-
+_DEFAULT_SIGNATURE = "serving_default"
+_SHOWN = 3
 Outputs = Mapping[str, NDArray[Any]]
 
 
@@ -57,7 +53,7 @@ class GoldenRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """A request, and what is expected of its outputs by name."""
 
     name: str = ""
-    signature_name: str = DEFAULT_SIGNATURE
+    signature_name: str = _DEFAULT_SIGNATURE
     instances: Any = UNSET
     inputs: Any = UNSET
     expect: dict[str, Expectation] = field(default_factory=dict)
@@ -110,45 +106,29 @@ class Gates(Struct, frozen=True):
 
     def failures(self, answers: Sequence[Answer], before: Sequence[Answer] | None) -> tuple[Failure, ...]:
         """What the answers do not pass that those before did; None if nobody knows those."""
-        found: list[Failure] = []
-        for number, (request, answer) in enumerate(zip(self.requests, answers, strict=True)):
-            old = None if before is None else before[number]
-            known = set() if old is None else {failure.kind for failure in _wrong(request, old)}
-            found += [failure for failure in _wrong(request, answer) if failure.kind not in known]
-            if old is not None:
-                found += _drifted(request, answer.outputs, old.outputs, self.drift)
-        return tuple(found)
+        known = set() if before is None else {failure.kind for failure in self.wrong(before)}
+        new = tuple(failure for failure in self.wrong(answers) if failure.kind not in known)
+        return new if before is None else new + self.drifted(answers, before)
 
     def wrong(self, answers: Sequence[Answer]) -> tuple[Failure, ...]:
         """What the answers do not pass by themselves."""
         pairs = zip(self.requests, answers, strict=True)
         return tuple(failure for request, answer in pairs for failure in _wrong(request, answer))
 
+    def drifted(self, answers: Sequence[Answer], before: Sequence[Answer]) -> tuple[Failure, ...]:
+        """How the answers moved further than they may."""
+        triples = zip(self.requests, answers, before, strict=True)
+        return tuple(
+            failure
+            for request, now, old in triples
+            for failure in _drifted(request, now.outputs, old.outputs, self.drift)
+        )
 
-def ask(client: ModelClient, requests: Sequence[GoldenRequest], version: int) -> tuple[Answer, ...]:
-    """Each request's answer by a version.
 
-    Raises:
-        CallFailed: the server did not answer, or does not have the version any more.
-    """
-    signatures = client.metadata(version).signatures
-    answers = []
-    for request in requests:
-        signature = signatures.get(request.signature_name)
-        if signature is None:
-            answers.append(Answer(refused=f"there is no signature {request.signature_name!r}"))
-            continue
-        try:
-            inputs = predict_inputs(request.document, signature)
-            found = client.predict(inputs, signature=request.signature_name, version=version)
-            answers.append(Answer(found.outputs))
-        except ValueError as error:
-            answers.append(Answer(refused=str(error)))
-        except CallFailed as error:
-            if error.code not in _REFUSALS:
-                raise
-            answers.append(Answer(refused=error.cause or error.message))
-    return tuple(answers)
+def told(failures: Sequence[Failure]) -> str:
+    """The first of them, for people."""
+    left = len(failures) - _SHOWN
+    return "; ".join(map(str, failures[:_SHOWN])) + (f"; and {left} more" if left > 0 else "")
 
 
 def read_golden(path: Path) -> tuple[GoldenRequest, ...]:
@@ -173,7 +153,7 @@ def read_golden(path: Path) -> tuple[GoldenRequest, ...]:
         raise UsageError(
             f"the golden requests in {path} cannot be used",
             cause=str(error),
-            hint="see `serve-model agent` in the guide for their form",
+            hint="their form is in docs/production.md, under 'One replica first'",
         ) from error
     return named
 
