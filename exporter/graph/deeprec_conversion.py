@@ -7,6 +7,7 @@ What outputs need of an embedding variable is a handle and gathers; each becomes
     the partition of ids over P parts,
       P gathers and their stitch             one such lookup: the parts are served as one table
 
+Lookups of whole groups of tables are taken apart first (`exporter.graph.deeprec_groups`).
 Everything around them (unique, combiners, weights) is stock and stays. What initialises, saves, restores,
 exports or trains embedding variables stays where it is, too: no output needs it, so it is not served. What an
 output does need and is not converted, `exporter.graph.servable` refuses by name.
@@ -23,6 +24,7 @@ from msgspec import Struct, field
 
 from exporter.errors import NotServable
 from exporter.graph.deeprec_defaults import AbsentKeys, default_rows
+from exporter.graph.deeprec_groups import group_handles, take_groups_apart
 from exporter.graph.deeprec_ops import GATHERS, HANDLE, INITIALISERS, is_deeprecs
 from exporter.graph.deeprec_parts import parted_lookups, uses_default
 from exporter.graph.deeprec_stages import read_through_stages
@@ -80,6 +82,7 @@ def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Conver
         return Converted()
     index = GraphIndex.of(meta_graph)
     read_through_stages(index, _inputs(meta_graph))
+    index = take_groups_apart(meta_graph, index, _needed(index.nodes, meta_graph))
     found = _embedding_variables(meta_graph, index)
     numbers = AbsentKeys(absent_keys, found.keys())
     if not found:
@@ -109,8 +112,10 @@ def looked_up(meta_graph: Proto, index: GraphIndex) -> tuple[str, ...]:
     """The names of the embedding variables that a graph gathers from; its slots are not among them."""
     found = _embedding_variables(meta_graph, index)
     owners = {handle.name: variable.name for variable in found.values() for handle in variable.handles}
-    gathers = (node for node in index.nodes.values() if node.op in GATHERS and data_inputs(node))
-    handles = (through_identities(index.nodes, data_inputs(node)[0].node) for node in gathers)
+    gathers = [node for node in index.nodes.values() if node.op in GATHERS and data_inputs(node)]
+    read = [data_inputs(node)[0].node for node in gathers]
+    read += [handle for node in index.nodes.values() for handle in group_handles(node)]
+    handles = (through_identities(index.nodes, name) for name in read)
     return tuple(dict.fromkeys(owners[handle] for handle in handles if handle in owners))
 
 

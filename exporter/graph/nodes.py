@@ -211,6 +211,10 @@ class GraphIndex:
         similar = difflib.get_close_matches(name, list(self.nodes), n=count, cutoff=0.6)
         return [f"{known}:0" for known in [*dict.fromkeys([*similar, *holding])][:count]]
 
+    def op_def(self, op: str) -> Proto | None:
+        """The graph's own description of an operation, or a function's signature."""
+        return self._op_defs.get(op)
+
     def output_dtypes(self, node: Proto) -> list[DType] | None:
         """The types of a node's outputs, None if neither OpDefs nor attributes tell."""
         op_def = self._op_defs.get(node.op)

@@ -96,8 +96,8 @@ def _check_foreign(
 
 
 _REBUILD = (
-    "write the graph with tf.nn.embedding_lookup or embedding_lookup_sparse, without do_fusion and groups: "
-    "these are converted"
+    "write the graph with tf.nn.embedding_lookup or embedding_lookup_sparse, without do_fusion, or with "
+    "groups that neither clip rows (max_norm) nor make sequences: these are converted"
 )
 _PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})
 

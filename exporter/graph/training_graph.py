@@ -12,6 +12,7 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from exporter.errors import GraphError, NotServable, UnsupportedFormat
+from exporter.graph.deeprec_groups import is_convertible_group
 from exporter.graph.deeprec_ops import is_convertible
 from exporter.graph.inference_graph import GraphVariable
 from exporter.graph.keys import VARIABLE_OPS, variable_keys
@@ -64,7 +65,8 @@ def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Coll
             raise NotServable(f"its outputs wait for {node.op} {node.name!r}")
     wanted = dict.fromkeys(tensor.node for text in ends["output"] if (tensor := endpoint(text)) not in given)
     reached = reach(index.nodes, wanted, given=given)
-    lookups = {name for name, node in index.nodes.items() if is_convertible(node.op)}
+    nodes = index.nodes.values()
+    lookups = {node.name for node in nodes if is_convertible(node.op) or is_convertible_group(node)}
     check_servable(index.nodes, reached, fed={tensor.node for tensor in given} | {*fixed}, allowed=lookups)
 
 

@@ -108,9 +108,9 @@ ADVICE: dict[type[ExportError], Advice] = {
     ),
     errors.ForeignOperations: Advice(
         "The graph was written for another TensorFlow, such as DeepRec, and an output needs operations that "
-        "only that one has. Lookups of embedding variables are converted, one at a time; lookups of whole "
-        "groups of tables, fused lookups, and reads of sizes, frequencies and versions are not. All that is "
-        "left is named, with its node.",
+        "only that one has. Lookups of embedding variables are converted, also those of groups of tables "
+        "that neither clip rows nor make sequences; fused lookups, and reads of sizes, frequencies and "
+        "versions are not. All that is left is named, with its node.",
         "Write the graph with `tf.nn.embedding_lookup` and `tf.nn.embedding_lookup_sparse`, choose outputs "
         "that need none of it, or feed a tensor behind it with `--input`.",
     ),

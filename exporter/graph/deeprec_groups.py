@@ -1,0 +1,245 @@
+"""Take DeepRec's lookups of whole groups of tables apart, into one lookup for each table.
+
+`tf.nn.group_embedding_lookup` and `group_embedding_lookup_sparse` look all tables of one dimension up in one
+operation. It becomes, in place:
+
+    for each table: KvResourceGather(handle, ids), or GatherV2 from an ordinary variable
+        if ids are sparse: its rows x weights, UnsortedSegmentSum over the batch, / count
+    IdentityN of these, under the name of the group
+
+"mean" divides by how many ids a row of the batch has and "sqrtn" by that number's root, whatever the weights
+are, unlike TensorFlow's own `embedding_lookup_sparse`; a row without ids is zero. A group is left as it is,
+and refused by name, if it clips rows (`max_norm`), if it makes sequences, brings default rows along, or is
+asked for more than rows.
+
+Source: DeepRec, tensorflow/core/ops/group_embedding_ops.cc and its CPU kernels,
+tensorflow/core/kernels/group_embedding/group_embedding_lookup{,_sparse_forward}_ops.cc.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+from msgspec import Struct
+
+from exporter.graph.nodes import (
+    Endpoint,
+    GraphIndex,
+    attr,
+    attr_dtype,
+    attr_text,
+    control_inputs,
+    data_inputs,
+    endpoint,
+)
+from exporter.graph.resource_variables import free_name
+from exporter.graph.signatures import signature_tensors, tensor_names
+from exporter.wire import protos
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
+from exporter.wire.tensor_proto import fill
+
+_SPARSE = {"GroupEmbeddingVarLookup": True, "GroupVariableLookup": False}
+"""Whether the tables are embedding variables; ids are the values of sparse tensors."""
+
+_DENSE = {"GroupEmbeddingVarLookupDense": True, "GroupVariableLookupDense": False}
+_KNOWN = _SPARSE | _DENSE
+_COMBINERS = ("sum", "mean", "sqrtn")
+_KEYS = (DType.INT64, DType.INT32)
+
+
+def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[str]) -> GraphIndex:
+    """Rewrite, in place, the group lookups that outputs need; the index of the graph as it is then."""
+    read = _outputs_read(index, meta_graph, needed)
+    groups = {
+        name: group
+        for name in needed
+        if (group := _Group.of(index.nodes[name])) is not None
+        and max(read.get(name, ()), default=0) < group.count
+        and not _is_of_old_form(index, group)
+    }
+    if not groups:
+        return index
+    names, placed = {*index.nodes}, list[Proto]()
+    for node in meta_graph.graph_def.node:
+        if node.name in groups:
+            parts = _Parts(groups[node.name], names)
+            placed += parts.nodes()
+        else:
+            placed.append(protos.NodeDef())
+            placed[-1].CopyFrom(node)
+    del meta_graph.graph_def.node[:]
+    meta_graph.graph_def.node.extend(placed)
+    _describe(meta_graph)
+    return GraphIndex.of(meta_graph)
+
+
+def group_handles(node: Proto) -> list[str]:
+    """The nodes of the embedding variables that a group lookup reads; none for any other node."""
+    group = _Group.of(node)
+    return [tensor.node for tensor in group.tables] if group is not None and group.is_keyed else []
+
+
+def is_convertible_group(node: Proto) -> bool:
+    """True for a group lookup that can be taken apart."""
+    return _Group.of(node) is not None
+
+
+class _Group(Struct, frozen=True):
+    """A group lookup, of `count` tables; lists have an element for each. Of dense ids, `indices` is empty."""
+
+    node: Proto
+    is_keyed: bool
+    dtype: DType
+    key_dtype: DType
+    combiner: str
+    tables: list[Endpoint]
+    ids: list[Endpoint]
+    indices: list[Endpoint]
+    weights: list[Endpoint]
+    shapes: list[Endpoint]
+    default: Endpoint
+
+    @classmethod
+    def of(cls, node: Proto) -> _Group | None:
+        """The lookup that a node is; None if it is none, or of a kind that cannot be taken apart."""
+        number, inputs = attr(node, "num_lookups"), data_inputs(node)
+        if node.op not in _KNOWN or number is None or number.i < 1:
+            return None
+        count, is_sparse = int(number.i), node.op in _SPARSE
+        dtype, keys = attr_dtype(node, "dtype"), attr_dtype(node, "Tkeys")
+        brings_defaults = _KNOWN[node.op] and _flag(node, "is_use_default_value_tensor")
+        clips = (norm := attr(node, "max_norm")) is not None and norm.f >= 0
+        if dtype is None or keys not in _KEYS or brings_defaults or clips or _flag(node, "is_sequence"):
+            return None
+        combiner = attr_text(node, "combiner")
+        if len(inputs) != (5 if is_sparse else 2) * count + 1 or (is_sparse and combiner not in _COMBINERS):
+            return None
+        lists = [inputs[first : first + count] for first in range(0, len(inputs) - 1, count)]
+        tables, ids, indices, weights, shapes = lists if is_sparse else [*lists, [], [], []]
+        if _flag(node, "ignore_weights"):
+            weights = []
+        return cls(
+            node, _KNOWN[node.op], dtype, keys, combiner, tables, ids, indices, weights, shapes, inputs[-1]
+        )
+
+    @property
+    def count(self) -> int:
+        return len(self.tables)
+
+
+def _flag(node: Proto, name: str) -> bool:
+    value = attr(node, name)
+    return value is not None and value.b
+
+
+def _outputs_read(index: GraphIndex, meta_graph: Proto, needed: Collection[str]) -> Mapping[str, set[int]]:
+    """The outputs of known groups that other needed nodes read, or signatures give."""
+    read = [tensor for name in needed for tensor in data_inputs(index.nodes[name])]
+    for signature in meta_graph.signature_def.values():
+        for _, _, info in signature_tensors(signature):
+            read += map(endpoint, tensor_names(info))
+    found: dict[str, set[int]] = {}
+    for tensor in read:
+        source = index.nodes.get(tensor.node)
+        if source is not None and source.op in _KNOWN:
+            found.setdefault(tensor.node, set()).add(tensor.output)
+    return found
+
+
+def _is_of_old_form(index: GraphIndex, group: _Group) -> bool:
+    """True where the batch's size is one number for all tables, as the graph's own description tells."""
+    described = index.op_def(group.node.op)
+    arguments = described.input_arg if described is not None and group.shapes else ()
+    return any(each.name == "dense_shape" and not each.number_attr for each in arguments)
+
+
+def _describe(meta_graph: Proto) -> None:
+    """Add what the graph now has to the descriptions of its operations: what IdentityN gives."""
+    described = meta_graph.meta_info_def.stripped_op_list.op
+    if not any(op.name == "IdentityN" for op in described):
+        made = described.add(name="IdentityN")
+        made.input_arg.add(name="input", type_list_attr="T")
+        made.output_arg.add(name="output", type_list_attr="T")
+        made.attr.add(name="T", type="list(type)", has_minimum=True, minimum=1)
+
+
+class _Parts:
+    """Makes the nodes that take a group's place."""
+
+    def __init__(self, group: _Group, names: set[str]) -> None:
+        self._group, self._names, self._made = group, names, list[Proto]()
+
+    def nodes(self) -> list[Proto]:
+        """The new nodes; the last has the group's name and outputs."""
+        group = self._group
+        if group.shapes:
+            self._zero = self._constant("zero", np.array(0, np.int32))
+            self._one = self._constant("one", np.array(1, np.int32))
+            self._last = self._constant("last", np.array(-1, np.int32))
+        rows = [self._lookup(number) for number in range(group.count)]
+        last = protos.NodeDef(name=group.node.name, op="IdentityN", input=rows)
+        last.input.extend(f"^{name}" for name in control_inputs(group.node))
+        last.attr["T"].list.type.extend([int(group.dtype)] * group.count)
+        return [*self._made, last]
+
+    def _lookup(self, number: int) -> str:
+        """The rows of one table, combined where its ids are sparse."""
+        group = self._group
+        rows = self._rows(number)
+        if not group.shapes:
+            return rows
+        dtype = group.dtype
+        if group.weights:
+            weights = self._expanded("weights", group.weights[number].as_input, dtype)
+            rows = self._add("weighted", "Mul", rows, weights, T=dtype)
+        segments = self._gather("segments", group.indices[number].as_input, self._one, DType.INT64)
+        size = self._gather("batch_size", group.shapes[number].as_input, self._zero, DType.INT64)
+        total = self._sum("sum", rows, segments, size, dtype)
+        if group.combiner == "sum":
+            return total
+        ones = self._add("ones", "OnesLike", segments, T=DType.INT64)
+        counts = self._sum("counts", ones, segments, size, DType.INT64)
+        counts = self._add("counts_float", "Cast", counts, SrcT=DType.INT64, DstT=dtype)
+        if group.combiner == "sqrtn":
+            counts = self._add("roots", "Sqrt", counts, T=dtype)
+        divisor = self._expanded("divisor", counts, dtype)
+        return self._add("combined", "DivNoNan", total, divisor, T=dtype)
+
+    def _rows(self, number: int) -> str:
+        """The row of each id of one table."""
+        group = self._group
+        table, ids = group.tables[number].as_input, group.ids[number].as_input
+        if group.is_keyed:
+            inputs = table, ids, group.default.as_input
+            return self._add("rows", "KvResourceGather", *inputs, dtype=group.dtype, Tkeys=group.key_dtype)
+        axis = self._constant("axis", np.array(0, np.int32))
+        types = {"Tparams": group.dtype, "Tindices": group.key_dtype, "Taxis": DType.INT32}
+        return self._add("rows", "GatherV2", table, ids, axis, **types)
+
+    def _gather(self, name: str, params: str, axis: str, dtype: DType) -> str:
+        """Element 0 along an axis: a matrix's first column, or a vector's first element."""
+        types = {"Tparams": dtype, "Tindices": DType.INT32, "Taxis": DType.INT32}
+        return self._add(name, "GatherV2", params, self._zero, axis, **types)
+
+    def _sum(self, name: str, data: str, segments: str, size: str, dtype: DType) -> str:
+        types = {"T": dtype, "Tindices": DType.INT64, "Tnumsegments": DType.INT64}
+        return self._add(name, "UnsortedSegmentSum", data, segments, size, **types)
+
+    def _expanded(self, name: str, tensor: str, dtype: DType) -> str:
+        return self._add(name, "ExpandDims", tensor, self._last, T=dtype, Tdim=DType.INT32)
+
+    def _constant(self, name: str, value: np.ndarray) -> str:
+        made = self._add(name, "Const", dtype=DType.of(value.dtype.name))
+        fill(self._made[-1].attr["value"].tensor, value)
+        return made
+
+    def _add(self, name: str, op: str, *inputs: str, **types: DType) -> str:
+        name = free_name(self._names, f"{self._group.node.name}/{name}")
+        self._names.add(name)
+        node = protos.NodeDef(name=name, op=op, input=inputs)
+        for key, dtype in types.items():
+            node.attr[key].type = int(dtype)
+        self._made.append(node)
+        return name
