@@ -8,10 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from exporter.checkpoint.admission import EVERYONE
 from exporter.checkpoint.embedding_variables import count_blocks, embedding_variables, read_keys
 from exporter.checkpoint.tensor_bundle import memory_map, read_array, read_catalog
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.mapping.extras import ExtraKind, classify_extras
+from exporter.tables.lay_out import TablePlan, lay_out
 from tests.support.bundles import write
 from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full
@@ -159,6 +161,18 @@ def test_damage_is_named(tmp_path: Path, changes: dict[str, np.ndarray | None], 
     catalog = read_catalog(damaged(tmp_path, changes))
     with pytest.raises(CorruptFile, match=words):
         read_keys(catalog, embedding_variables(catalog)["t"])
+    (tmp_path / "staged").mkdir()
+    with pytest.raises(CorruptFile, match=words):  # a base reads keys in blocks, and never all of them
+        plan = TablePlan.of("t", embedding_variables(catalog)["t"], np.zeros((1, 2), np.float32), 0.25)
+        lay_out(catalog, [plan]).write(tmp_path / "staged", EVERYONE)
+
+
+@pytest.mark.parametrize("block", [1, 3, 7, 20])
+def test_keys_are_checked_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr("exporter.checkpoint.embedding_variables._BLOCK", block)
+    ev = Ev.random(500, negative=True)
+    assert_holds(write_full(tmp_path / "model.ckpt-7", {"t": ev}, parts=3), "t", ev, 3)
+    test_damage_is_named(tmp_path, {"t/part_1-partition_offset": LIES}, "places key 1 in bucket 2")
 
 
 def test_a_flipped_bit_among_the_keys_is_found(tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from exporter.errors import CheckpointError
+from exporter.errors import CheckpointError, TableFull
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.full import Exported
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.watch_loop import is_for_a_person
 from exporter.publish.delta_log import read_log
+from exporter.tables.geometry import keys_of
 from serving.client import ModelClient
 from tests.support.agents import Server, agent, process, wait
 from tests.support.commands import export_model
@@ -125,6 +127,26 @@ def test_a_damaged_increment_is_in_no_base(trainer: DeepRecTrainer) -> None:
     with pytest.raises(CheckpointError, match="checksum"):
         export_incremental(told, full_on_mismatch=True)
     assert read_log(told.out).at == before
+    assert not list(told.out.glob(".staging*"))
+
+
+def test_keys_that_were_made_to_collide_end_a_watch(trainer: DeepRecTrainer) -> None:
+    """No base has room for them, so none is published, again and again, for the sake of it."""
+    told = begin(trainer)
+    log = read_log(told.out)
+    trainer.step += 1
+    trainer.upsert("item", keys_of(np.arange(200, dtype=np.uint64)).tolist())
+    trainer.increment()
+    for _ in range(2):
+        with pytest.raises(TableFull, match="200 of a table's keys fall in one place") as refused:
+            export_incremental(told, is_watching=True)
+        assert "made to collide" in refused.value.hint
+        assert "table 'item' is full" in refused.value.message
+    assert read_log(told.out).at == log.at
+    trainer.save()
+    with pytest.raises(TableFull, match=r"'item'.* fall in one place"):
+        export_incremental(told, is_watching=True)
+    assert (read_log(told.out).at, is_for_a_person(refused.value)) == (log.at, True)
     assert not list(told.out.glob(".staging*"))
 
 

@@ -107,7 +107,9 @@ class ServedTable(Struct, frozen=True):
         try:
             return change_index(self.geometry, self, add, drop)
         except TableFull as error:
-            raise TableFull(f"table {self.name!r} is full: {error.message}", cause=error.cause) from None
+            full = TableFull(f"table {self.name!r} is full: {error.message}", cause=error.cause)
+            full.hint = error.hint
+            raise full from None
 
     @property
     def name(self) -> str:

@@ -23,10 +23,10 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.errors import TableFull
+from exporter.tables.crowding import table_full
 from exporter.tables.geometry import (
     INDEX_ROWS,
     INDEX_SEEDS,
-    MAX_ROWS,
     WINDOW,
     TableGeometry,
     hashes_of,
@@ -45,9 +45,6 @@ RANGE_KEYS = 1 << 18
 
 _CHUNK_GROUPS = 1 << 16
 _MOST_WORKERS = 4
-_EASY = WINDOW // 4
-"""So many keys more than others have are easily placed in a window."""
-
 _LEAST_GROUPS = WINDOW
 """Of a range: its slots begin and end with a window of their own."""
 
@@ -252,33 +249,6 @@ def _workers() -> int:
 
 
 def _refused(geometry: TableGeometry, crowded: Crowded) -> KeyTwice | TableFull:
-    """The error for keys that have no place; the hint is how much more room spreads them, if any does."""
-    keys = crowded.keys
     if crowded.twice is not None:
         return KeyTwice(crowded.twice)
-    found = TableFull(
-        f"{len(keys)} of a table's keys fall in one place of its index and do not fit there",
-        cause=f"the table has {geometry.groups} places for {geometry.usable_rows} keys",
-    )
-    room = _room_to_spread(geometry, keys)
-    if room is not None:
-        found.hint = f"give it more room: --table-head-room {room}"
-    else:
-        found.hint = (
-            f"no room spreads keys like {keys[0]} and {keys[-1]}, which seem to be made to collide: "
-            "train the table with other ids, such as hashes of these with a secret"
-        )
-    return found
-
-
-def _room_to_spread(geometry: TableGeometry, keys: Array) -> int | None:
-    """For how many times as many keys a table must have room to place these easily; None: for too many."""
-    hashed = np.sort(hashes_of(keys))
-    near = WINDOW // geometry.stride  # groups whose windows overlap
-    for more in range(1, 64 - geometry.group_bits):
-        if geometry.usable_rows << (more + 1) > MAX_ROWS:
-            break
-        groups = (hashed >> np.uint64(64 - geometry.group_bits - more)).view(np.int64)
-        if (groups[_EASY:] > groups[:-_EASY] + near).all():
-            return int(2 << more)
-    return None
+    return table_full(geometry, crowded.keys)

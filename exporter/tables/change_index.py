@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from exporter.errors import TableFull
 from exporter.integer_sets import among, distinct
+from exporter.tables.crowding import table_full
 from exporter.tables.geometry import WINDOW, TableGeometry
 from exporter.tables.spread import Crowded, spread
 
@@ -112,9 +113,7 @@ def change_index(geometry: TableGeometry, state: TableState, add: Array, drop: A
     try:
         seeds, slots = _insert(geometry, state, new, taken, gone_slots)
     except Crowded as error:
-        raise TableFull(
-            f"{len(error.keys)} of a table's keys fall in one place of its index and do not fit there"
-        ) from None
+        raise table_full(geometry, error.keys) from None
     keys = Elements.of(np.append(taken, geometry.cursor_row), np.append(new, cursor))
     if not len(new):
         keys = Elements(np.empty(0, np.int64), np.empty(0, np.int64))

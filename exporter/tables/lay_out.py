@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.admission import Admission, admitted
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, key_blocks, key_twice
-from exporter.errors import UsageError, os_error
+from exporter.errors import TableFull, UsageError, os_error
 from exporter.tables.build_index import KeyTwice, Put, build_index
 from exporter.tables.geometry import EMPTY_KEY, INDEX_ROWS, INDEX_SEEDS, KEYS, MAX_ROWS, VALUES, TableGeometry
 from exporter.wire.crc32c import combine, extend, mask
@@ -207,6 +207,9 @@ class _Writer(Struct, frozen=True):
                 build_index(geometry, variable.rows, blocks, put, self.path.parent)
             except KeyTwice as error:
                 raise key_twice(self.source, variable, error.key) from None
+            except TableFull as error:
+                error.message = f"table {self.table.name!r}: {error.message}"
+                raise
             put(KEYS, geometry.cursor_row, np.array([variable.rows], np.int64))
             put(KEYS, geometry.empty_row, np.array([EMPTY_KEY], np.int64))
             put(VALUES, geometry.first_default, self.table.defaults.astype(variable.value_dtype.numpy))
