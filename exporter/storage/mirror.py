@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import os
+import shutil
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,10 +43,13 @@ class Mirror:
         self._found: dict[str, RemoteObject] = {}
         self._fetched: dict[str, Ranges] = {}
         self._inodes: dict[str, int] = {}
+        self._stand_ins: dict[int, tuple[RemoteObject, Ranges]] = {}  # by inode: they may be renamed
         self._lock = threading.Lock()
         self._is_prefix = not is_directory and not any(self._reader.below(url.path))
         self.url = url.parent if self._is_prefix and url.path else url
-        self.root = _new_directory() / url.scheme / url.bucket / self.url.path
+        directory = _new_directory()
+        self._private = directory / "stand-ins"
+        self.root = directory / url.scheme / url.bucket / self.url.path
         self.root.mkdir(parents=True)
 
     @property
@@ -79,9 +83,52 @@ class Mirror:
         Raises:
             CheckpointChanged: it is no longer there.
         """
-        if (each := self._found.get(name)) is None:
+        each = self._found.get(name) or self.standing_in(name)
+        if each is None:
             raise CheckpointChanged(f"{self.url}/{name} vanished after it was listed")
         return each
+
+    def stand_in(self, path: Path, each: RemoteObject) -> None:
+        """Have a new file for an object of the bucket, wherever below the root it will be renamed to.
+
+        Raises:
+            DiskFull, PublishError: it cannot be made.
+        """
+        pinned = self._private / f"{len(self._stand_ins)}"  # its inode is not given to another file
+        try:
+            pinned.parent.mkdir(exist_ok=True)
+            with pinned.open("xb") as file:
+                file.truncate(each.size)
+                inode = os.fstat(file.fileno()).st_ino
+            path.hardlink_to(pinned)
+        except OSError as error:
+            raise os_error(error, path) from error
+        with self._lock:
+            self._stand_ins[inode] = (each, Ranges())
+
+    def standing_in(self, name: str) -> RemoteObject | None:
+        """The object that a file of `stand_in` stands for; None for any other file."""
+        found = self._stand_in_of(name)
+        return None if found is None else found[0]
+
+    @property
+    def stand_ins(self) -> list[RemoteObject]:
+        """The objects of all files that `stand_in` made."""
+        return [each for each, _ in self._stand_ins.values()]
+
+    def close(self) -> None:
+        """Remove all files; their paths are told as the URL for as long as the process lives."""
+        with self._lock:
+            for path in (self.root, self._private):
+                shutil.rmtree(path, ignore_errors=True)
+            self._stand_ins.clear()
+
+    def _stand_in_of(self, name: str) -> tuple[RemoteObject, Ranges] | None:
+        if not self._stand_ins:
+            return None
+        with suppress(FileNotFoundError):
+            return self._stand_ins.get((self.root / name).stat().st_ino)
+        return None
 
     def fill(self, name: str, content: bytes) -> None:
         """Give a file its content, which is known already."""
@@ -101,19 +148,23 @@ class Mirror:
             DiskFull, PublishError: the local file cannot be written.
         """
         with self._lock:
-            if (each := self._found.get(name)) is None:
+            found = self._stand_in_of(name)
+            if found is None and name in self._found:
+                found = self._found[name], self._fetched[name]
+            if found is None:
                 return  # a file that is not there is its reader's to report
+            each, fetched = found
             wanted = [(0, each.size)] if ranges is None else [near(*asked, each.size) for asked in ranges]
             missing = Ranges()
             for start, stop in wanted:
-                for gap in self._fetched[name].gaps(start, stop):
+                for gap in fetched.gaps(start, stop):
                     missing.add(*gap)
             if any(missing):
                 path = self.root / name
                 descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
                 before = os.fstat(descriptor)
-                if before.st_ino != self._inodes[name]:  # a local file has taken its place
-                    os.close(descriptor)
+                if before.st_ino not in self._stand_ins and before.st_ino != self._inodes[name]:
+                    os.close(descriptor)  # a local file has taken its place
                     return
                 try:
                     pieces = [(start, stop, start) for start, stop in missing]
@@ -122,7 +173,7 @@ class Mirror:
                     os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
                     os.close(descriptor)
                 for start, stop in missing:
-                    self._fetched[name].add(start, stop)
+                    fetched.add(start, stop)
 
     def copy(
         self,
@@ -227,7 +278,6 @@ def register(mirror: Mirror) -> None:
 
 def _new_directory() -> Path:
     """A directory that is removed when the process ends, or by a later one if the process was killed."""
-    import shutil
     import tempfile
 
     root, owner = Path(tempfile.mkdtemp(prefix=_PREFIX)), os.getpid()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,12 @@ from msgspec import Struct
 from exporter.errors import (
     CheckpointChanged,
     CheckpointError,
-    CheckpointNotFound,
     PublishError,
     UsageError,
     os_error,
 )
 from exporter.storage.requests import PART_BYTES, Request, requests
+from exporter.storage.store_errors import asking, writing_to
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -254,9 +254,24 @@ class ObjectWriter(ObjectReader):
         """
         import obstore
 
-        with _writing(self.url, key):
+        with writing_to(self.url, key):
             put = obstore.put(self._store, key, file, chunk_size=PART_BYTES, max_concurrency=_CONNECTIONS)
             return put["e_tag"] or ""
+
+    def duplicate(self, found: RemoteObject, key: str) -> None:
+        """Have the store copy an object of the bucket to another key.
+
+        Raises:
+            CheckpointChanged: it is gone, or another one has its name.
+            PublishError: the store cannot be written.
+        """
+        import obstore
+
+        with writing_to(self.url, key):
+            obstore.copy(self._store, found.key, key)
+        now = self.look(found.key)
+        if now is None or now.tag != found.tag:
+            raise CheckpointChanged(f"{self._named(found.key)} was replaced after it was written")
 
     def create(self, key: str, content: bytes) -> Tag | None:
         """Put a new object; its tag, or None if the key is taken.
@@ -279,7 +294,7 @@ class ObjectWriter(ObjectReader):
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        with _writing(self.url, key):
+        with writing_to(self.url, key):
             try:
                 return Tag.of(obstore.put(self._store, key, content, mode=mode, use_multipart=False))
             except (FileExistsError, AlreadyExistsError, PreconditionError, FileNotFoundError):
@@ -319,22 +334,8 @@ class ObjectWriter(ObjectReader):
         import obstore
 
         for key in keys:
-            with _writing(self.url, key), suppress(FileNotFoundError, obstore.exceptions.NotFoundError):
+            with writing_to(self.url, key), suppress(FileNotFoundError, obstore.exceptions.NotFoundError):
                 obstore.delete(self._store, key)
-
-
-@contextmanager
-def _writing(url: Url, key: str) -> Iterator[None]:
-    """`asking`, for writes."""
-    try:
-        with asking(url, key):
-            yield
-    except CheckpointError as error:
-        raise PublishError(
-            f"{url.scheme}://{url.bucket}/{key}: the store cannot be written",
-            cause=error.cause or error.message,
-            hint=error.hint,
-        ) from None
 
 
 def _open(url: Url) -> ObjectStore:
@@ -360,51 +361,3 @@ def _open(url: Url) -> ObjectStore:
 
 def _object(listed: Any) -> RemoteObject:
     return RemoteObject(listed["path"], listed["size"], listed["e_tag"], listed["last_modified"].timestamp())
-
-
-@contextmanager
-def asking(url: Url, key: str | None = None) -> Iterator[None]:
-    """Turn what a store answers into errors by name; of its text only what can hold no secret is kept."""
-    from obstore import exceptions
-
-    where = str(url) if key is None else f"{url.scheme}://{url.bucket}/{key}"
-    try:
-        yield
-    except (exceptions.PreconditionError, FileNotFoundError) as error:
-        if key is None:
-            raise CheckpointNotFound(f"there is no {where}", hint="name a bucket that is there") from None
-        gone = isinstance(error, FileNotFoundError)
-        raise CheckpointChanged(
-            f"{where} {'vanished' if gone else 'was replaced'} after it was listed"
-        ) from None
-    except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
-        raise CheckpointError(
-            f"{where}: the store refuses these credentials",
-            hint=_CREDENTIALS[url.scheme],
-        ) from None
-    except exceptions.InvalidPathError:
-        raise CheckpointError(
-            f"{where}: a name below it is no path",
-            cause="it has an empty part, or one that is '.' or '..'",
-            hint="name the directory of the checkpoint alone, or remove that object",
-        ) from None
-    except exceptions.BaseError as error:
-        raise CheckpointError(
-            f"{where}: the store cannot be read", cause=_said(error), hint=_CREDENTIALS[url.scheme]
-        ) from None
-
-
-_CREDENTIALS = {
-    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL for other clouds",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
-    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or what else identifies you",
-}
-_STATUS = re.compile(r"\b(?:status:? |HTTP error: )?([45][0-9]{2} [A-Z][A-Za-z ]+)")
-
-
-def _said(error: Exception) -> str:
-    """The status that a store answered with, or that it did not: its text may hold a signed URL."""
-    text = str(error)
-    if found := _STATUS.search(text):
-        return found[1].strip()
-    return "no answer in time" if "timed out" in text.lower() else "no connection, or no answer to be read"

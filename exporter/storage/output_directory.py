@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from exporter.errors import os_error
+from exporter.storage import mirror
 from exporter.storage.objects import ObjectWriter, RemoteObject, Url
 
 _LONGEST = 16 << 20
@@ -65,7 +66,7 @@ class Directory(Protocol):
         """
 
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
-        """Have an object at a local path: a link to a file, or what is fetched from a store.
+        """Have an object at a local path: a link to a file, or what is fetched, at the latest when read.
 
         Raises:
             CheckpointChanged: another object has its name.
@@ -188,6 +189,10 @@ class StoreDirectory:
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
         """See `Directory`."""
         found = RemoteObject(self._key(name), size, tag, 0.0)
+        mirrored = mirror.find(path)
+        if mirrored is not None and mirrored[0].url.bucket == self._url.bucket:
+            mirrored[0].stand_in(path, found)
+            return
         with _naming(path), path.open("xb") as file:
             self._store.copy(found, file.fileno(), [(0, size, 0)], path)
 

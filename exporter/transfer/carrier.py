@@ -15,6 +15,7 @@ from exporter.errors import CheckpointError, ExportError, PositionMoved, Publish
 from exporter.layout import HEAD_FILE, MANIFEST_FILE
 from exporter.progress import Progress
 from exporter.publish.versions import MAX_MANIFEST_BYTES, lease
+from exporter.storage import mirror
 from exporter.storage.objects import ObjectWriter, Tag, Url
 from exporter.transfer.head import Head, Upload, as_bytes, as_text, fetch_head, files_digest
 from exporter.transfer.items import Item, StoredModel, item_of
@@ -25,6 +26,8 @@ LEASE_SECONDS = 60.0
 """How long an upload may say nothing. That it is given up too early costs its work, not more."""
 WAIT_SECONDS = 75.0
 """How long to wait for another upload; longer than a lease, so that one which was killed is outlasted."""
+_MOST_COPIED = 5 << 30
+"""Bytes of an object that S3 copies by one request."""
 _POLL_SECONDS = 0.5
 _UNREADABLE_HOLD = b"a rollback is being published\n"
 """Servers do not move while a hold says no position: so none goes where a rollback leads away from."""
@@ -97,7 +100,7 @@ class Carrier:
                 with lease(model / item.path):
                     for file in item.manifest.files:
                         name = f"{item.path}/{file.path}"
-                        self._store.upload(self._key(name), model / name)
+                        self._put_file(name, model / name)
                         bar.advance(file.bytes_)
                         check()
         except BaseException:
@@ -113,6 +116,16 @@ class Carrier:
             error.message = f"{self._url}/{item.path} is published, but not shown yet: {error.message}"
             error.hint = "run any command that publishes there: it shows what is published"
             raise
+
+    def _put_file(self, name: str, path: Path) -> None:
+        """Upload a file; what stands for an object, which tasks wrote, is copied by the store."""
+        mirrored = mirror.find(path)
+        each = None if mirrored is None else mirrored[0].standing_in(mirrored[1])
+        if each is not None and each.size <= _MOST_COPIED:
+            self._store.duplicate(each, self._key(name))
+            return
+        mirror.fetch(path)
+        self._store.upload(self._key(name), path)
 
     def settle(self, holds: Mapping[str, bytes]) -> None:
         """Change holds alone, or nothing, before what was published is removed.

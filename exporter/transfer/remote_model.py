@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from exporter.errors import ExportError, PositionMoved, PublishError
 from exporter.files import make_directories, remove_tree, writing
 from exporter.layout import (
@@ -30,6 +32,7 @@ from exporter.progress import ProgressFactory, no_progress
 from exporter.storage import mirror
 from exporter.storage.mirror import Mirror
 from exporter.storage.objects import ObjectWriter, RemoteObject, Url
+from exporter.storage.output_directory import open_directory
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.head import as_bytes
 from exporter.transfer.items import StoredModel, local_holds, local_item, local_paths, path_of, stored_model
@@ -127,7 +130,7 @@ class RemoteModel:
 
     def close(self) -> None:
         """Remove the local directory; its path is told as the URL for as long as the process lives."""
-        remove_tree(self.path)
+        self._mirror.close()
 
     def _show(self, stored: StoredModel) -> None:
         here = local_paths(self.path)
@@ -181,6 +184,7 @@ class RemoteModel:
                     if item is new[0]:
                         raise
                     return  # what was asked for is published; a merger of it can wait for the next command
+        self._remove_jobs()
         if holds != carrier.shown or not new:
             carrier.settle(holds)
         with suppress(ExportError):  # as above
@@ -188,6 +192,13 @@ class RemoteModel:
                 remove_stored(self._store, self.url, stored, path)
             self._put_caches()
             self._remove_given_up()
+
+    def _remove_jobs(self) -> None:
+        """Remove what tasks wrote, now that the store has copied it to where it is published."""
+        directories = {each.key.rpartition("/")[0] for each in self._mirror.stand_ins}
+        with suppress(ExportError):  # else it is found again, or removed by a rule of the bucket
+            for key in directories:
+                open_directory(str(replace(self.url, path=key))).remove()
 
     def _put_residuals(self) -> None:
         """Before a delta is published: what it holds back is there when it is."""

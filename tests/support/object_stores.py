@@ -54,6 +54,11 @@ class Bucket:
     def put(self, key: str, content: bytes) -> None:
         self.client.put_object(Bucket=self.name, Key=key, Body=content)
 
+    def names(self) -> list[str]:
+        """The keys of all objects, while they may change."""
+        found = self.client.list_objects_v2(Bucket=self.name).get("Contents", ())
+        return [each["Key"] for each in found]
+
     def keys(self, path: str = "") -> dict[str, bytes]:
         """Every object below a path."""
         found = self.client.list_objects_v2(Bucket=self.name, Prefix=path).get("Contents", ())

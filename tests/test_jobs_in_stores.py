@@ -1,0 +1,142 @@
+"""Versions that tasks write straight into a store: resumed, raced, verified there, and never on our disk."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
+from exporter.layout import JOBS_DIRECTORY, RECEIPTS_DIRECTORY, VARIABLES_PREFIX
+from exporter.storage import mirror
+from exporter.transfer.pull import pull
+from tests.support.commands import export_model
+from tests.support.object_stores import Bucket
+
+ROWS, WIDTH, TABLES = 4000, 16, 6
+BASE = "models/tables"
+MODEL = f"""
+import tensorflow as tf
+
+def serving():
+    ids = tf.compat.v1.placeholder(tf.int64, [None])
+    tables = [tf.compat.v1.get_variable(f"t{{n}}", [{ROWS}, {WIDTH}]) for n in range({TABLES})]
+    rows = [tf.cast(tf.nn.embedding_lookup(table, ids), tf.float32) for table in tables]
+    return {{"ids": ids}}, {{"rows": tf.concat(rows, 1)}}
+"""
+
+
+def table(number: int) -> np.ndarray:
+    return np.random.default_rng(number).normal(size=(ROWS, WIDTH)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a checkpoint of six tables, `graph.meta` and `model.py`."""
+    directory = tmp_path_factory.mktemp("trained")
+    with BundleWriter(directory / "model.ckpt-7") as writer:
+        for number in range(TABLES):
+            writer.add(f"t{number}", table(number))
+    (directory / "model.py").write_text(MODEL)
+    return directory
+
+
+@pytest.fixture
+def command(trained: Path, bucket: Bucket) -> list[str]:
+    """An export of 24 tasks that reads 64 KiB a task."""
+    places = ["--ckpt-dir", trained / "model.ckpt-7", "--model", f"{trained / 'model.py'}:serving"]
+    return [*map(str, places), "--out", bucket.url(BASE), "--task-size", "64KiB", "--json"]
+
+
+def assert_right(directory: Path, dtype: type = np.float32) -> None:
+    catalog = read_catalog(directory / "7" / VARIABLES_PREFIX)
+    for number in range(TABLES):
+        found = read_array(catalog, catalog.tensors[f"t{number}"])
+        np.testing.assert_array_equal(found, table(number).astype(dtype), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("cast", "size", "tasks"), [(None, "64KiB", 6), ("bfloat16", "64KiB", 6), (None, "8KiB", 48)]
+)
+def test_shards_are_written_by_tasks_and_copied_by_the_store(
+    command: list[str], bucket: Bucket, tmp_path: Path, cast: str | None, size: str, tasks: int
+) -> None:
+    options = [*(("--cast", cast) if cast else ()), "--verify", "bytes", "--task-size", size]
+    ran = export_model(*command, *options)
+    assert ran.code == 0, ran.err
+    found = bucket.keys()
+    assert sum("data-" in key for key in found) == ran.document["tasks"] == tasks
+    assert not [key for key in found if JOBS_DIRECTORY in key]
+    pull(bucket.url(BASE), tmp_path / "here")
+    assert_right(tmp_path / "here", np.float32 if cast is None else ml_dtypes.bfloat16)
+    verified = export_model("verify", bucket.url(BASE), "--bytes", "--engine", "local", "--task-size", "8KiB")
+    assert verified.code == 0, verified.err
+
+
+def test_nothing_of_the_values_stays_on_our_disk(
+    command: list[str], trained: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a task writes is removed once it is uploaded; the version's shards are files without blocks."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    used: list[int] = []
+    stand_in = mirror.Mirror.stand_in
+
+    def noted(self: mirror.Mirror, path: Path, each: object) -> None:
+        stand_in(self, path, each)  # type: ignore[arg-type]
+        used.append(sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*") if file.is_file()))
+
+    monkeypatch.setattr(mirror.Mirror, "stand_in", noted)
+    assert export_model(*command).code == 0
+    assert len(used) == TABLES
+    assert max(used) < ROWS * WIDTH * 4  # of six tables, not one
+
+
+@pytest.mark.parametrize("when", ["some receipts", "all receipts", "while it is published"])
+def test_an_export_that_is_killed_is_gone_on_with(
+    command: list[str], bucket: Bucket, tmp_path: Path, when: str
+) -> None:
+    argv = [sys.executable, "-m", "exporter", *command, "--workers", "1"]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            keys = bucket.names()
+            receipts = sum(RECEIPTS_DIRECTORY in key for key in keys)
+            published = sum(key.startswith(f"{BASE}/7/") for key in keys)
+            if {"some receipts": receipts > 1, "all receipts": receipts == TABLES}.get(when, published > 1):
+                break
+        process.send_signal(signal.SIGKILL)
+    before = {key for key in bucket.names() if RECEIPTS_DIRECTORY in key}
+    assert before, "nothing was done before the kill"
+    assert f"{BASE}/7/manifest.json" not in bucket.names() or when == "while it is published"
+    ran = export_model(*command)
+    assert ran.code == 0, ran.err
+    pull(bucket.url(BASE), tmp_path / "here")
+    (version,) = (path for path in (tmp_path / "here").iterdir() if path.name.isdigit())
+    assert version.name in ("7", "8")  # 7 was given up if the kill came while it was published
+    catalog = read_catalog(version / VARIABLES_PREFIX)
+    np.testing.assert_array_equal(read_array(catalog, catalog.tensors["t3"]), table(3))
+
+
+def test_receipts_of_another_engine_count(command: list[str], bucket: Bucket) -> None:
+    """The same directory, whatever the engine: a plan has one digest."""
+    ran = export_model(*command, "--engine", "local", "--job-dir", bucket.url("jobs"))
+    assert ran.code == 0, ran.err
+    assert not [key for key in bucket.names() if key.startswith("jobs/")]
+
+
+def test_a_job_directory_in_a_store_for_a_model_here(
+    command: list[str], bucket: Bucket, tmp_path: Path
+) -> None:
+    """Workers elsewhere write to the store; what they wrote is fetched into the version."""
+    at = command.index("--out")
+    here = [*command[: at + 1], str(tmp_path / "here"), *command[at + 2 :], "--cast", "bfloat16"]
+    ran = export_model(*here, "--engine", "local", "--job-dir", bucket.url("jobs"))
+    assert ran.code == 0, ran.err
+    assert_right(tmp_path / "here", ml_dtypes.bfloat16)
