@@ -6,9 +6,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from exporter.publish.delta_log import read_log
+from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push, push
 from tests.support.commands import Ran, export_model
@@ -104,3 +106,143 @@ def test_versions_go_to_a_url(
     assert {path.name for path in pulled(url, tmp_path / "here").iterdir()} >= {"20", "21"}
     refused = export_model(*command, "--again", "--data", "link")
     assert (refused.code, refused.error["error"]) == (2, "UsageError")
+
+
+def test_every_command_of_the_log(followed_there: Trainer, url: str, bucket: Bucket, tmp_path: Path) -> None:
+    """What would be done is printed without a byte written; then it is done, and told by the URL."""
+    trainer = followed_there
+    for step in (20, 30):
+        went_on(trainer, step)
+        assert incr(trainer, url).code == 0
+    before = bucket.keys()
+    values = values_at(read_log(pulled(url, tmp_path / "before")))
+    for arguments in (
+        ("merge", url, "--dry-run"),
+        ("merge", url, "--rebase", "--dry-run"),
+        ("rollback", url, "--to", 20, "--dry-run"),
+        ("history", url),
+        ("verify", url, "--bytes"),
+        ("doctor", url),
+        ("doctor", url, "--ckpt-dir", trainer.directory),
+        ("inspect", url),
+        ("diff", f"{url}@20", url),
+        ("diff", url, trainer.directory),
+    ):
+        ran = export_model(*arguments, "--json")
+        assert ran.code == 0, (arguments, ran.err)
+        assert "private" not in ran.out + ran.err, arguments
+    assert bucket.keys() == before
+    merged = export_model("merge", url, "--json")
+    assert merged.document["path"] == f"{url}/deltas/{10:020d}/{10:020d}-{30:020d}"
+    assert export_model("merge", url, "--json").document["status"] == "nothing_to_do"
+    based = export_model("merge", url, "--rebase", "--json")
+    assert (based.code, based.document["path"]) == (0, f"{url}/30"), based.err
+    taken_back = export_model("rollback", url, "--to", 20, "--reason", "scores fell", "--json")
+    assert (taken_back.code, taken_back.document["hold"]) == (0, 31), taken_back.err
+    model = pulled(url, tmp_path / "held")
+    assert read_log(model).hold() == 31
+    assert_same_bits(values_at(read_log(model)), values_at(read_log(model), 20))
+    went_on(trainer, 40)
+    assert incr(trainer, url).document["hold"] == 31
+    told = export_model("history", url, "--json").document
+    assert (told["hold"], told["position"], told["model"]) == (31, 40, url)
+    lifted = export_model("resume", url, "--json")
+    assert (lifted.code, lifted.document["hold"]) == (0, None), lifted.err
+    model = pulled(url, tmp_path / "held")
+    assert read_log(model).hold() is None
+    assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
+    assert_same_bits(values_at(read_log(model), 30), values)
+    assert export_model("verify", url, "--bytes").code == 0
+
+
+def test_versions_are_taken_back(ranker: Path, ranker_graph: Path, url: str, tmp_path: Path) -> None:
+    command = ("--ckpt-dir", ranker, "--model", ranker_graph, "--out", url, "--json", "--again")
+    assert [export_model(*command).code for _ in range(2)] == [0, 0]
+    taken_back = export_model("rollback", url, "--to", 20, "--json")
+    assert (taken_back.code, taken_back.document["path"]) == (0, f"{url}/22"), taken_back.err
+    assert export_model(*command).error["error"] == "ModelHeld"
+    assert export_model("verify", url, "--bytes").code == 0
+    assert export_model("resume", url).code == 0
+    here = pulled(url, tmp_path / "here")
+    for number in (21, 22, 23):
+        for path in (here / "20").rglob("*"):
+            if path.is_file() and path.name != "manifest.json":
+                assert (here / str(number) / path.relative_to(here / "20")).read_bytes() == path.read_bytes()
+
+
+def test_a_base_is_not_fetched_for_an_increment(
+    followed_there: Trainer, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = followed_there
+    went_on(trainer, 20)
+    fetched: list[str] = []
+    read = ObjectReader.read
+
+    def noted(self: ObjectReader, each: RemoteObject, start: int, stop: int) -> memoryview:
+        fetched.append(each.key)
+        return read(self, each, start, stop)
+
+    monkeypatch.setattr(ObjectReader, "read", noted)
+    assert incr(trainer, url).code == 0
+    assert set(fetched) == {f"{BASE}/10/manifest.json"}
+    assert export_model("history", url).code == 0
+    assert not [key for key in fetched if ".data-" in key]
+
+
+@pytest.mark.parametrize("options", [("--min-change", 0.5), ("--delta-dtype", "bfloat16")])
+def test_what_was_held_back_is_known_on_another_machine(
+    followed_there: Trainer, url: str, options: tuple[object, ...], tmp_path: Path
+) -> None:
+    """Each command begins with nothing, as on another machine; the next one need not compare all rows."""
+    trainer = followed_there
+    for step in (20, 30, 40, 50):
+        trainer.train(rows=10)
+        for name, value in trainer.values.items():
+            trainer.values[name] = np.nan_to_num(value)
+            if trainer.is_table(name):
+                trainer.values[name] += np.float32(0.01) * (step == 30)
+                trainer.touched.setdefault(name, set()).update(range(len(value)))
+        trainer.step = step
+        trainer.increment()
+        ran = incr(trainer, url, *options)
+        assert ran.code == 0, ran.err
+        assert ran.document["compares"] is False, ran.document["why"]
+        served = values_at(read_log(pulled(url, tmp_path / "here")))
+        for name, want in served_now(trainer, Serving()).items():
+            off = np.abs(served[name] - want)
+            assert np.nanmax(off, initial=0.0) <= (0.5 if options[0] == "--min-change" else 0.02 * 4), name
+    ran = incr(trainer, url)
+    assert ran.code == 0, ran.err
+    assert_same_bits(values_at(read_log(pulled(url, tmp_path / "here"))), served_now(trainer, Serving()))
+
+
+def test_full_checkpoints_are_compared_by_their_hashes(
+    followed_there: Trainer, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, fetched = followed_there, list[str]()
+    read = ObjectReader.read
+
+    def noted(self: ObjectReader, each: RemoteObject, start: int, stop: int) -> memoryview:
+        fetched.append(each.key)
+        return read(self, each, start, stop)
+
+    monkeypatch.setattr(ObjectReader, "read", noted)
+    for step in (20, 30):
+        fetched.clear()
+        trainer.train()
+        trainer.step, trainer.touched, trainer.parent = step, {}, None
+        trainer.save()
+        ran = incr(trainer, url)
+        assert (ran.code, ran.document["compares"]) == (0, True), ran.err
+    assert [key for key in fetched if key.endswith("hashes")]
+
+
+def test_local_and_remote_settings_are_of_one_form(tmp_path: Path, url: str) -> None:
+    for arguments, expected in (
+        (("verify", url), "NotUpdatable"),
+        (("merge", url), "NotUpdatable"),
+        (("rollback", url, "--to", 3), "NotUpdatable"),
+        (("verify", "s3://bucket-alone"), "UsageError"),
+    ):
+        ran = export_model(*arguments, "--json")
+        assert (ran.error["error"], "private" in ran.err) == (expected, False), ran.err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -457,23 +459,27 @@ def test_what_cannot_be_pushed_or_pulled(machine: Machine, url: str, tmp_path: P
     assert export_model("pull", url, tmp_path / "here", "--interval", "2").code == 2
 
 
-def test_a_watch_fetches_what_appears(machine: Machine, url: str, tmp_path: Path) -> None:
-    import subprocess
-    import sys
+def _await_position(process: subprocess.Popen[str], position: int) -> None:
+    """It may look while a push goes on."""
+    assert process.stdout is not None and process.stderr is not None
+    while line := process.stdout.readline():
+        if json.loads(line)["position"] == position:
+            return
+    raise AssertionError(process.stderr.read())
 
+
+def test_a_watch_fetches_what_appears(machine: Machine, url: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "exporter", "pull", url, str(tmp_path / "here"), "--watch"]
     with subprocess.Popen(
         [*command, "--interval", "0.1", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            assert process.stdout is not None
             time.sleep(1)  # there is nothing yet
             pushed(machine.model, url)
-            while (at := json.loads(process.stdout.readline())["position"]) < 30:
-                assert at in (10, 20)  # it looked while the push went on
+            _await_position(process, 30)
             machine.go_on(40)
             pushed(machine.model, url)
-            assert json.loads(process.stdout.readline())["position"] == 40
+            _await_position(process, 40)
             process.terminate()
             assert process.wait(30) == 130
         finally:

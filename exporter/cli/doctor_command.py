@@ -73,7 +73,7 @@ def doctor(
         from exporter.doctor.replicas import judge
 
         model, now = opened_model.path, time.time()
-        seen = examine(model, ckpt_dir, now=now)
+        seen = examine(model, ckpt_dir, now=now, is_remote=opened_model.is_remote)
         findings = [*seen.findings]
         name = model_name or model.resolve().name
         replicas = [_ask(address, name, deadline, access) for address in target or ()]

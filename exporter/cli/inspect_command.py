@@ -10,6 +10,7 @@ from exporter.local_paths import checkpoint_parser
 from exporter.options import ExportRequest
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command, pairs
 from exporter.terminal.parameters import App, Argument, Option
+from exporter.transfer.opened import opened_if_model
 
 
 def register(app: App) -> None:
@@ -78,4 +79,5 @@ def inspect(
         from exporter.cli import render
         from exporter.pipeline import inspection
 
-        render.inspected(inspection.inspect(path), sink, tensors=tensors)
+        with opened_if_model(str(path)) as place:
+            render.inspected(inspection.inspect(Path(place)), sink, tensors=tensors)

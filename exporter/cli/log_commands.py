@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +12,10 @@ import click
 from exporter.cli.job_flags import LOCALLY, JobFlags
 from exporter.errors import Exit
 from exporter.local_paths import checkpoint_parser
+from exporter.storage.objects import Url
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
 from exporter.terminal.parameters import App, Argument, Option, Options
-from exporter.transfer.opened import opened
+from exporter.transfer.opened import opened, opened_if_model
 
 DryRunFlag = Annotated[bool, Option("--dry-run", help="Print what would be done and write nothing.")]
 ModelArgument = Annotated[
@@ -165,14 +168,26 @@ def diff(
       export-model diff models/ranker@900 models/ranker --exit-code
       export-model diff models/ranker train/
     """
-    with command(json_, quiet, debug) as sink:
+    with command(json_, quiet, debug) as sink, _side(a) as first, _side(b) as second:
         from exporter.cli import render_log
         from exporter.pipeline import comparison
 
-        found = comparison.compare(comparison.parse_side(a), comparison.parse_side(b))
+        found = comparison.compare(comparison.parse_side(first), comparison.parse_side(second))
         render_log.differences(found, sink)
     if exit_code and not found.is_empty:
         raise click.exceptions.Exit(Exit.DIFFERENT)
+
+
+@contextmanager
+def _side(text: str) -> Iterator[str]:
+    """A side of a comparison, a model's URL as the local path that stands for it."""
+    name, at, position = text.rpartition("@")
+    if at and position.isdecimal() and Url.parse(name) is not None:
+        with opened(name, read_only=True) as model:
+            yield f"{model.path}@{position}"
+        return
+    with opened_if_model(text) as place:
+        yield place
 
 
 def verify(

@@ -21,10 +21,11 @@ class Examination(Struct, frozen=True):
     findings: tuple[Finding, ...]
 
 
-def examine(model: Path, ckpt_dir: Path | None, *, now: float) -> Examination:
+def examine(model: Path, ckpt_dir: Path | None, *, now: float, is_remote: bool = False) -> Examination:
     """Look at a model and, if it is named, at the checkpoints it is exported from.
 
     Nothing is changed. For a moment there is a staging directory, to see which links the file system allows.
+    `is_remote`: the path stands for a model in a store, and what else is in it is of no interest.
 
     Raises:
         NotUpdatable: nothing is published.
@@ -41,11 +42,16 @@ def examine(model: Path, ckpt_dir: Path | None, *, now: float) -> Examination:
         (Check.ORPHANS, lambda: published.orphans(model, found)),
         (Check.LEFT_OVERS, lambda: surroundings.left_overs(model)),
     ]
-    if ckpt_dir is not None:
+    if is_remote:
+        looks = [(check, look) for check, look in looks if check not in _OF_THIS_MACHINE]
+    elif ckpt_dir is not None:
         directory = ckpt_dir
         looks.append((Check.LINKS, lambda: surroundings.checkpoint(model, directory)))
     findings = [finding for check, look in looks for finding in _each(check, look)]
     return Examination(model, found, tuple(findings))
+
+
+_OF_THIS_MACHINE = (Check.STRANGERS, Check.PERMISSIONS, Check.LEFT_OVERS)
 
 
 def _each(check: Check, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:

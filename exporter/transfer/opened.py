@@ -69,7 +69,7 @@ def opened(model: str | os.PathLike[str], *, read_only: bool = False) -> Iterato
     if Url.parse(os.fspath(model)) is None:
         yield LocalModel(Path(model))
         return
-    from exporter.transfer.remote_model import RemoteModel
+    from exporter.transfer.remote_model import RemoteModel  # with the library that reads stores
 
     remote = RemoteModel(os.fspath(model), read_only=read_only)
     try:
@@ -77,3 +77,24 @@ def opened(model: str | os.PathLike[str], *, read_only: bool = False) -> Iterato
         yield remote
     finally:
         remote.close()
+
+
+@contextmanager
+def opened_if_model(place: str) -> Iterator[str]:
+    """The local path of a model, if the place is the URL of one; else the place, which may be a checkpoint's.
+
+    Raises:
+        ExportError: the store cannot be read; see errors.py.
+    """
+    url = Url.parse(place)
+    if url is None or not url.path:
+        yield place
+        return
+    from exporter.storage.objects import ObjectWriter
+    from exporter.transfer.head import fetch_head
+
+    if fetch_head(ObjectWriter(url), url) is None:
+        yield place
+        return
+    with opened(place, read_only=True) as model:
+        yield str(model.path)

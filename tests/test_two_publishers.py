@@ -1,0 +1,357 @@
+"""Publishers killed, or overtaken, at any request: a model in a store is whole, and has one history."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from exporter.layout import HEAD_FILE
+from exporter.publish.delta_log import DeltaLog, read_log
+from exporter.storage.objects import ObjectWriter
+from exporter.transfer import carrier
+from exporter.transfer.head import Head
+from exporter.transfer.pull import pull
+from exporter.transfer.push import plan_push, push
+from exporter.verify.log import verify_model
+from tests.support.commands import Ran, export_model
+from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
+from tests.support.object_stores import Bucket
+from tests.support.setting import Setting, followed
+
+BASE = "models/ranker"
+WRITES = ("upload", "create", "replace", "put", "delete")
+
+
+class Killed(BaseException):
+    """What ends a process."""
+
+
+@pytest.fixture
+def url(bucket: Bucket) -> str:
+    return bucket.url(BASE)
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever uploads is taken for dead at once, whether he is or not."""
+    monkeypatch.setattr(carrier, "LEASE_SECONDS", -10.0)
+    monkeypatch.setattr(carrier, "BEAT_SECONDS", 3600.0)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, url: str) -> Trainer:
+    """A base at 10 and deltas to 20 and 30 are published."""
+    setting = Setting(tmp_path / "one")
+    found = followed(setting.directory, (20, 30), published=30)
+    push(plan_push(setting.model, url))
+    return found
+
+
+def went_on(trainer: Trainer, step: int) -> None:
+    trainer.train()
+    trainer.step = step
+    trainer.increment()
+
+
+def incr(trainer: Trainer, url: str, *options: object) -> Ran:
+    return export_model("--ckpt-dir", trainer.directory, "--out", url, "--incr", "--json", *options)
+
+
+@contextmanager
+def before_write(
+    monkeypatch: pytest.MonkeyPatch, number: int, happens: Callable[[], None]
+) -> Iterator[list[str]]:
+    """Something happens once, right before the write of this number; the writes that were begun."""
+    calls: list[str] = []
+    is_within = False
+    with monkeypatch.context() as patch:
+        for name in WRITES:
+            method = getattr(ObjectWriter, name)
+
+            def counted(
+                self: Any, *rest: Any, _method: Callable[..., Any] = method, _name: str = name
+            ) -> Any:
+                nonlocal is_within
+                if not is_within and rest:
+                    if len(calls) == number:
+                        is_within = True
+                        calls.append("")
+                        try:
+                            happens()
+                        finally:
+                            is_within = False
+                    calls.append(f"{_name} {rest[0]}")
+                return _method(self, *rest)
+
+            patch.setattr(ObjectWriter, name, counted)
+        yield calls
+
+
+@contextmanager
+def killed_before(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[list[str]]:
+    """The process dies right before the write of this number: it writes nothing more."""
+    calls: list[str] = []
+    with monkeypatch.context() as patch:
+        for name in WRITES:
+            method = getattr(ObjectWriter, name)
+
+            def counted(
+                self: Any, *rest: Any, _method: Callable[..., Any] = method, _name: str = name
+            ) -> Any:
+                if rest:
+                    if len(calls) == number:
+                        raise Killed
+                    calls.append(f"{_name} {rest[0]}")
+                return _method(self, *rest)
+
+            patch.setattr(ObjectWriter, name, counted)
+        yield calls
+
+
+def whole(url: str, directory: Path, *, is_held_back: bool = False) -> Path:
+    """What a new server reads: all of it is whole, and no manifest waits for its files."""
+    done = pull(url, directory, prune=True)
+    assert done.incomplete == ()
+    problems = verify_model(directory, bytes_=True).problems
+    if is_held_back:  # servers wait for the rest of a rollback
+        problems = tuple(each for each in problems if "a rollback is being published" not in each.message)
+    assert not problems
+    return directory
+
+
+def head(bucket: Bucket) -> Head:
+    key = f"{BASE}/{HEAD_FILE}"
+    return msgspec.json.decode(bucket.keys(key)[key], type=Head)
+
+
+def prepare_nothing(url: str) -> None:
+    """The log as it is."""
+
+
+def prepare_rollback(url: str) -> None:
+    assert export_model("rollback", url, "--to", 20).code == 0
+
+
+COMMANDS: dict[str, tuple[Callable[[str], None], tuple[str, ...]]] = {
+    "merge": (prepare_nothing, ("merge",)),
+    "rebase": (prepare_nothing, ("merge", "--rebase")),
+    "rollback": (prepare_nothing, ("rollback", "--to", "20")),
+    "resume": (prepare_rollback, ("resume",)),
+    "lift": (prepare_rollback, ("resume", "--lift-only")),
+}
+every_command = pytest.mark.parametrize(
+    "name",
+    ["rollback", *(pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS if name != "rollback")],
+)
+
+
+def test_an_export_that_is_killed_anywhere(
+    trainer: Trainer, url: str, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one, from another machine, publishes all the same; nobody ever sees a half."""
+    number, last, at = 0, False, 30
+    here = tmp_path / "here"
+    while not last:
+        went_on(trainer, 40 + 10 * number)
+        with killed_before(monkeypatch, number) as calls:
+            try:
+                ran = incr(trainer, url)
+            except Killed:
+                pass
+            else:
+                assert ran.code == 0, ran.err
+                last = True
+        log = read_log(whole(url, here))
+        assert log.at.position == at or any("manifest.json" in call for call in calls)
+        ran = incr(trainer, url)
+        assert ran.code == 0, ran.err
+        log = read_log(whole(url, here))
+        at = log.at.position
+        assert_same_bits(values_at(log), served_now(trainer, Serving()))
+        assert head(bucket).uploading is None
+        number += 1
+    assert number > 10
+    assert not [name for name in bucket.keys(BASE) if ".json." in name], "what was given up is removed"
+
+
+@every_command
+def test_a_command_that_is_killed_anywhere(
+    name: str, trainer: Trainer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command, from another machine, does it, or finds it done."""
+    prepare, command = COMMANDS[name]
+    arguments = (command[0], url, *command[1:], "--json")
+    number, last, here = 0, False, tmp_path / "here"
+    while not last:
+        _touched_all(trainer, 40 + 10 * number)
+        assert incr(trainer, url).code == 0
+        prepare(url)
+        with killed_before(monkeypatch, number):
+            try:
+                assert export_model(*arguments).code == 0
+                last = True
+            except Killed:
+                pass
+        whole(url, here, is_held_back=True)
+        ran = export_model(*arguments)
+        assert ran.code == 0 or "is not held" in ran.err, ran.err
+        _is_done(name, trainer, read_log(whole(url, here)))
+        if name == "rollback":
+            assert export_model("resume", url).code == 0
+        number += 1
+    assert number > 5
+
+
+def _touched_all(trainer: Trainer, step: int) -> None:
+    """A delta of every row, whatever was taken back before."""
+    trainer.train()
+    tables = {name: value for name, value in trainer.values.items() if trainer.is_table(name)}
+    trainer.touched |= {name: set(range(len(value))) for name, value in tables.items()}
+    trainer.touched |= {name: set() for name in trainer.values.keys() - tables.keys()}
+    trainer.step = step
+    trainer.increment()
+
+
+def _is_done(name: str, trainer: Trainer, log: DeltaLog) -> None:
+    is_back = name in ("rollback", "lift")
+    wanted = values_at(log, 20) if is_back else served_now(trainer, Serving())
+    assert_same_bits(values_at(log), wanted)
+    assert log.hold() == (log.at.position if name == "rollback" else None)
+    if name == "rebase":
+        assert log.base.at == log.at
+    if name == "merge":
+        assert [delta.start for delta in log.chain(10)] == [10]
+
+
+def test_an_export_that_is_overtaken_anywhere(
+    trainer: Trainer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was slow, and not dead: another machine takes its place, and it goes on writing what it has."""
+    number, steps, here = 0, iter(range(40, 10_000, 10)), tmp_path / "here"
+
+    def overtakes() -> None:
+        went_on(trainer, next(steps))
+        ran = incr(trainer, url)
+        assert ran.code == 0, ran.err
+
+    while True:
+        went_on(trainer, next(steps))
+        with before_write(monkeypatch, number, overtakes) as calls:
+            ran = incr(trainer, url)
+        assert ran.code == 0, ran.err  # it is there, or takes what is left from the newer position
+        log = read_log(whole(url, here))
+        assert_same_bits(values_at(log), served_now(trainer, Serving()))
+        if "" not in calls:
+            break
+        number += 1
+    assert number > 10
+
+
+@every_command
+def test_a_command_that_is_overtaken_anywhere(
+    name: str, trainer: Trainer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of the same command: what both write lies at the same path."""
+    prepare, command = COMMANDS[name]
+    arguments = (command[0], url, *command[1:], "--json")
+    number, here = 0, tmp_path / "here"
+
+    def overtakes() -> None:
+        assert export_model(*arguments).code == 0
+
+    while True:
+        _touched_all(trainer, 40 + 10 * number)
+        assert incr(trainer, url).code == 0
+        prepare(url)
+        with before_write(monkeypatch, number, overtakes) as calls:
+            ran = export_model(*arguments)
+        assert ran.code in (0, 5) or "is not held" in ran.err, ran.err
+        log = read_log(whole(url, here))
+        _is_done(name, trainer, log)
+        if name == "rollback":
+            assert export_model("resume", url).code == 0
+        if "" not in calls:
+            break
+        number += 1
+    assert number > 5
+
+
+def test_other_contents_never_take_the_place_of_what_was_given_up(
+    ranker: Path, ranker_graph: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both want to be version 20; the slow one still writes there when the other is published."""
+    command = ("--ckpt-dir", ranker, "--model", ranker_graph, "--out", url, "--json", "--again")
+    done = []
+
+    def overtakes() -> None:
+        done.append(export_model(*command, "--cast", "bfloat16"))
+
+    with before_write(monkeypatch, 8, overtakes):
+        slow = export_model(*command)
+    assert (done[0].code, done[0].document["version"]) == (0, 21), done[0].err
+    assert (slow.code, slow.document["version"]) == (0, 22), slow.err
+    whole_versions = tmp_path / "here"
+    assert pull(url, whole_versions).fetched == ("21", "22")
+    assert export_model("verify", url, "--bytes").code == 0
+
+
+_KILLED = """
+    import os, signal, sys
+    from exporter.storage.objects import ObjectWriter
+    from exporter.transfer import carrier
+    carrier.LEASE_SECONDS, number = float(sys.argv[1]), int(sys.argv[2])
+    count = 0
+    for name in ("upload", "create", "replace", "put", "delete"):
+        def counted(self, *rest, method=getattr(ObjectWriter, name)):
+            global count
+            if rest:
+                if count == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                count += 1
+            return method(self, *rest)
+        setattr(ObjectWriter, name, counted)
+    from exporter.cli.app import app
+    from exporter.terminal.edge import run
+    run(app, sys.argv[3:])
+"""
+
+
+def test_two_processes_and_kills(trainer: Trainer, url: str, tmp_path: Path) -> None:
+    """In every round two processes export at once, and one of them is killed at some request."""
+    here, private = tmp_path / "here", tmp_path / "private"
+    private.mkdir()
+    environment = {**os.environ, "TMPDIR": str(private)}
+    script = textwrap.dedent(_KILLED)
+    arguments = ["--ckpt-dir", str(trainer.directory), "--out", url, "--incr", "--json"]
+    killed = 0
+    for number in range(0, 14, 2):
+        went_on(trainer, 40 + 10 * number)
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-c", script, "2", str(point), *arguments],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for point in (number, 10_000)
+        ]
+        outcomes = [(process.communicate(timeout=300), process.returncode) for process in running]
+        killed += outcomes[0][1] == -signal.SIGKILL
+        assert outcomes[1][1] == 0, outcomes[1]
+        log = read_log(whole(url, here))
+        assert_same_bits(values_at(log), served_now(trainer, Serving()))
+    assert killed
+    left = [path for path in private.rglob("*") if path.is_file()]
+    subprocess.run([sys.executable, "-m", "exporter", "verify", url, "-q"], env=environment, check=True)
+    assert not [path for path in left if path.exists() and path.name != ".lock"], "swept by the next process"
