@@ -291,12 +291,15 @@ def test_other_contents_never_take_the_place_of_what_was_given_up(
 ) -> None:
     """Both want to be version 20; the slow one still writes there when the other is published."""
     command = ("--ckpt-dir", ranker, "--model", ranker_graph, "--out", url, "--json", "--again")
+    with before_write(monkeypatch, -1, lambda: None) as calls:
+        assert export_model(*command, "--out", f"{url}-other").code == 0
+    middle = [number for number, call in enumerate(calls) if call.startswith("upload")][1]
     done = []
 
     def overtakes() -> None:
         done.append(export_model(*command, "--cast", "bfloat16"))
 
-    with before_write(monkeypatch, 8, overtakes):
+    with before_write(monkeypatch, middle, overtakes):
         slow = export_model(*command)
     assert (done[0].code, done[0].document["version"]) == (0, 21), done[0].err
     assert (slow.code, slow.document["version"]) == (0, 22), slow.err

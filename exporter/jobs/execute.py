@@ -19,6 +19,7 @@ from exporter.jobs.task import Receipt, Task
 from exporter.layout import RECEIPTS_DIRECTORY
 from exporter.storage.output_directory import Directory, open_directory
 from exporter.version import __version__
+from exporter.wire.json_documents import decoder
 
 OPERATIONS = {
     "checksum": "exporter.verify.checksum:Checksum",
@@ -76,14 +77,14 @@ def execute(work: bytes) -> bytes:
     Work that was done before, and whose output is still as it was left, is not done again.
     """
     try:
-        asked = msgspec.json.decode(work, type=Work)
+        asked = decoder(Work).decode(work)
         if asked.version != __version__:
             raise UsageError(
                 f"this worker has export-model {__version__}, the command {asked.version}",
                 hint="install the same version on every worker",
             )
         module, _, name = OPERATIONS[asked.operation].partition(":")
-        task: Task = msgspec.json.decode(asked.task, type=getattr(import_module(module), name))
+        task: Task = decoder(getattr(import_module(module), name)).decode(asked.task)
         directory = open_directory(asked.directory or gettempdir())
         return msgspec.json.encode(Outcome(_do(task, directory, asked.keep)))
     except ExportError as error:
@@ -98,7 +99,8 @@ def failed(error: ExportError) -> bytes:
 
 def decode(outcome: bytes) -> Outcome:
     """What `execute` returned."""
-    return msgspec.json.decode(outcome, type=Outcome)
+    found: Outcome = decoder(Outcome).decode(outcome)
+    return found
 
 
 def kept_receipt(directory: Directory, name: str) -> Receipt | None:
@@ -111,7 +113,7 @@ def kept_receipt(directory: Directory, name: str) -> Receipt | None:
     if content is None:
         return None
     try:
-        receipt = msgspec.json.decode(content, type=Receipt)
+        receipt: Receipt = decoder(Receipt).decode(content)
     except msgspec.DecodeError:
         return None
     is_there = not receipt.written or directory.look(name) == (receipt.written, receipt.tag)

@@ -149,7 +149,7 @@ class Carrier:
         if pending in stored.objects:
             found = self._store.fetch(self._key(pending), MAX_MANIFEST_BYTES)
             if found is not None:
-                self._reveal(item_of(head.path, found[0], str(self._url)))
+                self._reveal(item_of(head.path, found[0], f"{self._url}/{head.path}"))
                 return True
         return self._show_holds()
 

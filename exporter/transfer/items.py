@@ -131,14 +131,16 @@ def stored_model(store: ObjectReader, url: Url, known: StoredModel | None = None
         elif _HOLD.fullmatch(name):
             holds[name] = bytes(store.read(each, 0, min(each.size, _LONGEST_HOLD)))
     with ThreadPoolExecutor(_CONNECTIONS, "manifests") as pool:
-        items |= {item.path: item for item in pool.map(lambda pair: _read(store, *pair), new.items())}
+        contents = pool.map(lambda pair: _read(store, *pair), new.items())
+        for path, content in zip(new, contents, strict=True):
+            items[path] = item_of(path, content, f"{url}/{path}")
     return StoredModel(items, objects, holds)
 
 
-def _read(store: ObjectReader, path: str, each: RemoteObject) -> Item:
+def _read(store: ObjectReader, path: str, each: RemoteObject) -> bytes:
     if each.size > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{store.url}/{path}/{MANIFEST_FILE} is longer than {MAX_MANIFEST_BYTES} bytes")
-    return item_of(path, bytes(store.read(each, 0, each.size)), f"{store.url}/{path}")
+    return bytes(store.read(each, 0, each.size))
 
 
 def item_of(path: str, content: bytes, where: str) -> Item:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable
 from datetime import datetime
 from functools import cache
@@ -118,7 +119,7 @@ def encode_indented(value: Any) -> bytes:
 
 def _decoded(text: str | bytes, type_: Any, where: str) -> Any:
     try:
-        return _decoder(type_).decode(text)
+        return decoder(type_).decode(text)
     except msgspec.ValidationError as exc:
         raise _named(exc, where) from exc
     except (ValueError, RecursionError) as exc:
@@ -134,13 +135,25 @@ def _named(error: msgspec.ValidationError, where: str) -> DocumentError:
 
 def _is(text: bytes, type_: Any, found: Any) -> bool:
     try:
-        return bool(_decoder(type_).decode(text) == found)
+        return bool(decoder(type_).decode(text) == found)
     except (ValueError, RecursionError):
         return False
 
 
+def decoder(type_: Any) -> msgspec.json.Decoder[Any]:
+    """The decoder of a type. Where several threads decode, it is made by one of them.
+
+    msgspec looks into a type when it is first decoded; two threads that do so at once end the process.
+    """
+    with _MAKING:
+        return _made(type_)
+
+
+_MAKING = threading.Lock()
+
+
 @cache
-def _decoder(type_: Any) -> msgspec.json.Decoder[Any]:
+def _made(type_: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(type_)
 
 
