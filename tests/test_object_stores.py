@@ -354,3 +354,35 @@ def test_small_tensors_come_together(bucket: Bucket, fetched: list[tuple[str, in
         value = read_array(catalog, catalog.tensors[f"v{number:04d}"])
         assert np.array_equal(value, np.full([number % 7 + 1, 16], number, np.float32))
     assert len(fetched) == 1
+
+
+def test_what_vanished_before_it_was_copied(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.put("runs/a", b"1234")
+    bucket.put("runs/b", b"1234")
+    found = mirror.Mirror(objects.Url("s3", bucket.name, "runs"))
+    found.refresh()
+    bucket.delete("runs/a")
+    with (tmp_path / "target").open("wb") as file:
+        with pytest.raises(CheckpointChanged, match="vanished after it was listed"):
+            found.copy("a", file.fileno(), [(0, 4, 0)], tmp_path / "target", lambda amount: None)
+        found.refresh()
+        with pytest.raises(CheckpointChanged, match="vanished after it was listed"):
+            found.copy("a", file.fileno(), [(0, 4, 0)], tmp_path / "target", lambda amount: None)
+
+
+def test_an_export_lists_few_times(
+    bucket: Bucket, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many objects there are, and however often they are looked at."""
+    listed: list[str] = []
+    for name in ("below", "beside"):
+        method = getattr(ObjectReader, name)
+
+        def counted(self: ObjectReader, path: str, _name: str = name, _method: Any = method) -> Any:
+            listed.append(_name)
+            return _method(self, path)
+
+        monkeypatch.setattr(ObjectReader, name, counted)
+    bucket.upload(trained.prefix.parent, "runs/7")
+    export(asked(bucket.url("runs/7"), tmp_path / "model"))
+    assert len(listed) <= 6

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from exporter.publish.delta_log import read_log
-from exporter.storage.objects import ObjectReader, RemoteObject
+from exporter.storage.objects import ObjectReader, ObjectWriter, RemoteObject
+from exporter.transfer.opened import opened
 from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push, push
 from tests.support.commands import Ran, export_model
@@ -246,3 +252,69 @@ def test_local_and_remote_settings_are_of_one_form(tmp_path: Path, url: str) -> 
     ):
         ran = export_model(*arguments, "--json")
         assert (ran.error["error"], "private" in ran.err) == (expected, False), ran.err
+
+
+def test_a_watch_publishes_to_a_url_beside_another_machine(
+    followed_there: Trainer, url: str, tmp_path: Path
+) -> None:
+    trainer = followed_there
+    command = [sys.executable, "-m", "exporter", "--ckpt-dir", str(trainer.directory), "--out", url, "--incr"]
+    with subprocess.Popen(
+        [*command, "--watch", "--interval", "0.2", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": tempfile.gettempdir()},
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            for step in (20, 30, 40):
+                went_on(trainer, step)
+                if step == 30:  # whoever is first publishes it; the watch goes on from there
+                    assert incr(trainer, url).code == 0
+                    assert export_model("rollback", url, "--to", 20).code == 0
+                    assert export_model("resume", url).code == 0
+                    continue
+                while line := process.stdout.readline():
+                    if json.loads(line)["step"] == step:
+                        break
+                assert line, process.stderr.read()
+                model = pulled(url, tmp_path / "here")
+                assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
+            process.terminate()
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+
+
+def test_a_watch_of_full_exports(ranker: Path, ranker_graph: Path, url: str, bucket: Bucket) -> None:
+    command = ("--ckpt-dir", ranker, "--model", ranker_graph, "--out", url, "--watch", "--stop-idle", "1s")
+    ran = export_model(*command, "--json", "--interval", "0.2")
+    assert (ran.code, json.loads(ran.out)["path"]) == (0, f"{url}/20"), ran.err
+    before = bucket.keys()
+    assert export_model(*command, "--interval", "0.2").code == 0
+    assert bucket.keys() == before
+
+
+def test_few_requests(followed_there: Trainer, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing costs as much as a thousand objects: one for a command, one more for what it published."""
+    asked: list[str] = []
+    for kind, name in ((ObjectReader, "below"), (ObjectReader, "beside"), (ObjectWriter, "fetch")):
+        method = getattr(kind, name)
+
+        def counted(self: Any, *rest: Any, _name: str = name, _method: Any = method) -> Any:
+            asked.append(_name)
+            return _method(self, *rest)
+
+        monkeypatch.setattr(kind, name, counted)
+    went_on(followed_there, 20)
+    assert incr(followed_there, url).code == 0
+    assert asked.count("below") == 1 and "beside" not in asked
+    asked.clear()
+    assert export_model("verify", url).code == 0
+    assert (asked.count("below"), asked.count("fetch")) == (1, 1)
+    with opened(url) as model:
+        asked.clear()
+        for _ in range(5):
+            model.carry(lambda: None)
+        assert asked == ["fetch"] * 5

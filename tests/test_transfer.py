@@ -485,3 +485,57 @@ def test_a_watch_fetches_what_appears(machine: Machine, url: str, tmp_path: Path
         finally:
             process.kill()
     assert files(tmp_path / "here") == files(machine.model)
+
+
+def test_a_pull_never_mixes_two_histories(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was published here and not pushed stays alone; it is refused, and nothing of it is changed."""
+    monkeypatch.setattr(pulling, "GRACE_SECONDS", 0.0)
+    pushed(machine.model, url)
+    other = tmp_path / "other"
+    pull(url, other)
+    machine.go_on(40)
+    assert export_model("rollback", machine.model, "--to", "20").code == 0
+    before = files(machine.model)
+    for options in ((), ("--prune",)):  # the store has no news
+        ran = export_model("pull", url, machine.model, "--json", *options)
+        assert (ran.code, ran.document["status"], ran.document["position"]) == (0, "nothing_to_do", 41), (
+            ran.err
+        )
+        assert files(machine.model) == before
+    pushed(machine.model, url)
+    assert stored(bucket) == before
+    pull(url, other)
+    machine.go_on(50)
+    pushed(machine.model, url)
+    machine.trainer.train()
+    machine.trainer.step = 51
+    machine.trainer.increment()
+    export_incremental(request(machine.trainer, other))  # both have gone on from 41
+    before = files(other)
+    for options in ((), ("--prune",)):
+        ran = export_model("pull", url, other, "--json", *options)
+        assert (ran.code, ran.error["error"]) == (5, "PositionMoved"), ran.err
+        assert f"export-model pull {url}" in ran.error["hint"]
+        assert files(other) == before
+
+
+def test_a_hold_that_another_machine_lifted_is_not_set_again(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path
+) -> None:
+    assert export_model("rollback", machine.model, "--to", "20").code == 0
+    pushed(machine.model, url)
+    assert export_model("resume", url, "--lift-only").code == 0
+    machine.go_on(40)
+    ran = export_model("push", machine.model, url, "--json")
+    assert (ran.code, ran.error["error"]) == (5, "PositionMoved"), ran.err
+    assert "hold" in ran.error["message"]
+    assert export_model("resume", machine.model, "--lift-only").code == 0
+    assert export_model("push", machine.model, url).code == 0
+    assert read_log(_pulled(url, tmp_path / "here")).hold() is None
+
+
+def _pulled(url: str, directory: Path) -> Path:
+    pull(url, directory)
+    return directory
