@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_array
 from exporter.publish.delta_log import read_log
 from exporter.storage.objects import ObjectReader, ObjectWriter, RemoteObject
 from exporter.transfer.opened import opened
@@ -75,7 +78,7 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     private.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(private))
     yield private
-    assert not [path for path in private.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert not [path for path in private.rglob("*") if path.is_file() and f"{BASE}/" in path.as_posix()]
 
 
 def test_deltas_go_to_a_url(followed_there: Trainer, url: str, bucket: Bucket, tmp_path: Path) -> None:
@@ -318,3 +321,47 @@ def test_few_requests(followed_there: Trainer, url: str, monkeypatch: pytest.Mon
         for _ in range(5):
             model.carry(lambda: None)
         assert asked == ["fetch"] * 5
+
+
+def test_the_guides_commands(bucket: Bucket, ranker: Path, tmp_path: Path) -> None:
+    """From a trainer's bucket to a model's, and what may be done there."""
+    training, url = bucket.url("training/ranker"), bucket.url(BASE)
+    model = Path(__file__).parent.parent / "examples/ranker/model.py"
+    export = ("--ckpt-dir", training, "--model", f"{model}:serving", "--out", url, "--incr", "--json")
+    bucket.upload(ranker, "training/ranker")
+    ran = export_model(*export)
+    assert (ran.code, ran.document["path"]) == (0, f"{url}/20"), ran.err
+    for number in (21, 22):  # a trainer that goes on
+        _trained_on(ranker, tmp_path / "train", number)
+        bucket.upload(tmp_path / "train", "training/ranker")
+        ran = export_model(*export)
+        assert (ran.code, ran.document["position"]) == (0, number), ran.err
+    for command in (
+        ("history", url),
+        ("diff", f"{url}@20", url),
+        ("merge", url),
+        ("rollback", url, "--to", 20, "--reason", "scores fell"),
+        ("resume", url),
+        ("verify", url, "--bytes"),
+        ("doctor", url),
+    ):
+        ran = export_model(*command, "--json")
+        assert ran.code == 0, (command, ran.err)
+        assert "private" not in ran.out + ran.err
+    assert pull(url, tmp_path / "here").position == 24
+
+
+def _trained_on(ranker: Path, directory: Path, step: int) -> None:
+    """A full checkpoint of the ranker, in which a row of each table has moved."""
+    catalog = open_checkpoint(ranker)
+    directory.mkdir(exist_ok=True)
+    with BundleWriter(directory / f"model.ckpt-{step}") as writer:
+        for name, tensor in catalog.tensors.items():
+            value = read_array(catalog, tensor)
+            if value.dtype == np.float32 and value.ndim == 2:
+                value = value.copy()
+                value[step % len(value)] += 1
+            writer.add(name, np.array(step, np.int64) if name == "global_step" else value)
+    meta = next(ranker.glob("*.meta"))
+    shutil.copyfile(meta, directory / f"model.ckpt-{step}.meta")
+    (directory / "checkpoint").write_text(f'model_checkpoint_path: "model.ckpt-{step}"\n')
