@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
-from exporter.delta import diff as diff_module
-from exporter.delta import merge
-from exporter.delta.diff import Comparison, RowSpill, diff, differing_rows
+from exporter.delta import compare_rows, merge
+from exporter.delta.compare_rows import differing_rows
+from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.merge import merge_changes
 from exporter.delta.row_hashes import BlockHasher, HashIndex, block_rows, read_index, write_index
 from exporter.delta.row_reader import RowReader
+from exporter.delta.row_spill import RowSpill
 from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile
 from exporter.wire.dtypes import DType
@@ -49,7 +50,7 @@ def table() -> np.ndarray:
 def test_every_row_that_differs_in_a_bit_is_found(
     tmp_path: Path, table: np.ndarray, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diff_module, "CHUNK_BYTES", 8192)
+    monkeypatch.setattr(compare_rows, "CHUNK_BYTES", 8192)
     table[7, 0], table[8, 0], table[9, 0] = 0.0, np.nan, np.nan
     changed = table.copy()
     bits = changed.view(np.uint32)

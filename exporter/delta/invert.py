@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from exporter.delta.diff import RowSpill
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
+from exporter.delta.row_spill import RowSpill
 from exporter.delta.snapshot import Changes, Snapshot
 from exporter.integer_sets import distinct
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from exporter.delta.diff import differing_rows
+from exporter.delta.compare_rows import differing_rows
 from exporter.integer_sets import among, distinct
 
 Array = np.ndarray[Any, Any]

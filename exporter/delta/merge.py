@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from exporter.delta.diff import RowSpill
 from exporter.delta.format import Change, ChangeKind, Rows, Schema
+from exporter.delta.row_spill import RowSpill
 from exporter.delta.snapshot import Changes, Snapshot
 
 Array = np.ndarray[Any, Any]

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 from msgspec import Struct
 
-from exporter.delta.diff import RowSpill, differing_rows
+from exporter.delta.compare_rows import differing_rows
 from exporter.delta.format import Change, Rows, Schema, ServedVariable
 from exporter.delta.keyed_rows import KeyedRows
+from exporter.delta.row_spill import RowSpill
 from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile, TableFull
 from exporter.integer_sets import among

@@ -16,11 +16,12 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import check_values
+from exporter.delta.compare_rows import differing_rows
 from exporter.delta.delta_files import read_delta, write_delta
 from exporter.delta.deviation import LeftOut, Rounded
-from exporter.delta.diff import RowSpill, differing_rows
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.packing import round_rows, shrinks
+from exporter.delta.row_spill import RowSpill
 from exporter.delta.snapshot import Changes, Snapshot
 from exporter.errors import CheckpointError
 from exporter.layout import RESIDUAL_PREFIX

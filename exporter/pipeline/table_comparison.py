@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables
-from exporter.delta.diff import differing_rows
+from exporter.delta.compare_rows import differing_rows
 from exporter.delta.table_changes import ServedTable
 from exporter.increments.trained_table import TrainedTable
 from exporter.integer_sets import among

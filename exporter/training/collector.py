@@ -13,7 +13,7 @@ from msgspec import Struct
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.embedding_variables import KEYS, ROWS, VALUES
 from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_array
-from exporter.delta.diff import differing_rows
+from exporter.delta.compare_rows import differing_rows
 from exporter.delta.format import ChangeKind, Rows, ServedVariable
 from exporter.increments.changed_tables import ChangedTable
 from exporter.increments.increment import Changed, Contents, StoredIncrement, rows_of

@@ -1,0 +1,70 @@
+"""Rows of a table that are found one after another: in memory, or in a file when they are many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.delta.format import Rows, ServedVariable
+
+Array = np.ndarray[Any, Any]
+
+SPILL_BYTES = 256 << 20
+"""Rows of a table in memory before they go to the scratch file."""
+
+
+class RowSpill:
+    """Rows of a table as they are found, in ascending order; on disk when they are many.
+
+    As a context manager it closes its file, which has no name: the rows that it gave live as long as they do.
+    """
+
+    def __init__(self, variable: ServedVariable, scratch: Path, limit: int = SPILL_BYTES) -> None:
+        self._variable, self._scratch, self._limit = variable, scratch, limit
+        self._ids: list[Array] = []
+        self._values: list[Array] = []
+        self._in_memory = 0
+        self._spilled = 0
+        self._file: Any = None
+
+    def __enter__(self) -> RowSpill:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, ids: Array, values: Array) -> None:
+        """Keep more rows."""
+        if not len(ids):
+            return
+        self._ids.append(ids)
+        self._values.append(values)
+        self._in_memory += values.nbytes
+        if self._in_memory > self._limit:
+            self._spill()
+
+    def rows(self) -> Rows | None:
+        """Everything that was added, None if nothing was."""
+        if not self._ids:
+            return None
+        ids = np.concatenate(self._ids)
+        if self._file is None:
+            return Rows(ids, np.concatenate(self._values))
+        self._spill()
+        self._file.flush()
+        shape = (len(ids), *self._variable.shape[1:])
+        values = np.memmap(self._file, np.uint8, "r", shape=(self._spilled,))
+        return Rows(ids, values.view(np.ndarray).view(self._variable.dtype.numpy).reshape(shape))
+
+    def _spill(self) -> None:
+        import tempfile
+
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._scratch)  # noqa: SIM115  __exit__ closes it
+        for values in self._values:
+            self._file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+            self._spilled += values.nbytes
+        self._values, self._in_memory = [], 0
