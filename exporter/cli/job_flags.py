@@ -23,9 +23,7 @@ class JobFlags(Struct, frozen=True):
 
     engine: Annotated[
         EngineName | None,
-        Option(
-            help="Cast, move rows, read checksums as tasks of this engine; what was begun is gone on with."
-        ),
+        Option(help="Move, cast, compare and check as tasks of this engine; what was begun is gone on with."),
     ] = None
     workers: Annotated[
         int, Option(metavar="N", min=0, help="Tasks that run at once; 0: as many as there are processors.")

@@ -156,6 +156,7 @@ def diff(
     a: Annotated[str, Argument("A", help="Checkpoint, version, MODEL or MODEL@POSITION.")],
     b: Annotated[str, Argument("B", help="What to compare A with.")],
     exit_code: Annotated[bool, Option(help="Exit with 10 if A and B differ.")] = False,
+    job_flags: Annotated[JobFlags, Options()] = LOCALLY,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -167,12 +168,16 @@ def diff(
       export-model diff train/model.ckpt-900 train/model.ckpt-1000
       export-model diff models/ranker@900 models/ranker --exit-code
       export-model diff models/ranker train/
+      export-model diff s3://bucket/train/model.ckpt-900 s3://bucket/train/model.ckpt-1000 --engine ray
     """
     with command(json_, quiet, debug) as sink, _side(a) as first, _side(b) as second:
         from exporter.cli import render_log
+        from exporter.jobs.runner import Runner
         from exporter.pipeline import comparison
 
-        found = comparison.compare(comparison.parse_side(first), comparison.parse_side(second))
+        jobs = job_flags.jobs()
+        runner = Runner.of(jobs) if jobs.engine else None
+        found = comparison.compare(comparison.parse_side(first), comparison.parse_side(second), runner)
         render_log.differences(found, sink)
     if exit_code and not found.is_empty:
         raise click.exceptions.Exit(Exit.DIFFERENT)

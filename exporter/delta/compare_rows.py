@@ -62,14 +62,14 @@ class TableRows:
         self._old, self._new, self._name, self._hasher = old, new, variable.name, hasher
         self._first, self._stop = rows or (0, variable.shape[0])
         self.row_bytes = math.prod(variable.shape[1:]) * variable.dtype.numpy.itemsize
-        self._block = block_rows(self.row_bytes)
+        self.block = block_rows(self.row_bytes)
         self.known = known
         self.is_old_as_known = True
 
     @property
     def blocks(self) -> int:
         """The number of blocks that have a hash."""
-        return -(-(self._stop - self._first) // self._block)
+        return -(-(self._stop - self._first) // self.block)
 
     def _crc(self, state: Snapshot, start: int, stop: int) -> int:
         stored = state.stored[self._name]
@@ -77,7 +77,7 @@ class TableRows:
 
     def chunks(self, most: int = 0) -> Iterator[tuple[int, int]]:
         """Whole blocks of all rows, as ranges (start, stop) of about `most` bytes, by default a chunk."""
-        step = max(1, (most or CHUNK_BYTES) // max(1, self.row_bytes * self._block)) * self._block
+        step = max(1, (most or CHUNK_BYTES) // max(1, self.row_bytes * self.block)) * self.block
         for start in range(self._first, self._stop, step):
             yield start, min(start + step, self._stop)
 
@@ -103,7 +103,7 @@ class TableRows:
         If not, they are damaged; or rows among them were held back, whose hashes are unknown.
         """
         if self.known is not None:
-            known = self.known[blocks + start // self._block]
+            known = self.known[blocks + start // self.block]
             if (self._hasher.hash_rows(old) != known).any():
                 self.is_old_as_known = False
 
@@ -111,14 +111,14 @@ class TableRows:
         """The blocks of a chunk that may differ."""
         if self.known is None:
             return np.arange(len(hashes))
-        first = start // self._block
+        first = start // self.block
         return np.flatnonzero(hashes != self.known[first : first + len(hashes)])
 
     def _among(self, suspects: Array, new: Array, start: int) -> Array:
         """The rows that differ in these blocks of a chunk."""
         if not len(suspects):
             return np.empty(0, np.int64)
-        rows = (suspects[:, np.newaxis] * self._block + np.arange(self._block)).reshape(-1)
+        rows = (suspects[:, np.newaxis] * self.block + np.arange(self.block)).reshape(-1)
         rows = rows[rows < len(new)]
         old = self._old.rows_at(self._name, rows + start)
         self._compare_with_known(old, suspects, start)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct, field
@@ -27,6 +27,9 @@ from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile
 from exporter.progress import NoProgress, Progress
 from exporter.wire.crc32c import combine, mask
+
+if TYPE_CHECKING:
+    from exporter.jobs.runner import Runner
 
 Array = np.ndarray[Any, Any]
 
@@ -42,13 +45,17 @@ class Compared(Struct, frozen=True):
 
 
 class Comparison(Struct, frozen=True):
-    """How to compare: `known` are hashes of the old state; `scratch` is a directory for large results."""
+    """How to compare: `known` are hashes of the old state; `scratch` is a directory for large results.
+
+    With a `runner` tables are compared by its tasks, not by threads of this process.
+    """
 
     scratch: Path
     known: HashIndex | None = None
     hasher: BlockHasher = field(default_factory=BlockHasher.fresh)
     workers: int = 0
     progress: Progress = field(default_factory=NoProgress)
+    runner: Runner | None = None
 
 
 def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compared:
@@ -125,9 +132,11 @@ class _Table:
         self, old: Snapshot, new: Snapshot, variable: ServedVariable, hasher: BlockHasher, how: Comparison
     ) -> None:
         self._old, self._new, self._name = old, new, variable.name
-        self._variable, self._how = variable, how
+        self._variable, self._hasher, self._how = variable, hasher, how
         row_bytes = math.prod(variable.shape[1:]) * variable.dtype.numpy.itemsize
-        known = how.known.find(variable.name, variable.shape[0], row_bytes) if how.known else None
+        known = None
+        if how.known is not None and how.runner is None:  # a task reads both sides
+            known = how.known.find(variable.name, variable.shape[0], row_bytes)
         self._rows = TableRows(old, new, variable, hasher, known)
         self.bytes_ = row_bytes * variable.shape[0]
 
@@ -137,7 +146,7 @@ class _Table:
         hashes = np.empty(rows.blocks, np.uint64)
         at = new_crc = old_crc = 0
         with RowSpill(self._variable, self._how.scratch) as spill:
-            for found in _in_order(pool, rows.compare, rows.chunks()):
+            for found in self._found(pool):
                 new_crc = combine(new_crc, found.new_crc, found.bytes_)
                 old_crc = combine(old_crc, found.old_crc, found.bytes_)
                 hashes[at : at + len(found.hashes)] = found.hashes
@@ -152,6 +161,15 @@ class _Table:
             else:  # all rows that may differ lie in blocks that were compared with their hashes
                 self._old.trust(self._old.stored[self._name].runs)
             return spill.rows(), hashes
+
+    def _found(self, pool: ThreadPoolExecutor) -> Iterator[Found]:
+        """What differs in chunk after chunk, found by threads here or by tasks."""
+        old, new, runner = self._old, self._new, self._how.runner
+        if runner is None or old.replaces(self._name) or new.replaces(self._name):
+            return _in_order(pool, self._rows.compare, self._rows.chunks())
+        from exporter.delta.compare_task import compare_by_tasks  # few ask for it, and a delta takes no time
+
+        return compare_by_tasks(old, new, self._variable, self._hasher, runner, self._how.scratch)
 
     def _check(self, state: Snapshot, crc: int) -> None:
         """Compare the checksum of what is stored of one side, given that of all rows in a row."""

@@ -60,6 +60,10 @@ class Snapshot(Struct, frozen=True, eq=False):
         """Note that a variable's checksums were verified while its values were streamed."""
         self._checked.update(self.stored[name].runs)
 
+    def replaces(self, name: str) -> bool:
+        """True if a variable is replaced as a whole by a change that lies over it."""
+        return any(name in layer and not isinstance(layer[name], Rows) for layer in self.layers)
+
     def rows(self, name: str, start: int, stop: int) -> Array:
         """Rows `start` to `stop` of a table."""
         values = self.stored[name].rows(start, stop)

@@ -19,7 +19,6 @@ from msgspec import Struct, field
 
 from exporter.errors import EngineFailed
 from exporter.jobs.engines import Engine
-from exporter.jobs.engines.choose import choose_engine
 from exporter.jobs.engines.local import LocalEngine
 from exporter.jobs.execute import decode, encode, kept_receipt
 from exporter.jobs.task import Receipt, Task
@@ -52,6 +51,8 @@ class Runner(Struct, frozen=True):
         Raises:
             UsageError: the engine is not installed, or does not know an option.
         """
+        from exporter.jobs.engines.choose import choose_engine  # engines are processes, which few ask for
+
         name = jobs.engine or EngineName.LOCAL
         engine = choose_engine(name, jobs.workers, jobs.address, jobs.settings)
         if jobs.directory or model is None:

@@ -57,6 +57,7 @@ from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
 from exporter.storage import mirror
 
 if TYPE_CHECKING:
+    from exporter.jobs.runner import Runner
     from exporter.pipeline.full import Exported
 
 _ATTEMPTS = 3
@@ -387,8 +388,17 @@ def _all_changes(
     spec = log.base.entry.mapping_spec
     with progress("compare", trainer.mapping.bytes_) as bar:
         hasher = known.hasher if known else BlockHasher.fresh()
-        how = Comparison(scratch, known, hasher, progress=bar)
+        how = Comparison(scratch, known, hasher, progress=bar, runner=_runner(planned.request))
         found = diff(published(), trainer.state(), ordinary(log.schema, spec), how)
     tables = table_changes(log, trainer, scratch)
     hashes = HashIndex(log.lineage, planned.position, hasher, found.hashes, state="")
     return _Found(found.changes | tables.changes, found.bytes_ + tables.compared_bytes, hashes)
+
+
+def _runner(request: ExportRequest) -> Runner | None:
+    """What compares by tasks, if an engine is named."""
+    if request.jobs.engine is None:
+        return None
+    from exporter.jobs.runner import Runner
+
+    return Runner.of(request.jobs, request.out)
