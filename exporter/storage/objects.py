@@ -25,7 +25,7 @@ from exporter.errors import (
     os_error,
 )
 from exporter.storage.requests import PART_BYTES, Request, requests
-from exporter.storage.store_errors import asking, writing_to
+from exporter.storage.store_errors import BrokenOff, again, asking, writing_to
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -113,16 +113,19 @@ class ObjectReader:
         """
         import obstore
 
-        with asking(self.url):
-            count = 0
+        def listed() -> list[RemoteObject]:
+            found: list[RemoteObject] = []
             for batch in obstore.list(self._store, path or None, chunk_size=1000):
-                yield from map(_object, batch)
-                count += len(batch)
-                if count > _MOST_OBJECTS:
+                found += map(_object, batch)
+                if len(found) > _MOST_OBJECTS:
                     raise CheckpointError(
                         f"{self.url} has more than {_MOST_OBJECTS} objects below it",
                         hint="name the directory of one training's checkpoints",
                     )
+            return found
+
+        with asking(self.url):
+            yield from again(listed)
 
     def beside(self, path: str) -> Iterator[RemoteObject]:
         """The objects of a directory alone.
@@ -133,7 +136,8 @@ class ObjectReader:
         import obstore
 
         with asking(self.url):
-            yield from map(_object, obstore.list_with_delimiter(self._store, path or None)["objects"])
+            found = again(lambda: obstore.list_with_delimiter(self._store, path or None)["objects"])
+            yield from map(_object, found)
 
     def look(self, key: str) -> RemoteObject | None:
         """The object of a key as it is now, None if there is none.
@@ -161,11 +165,15 @@ class ObjectReader:
         if start >= stop:
             return memoryview(b"")
         options: Any = {"range": (start, stop), "if_match": found.tag}
+
+        def content() -> memoryview:
+            got = memoryview(obstore.get(self._store, found.key, options=options).bytes())
+            if len(got) != stop - start:
+                raise BrokenOff(f"it sent {len(got)} bytes, and was asked for {stop - start}")
+            return got
+
         with asking(self.url, found.key):
-            content = memoryview(obstore.get(self._store, found.key, options=options).bytes())
-        if len(content) != stop - start:
-            raise CheckpointChanged(f"{self._named(found.key)} is shorter than it was when it was listed")
-        return content
+            return again(content)
 
     def copy(
         self,
@@ -233,18 +241,23 @@ class ObjectWriter(ObjectReader):
         """
         key = f"{path}/.probe-{os.urandom(8).hex()}"
         try:
-            first = self.create(key, b"1")
-            again = self.create(key, b"2")
-            moved = self.replace(key, b"3", first) if first else None
-            stale = self.replace(key, b"4", first) if first else None
+            first = self.create(key, b"1") or self._tag_of(key, b"1")
+            second = self.create(key, b"2")
+            moved = first and (self.replace(key, b"3", first) or self._tag_of(key, b"3"))
+            stale = first and self.replace(key, b"4", first)
         finally:
             self.delete(key)
-        if first is None or again is not None or moved is None or stale is not None:
+        if first is None or second is not None or moved is None or stale is not None:
             raise PublishError(
                 f"{self.url}: this store ignores conditional requests",
                 cause="it replaced an object that it was asked to create only if absent",
                 hint="use a store that honours If-None-Match and If-Match: S3, GCS, Azure, R2, MinIO",
             )
+
+    def _tag_of(self, key: str, content: bytes) -> Tag | None:
+        """The tag of an object that nobody else writes, if it is this: the answer to its writing was lost."""
+        found = self.fetch(key, len(content))
+        return found[1] if found is not None and found[0] == content else None
 
     def upload(self, key: str, file: Path) -> str:
         """Put a file under a key, in parts if it is large, and return its tag.
@@ -316,14 +329,17 @@ class ObjectWriter(ObjectReader):
         """
         import obstore
 
-        with asking(self.url, key):
-            try:
-                found = obstore.get(self._store, key)
-            except (FileNotFoundError, obstore.exceptions.NotFoundError):
-                return None
+        def fetched() -> tuple[bytes, Tag]:
+            found = obstore.get(self._store, key)
             if found.meta["size"] > limit:
                 raise CheckpointError(f"{self._named(key)} has more than {limit} bytes")
             return bytes(found.bytes()), Tag.of(found.meta)
+
+        with asking(self.url, key):
+            try:
+                return again(fetched)
+            except (FileNotFoundError, obstore.exceptions.NotFoundError):
+                return None
 
     def delete(self, *keys: str) -> None:
         """Remove objects; that one is not there is no failure.

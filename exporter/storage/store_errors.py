@@ -1,16 +1,57 @@
-"""What a store answers, as errors by name; of its text only what can hold no secret is kept."""
+"""What a store answers: ask again where an answer breaks off, and turn failures into errors by name.
+
+Of a store's text only what can hold no secret is kept.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, PublishError
 
 if TYPE_CHECKING:
     from exporter.storage.objects import Url
+
+T = TypeVar("T")
+
+_PAUSES = (0.1, 0.5, 2.0)
+_LATER = "run the command again: the store is busy, or ill"
+_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL for other clouds",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or what else identifies you",
+}
+_STATUS = re.compile(r"\b(?:status:? |HTTP error: )?([45][0-9]{2} [A-Z][A-Za-z ]+)")
+_KINDS = {
+    "TimedOut": "no answer in time",
+    "NotPartial": "it sends whole objects where it is asked for a range",
+    "body error": "its answers break off",
+}
+"""What of obstore's text tells the kind of a failure."""
+
+
+class BrokenOff(Exception):
+    """An answer that is not what was asked for; the text says how."""
+
+
+def again(ask: Callable[[], T]) -> T:
+    """Ask, and ask again if the answer breaks off: obstore repeats what was not answered at all."""
+    from obstore.exceptions import GenericError
+
+    for pause in _PAUSES:
+        try:
+            return ask()
+        except BrokenOff:
+            pass
+        except GenericError as error:
+            if "body error" not in str(error):
+                raise
+        time.sleep(pause)
+    return ask()
 
 
 @contextmanager
@@ -25,6 +66,7 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
     from obstore import exceptions
 
     where = str(url) if key is None else f"{url.scheme}://{url.bucket}/{key}"
+    refused = CheckpointError(f"{where}: the store refuses these credentials", hint=_CREDENTIALS[url.scheme])
     try:
         yield
     except (exceptions.PreconditionError, FileNotFoundError) as error:
@@ -35,28 +77,22 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
             f"{where} {'vanished' if gone else 'was replaced'} after it was listed"
         ) from None
     except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
-        raise CheckpointError(
-            f"{where}: the store refuses these credentials",
-            hint=_CREDENTIALS[url.scheme],
-        ) from None
+        raise refused from None
     except exceptions.InvalidPathError:
         raise CheckpointError(
             f"{where}: a name below it is no path",
             cause="it has an empty part, or one that is '.' or '..'",
             hint="name the directory of the checkpoint alone, or remove that object",
         ) from None
+    except BrokenOff as error:
+        raise CheckpointError(f"{where}: the store cannot be read", cause=str(error), hint=_LATER) from None
     except exceptions.BaseError as error:
-        raise CheckpointError(
-            f"{where}: the store cannot be read", cause=_said(error), hint=_CREDENTIALS[url.scheme]
-        ) from None
-
-
-_CREDENTIALS = {
-    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL for other clouds",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
-    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or what else identifies you",
-}
-_STATUS = re.compile(r"\b(?:status:? |HTTP error: )?([45][0-9]{2} [A-Z][A-Za-z ]+)")
+        said = _said(error)
+        if said[:3] in ("401", "403"):
+            raise refused from None
+        is_ill = said[:3] == "429" or said[:1] == "5"
+        hint = _LATER if is_ill else _CREDENTIALS[url.scheme]
+        raise CheckpointError(f"{where}: the store cannot be read", cause=said, hint=hint) from None
 
 
 def _said(error: Exception) -> str:
@@ -64,7 +100,8 @@ def _said(error: Exception) -> str:
     text = str(error)
     if found := _STATUS.search(text):
         return found[1].strip()
-    return "no answer in time" if "timed out" in text.lower() else "no connection, or no answer to be read"
+    kinds = (kind for word, kind in _KINDS.items() if word in text)
+    return next(kinds, "no connection, or no answer to be read")
 
 
 @contextmanager

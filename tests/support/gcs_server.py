@@ -153,6 +153,9 @@ class Handler(BaseHTTPRequestHandler):
             assert stored
             self.answer(200, f"<R><ETag>{stored.etag}</ETag></R>".encode(), self.heads(stored))
         elif self.command == "PUT":
+            if source := self.headers.get("x-goog-copy-source"):
+                place = unquote(source).lstrip("/").partition("/")
+                body = self.objects[place[0], place[2]].content
             new = self.put(bucket, key, body, self.headers.get("x-goog-if-generation-match"))
             self.answer(200, headers=self.heads(new)) if new else self.answer(412)
         elif self.command == "DELETE":

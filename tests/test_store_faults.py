@@ -1,0 +1,137 @@
+"""A store on a bad day: commands succeed in the end, or end in an error by name, and nothing is half done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from exporter.storage import mirror, objects
+from tests.support.budget import THOROUGH
+from tests.support.commands import export_model
+from tests.support.faulty_store import Fault, Weather, faulty
+from tests.support.object_stores import SECRET, Bucket
+from tests.test_transfer import Machine, files, machine  # noqa: F401  a fixture
+
+MOST_SECONDS = 60
+
+HEALS = [Fault.DONE_AND_CLOSED, Fault.HALF, Fault.STATUS_429]
+LASTS = [Fault.STATUS_403, Fault.HALF, Fault.SHORTER, Fault.REDIRECT]
+if THOROUGH:
+    HEALS += [Fault.STATUS_500, Fault.STATUS_503, Fault.DONE_AND_500, Fault.CLOSED]
+    LASTS = [*Fault]
+
+ALWAYS = {
+    Fault.STATUS_500: "500 Internal Server Error",
+    Fault.STATUS_503: "503 Service Unavailable",
+    Fault.STATUS_429: "429 Too Many Requests",
+    Fault.STATUS_403: "the store refuses these credentials",
+    Fault.DONE_AND_500: "500 Internal Server Error",
+    Fault.DONE_AND_CLOSED: "no connection, or no answer to be read",
+    Fault.CLOSED: "no connection, or no answer to be read",
+    Fault.SLOW: "no answer in time",
+    Fault.HALF: "its answers break off",
+    Fault.WHOLE: "it sends whole objects where it is asked for a range",
+    Fault.REDIRECT: "404 Not Found",
+}
+"""What is said where it happens to every request."""
+
+
+@pytest.fixture
+def weather(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Weather]:
+    """The bucket's, which commands reach through a proxy."""
+    monkeypatch.setattr(objects, "_RETRIES", 2)
+    monkeypatch.setattr(objects, "_RETRY", timedelta(seconds=5))
+    monkeypatch.setattr(objects, "_REQUEST", timedelta(seconds=1))
+    with faulty(bucket.environment["AWS_ENDPOINT_URL"]) as (address, weather):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        yield weather
+
+
+class Commands:
+    """Every command that reads or writes a store, on a model that has gone on since it was pushed."""
+
+    def __init__(self, machine: Machine, bucket: Bucket, here: Path) -> None:  # noqa: F811
+        self.machine, self.url, self.here = machine, bucket.url("models/ranker"), here
+        assert export_model("push", machine.model, self.url).code == 0
+        assert export_model("pull", self.url, here / "exported").code == 0
+        machine.go_on(40)
+        bucket.upload(machine.train, "train")
+        train = bucket.url("train")
+        self.all = [
+            ("inspect", train),
+            ("--ckpt-dir", train, "--out", here / "exported", "--incr"),
+            ("push", machine.model, self.url),
+            ("pull", self.url, here / "pulled"),
+        ]
+
+    def assert_nothing_is_lost(self) -> None:
+        """In good weather again, everything is as it would have been."""
+        for command in self.all:
+            ran = export_model(*command)
+            assert ran.code == 0, ran.err
+        assert files(self.here / "pulled") == files(self.machine.model)
+        positions = {path.name for path in (self.here / "exported" / "deltas").glob("*/*-*")}
+        assert positions == {path.name for path in (self.machine.model / "deltas").glob("*/*-*")}
+
+
+@pytest.fixture
+def commands(machine: Machine, bucket: Bucket, tmp_path: Path) -> Commands:  # noqa: F811
+    return Commands(machine, bucket, tmp_path)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process of its own: nothing is known of the store."""
+    for known in ("_MIRRORS", "_CHECKPOINTS"):
+        monkeypatch.setattr(mirror, known, {})
+
+
+@pytest.mark.parametrize("fault", HEALS, ids=lambda fault: fault.name)
+def test_what_heals(
+    commands: Commands, weather: Weather, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in commands.all:
+        forget(monkeypatch)
+        weather.be(fault, times=1)
+        ran = export_model(*command)
+        assert ran.code == 0, (command[0], ran.err)
+    weather.be(None)
+    commands.assert_nothing_is_lost()
+
+
+@pytest.mark.parametrize("fault", LASTS, ids=lambda fault: fault.name)
+def test_what_does_not(
+    commands: Commands, weather: Weather, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in commands.all:
+        forget(monkeypatch)
+        weather.be(fault)
+        started = time.monotonic()
+        ran = export_model(*command, "--json")
+        assert time.monotonic() - started < MOST_SECONDS
+        assert ran.code in (1, 3, 6), (ran.code, ran.err)
+        said = ran.error["message"] + ran.error["cause"]
+        assert ALWAYS.get(fault, "") in said
+        assert SECRET not in ran.out + ran.err
+    assert not [headers for headers in weather.followed if "authorization" in map(str.lower, headers)]
+    forget(monkeypatch)
+    weather.be(None)
+    commands.assert_nothing_is_lost()
+    written = [path for path in commands.here.rglob("*") if path.is_file()]
+    assert not [path for path in written if SECRET.encode() in path.read_bytes()]
+
+
+def test_writes_alone(commands: Commands, weather: Weather, bucket: Bucket) -> None:
+    """Whoever may read but not write: told so, and the model in the store is as it was."""
+    before = bucket.keys("models")
+    weather.only = "PUT"
+    weather.be(Fault.STATUS_403)
+    ran = export_model("push", commands.machine.model, commands.url, "--json")
+    assert (ran.code, ran.error["error"]) == (1, "PublishError"), ran.err
+    assert "refuses these credentials" in ran.error["cause"]
+    assert bucket.keys("models") == before
+    weather.be(None)
+    commands.assert_nothing_is_lost()
