@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from exporter.layout import MANIFEST_FILE
-from exporter.pipeline import log_maintenance
+from exporter.pipeline import incremental, log_maintenance
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import read_log
 from exporter.publish.versions import lease
 from tests.support.logs import Serving, Trainer, publish_base, request
+from tests.support.setting import Setting, followed
 
 LATER = 1e12
 
@@ -82,3 +84,23 @@ def test_a_log_has_its_own_bases_alone(model: Path) -> None:
     """Deltas fit no base of the log before, though its position lies inside one of them."""
     newest = max(int(path.name) for path in model.iterdir() if path.name.isdigit())
     assert [base.path for base in read_log(model).bases] == [model / str(newest)]
+
+
+def test_of_deltas_that_follow_each_other_quickly_few_remove_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking for what nobody needs costs more than a small delta does."""
+    trainer = followed(tmp_path, range(11, 45), published=44)
+    setting = Setting(tmp_path)
+    monkeypatch.setattr(incremental, "tidy", partial(log_maintenance.tidy, clock=lambda: LATER))
+
+    def publish(every_s: float) -> int:
+        monkeypatch.setattr(incremental, "_REMOVE_EVERY_S", every_s)
+        trainer.train()
+        trainer.increment()
+        assert export_incremental(request(trainer, setting.model)).published is not None
+        return len(setting.deltas)
+
+    before = len(setting.deltas)
+    assert publish(1e12) == before + 1
+    assert publish(1e-6) < before - 8

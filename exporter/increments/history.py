@@ -266,7 +266,7 @@ def read_history(ckpt_dir: Path) -> History:
     """
     directory = ckpt_dir / INCREMENTS_DIRECTORY
     try:
-        names = sorted(path.name for path in directory.iterdir())
+        names = sorted(os.listdir(directory))  # noqa: PTH208  names alone, of many files
     except FileNotFoundError:
         return History()
     except OSError as error:

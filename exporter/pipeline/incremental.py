@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from exporter.jobs.runner import Runner
     from exporter.pipeline.full import Exported
 
+_REMOVE_EVERY_S = 10
 _ATTEMPTS = 3
 """Times that a trainer may prune, or another exporter publish, under our hands."""
 
@@ -274,17 +275,20 @@ def export_incremental(
         raise AssertionError("the loop is left, or raises")
     if done.published is None:
         return done
-    return replace(done, warnings=(*done.warnings, *_tidied(done.plan.log)))
+    return replace(done, warnings=(*done.warnings, *_tidied(done.plan.log, done.published)))
 
 
-def _tidied(log: DeltaLog) -> tuple[ExportError, ...]:
+def _tidied(log: DeltaLog, published: PublishedDelta) -> tuple[ExportError, ...]:
     """What stood in the way of tidying a log, or keeps its servers where they are.
 
-    The delta is published, and the next one tries again.
+    The delta is published, and the next one tries again. What is not needed stays for minutes: of deltas that
+    follow each other quickly, few look for it.
     """
     try:
         with writing(log.path):
-            tidy(log.model)
+            times = (log.newest.manifest.created, published.manifest.created)
+            before, now = (int(time.timestamp() // _REMOVE_EVERY_S) for time in times)
+            tidy(log.model, removes=before != now)
             log.hold()
     except ExportError as error:
         return (error,)

@@ -221,8 +221,10 @@ def _passed(spans: Sequence[SpanLike], start: int) -> set[int]:
         return set()
 
 
-def tidy(model: Path, *, clock: Callable[[], float] = time.time) -> tuple[tuple[Merged, ...], RetiredDeltas]:
-    """Merge what is due and remove what is not needed; neither while the log is held.
+def tidy(
+    model: Path, *, removes: bool = True, clock: Callable[[], float] = time.time
+) -> tuple[tuple[Merged, ...], RetiredDeltas]:
+    """Merge what is due and, if it `removes`, remove what is not needed; neither while the log is held.
 
     Under a canary's hold, what it has yet to approve stays as it is: it may be taken back, and servers that
     start now go as far as the hold.
@@ -243,6 +245,8 @@ def tidy(model: Path, *, clock: Callable[[], float] = time.time) -> tuple[tuple[
         if merger is None:
             break
         done.append(merger)
+    if not removes:
+        return tuple(done), RetiredDeltas()
     with model_lock(model):
         log, now = read_log(model), clock()
         if log.held.binds:
