@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from exporter.catalog import Catalog, SliceRef, TensorRef
+from exporter.checkpoint.tensor_bundle import check_values
 from exporter.errors import TableFull, TruncatedFile, UsageError
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline import log_maintenance
@@ -97,6 +99,31 @@ def test_a_server_follows_increments_and_full_checkpoints(trainer: DeepRecTraine
         assert server.update()["deltas"] == 1
         assert_serves(server, trainer)
     assert served(read_log(request(trainer).out), defaults=DEFAULTS) == trainer.now()
+
+
+def test_the_index_of_a_base_is_not_read_again_for_the_first_delta(
+    trainer: DeepRecTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    based = export_incremental(request(trainer))
+    assert isinstance(based, Exported)
+    checked: list[str] = []
+
+    def check(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -> None:
+        checked.append(ref.name)
+        check_values(catalog, ref, part)
+
+    monkeypatch.setattr("exporter.delta.row_reader.check_values", check)
+    for _ in range(2):
+        trainer.train()
+        trainer.increment()
+        assert isinstance(export_incremental(request(trainer)), ExportedDelta)
+        assert checked == []
+        (based.published.path / "variables" / "variables.data-00001-of-00002").touch()
+        trainer.train()
+        trainer.increment()
+        export_incremental(request(trainer))
+        assert "item/index_rows" in checked, "the file is not known to be as it was"
+        checked.clear()
 
 
 def test_a_server_goes_back_and_forth(trainer: DeepRecTrainer) -> None:

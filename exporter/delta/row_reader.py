@@ -72,12 +72,14 @@ class RowReader(Struct, frozen=True, dict=True):
             slice(s, s + n) for s, n in zip(self.box.starts[1:], self.box.lengths[1:], strict=True)
         )
         for number, piece in enumerate(self._pieces):
+            if not columns and piece.spec.is_full:  # quickly: of an index, many elements are asked for
+                return self._cast(piece.values[natural])
             inside, offsets = self._in_piece(natural, number, piece)
-            if inside.any():
+            if len(inside):
                 if piece.spec.lengths[1:] == self.box.full_shape[1:]:
                     values[inside] = piece.values[offsets][:, *columns]
                 else:
-                    self._copy_columns(values, np.flatnonzero(inside), piece, offsets)
+                    self._copy_columns(values, inside, piece, offsets)
         return self._cast(values)
 
     def whole(self) -> Array:
@@ -125,10 +127,10 @@ class RowReader(Struct, frozen=True, dict=True):
     def _in_piece(self, natural: Array, number: int, piece: _Piece) -> tuple[Array, Array]:
         """Which of the natural rows lie in a piece, and where in it."""
         if self.order.gather:
-            inside = natural % self.order.gather == number
+            inside = np.flatnonzero(natural % self.order.gather == number)
             return inside, natural[inside] // self.order.gather
         first, count = piece.spec.starts[0], piece.spec.lengths[0]
-        inside = (natural >= first) & (natural < first + count)
+        inside = np.flatnonzero((natural >= first) & (natural < first + count))
         return inside, natural[inside] - first
 
     def _contiguous(self, first: int, last: int) -> Array:

@@ -43,6 +43,7 @@ from exporter.pipeline.newest_base import BaseState, lay_increments_over, newest
 from exporter.pipeline.plan_digest import plan_digest
 from exporter.pipeline.same_graph import SourceFiles
 from exporter.pipeline.staged_checks import check_staged
+from exporter.pipeline.table_deltas import note_index_written
 from exporter.pipeline.table_layout import lay_out_tables, map_laid_out, write_tables
 from exporter.pipeline.target import (
     check_permission,
@@ -55,7 +56,7 @@ from exporter.pipeline.trainer_graph import training_graph
 from exporter.pipeline.updatable import UpdatableBase, make_base, update_notes
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import Published, Staging, VersionRule, publish_version, reserve_position
-from exporter.publish.delta_log import log_path
+from exporter.publish.delta_log import LogBase, log_path
 from exporter.publish.log_entries import BaseEntry
 from exporter.publish.made_from import newest_made_from
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
@@ -245,7 +246,9 @@ def execute(
         open_directory(variables.job).remove()
     if base is not None:
         places = {asset.file_name: asset.source for asset in planned.graph.assets}
-        SourceFiles(places).save(log_path(request.out, base.entry.log))
+        log = log_path(request.out, base.entry.log)
+        SourceFiles(places).save(log)
+        note_index_written(LogBase(published.path, published.manifest, base.entry), log)
     return Exported(planned, published, variables, differences, time.monotonic() - started)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -14,13 +15,13 @@ from exporter.delta.format import Change, Schema
 from exporter.delta.keyed_rows import KeyedChange
 from exporter.delta.snapshot import Snapshot
 from exporter.delta.table_changes import ServedTable, compared, upserted
-from exporter.errors import SchemaChanged
-from exporter.increments.told_tables import awaited_keys, keyed_changes_of, published_before
+from exporter.errors import CheckpointError, SchemaChanged
+from exporter.increments.told_tables import keyed_changes_of, keys_to_come, published_before
 from exporter.increments.trained_table import TrainedTable, in_dtype
 from exporter.layout import CHECKED_DIRECTORY
 from exporter.mapping.mapping_spec import DynamicTable, MappingSpec
 from exporter.pipeline.trainer_state import TrainerState
-from exporter.publish.delta_log import DeltaLog
+from exporter.publish.delta_log import DeltaLog, LogBase
 
 
 class TableChanges(Struct, frozen=True):
@@ -63,7 +64,7 @@ def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableC
 
 
 def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
-    """True if a base of the trainer's full checkpoint was made with room for its increment: that is this log.
+    """True if this log began with the trainer's full checkpoint, and with room for all increments since.
 
     Where such a log has a full table nevertheless, as keys crowd in its index, another base would have one.
 
@@ -74,7 +75,7 @@ def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
         return False
     spec, known = log.base.entry.mapping_spec, embedding_variables(trainer.catalog)
     shapes = {variable.name: variable.shape for variable in log.schema.variables}
-    awaited = awaited_keys(trainer.plan.increments)
+    awaited = keys_to_come(trainer.catalog)
     for table in spec.dynamic:
         name = spec.trained_name(table)
         room = shapes[table.keys[2]][0] - table.defaults - 1
@@ -160,6 +161,20 @@ def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, Keyed
                 f"the checkpoint has {variable.value_dtype.label}[{variable.dim}]"
             )
     return told
+
+
+def note_index_written(base: LogBase, log: Path) -> None:
+    """Note that the index of a base's tables is as its checksums say, which were taken while it was written.
+
+    So the first delta need not read all of it, however small it is.
+    """
+    tables = base.entry.mapping_spec.dynamic
+    with suppress(CheckpointError, OSError):
+        stored = base.stored() if tables else {}
+        index = [stored[name] for table in tables for name in table.keys[:-1]]
+        if index:
+            files = CheckedFiles.of(log / CHECKED_DIRECTORY, index)
+            files.save([run for each in index for run in each.runs])
 
 
 def _check_index(log: DeltaLog, published: Snapshot, spec: MappingSpec) -> None:

@@ -80,7 +80,7 @@ class IndexChange(Struct, frozen=True):
 
 def find_rows(geometry: TableGeometry, state: TableState, keys: Array) -> Array:
     """The row of each key as int64; -1 for those that are absent."""
-    return _find(geometry, state, keys)[0]
+    return _Found.of(geometry, state, keys).rows
 
 
 def live_rows(geometry: TableGeometry, state: TableState) -> Array:
@@ -104,14 +104,16 @@ def change_index(geometry: TableGeometry, state: TableState, add: Array, drop: A
     both = np.concatenate([add, drop])
     if len(distinct(both)) != len(both):
         raise ValueError("a key is named twice")
-    rows, _ = _find(geometry, state, add)
-    gone, gone_slots = _find(geometry, state, drop)
-    gone, gone_slots = gone[gone >= 0], gone_slots[gone >= 0]
-    new = add[rows < 0]
-    taken, cursor = _take_rows(geometry, state, gone, gone_slots, len(new))
-    rows[rows < 0] = taken
+    found, dropped = _Found.of(geometry, state, add), _Found.of(geometry, state, drop)
+    gone, gone_slots = dropped.rows[dropped.rows >= 0], dropped.slots[dropped.rows >= 0]
+    rows, is_new = found.rows, found.rows < 0
+    new = add[is_new]
+    taken, cursor = _take_rows(geometry, state, gone, len(new))
+    rows[is_new] = taken
+    is_free = (found.held == geometry.empty_row) | among(found.slots, np.sort(gone_slots))
+    placed = _Placed(found.slots[is_new], taken.astype(np.int32), new)
     try:
-        seeds, slots = _insert(geometry, state, new, taken, gone_slots)
+        seeds, slots = _insert(geometry, state, placed, is_free[is_new], gone_slots)
     except Crowded as error:
         raise table_full(geometry, error.keys) from None
     keys = Elements.of(np.append(taken, geometry.cursor_row), np.append(new, cursor))
@@ -120,19 +122,25 @@ def change_index(geometry: TableGeometry, state: TableState, add: Array, drop: A
     return IndexChange(seeds, slots, keys, rows)
 
 
-def _find(geometry: TableGeometry, state: TableState, keys: Array) -> tuple[Array, Array]:
-    """Row (-1: absent) and slot of each key."""
-    groups = geometry.groups_of(keys)
-    slots = geometry.slots_of(keys, groups, state.seeds(groups))
-    rows = state.rows(slots).astype(np.int64)
-    # Key -1 may be absent and find the last row's key.
-    present = (state.keys(rows) == keys) & (rows != geometry.empty_row)
-    return np.where(present, rows, -1), slots
+class _Found(Struct, frozen=True):
+    """Of each key its row (-1: absent), its slot under the seed of its group, and what that slot holds."""
+
+    rows: Array
+    slots: Array
+    held: Array
+
+    @classmethod
+    def of(cls, geometry: TableGeometry, state: TableState, keys: Array) -> _Found:
+        """Look keys up."""
+        groups = geometry.groups_of(keys)
+        slots = geometry.slots_of(keys, groups, state.seeds(groups))
+        held = state.rows(slots).astype(np.int64)
+        # Key -1 may be absent and find the last row's key.
+        present = (state.keys(held) == keys) & (held != geometry.empty_row)
+        return cls(np.where(present, held, -1), slots, held)
 
 
-def _take_rows(
-    geometry: TableGeometry, state: TableState, gone: Array, gone_slots: Array, count: int
-) -> tuple[Array, int]:
+def _take_rows(geometry: TableGeometry, state: TableState, gone: Array, count: int) -> tuple[Array, int]:
     """Free rows for `count` keys, and the cursor then: of dropped keys, never used ones, others.
 
     Raises:
@@ -154,18 +162,50 @@ def _take_rows(
     return taken, cursor
 
 
+class _Placed(Struct, frozen=True):
+    """Slots, the rows that they are to hold, and the keys of these rows."""
+
+    slots: Array
+    rows: Array
+    keys: Array
+
+    def at(self, which: Array) -> _Placed:
+        """Those that a mask, or numbers, choose."""
+        return _Placed(self.slots[which], self.rows[which], self.keys[which])
+
+
 def _insert(
-    geometry: TableGeometry, state: TableState, new: Array, rows: Array, gone_slots: Array
+    geometry: TableGeometry, state: TableState, new: _Placed, is_free: Array, gone_slots: Array
 ) -> tuple[Elements, Elements]:
-    """Place new keys and clear the slots of those that went: changed seeds and slots."""
-    area = _Area.around(geometry, state, geometry.groups_of(new), gone_slots)
-    seeds = area.insert(new, rows)
+    """Place new keys and clear the slots of those that went: changed seeds and slots.
+
+    Where all of a group's new keys find their slots free, nothing around them has to be read.
+    """
+    groups = geometry.groups_of(new.keys)
+    fits = is_free & _is_first(new.slots)
+    fits &= ~among(groups, np.sort(groups[~fits]))
+    # In ascending order they are found in the cache, one beside the other.
+    fitting, others = new.at(np.flatnonzero(fits)[np.argsort(new.slots[fits])]), new.at(~fits)
     gone_slots = np.sort(gone_slots)
-    outside = gone_slots[~among(gone_slots, area.slots)]
+    area = _Area.around(geometry, state, groups[~fits], gone_slots, fitting)
+    seeds = area.move(others)
+    empty = np.full(len(gone_slots), geometry.empty_row, np.int32)
+    is_cleared = ~among(gone_slots, fitting.slots)
+    ids = np.concatenate([gone_slots[is_cleared], fitting.slots])
+    values = np.concatenate([empty[is_cleared], fitting.rows])
+    outside = ~among(ids, area.slots)
     changed = area.changed()
-    ids = np.concatenate([changed.ids, outside])
-    cleared = np.full(len(outside), geometry.empty_row, np.int32)
-    return seeds, Elements.of(ids, np.concatenate([changed.values, cleared]))
+    return seeds, Elements.of(
+        np.concatenate([changed.ids, ids[outside]]), np.concatenate([changed.values, values[outside]])
+    )
+
+
+def _is_first(values: Array) -> Array:
+    """Which values are the first of their kind, as a mask."""
+    order = np.argsort(values, kind="stable")
+    first = np.ones(len(values), bool)
+    first[order[1:]] = values[order[1:]] != values[order[:-1]]
+    return first
 
 
 class _Area(Struct):
@@ -176,7 +216,6 @@ class _Area(Struct):
 
     geometry: TableGeometry
     groups: Array
-    seeds: Array
     starts: Array
     slots: Array
     before: Array
@@ -184,67 +223,57 @@ class _Area(Struct):
     keys: Array
 
     @classmethod
-    def around(cls, geometry: TableGeometry, state: TableState, groups: Array, cleared: Array) -> _Area:
-        """The windows of these groups, with `cleared` slots taken for empty."""
+    def around(
+        cls, geometry: TableGeometry, state: TableState, groups: Array, cleared: Array, placed: _Placed
+    ) -> _Area:
+        """The windows of these groups, with `cleared` slots taken for empty, and what was `placed` since."""
         groups = distinct(groups)
         steps = np.minimum(np.diff(groups) * geometry.stride, WINDOW)
-        starts = np.concatenate([[0], np.cumsum(steps)]).astype(np.int64)[: len(groups)]
-        slots = np.empty(starts[-1] + WINDOW if len(groups) else 0, np.int64)
-        for offset in range(WINDOW):
-            slots[starts + offset] = groups * geometry.stride + offset
-        before = state.rows(slots).astype(np.int32)
-        rows = np.where(among(slots, np.sort(cleared)), np.int32(geometry.empty_row), before)
-        keys = np.zeros(len(slots), np.int64)
+        lengths = np.append(steps, WINDOW)[: len(groups)]
+        starts = np.cumsum(lengths) - lengths
+        slots = np.repeat(groups * geometry.stride - starts, lengths) + np.arange(lengths.sum())
+        before = state.rows(slots).astype(np.int32, copy=False)
+        rows = before.copy()
+        _put(rows, slots, cleared, np.int32(geometry.empty_row))
         filled = np.flatnonzero(rows != geometry.empty_row)
+        keys = np.zeros(len(slots), np.int64)
         keys[filled] = state.keys(rows[filled].astype(np.int64))
-        return cls(geometry, groups, state.seeds(groups), starts, slots, before, rows, keys)
-
-    def insert(self, new: Array, rows: Array) -> Elements:
-        """Place new keys; what seeds change.
-
-        Raises:
-            Crowded: a group's keys fit under no seed.
-        """
-        if not len(new):
-            return Elements(np.empty(0, np.int64), np.empty(0, np.int64))
-        number = np.searchsorted(self.groups, self.geometry.groups_of(new))
-        fits = self._fit_as_they_are(new, rows, number)
-        return self._move(new[~fits], rows[~fits], number[~fits])
+        _put(rows, slots, placed.slots, placed.rows)
+        _put(keys, slots, placed.slots, placed.keys)
+        return cls(geometry, groups, starts, slots, before, rows, keys)
 
     def changed(self) -> Elements:
         """The slots that hold another row than before."""
         differ = np.flatnonzero(self.rows != self.before)
         return Elements(self.slots[differ], self.rows[differ])
 
-    def _fit_as_they_are(self, new: Array, rows: Array, number: Array) -> Array:
-        """Place the new keys of those groups whose seed fits them, too; which keys that were."""
-        slots = self.geometry.slots_of(new, self.groups[number], self.seeds[number])
-        places = self.starts[number] + slots - self.groups[number] * self.geometry.stride
-        order = np.arange(len(new))
-        owner = np.empty(len(self.slots), np.int64)
-        owner[places] = order
-        fits = (self.rows[places] == self.geometry.empty_row) & (owner[places] == order)
-        refused = np.zeros(len(self.groups), bool)
-        refused[number[~fits]] = True
-        fits = ~refused[number]
-        self.rows[places[fits]], self.keys[places[fits]] = rows[fits], new[fits]
-        return fits
+    def move(self, new: _Placed) -> Elements:
+        """Choose another seed for each group, and place its keys with these new ones by it: all seeds.
 
-    def _move(self, new: Array, rows: Array, number: Array) -> Elements:
-        """Choose another seed for the groups of these keys, and place all their keys by it."""
+        Raises:
+            Crowded: a group's keys fit under no seed.
+        """
         filled = np.flatnonzero(self.rows != self.geometry.empty_row)
         groups = self.geometry.groups_of(self.keys[filled])
         # A window has keys of other groups, too: they stay where they are.
-        ours = among(groups, np.sort(self.groups[number]))
-        places, owners = filled[ours], np.searchsorted(self.groups, groups[ours])
-        keys = np.concatenate([self.keys[places], new])
-        held = np.concatenate([self.rows[places], rows.astype(np.int32)])
-        numbers = np.concatenate([owners, number])
-        self.rows[places] = self.geometry.empty_row
+        ours = among(groups, self.groups)
+        places = filled[ours]
+        owners = np.concatenate([groups[ours], self.geometry.groups_of(new.keys)])
+        numbers = np.searchsorted(self.groups, owners)
         order = np.argsort(numbers, kind="stable")
-        keys, held, numbers = keys[order], held[order], numbers[order]
-        which, counts = np.unique(numbers, return_counts=True)
+        keys = np.concatenate([self.keys[places], new.keys])[order]
+        rows = np.concatenate([self.rows[places], new.rows])[order]
+        self.rows[places] = self.geometry.empty_row
         occupied = np.asarray(self.rows != self.geometry.empty_row)
-        seeds, slots = spread(keys, counts, self.starts[which], occupied)
-        self.rows[slots], self.keys[slots] = held, keys
-        return Elements(self.groups[which], seeds)
+        counts = np.bincount(numbers, minlength=len(self.groups))
+        seeds, slots = spread(keys, counts, self.starts, occupied)
+        self.rows[slots], self.keys[slots] = rows, keys
+        return Elements(self.groups, seeds)
+
+
+def _put(values: Array, ids: Array, wanted: Array, given: Array | np.generic) -> None:
+    """Set those of `values`, whose ids are in ascending order, that have the wanted ids, if any have."""
+    if len(ids):
+        places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+        inside = ids[places] == wanted
+        values[places[inside]] = given if isinstance(given, np.generic) else given[inside]
