@@ -59,9 +59,9 @@ class Weather:
 
 
 @contextmanager
-def faulty(address: str) -> Iterator[tuple[str, Weather]]:
+def faulty(address: str, weather: Weather | None = None) -> Iterator[tuple[str, Weather]]:
     """The address of a proxy before a store, and its weather, which is good at first."""
-    weather = Weather()
+    weather = weather or Weather()
 
     class Elsewhere(BaseHTTPRequestHandler):
         def take(self) -> None:

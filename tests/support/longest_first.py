@@ -18,6 +18,7 @@ LONGEST = (
     "guides/test_trainers.py",
     "guides/test_export.py",
     "guides/test_training.py",
+    "test_engines.py",
     "guides/test_scripts.py",
     "integration/test_delta_crash_points.py",
     "integration/test_increments_cluster.py",

@@ -1,0 +1,256 @@
+"""One contract for every engine: equal results, whatever dies, is done twice, is interrupted or goes wrong.
+
+Each runs real: Ray's and Dask's clusters of one machine, Beam's worker processes, each in an environment of
+its extra. `make engines` has what takes longer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from exporter.bundle.move import Move, Segment
+from exporter.catalog import SliceSpec
+from exporter.checkpoint.tensor_bundle import read_catalog
+from exporter.delta.compare_task import Compare, Side
+from exporter.delta.format import ChangeKind, ServedVariable
+from exporter.delta.row_reader import RowReader, SliceOrder
+from exporter.errors import EngineFailed, UsageError
+from exporter.jobs.engines import process
+from exporter.jobs.engines.choose import choose_engine
+from exporter.jobs.execute import OPERATIONS, decode, encode
+from exporter.jobs.task import Input
+from exporter.verify.checksum import Checksum
+from exporter.version import __version__
+from exporter.wire.dtypes import DType
+from tests.support import engine_job
+from tests.support.engine_runs import ENGINES, TABLES, EngineRuns, python_of, wait_until
+from tests.support.faulty_store import Fault, Weather, faulty
+from tests.support.object_stores import Bucket
+
+REPLACES_WORKERS = {"ray", "dask"}
+"""Engines that go on when a worker dies. Of the others the command ends, and the same command resumes."""
+
+
+@pytest.fixture(params=ENGINES)
+def runs(
+    request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> EngineRuns:
+    return EngineRuns(request.param, python_of(request.param, tmp_path_factory), tmp_path)
+
+
+def test_what_the_extras_install_fits_together() -> None:
+    subprocess.run([sys.executable, "-m", "pip", "check"], check=True)
+
+
+def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="--engine ray needs ray, which is not installed") as caught:
+        choose_engine("ray")
+    assert "pip install 'export-model[ray]'" in caught.value.hint
+
+
+def test_the_local_engine_has_no_cluster() -> None:
+    for wrong in ({"address": "tcp://127.0.0.1:1"}, {"options": {"num_cpus": "2"}}):
+        with pytest.raises(UsageError, match="neither an address nor options"):
+            choose_engine("local", **wrong)
+
+
+def test_a_cluster_that_is_not_there() -> None:
+    with pytest.raises(EngineFailed, match="ray gave up") as caught:
+        decode(next(choose_engine("ray", 1, "127.0.0.1:1").run([b""]))).settle()
+    assert "Connection refused" in caught.value.cause
+
+
+def expected(runs: EngineRuns) -> str:
+    """What this process makes of the checkpoint."""
+    return engine_job.main(runs.asked(engine="local", kept=""))["digest"]
+
+
+def test_workers_that_are_killed(runs: EngineRuns) -> None:
+    for task, step in ((3, "before"), (6, "between"), (9, "after")):
+        runs.at(step, task, "kill")
+    ran = [runs.run()]
+    while "digest" not in ran[-1]:
+        assert len(ran) < 4
+        ran.append(runs.run())
+    assert list(runs.faults.iterdir()) == [], "all were killed"
+    assert ran[-1]["digest"] == expected(runs)
+    assert ran[-1]["heavy"] == [], "a command imports neither TensorFlow nor the engine"
+    if runs.engine in REPLACES_WORKERS:
+        assert len(ran) == 1
+    else:
+        assert ran[-1]["works"] < TABLES
+        assert all(done.get("error", "EngineFailed") == "EngineFailed" for done in ran[:-1])
+    runs.await_no_process()
+
+
+def test_an_interrupted_job_goes_on_on_another_engine(runs: EngineRuns) -> None:
+    held = [runs.at("before", task, "wait") for task in range(10, TABLES)]
+    process = runs.start()
+    wait_until(lambda: len(runs.receipts()) == 10, f"ten tasks are done: {runs.receipts()}")
+    process.send_signal(signal.SIGINT)
+    if runs.engine == "local":  # threads end what they have begun
+        time.sleep(0.5)
+        release(held)
+    process.communicate(timeout=120)
+    assert process.returncode in (-signal.SIGINT, 1)
+    runs.await_no_process()
+    release(held)
+    done = len(runs.receipts())
+    assert 10 <= done < TABLES
+    time.sleep(0.5)
+    assert len(runs.receipts()) == done, "nobody writes any more"
+    last = runs.run(engine="local")
+    assert last["works"] == TABLES - done
+    assert last["digest"] == expected(runs)
+
+
+def release(held: list[Path]) -> None:
+    for path in held:
+        path.unlink(missing_ok=True)
+
+
+def test_every_operation_and_whatever_goes_wrong(
+    runs: EngineRuns, bucket: Bucket, full_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One session of the engine does all of it: an error with a name is an outcome like another."""
+    with faulty(bucket.environment["AWS_ENDPOINT_URL"], WeatherOfKeys()) as (address, weather):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        works = [*on_files(runs, full_disk), *in_a_store(runs, bucket)]
+        file = runs.directory / "works"
+        file.write_bytes(b"\n".join(work for _, work in works))
+        outcomes = [decode(json.dumps(each).encode()) for each in runs.run(works=str(file))["outcomes"]]
+    assert {json.loads(work)["operation"] for _, work in works} == set(OPERATIONS)
+    ended = Counter(each.failure.error if each.failure else "ok" for each in outcomes)
+    assert ended == Counter(name for name, _ in works)
+    for key, count in weather.seen.items():
+        assert "/403/" not in key[1] or count == 1, "nobody asks that again"
+    done = [each.receipt for each in outcomes if each.receipt]
+    assert len({receipt.read for receipt in done}) == 2, "the same whatever happened on the way"
+    assert runs.outputs() == {"table", "table.json", "compared", "compared.json"}
+    written = [key for key in bucket.keys("") if key.endswith("/out/table")]
+    assert sorted(written) == sorted(f"{fault}/out/table" for fault in SURVIVED)
+
+
+SURVIVED = {
+    "good": (None, 0),
+    "500-twice": (Fault.STATUS_500, 2),
+    "429-twice": (Fault.STATUS_429, 2),
+    "closed": (Fault.CLOSED, 1),
+    "half": (Fault.HALF, 1),
+    "slow": (Fault.SLOW, 1),
+}
+"""What a store may do to a task that ends well, and how often; keys begin with it."""
+
+FATAL = {"403": (Fault.STATUS_403, 1 << 30), "500": (Fault.STATUS_500, 1 << 30)}
+
+
+class WeatherOfKeys(Weather):
+    """Each object has its own."""
+
+    def fault_of(self, method: str, path: str) -> Fault | None:
+        self.seen[method, path] += 1
+        for name, (fault, times) in (SURVIVED | FATAL).items():
+            if f"/{name}/" in path and self.seen[method, path] <= times:
+                return None if fault is Fault.HALF and "/receipts/" in path else fault
+        return None
+
+
+def on_files(runs: EngineRuns, full: Path) -> Iterator[tuple[str, bytes]]:
+    """What works end with, and the works; what is done twice is asked for twice."""
+    source = Input.of(runs.shard)
+    for _ in range(2):
+        yield "ok", reading(runs, source)
+        yield "ok", writing(runs, source, str(runs.kept))
+        yield "ok", comparing(runs, source, str(runs.kept))
+    yield "CheckpointChanged", reading(runs, Input(source.place, source.size, "1"))
+    yield "DiskFull", writing(runs, source, str(full))
+    yield "UsageError", reading(runs, source).replace(__version__.encode(), b"0.0.1")
+
+
+def in_a_store(runs: EngineRuns, bucket: Bucket) -> Iterator[tuple[str, bytes]]:
+    """The same of objects, which the store gives and takes as their keys say."""
+    for fault in (*SURVIVED, *FATAL):
+        bucket.put(f"{fault}/shard", runs.shard.read_bytes())
+        tag = bucket.client.head_object(Bucket=bucket.name, Key=f"{fault}/shard")["ETag"]
+        source = Input(bucket.url(f"{fault}/shard"), runs.shard.stat().st_size, tag)
+        yield "ok" if fault in SURVIVED else "CheckpointError", reading(runs, source)
+        if fault != "500":
+            good = Input.of(runs.shard)
+            work = writing(runs, good, bucket.url(f"{fault}/out"))  # which looks for a receipt first
+            yield "ok" if fault in SURVIVED else "CheckpointError", work
+    replaced = structs.replace(source, place=bucket.url("good/shard"), tag='"1"')
+    yield "CheckpointChanged", reading(runs, replaced)
+
+
+def reading(runs: EngineRuns, source: Input) -> bytes:
+    ranges = (runs.table_range(),)
+    return encode(Checksum(name="table", inputs=(source,), ranges=ranges), "", keep=False)
+
+
+def writing(runs: EngineRuns, source: Input, directory: str) -> bytes:
+    wanted = runs.table_range()
+    segment = Segment("t", DType.FLOAT, DType.FLOAT, wanted.size // 4, (wanted,), False, (1,), False)
+    return encode(Move(name="table", inputs=(source,), segments=(segment,)), directory, keep=True)
+
+
+def comparing(runs: EngineRuns, source: Input, directory: str) -> bytes:
+    """The rows in which two tables of the shard differ: all."""
+    catalog = read_catalog(runs.prefix)
+    old, new = (catalog.tensors[name] for name in ("t00", "t01"))
+    box = SliceSpec.whole(old.shape)
+    sides = [
+        Side.of(RowReader("t", catalog, each, box, each.dtype, SliceOrder()), number)
+        for number, each in enumerate((old, new))
+    ]
+    rows = old.shape[0]
+    task = Compare(
+        name="compared",
+        inputs=(source, source),
+        variable=ServedVariable("t", old.dtype, old.shape, ChangeKind.TABLE),
+        old=sides[0],
+        new=sides[1],
+        start=0,
+        stop=rows,
+        seed=7,
+    )
+    return encode(task, directory, keep=True)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own without space for a table."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    (disk / "filler").write_bytes(bytes(4096))
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_node_of_dask_is_killed(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A scheduler and two workers over TCP; one worker's whole machine, as it were, is gone in mid-task."""
+    runs = EngineRuns("dask", python_of("dask", tmp_path_factory), tmp_path)
+    held = [runs.at("before", task, "wait") for task in range(4, TABLES)]
+    with runs.dask_cluster(workers=2) as (address, nodes):
+        process = runs.start(address=address)
+        wait_until(lambda: len(runs.receipts()) == 4, "four tasks are done")
+        nodes[0].kill()
+        nodes[0].wait()
+        release(held)
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert json.loads(out)["digest"] == expected(runs)
