@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,7 +43,8 @@ Its own port answers /metrics (Prometheus), /healthz, /readyz, /livez,
 Examples:
   serve-model agent --model-base-path models/ranker --target 127.0.0.1:8500
   serve-model agent --model-base-path prod=/models/ranker --target dns:///model-servers:8500 --json
-  serve-model agent --model-base-path models/ranker --target dns:///model-servers --canary golden.json"""
+  serve-model agent --model-base-path models/ranker --target dns:///model-servers --canary golden.json
+  serve-model agent --model-base-path models/ranker --target 127.0.0.1:8500 --pull s3://models/ranker"""
 
 
 def register(app: App) -> None:
@@ -168,8 +170,16 @@ def agent(
             "[default: told, and left to /livez]",
         ),
     ] = None,
+    pull: Annotated[
+        tuple[str, ...],
+        Option(
+            metavar="[NAME=]URL",
+            help="Fetch what is published there (s3://, gs://, az://) into the model base path. "
+            "Repeat it for several models.",
+        ),
+    ] = (),
     poll_seconds: Annotated[
-        float, Option(metavar="SECONDS", min=0.01, help="List directories at least this often.")
+        float, Option(metavar="SECONDS", min=0.01, help="List directories and stores at least this often.")
     ] = 1.0,
     refresh_seconds: Annotated[
         float, Option(metavar="SECONDS", min=0.05, help="Ask each replica at least this often.")
@@ -213,6 +223,12 @@ def agent(
         sink.json_lines = True
         models = [Model(name, path) for name, path in _models(model_base_path).items()]
         names = [model.name for model in models]
+        journal = Journal()
+        pulls: AbstractContextManager[None] = nullcontext()
+        if pull:
+            from serving.agent.puller import parse_pulls, pulling
+
+            pulls = pulling(parse_pulls(pull, models), models, journal, poll_seconds)
         if rebuild_config is not None and audit_seconds is None:
             raise UsageError(
                 "--rebuild-config without --audit-seconds",
@@ -237,7 +253,6 @@ def agent(
             pace=pace,
             rebuild=None if rebuild_config is None else read_rebuild_config(rebuild_config, names),
         )
-        journal = Journal()
         journal.read_by(_Teller(sink))
         rules = canary_rules(
             canary,
@@ -261,6 +276,7 @@ def agent(
                 http.serving(site, host, port, tls) as bound,
                 canaries.running(fleet.publications, fleet.members),
                 fleet.running(grace_s=deadline),
+                pulls,
             ):
                 threading.Thread(target=recorder.follow, args=(stop,), daemon=True).start()
                 shown = f"[{host}]" if ":" in host else host

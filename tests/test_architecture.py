@@ -45,6 +45,9 @@ SERVING_SHARES = {
     "exporter.delta.chunk_digest",
     "exporter.delta.spans",
     "exporter.golden",
+    # The agent fetches what its servers read.
+    "exporter.transfer.pull",
+    "exporter.transfer.push",
 }
 # Commands of the exporter that ask servers. No other module may, and none when a file is imported.
 ASKS_SERVERS = {"exporter.cli.doctor_command", "exporter.cli.notify"}

@@ -223,7 +223,9 @@ class _Pull:
         """Set what the store says, and lift what it says no more."""
         self._set_holds()
         for name in local_holds(self._model).keys() - self._stored.holds.keys():
-            Hold((self._model / name).parent).lift()
+            hold = Hold((self._model / name).parent)
+            if not hold.is_canary:  # how far an agent's canary has approved the copy here
+                hold.lift()
 
     def _prune(self) -> tuple[str, ...]:
         """Remove what the store has no more; not soon after the newest: readers may have listed it."""

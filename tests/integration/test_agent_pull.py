@@ -1,0 +1,75 @@
+"""`serve-model agent --pull`: servers follow what is published in an object store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from exporter.publish.delta_log import read_log
+from exporter.transfer.pull import pull
+from tests.support.agents import Published, Server, agent, wait
+from tests.support.commands import export_model, run_app
+from tests.support.object_stores import Bucket
+
+
+def test_servers_follow_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
+    published, url = Published(tmp_path / "exporter"), bucket.url("models/ranker")
+    assert export_model("push", published.model, url).code == 0
+    copy = tmp_path / "copy" / "ranker"
+    pull(url, copy)
+    version = int(read_log(copy).base.path.name)
+    server = Server(copy).start()
+    with agent(copy, server.address, more=("--pull", url, "--poll-seconds", "0.2")) as running:
+        for _ in range(3):
+            newest = published.publish()
+            assert export_model("push", published.model, url).code == 0
+            wait(lambda: server.position(version) == newest)  # noqa: B023
+        before = read_log(copy).deltas[-2].end
+        assert export_model("rollback", url, "--to", before).code == 0
+        wait(lambda: server.position(version) == newest + 1)
+        assert read_log(copy).hold() == newest + 1
+        bucket.put("models/ranker/head.json", b"no head")
+        told = wait(lambda: running.of("failed"))
+        assert "head.json" in told[0]["message"]
+    server.kill()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--pull", "models/ranker"), "expected s3://"),
+        (("--pull", "other=s3://models/ranker"), "names no model"),
+        (("--pull", "s3://models/a", "--pull", "ranker=s3://models/a"), "twice"),
+    ],
+)
+def test_what_cannot_be_fetched_is_a_usage_error(
+    options: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    from serving import cli
+
+    arguments = ("agent", "--model-base-path", tmp_path / "ranker", "--target", "127.0.0.1:1", "--json")
+    ran = run_app(cli.app, *arguments, *options)
+    assert ran.code == 2, ran.err
+    assert message in ran.error["message"]
+
+
+def test_a_canarys_hold_on_the_copy_stays(bucket: Bucket, tmp_path: Path) -> None:
+    """How far a canary has approved is a matter of the servers, not of the store."""
+    from exporter.publish.staging import Staging
+
+    published, url = Published(tmp_path / "exporter"), bucket.url("models/ranker")
+    published.publish()
+    assert export_model("push", published.model, url).code == 0
+    copy = tmp_path / "copy"
+    pull(url, copy)
+    log = read_log(copy)
+    with Staging(copy) as staging:
+        log.held.put(log.at.position, staging, canary=True)
+    published.publish()
+    assert export_model("push", published.model, url).code == 0
+    pull(url, copy)
+    assert read_log(copy).approved == log.at.position
+    assert export_model("rollback", url, "--to", log.at.position).code == 0
+    pull(url, copy)
+    assert (read_log(copy).approved, read_log(copy).hold()) == (None, read_log(copy).at.position)
