@@ -20,15 +20,20 @@ _URL_AS_PATH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(.*)", re.DOTALL)
 _GET = {
     "gs": "gcloud storage cp -r {url} LOCAL",
     "s3": "aws s3 cp --recursive {url} LOCAL",
-    "s3a": "aws s3 cp --recursive s3://{rest} LOCAL",
     "hdfs": "hdfs dfs -get {url} LOCAL",
+    "viewfs": "hdfs dfs -get {url} LOCAL",
+    "http": "curl -L -o LOCAL {url}",
+    "https": "curl -L -o LOCAL {url}",
 }
 _PUT = {
     "gs": "gcloud storage cp -r LOCAL/VERSION {url}/",
     "s3": "aws s3 cp --recursive LOCAL/VERSION {url}/VERSION",
-    "s3a": "aws s3 cp --recursive LOCAL/VERSION s3://{rest}/VERSION",
     "hdfs": "hdfs dfs -put LOCAL/VERSION {url}/",
+    "viewfs": "hdfs dfs -put LOCAL/VERSION {url}/",
 }
+_SAME = {"s3a": "s3://{rest}", "s3n": "s3://{rest}", "gcs": "gs://{rest}"}
+_AZURE = re.compile(r"([^@/]+)@([^./]+)[^/]*/?(.*)", re.DOTALL)
+"""What follows `abfss://` and `wasbs://`: container, account, path."""
 
 
 def local_path(what: str, place: str | os.PathLike[str]) -> Path:
@@ -44,21 +49,42 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
     scheme, rest = found[1].lower(), found[2]
     if scheme == "file":
         return _of_file_url(what, text, rest, is_whole=isinstance(place, str))
-    url = f"{scheme}://{rest}".rstrip("/")
-    writes = what == "--out"
-    command = (_PUT if writes else _GET).get(scheme, "").format(url=url, rest=rest.rstrip("/"))
-    if writes and Url.parse(text) is not None:
+    url = without_secrets(f"{scheme}://{rest}").rstrip("/")
+    if what == "--out" and Url.parse(text) is not None:
         raise UsageError(
             f"{what} {url}: only local paths are read and written here",
             cause="the command line takes URLs of object stores; in Python such a model is opened first",
             hint="with exporter.opened(URL) as model: model.carry(lambda: export(... out=model.path ...))",
         )
-    steps = "publish to a local directory, then copy the new version" if writes else "copy it here first"
     raise UsageError(
         f"{what} {url}: only local paths are read and written",
         cause=f"{scheme}:// names a store elsewhere",
-        hint=f"{steps}: {command}" if command else f"{steps} with the store's own tool",
+        hint=_copy(scheme, url, writes=what == "--out"),
     )
+
+
+def without_secrets(url: str) -> str:
+    """A URL to be shown: without what may stand in it to identify who asks."""
+    return re.sub(r"\?.*", "?...", re.sub(r"//[^/@]*:[^/@]*@", "//...@", url), flags=re.DOTALL)
+
+
+def in_store(text: str) -> str | None:
+    """Our URL of an object store that a URL of another spelling names; None for any other."""
+    found = _URL.match(text)
+    if found is None:
+        return None
+    scheme, rest = found[1].lower(), found[2]
+    if scheme in _SAME:
+        return _SAME[scheme].format(rest=rest)
+    if re.fullmatch("abfss?|wasbs?", scheme) and (parts := _AZURE.fullmatch(rest)):
+        return f"az://{parts[1]}/{parts[3]}"
+    return None
+
+
+def _copy(scheme: str, url: str, *, writes: bool) -> str:
+    command = (_PUT if writes else _GET).get(scheme, "").format(url=url)
+    steps = "publish to a local directory, then copy the new version" if writes else "copy it here first"
+    return f"{steps}: {command}" if command else f"{steps} with the store's own tool"
 
 
 def checkpoint_path(what: str, place: str | os.PathLike[str]) -> Path:
@@ -67,7 +93,16 @@ def checkpoint_path(what: str, place: str | os.PathLike[str]) -> Path:
     Raises:
         UsageError: as `local_path`.
     """
-    return local_path(what, place) if Url.parse(os.fspath(place)) is None else Path(place)
+    text = os.fspath(place)
+    if Url.parse(text) is not None:
+        return Path(place)
+    if (known := in_store(text)) is not None:
+        raise UsageError(
+            f"{what} {without_secrets(text)}: only local paths, s3://, gs:// and az:// are read and written",
+            hint=f"write {without_secrets(known)}"
+            + (", and set AZURE_STORAGE_ACCOUNT_NAME" if known.startswith("az") else ""),
+        )
+    return local_path(what, place)
 
 
 def local_name(what: str, name: str) -> str:

@@ -98,7 +98,53 @@ def test_other_commands_refuse_stores(
     (tmp_path / "train").symlink_to(ranker)
     ran = export_model(*arguments, "--json")
     assert (ran.code, ran.error["error"]) == (2, "UsageError"), ran.err
-    assert "only local paths are read and written" in ran.error["message"]
+    assert "only local paths" in ran.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("url", "known"),
+    [
+        ("s3a://bucket/m", "s3://bucket/m"),
+        ("gcs://bucket/m", "gs://bucket/m"),
+        ("abfss://box@account.dfs.core.windows.net/a/m", "az://box/a/m"),
+        ("wasbs://box@account.blob.core.windows.net/m", "az://box/m"),
+    ],
+)
+def test_other_names_of_our_stores(url: str, known: str, tmp_path: Path) -> None:
+    for arguments in (
+        ("inspect", url),
+        ("--ckpt-dir", url, "--out", tmp_path / "m"),
+        ("--ckpt-dir", tmp_path, "--out", url),
+        ("push", tmp_path, url),
+        ("pull", url, tmp_path / "m"),
+    ):
+        ran = export_model(*arguments, "--json")
+        assert (ran.code, f"write {known}" in ran.error["hint"]) == (2, True), ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:S3cr3t@bucket/m",
+        "hdfs://who:S3cr3t@name/m",
+        "https://account.blob.core.windows.net/box/m?sv=1&sig=S3cr3t",
+        "s3a://key:S3cr3t@bucket/m",
+        "az://box/m?sig=S3cr3t",
+    ],
+)
+def test_no_secret_of_a_url_is_shown(url: str, tmp_path: Path) -> None:
+    for arguments in (
+        ("inspect", url),
+        ("--ckpt-dir", url, "--out", tmp_path / "m"),
+        ("--ckpt-dir", tmp_path, "--out", url),
+        ("push", tmp_path, url),
+        ("pull", url, tmp_path / "m"),
+    ):
+        ran = export_model(*arguments)
+        assert ran.code == 2, ran.err
+        assert "S3cr3t" not in ran.out + ran.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_serve_model_refuses_stores() -> None:

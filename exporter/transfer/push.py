@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from exporter.errors import ForeignLineage, NotUpdatable, PositionMoved, UsageError
 from exporter.layout import MANIFEST_FILE
+from exporter.local_paths import in_store, without_secrets
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.versions import require_base_path
 from exporter.storage.objects import ObjectWriter, Url
@@ -122,7 +123,13 @@ def parse(url: str) -> Url:
     """
     found = Url.parse(url)
     if found is None or not found.path:
-        raise UsageError(f"{url}: expected s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL")
+        known = in_store(url)
+        raise UsageError(
+            f"{without_secrets(url)}: expected s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL",
+            hint="credentials come from the environment, and other stores are mounted or copied to"
+            if known is None
+            else f"write {without_secrets(known)}",
+        )
     return found
 
 
