@@ -174,6 +174,20 @@ def test_a_removed_key_begins_anew(tmp_path: Path) -> None:
         assert after.keys() == {int(key) for key in [*SEEN[1:10], SEEN[11]]}
 
 
+def test_rows_that_a_dying_worker_lost_are_found_again(tmp_path: Path) -> None:
+    with KeyedTraining(tmp_path, capacity=10).session() as session:
+        session.train(SEEN[:10])
+        removed = session.table.index.index.remove  # and no more: the rows are not given back
+        with session.session.graph.as_default():
+            session.session.graph._unsafe_unfinalize()
+            op = removed(tf.constant(SEEN[:4]))
+        session.session.run(op)
+        session.train(SEEN[10:14])
+        assert session.rows().keys() == set(SEEN[4:14].tolist())
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"emb.* is full"):
+            session.train(SEEN[14:15])
+
+
 def v1_globals(session: KeyedSession) -> list[Any]:
     with session.session.graph.as_default():
         return list(tf.compat.v1.global_variables())

@@ -28,6 +28,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from glob import escape
 from typing import Any
+from urllib.parse import quote, unquote
 
 import numpy as np
 from msgspec import Struct
@@ -53,6 +54,7 @@ _SUFFIXES = (
 )
 
 _BLOCK = 1 << 20
+OBJECT_ATTRIBUTES = "/.ATTRIBUTES/"
 _MOST_ROWS = (1 << 31) - 1  # offsets, and row numbers in a served index, are int32
 _PART = re.compile(r"(.+)/part_([0-9]{1,6})((?:/.+)?)", re.ASCII)
 _KEY_DTYPES = (DType.INT64, DType.INT32)
@@ -163,8 +165,16 @@ def part_of(stem: str) -> tuple[str, int | None]:
 
     A slot of a part, `emb/part_1/Adagrad`, is part 1 of `emb/Adagrad`.
     """
+    _, attributes, name = stem.rpartition(OBJECT_ATTRIBUTES)
+    if attributes:
+        return unquote(name), None
     match = _PART.fullmatch(stem)
     return (stem, None) if match is None else (match[1] + match[3], int(match[2]))
+
+
+def name_in_object(name: str) -> str:
+    """The name of a table within the keys of an object-based checkpoint, where slashes and dots mean more."""
+    return quote(name, safe="").replace(".", "%2E")
 
 
 def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:

@@ -15,7 +15,8 @@ longest free first: a step that has looked a key up still writes to the key's ro
 New keys are given rows by one caller at a time (`tf.CriticalSection`, that is `MutexLock`); a worker that
 finds all of its keys takes no lock. That kernel has a fault: a waiter that is cancelled, as its worker died,
 opens the lock that another one holds. Then two callers may be given the same row, or one key two. The
-first costs one gradient and heals as said above; of the second, one row stays unused until the next restore.
+first costs one gradient and heals as said above; of the second, one row stays unused, and so do rows that a
+worker was taking from keys when it died. They are found when there is no other row left.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class KeyIndex:
     """Which row each key has, of `capacity`; in graphs and eagerly.
 
     `at_home` is the context in which operations are placed where the index lies. `reset` is called with
-    rows that had another key before, and gives the operation by which they begin anew.
+    rows that had another key before, and gives the operation by which they begin anew. With `shared` all
+    sessions of a server use the same index; eagerly each has its own.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class KeyIndex:
         variable: MakeVariable,
         at_home: Callable[[], AbstractContextManager[Any]],
         reset: Callable[[Tensor], Any],
+        *,
+        shared: bool = True,
     ) -> None:
         import tensorflow as tf
 
         if capacity < 1:
             raise UsageError(f"dynamic table {name!r} has a capacity of {capacity}", hint="give it some")
-        self.name, self.capacity = name, capacity
+        self.name, self.capacity, self._shared = name, capacity, shared
         self._at_home, self._reset = at_home, reset
         self.row_keys = variable("row_keys", lambda: tf.zeros([capacity], tf.int64))
         self.free = variable("free_rows", lambda: tf.zeros([capacity], tf.int64))
@@ -66,7 +70,7 @@ class KeyIndex:
         self.changed = variable("changed", lambda: tf.zeros([capacity], tf.uint8))
         self.is_recorded = variable("is_recorded", lambda: tf.constant(False))
         self.index, self.removed = self._hash_table("index"), self._hash_table("removed")
-        self._lock = tf.CriticalSection(shared_name=f"{name}/lock")
+        self._lock = tf.CriticalSection(shared_name=f"{name}/lock" if shared else None)
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -82,7 +86,7 @@ class KeyIndex:
         import tensorflow as tf
 
         with self._at_home():
-            rows = self.index.lookup(keys)
+            rows = self._lookup(keys)
             named = tf.gather(self.row_keys, tf.maximum(rows, 0))
             return tf.where((rows >= 0) & tf.equal(named, keys), rows, tf.constant(ABSENT, tf.int64))
 
@@ -128,7 +132,7 @@ class KeyIndex:
 
         with self._at_home():
             keys = self.row_keys.read_value()[: self.cursors.read_value()[0]]
-            is_used = tf.equal(self.index.lookup(keys), tf.range(tf.size(keys, tf.int64)))
+            is_used = tf.equal(self._lookup(keys), tf.range(tf.size(keys, tf.int64)))
             return tf.where(is_used)[:, 0], tf.boolean_mask(keys, is_used)
 
     def is_in_use(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +141,7 @@ class KeyIndex:
 
         with self._at_home():
             keys = tf.gather(self.row_keys, rows)
-            return tf.equal(self.index.lookup(keys), rows), keys
+            return tf.equal(self._lookup(keys), rows), keys
 
     def restore(self, keys: Tensor, rows: Tensor) -> Any:
         """The operation that gives these keys these rows, and no others any."""
@@ -148,38 +152,43 @@ class KeyIndex:
             tf.constant(self.capacity, tf.int64),
             message=f"{self.name!r} has too little capacity",
         )
-        with self._at_home(), _after(fits):
-            places = rows[:, tf.newaxis]
+
+        def replace() -> Tensor:
             imported = tf.raw_ops.LookupTableImportV2(
                 table_handle=self.index.resource_handle, keys=keys, values=rows
             )
-            named = self.row_keys.assign(tf.scatter_nd(places, keys, [self.capacity]))
+            named = self.row_keys.assign(tf.scatter_nd(rows[:, tf.newaxis], keys, [self.capacity]))
             forgotten = self.removed.remove(self.removed.export()[0])
-            return tf.group([imported, named, forgotten, *self._restore_free(rows)])
+            with _after(imported, named, forgotten, *self._restore_free(rows)):
+                return tf.constant(0)
+
+        with self._at_home(), _after(fits):
+            return self.locked(replace)
 
     def lay_over(self, keys: Tensor, rows: Tensor, removed: Tensor) -> Any:
-        """The operation that takes away keys and gives others, or the same, rows of their own.
-
-        `settle` has to follow.
-        """
+        """The operation that takes away keys and gives others, or the same, rows of their own."""
         import tensorflow as tf
 
-        with self._at_home():
-            first = self.index.remove(removed)
-            with _after(first):
-                named = self.row_keys.scatter_update(tf.IndexedSlices(keys, rows))
-                inserted = self.index.insert(keys, rows)
-            given, begin, end = tf.unstack(self.cursors.read_value())
+        def change() -> Tensor:
+            left = self.find(removed)
+            given, first, last = tf.unstack(self.cursors.read_value())
+            free = tf.gather(self.free, (first + tf.range(last - first)) % self.capacity)
             most = tf.reduce_max(tf.concat([given[tf.newaxis], rows + 1], 0))
-            return tf.group([named, inserted, self.cursors.assign(tf.stack([most, begin, end]))])
+            is_free = tf.cast(tf.range(most) >= given, tf.int64)
+            for changed, value in ((free, 1), (tf.boolean_mask(left, left >= 0), 1), (rows, 0)):
+                values = tf.fill([tf.size(changed)], tf.constant(value, tf.int64))
+                is_free = tf.tensor_scatter_nd_update(is_free, changed[:, tf.newaxis], values)
+            with _after(is_free):
+                gone = self.index.remove(removed)
+            with _after(gone):
+                named = self.row_keys.scatter_update(tf.IndexedSlices(keys, rows))
+            with _after(named):
+                inserted = self.index.insert(keys, rows)
+            with _after(inserted, *self._set_free(is_free)):
+                return tf.constant(0)
 
-    def settle(self) -> Any:
-        """The operation that finds the free rows out anew."""
-        import tensorflow as tf
-
-        rows, _ = self.in_use()
         with self._at_home():
-            return tf.group(self._restore_free(rows))
+            return self.locked(change)
 
     def take_changed(self) -> Tensor:
         """Rows that were given to keys since they were last taken."""
@@ -203,6 +212,12 @@ class KeyIndex:
             with _after(cleared):
                 return tf.identity(keys)
 
+    def _lookup(self, keys: Tensor) -> Tensor:
+        """Where the index leads to from the keys of a vector."""
+        import tensorflow as tf
+
+        return tf.ensure_shape(self.index.lookup(keys), [None])
+
     def _add(self, keys: Tensor) -> Tensor:
         """Rows for those keys that still have none, and the rows of all; one caller at a time.
 
@@ -210,9 +225,11 @@ class KeyIndex:
         """
         import tensorflow as tf
 
-        new = tf.boolean_mask(keys, self.find(keys) < 0)
+        found = self.find(keys)
+        new = tf.boolean_mask(keys, found < 0)
         count = tf.size(new, tf.int64)
-        given, first, last = tf.unstack(self.cursors.read_value())
+        with _after(self._find_lost_rows(count)):
+            given, first, last = tf.unstack(self.cursors.read_value())
         fresh = tf.minimum(count, self.capacity - given)
         again = count - fresh
         fits = tf.debugging.assert_less_equal(
@@ -228,8 +245,20 @@ class KeyIndex:
             marked = self.changed.scatter_update(tf.IndexedSlices(ones, rows))
         with _after(counted, marked):
             inserted = self.index.insert(new, rows)
-        with _after(inserted):
-            return self.find(keys)
+        with _after(inserted):  # whatever others do meanwhile, every key has a row
+            return tf.tensor_scatter_nd_update(found, tf.where(found < 0), rows)
+
+    def _find_lost_rows(self, count: Tensor) -> Any:
+        """Find out anew which rows are free, if there seem to be fewer than these."""
+        import tensorflow as tf
+
+        given, first, last = tf.unstack(self.cursors.read_value())
+
+        def find() -> Tensor:
+            with _after(*self._restore_free(self.in_use()[0])):
+                return tf.constant(0)
+
+        return tf.cond(count > self.capacity - given + last - first, find, lambda: tf.constant(0))
 
     def _note_removed(self, keys: Tensor, rows: Tensor) -> Any:
         """Remember keys, if anybody asks for them: nobody else would ever forget them."""
@@ -248,8 +277,14 @@ class KeyIndex:
 
         given = tf.reduce_max(tf.concat([[tf.constant(-1, tf.int64)], rows], 0)) + 1
         is_used = tf.scatter_nd(rows[:, tf.newaxis], tf.ones_like(rows), given[tf.newaxis])
-        free = tf.where(tf.equal(is_used, 0))[:, 0]
-        count = tf.size(free, tf.int64)
+        return self._set_free(1 - is_used)
+
+    def _set_free(self, is_free: Tensor) -> list[Any]:
+        """Assignments by which those rows are free that are 1; rows behind were never given."""
+        import tensorflow as tf
+
+        free = tf.where(tf.equal(is_free, 1))[:, 0]
+        count, given = tf.size(free, tf.int64), tf.size(is_free, tf.int64)
         rest = tf.zeros([self.capacity - count], tf.int64)
         cursors = tf.stack([given, tf.zeros_like(given), count])
         return [self.free.assign(tf.concat([free, rest], 0)), self.cursors.assign(cursors)]
@@ -258,7 +293,11 @@ class KeyIndex:
         import tensorflow as tf
 
         return tf.lookup.experimental.MutableHashTable(
-            tf.int64, tf.int64, ABSENT, name=f"{self.name}/{part}", experimental_is_anonymous=False
+            tf.int64,
+            tf.int64,
+            ABSENT,
+            name=f"{self.name}/{part}",
+            experimental_is_anonymous=not self._shared,
         )
 
 

@@ -76,7 +76,8 @@ class TrainableTable(TableLookups):
         import tensorflow as tf
 
         chosen = list(self._slots() if slots is None else slots)
-        firsts = [_first_row(slot) for slot in chosen]
+        with self._at_home():  # before anything is removed: the worker may die
+            firsts = [tf.identity(_first_row(slot)) for slot in chosen]
 
         def begin_anew(rows: Tensor) -> list[Any]:
             return [
@@ -89,10 +90,7 @@ class TrainableTable(TableLookups):
             return self.index.remove(distinct, begin_anew)
 
     def lay_over(self, keys: Tensor, rows: Tensor, values: Tensor, removed: Tensor) -> Any:
-        """The operation that takes keys away and gives others rows and values.
-
-        `index.settle` has to follow.
-        """
+        """The operation that takes keys away and gives others rows and values."""
         import tensorflow as tf
 
         with self._at_home(), self._upkeep():

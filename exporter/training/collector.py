@@ -11,18 +11,17 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog, TensorRef
-from exporter.checkpoint.embedding_variables import KEYS, ROWS, VALUES
+from exporter.checkpoint.embedding_variables import KEYS, ROWS, VALUES, embedding_variables
 from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_array
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.format import ChangeKind, Rows, ServedVariable
 from exporter.increments.changed_tables import ChangedTable
 from exporter.increments.increment import Changed, Contents, StoredIncrement, rows_of
 from exporter.integer_sets import among, distinct
-from exporter.tables.trainable_table import TrainableTable
 from exporter.training.access import CHUNK_BYTES, Access, PartAccess, access
 from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking
 from exporter.training.recording import Recording, RowGroup
-from exporter.training.table_access import TableAccess, table_access
+from exporter.training.table_access import KeyedAccess
 
 Array = np.ndarray[Any, Any]
 Session = Any
@@ -49,7 +48,7 @@ class SessionSource(Struct, frozen=True):
 
     session: Session
     accesses: Mapping[int, PartAccess]
-    tables: Mapping[str, TableAccess] = MappingProxyType({})
+    tables: Mapping[str, KeyedAccess] = MappingProxyType({})
 
     def rows(self, tracked: VariableTracking, ids: Array) -> Iterator[Array]:
         """See `RowSource`."""
@@ -120,12 +119,17 @@ class CheckpointSource(Struct, frozen=True):
         return found, self._table(tracked, KEYS)[np.searchsorted(rows, found)]
 
     def _table(self, entry: VariableTracking, part: str) -> Array:
-        return read_array(self.catalog, self.catalog.tensors[entry.name + part])
+        return read_array(self.catalog, self._part(entry, part))
+
+    def _part(self, entry: VariableTracking, part: str) -> TensorRef:
+        """A tensor of a table; Keras' checkpoints call it after the path to the table's object."""
+        keys = embedding_variables(self.catalog)[entry.name].parts[0].keys.name
+        return self.catalog.tensors[keys.removesuffix(KEYS) + part]
 
     def _stored(self, entry: VariableTracking) -> TensorRef:
         """The tensor; of one that is declared larger than it is (`change_tracking`), its part."""
         if entry.is_keyed:
-            return self.catalog.tensors[entry.name + VALUES]
+            return self._part(entry, VALUES)
         ref = self.catalog.tensors[entry.name]
         if ref.shape == entry.shape:
             return ref
@@ -147,7 +151,7 @@ class Collector:
         groups: tuple[RowGroup, ...],
         accesses: Mapping[int, Access],
         source: Callable[[Session], RowSource],
-        tables: Mapping[str, TableAccess] = MappingProxyType({}),
+        tables: Mapping[str, KeyedAccess] = MappingProxyType({}),
     ) -> None:
         self.tracked = tracked
         self.accesses = accesses
@@ -164,16 +168,18 @@ class Collector:
 
     @classmethod
     def of_graph(
-        cls, tracked: tuple[VariableTracking, ...], recording: Recording, tables: Iterable[TrainableTable]
+        cls,
+        tracked: tuple[VariableTracking, ...],
+        recording: Recording,
+        tables: Mapping[str, KeyedAccess] = MappingProxyType({}),
     ) -> Collector:
         """A collector that reads and writes the current default graph's variables through a session."""
         accesses = {id(part): access(part) for entry in tracked for part in entry.parts}
-        keyed = {table.name: table_access(table) for table in tables}
 
         def source(session: Session) -> SessionSource:
-            return SessionSource(session, accesses, keyed)
+            return SessionSource(session, accesses, tables)
 
-        return cls(tracked, recording.groups, accesses, source, keyed)
+        return cls(tracked, recording.groups, accesses, source, tables)
 
     def forget(self) -> None:
         """Begin to count changes from another state: everything that is compared counts as changed."""
@@ -186,11 +192,9 @@ class Collector:
         if self._groups:
             found = session.run([group.collect for group in self._groups])
             _add_all(self._pending, dict(enumerate(found)))
-        if self.tables:
-            tables = self.tables.values()
-            _add_all(self._given, session.run({table.name: table.given for table in tables}))
-            _add_all(self._removed, session.run({table.name: table.removed for table in tables}))
         for name, table in self.tables.items():
+            _add_all(self._given, {name: table.take_given(session)})
+            _add_all(self._removed, {name: table.take_removed(session)})
             _add_all(self._given, {name: table.rows_of(session, self._removed[name])})
 
     def touch(self, stored: StoredIncrement) -> None:

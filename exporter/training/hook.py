@@ -25,7 +25,7 @@ from exporter.training.event_time import EventClock, EventTime
 from exporter.training.publisher import Publisher
 from exporter.training.recording import Recording, counts_every_step, record
 from exporter.training.store import Store
-from exporter.training.table_access import TableAccess
+from exporter.training.table_access import TableAccess, table_access
 
 Session = Any
 
@@ -107,12 +107,13 @@ class IncrementHook:
         if self._is_chief:
             saved = v1.get_collection(v1.GraphKeys.SAVEABLE_OBJECTS)
             _report(tracked, [each for each in saved if not is_trainable_table(each)])
-            collector = Collector.of_graph(tracked, self._recording, tables)
+            accesses = {table.name: table_access(table) for table in tables}
+            collector = Collector.of_graph(tracked, self._recording, accesses)
             timer = v1.train.SecondOrStepTimer(every_secs=self._secs, every_steps=self._steps)
             publisher = Publisher(
                 Store(self._ckpt_dir), collector, timer, restores=self._restores, clock=self._clock
             )
-            self._chief = _Chief(publisher, global_step, tuple(collector.tables.values()))
+            self._chief = _Chief(publisher, global_step, tuple(accesses.values()))
 
     def after_create_session(self, session: Session, coord: Any) -> None:
         """Chief: initialise the recording, find out where the session stands. Others: wait for that."""

@@ -25,6 +25,7 @@ from exporter.progress import human_bytes
 from exporter.training.callbacks import callback_base
 from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking
 from exporter.training.collector import Collector
+from exporter.training.eager_tables import EagerTableAccess, eager_tables
 from exporter.training.event_time import EventClock, EventTime
 from exporter.training.hook import schedule
 from exporter.training.publisher import Publisher
@@ -145,6 +146,7 @@ class _Values(Struct, frozen=True):
     """A `Source` of eager variables by name."""
 
     variables: Mapping[str, Any]
+    tables: Mapping[str, EagerTableAccess]
 
     def rows(self, tracked: VariableTracking, ids: Array) -> Iterator[Array]:
         """See `Source`."""
@@ -160,7 +162,7 @@ class _Values(Struct, frozen=True):
 
     def keyed(self, tracked: VariableTracking, ids: Array) -> tuple[Array, Array]:
         """See `Source`."""
-        raise NotImplementedError(tracked.name)
+        return self.tables[tracked.name].find(None, ids)
 
     def _value(self, tracked: VariableTracking) -> Array:
         return np.asarray(self.variables[tracked.name].numpy())
@@ -198,24 +200,33 @@ def _check(model: Any) -> None:
 
 
 def _collector(checkpoint: Any, full: Catalog) -> Collector:
-    variables = dict(_by_key(checkpoint, full))
-    tracked = tuple(_tracked(name, variables[name]) for name in sorted(variables))
+    import tensorflow as tf
+
+    objects = tf.train.TrackableView(checkpoint).descendants()
+    tables = {table.name: table for table in eager_tables(objects)}
+    keyed = {name: table.table.rows for name, table in tables.items()}
+    rows = {id(variable) for variable in keyed.values()}
+    variables = {
+        name: variable
+        for name, variable in _by_key(checkpoint, full, objects)
+        if id(getattr(variable, "_value", variable)) not in rows
+    }
+    ordinary = (_tracked(name, variables[name]) for name in sorted(variables))
+    tracked = (*ordinary, *(table.tracked() for table in tables.values()))
     compared = sum(entry.bytes_ for entry in tracked if entry.mode is TrackingMode.COMPARED)
     log.info("increments: comparing by rows keeps %s in memory", human_bytes(compared))
     accesses = {id(entry.parts[0]): _EagerAccess(entry.parts[0]) for entry in tracked}
-    return Collector(tracked, (), accesses, lambda session: _Values(variables))
+    values = _Values(variables | keyed, tables)
+    return Collector(tracked, (), accesses, lambda session: values, tables)
 
 
-def _by_key(checkpoint: Any, full: Catalog) -> Iterator[tuple[str, Any]]:
+def _by_key(checkpoint: Any, full: Catalog, objects: list[Any]) -> Iterator[tuple[str, Any]]:
     """Variables by their keys in a full checkpoint, whose object graph numbers what `descendants` lists.
 
     How often the checkpoint was saved is none of them: it would make an increment, and a step, of every save.
     """
-    import tensorflow as tf
-
     serialized = read_array(full, full.tensors[OBJECT_GRAPH]).item()
     nodes = protos.message_class("TrackableObjectGraph").FromString(serialized).nodes
-    objects = tf.train.TrackableView(checkpoint).descendants()
     for node, trackable in zip(nodes, objects, strict=True):
         for attribute in node.attributes:
             if trackable is checkpoint.save_counter:

@@ -16,7 +16,7 @@ from exporter.tables.trainable_table import trainable_tables
 from exporter.training.access import Access, access
 from exporter.training.change_tracking import VariableTracking, plan_tracking
 from exporter.training.store import Store
-from exporter.training.table_access import TableAccess, check_tables, overlay_tables, table_access
+from exporter.training.table_access import KeyedAccess, check_tables, overlay_tables, table_access
 
 Session = Any
 
@@ -59,7 +59,7 @@ def overlay(
     chain: Sequence[StoredIncrement],
     tracked: Iterable[VariableTracking],
     accesses: Mapping[int, Access],
-    tables: Iterable[TableAccess] = (),
+    tables: Iterable[KeyedAccess] = (),
 ) -> None:
     """Write the increments' values into the session's variables, in order, after all of them were checked.
 

@@ -19,7 +19,7 @@ next tells.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -36,8 +36,31 @@ Session = Any
 Tensor = Any
 
 
+class KeyedAccess(Protocol):
+    """Access to one table by keys, as collecting and restoring need it."""
+
+    @property
+    def name(self) -> str:
+        """What checkpoints call the table."""
+
+    def take_given(self, session: Session) -> Array:
+        """Rows that were given to keys since they were last taken."""
+
+    def take_removed(self, session: Session) -> Array:
+        """Keys that were removed since they were last taken; they may be there again."""
+
+    def rows_of(self, session: Session, keys: Array) -> Array:
+        """The rows of those of the keys that have some."""
+
+    def find(self, session: Session, rows: Array) -> tuple[Array, Array]:
+        """Those of the rows that are in use, and their keys, which are distinct."""
+
+    def write(self, session: Session, change: TableRows) -> None:
+        """Take keys away, then give others their rows."""
+
+
 class TableAccess(Struct, frozen=True):
-    """The operations on one table, on its own device.
+    """The operations on one table of a graph, on its own device; a `KeyedAccess`.
 
     `recorded` makes it note what is removed. `given` and `removed` take what was noted since the last time.
     `used` gives for each of the fed rows if it is in use, and its key.
@@ -56,20 +79,27 @@ class TableAccess(Struct, frozen=True):
     values: Tensor
     gone: Tensor
     laid_over: Any
-    settled: Any
+
+    def take_given(self, session: Session) -> Array:
+        """See `KeyedAccess`."""
+        return np.asarray(session.run(self.given))
+
+    def take_removed(self, session: Session) -> Array:
+        """See `KeyedAccess`."""
+        return np.asarray(session.run(self.removed))
 
     def find(self, session: Session, rows: Array) -> tuple[Array, Array]:
-        """Those of the rows that are in use, and their keys, which are distinct."""
+        """See `KeyedAccess`."""
         is_used, keys = session.run(self.used, {self.rows: rows})
         return rows[is_used], keys[is_used]
 
     def rows_of(self, session: Session, keys: Array) -> Array:
-        """The rows of those of the keys that have some."""
+        """See `KeyedAccess`."""
         rows = session.run(self.found, {self.keys: keys})
         return np.asarray(rows[rows >= 0])
 
     def write(self, session: Session, change: TableRows) -> None:
-        """Take keys away, then give others their rows; call `settle` after the last change."""
+        """See `KeyedAccess`."""
         none = np.empty(0, np.int64)
         row = max(1, change.values[:1].nbytes)
         step = max(1, CHUNK_BYTES // row)
@@ -78,10 +108,6 @@ class TableAccess(Struct, frozen=True):
             fed = {self.rows: change.ids[piece], self.keys: change.keys[piece]}
             fed |= {self.values: change.values[piece], self.gone: none if start else change.removed}
             session.run(self.laid_over, fed)
-
-    def settle(self, session: Session) -> None:
-        """Find out which rows are free."""
-        session.run(self.settled)
 
 
 def table_access(table: TrainableTable) -> TableAccess:
@@ -108,7 +134,6 @@ def table_access(table: TrainableTable) -> TableAccess:
             values=values,
             gone=gone,
             laid_over=table.lay_over(keys, rows, values, gone),
-            settled=table.index.settle(),
         )
 
 
@@ -135,16 +160,12 @@ def check_tables(stored: StoredIncrement, kinds: dict[str, tuple[str, int, int]]
 
 
 def overlay_tables(
-    session: Session, chain: Iterable[StoredIncrement], accesses: Iterable[TableAccess]
+    session: Session, chain: Iterable[StoredIncrement], accesses: Iterable[KeyedAccess]
 ) -> None:
     """Write what increments hold of tables, in order."""
     by_name = {access.name: access for access in accesses}
-    if not by_name:
-        return
     for table, change in _changes(chain):
         by_name[table.name].write(session, change)
-    for access in by_name.values():
-        access.settle(session)
 
 
 def _changes(chain: Iterable[StoredIncrement]) -> Iterator[tuple[ChangedTable, TableRows]]:

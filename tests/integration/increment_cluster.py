@@ -32,6 +32,8 @@ class Job:
     restores: bool = False
     pause_s: float = 0.0
     with_hook: tuple[str, ...] = ("chief", "worker")
+    keys: int = 0
+    """How many keys a table by keys meets; 0: there is none."""
 
     @property
     def checkpoints(self) -> Path:

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.training import monitored_session
 
+from exporter.tables import DynamicTable, TrainableTable
 from exporter.training import IncrementHook
 from tests.integration.increment_cluster import Job
 
@@ -105,6 +106,8 @@ def model(job: Job, seed: int) -> tuple[Any, Any]:
         with v1.variable_scope(optimizer, use_resource=bool(index % 2)):
             loss, variables = tower(seed + index)
             updates.append(OPTIMIZERS[optimizer]().minimize(loss, var_list=variables))
+    if job.keys:
+        updates += keyed_tower(job, seed)
     with tf.control_dependencies(updates):
         train_op = v1.assign_add(step, 1)
     return step, train_op
@@ -126,6 +129,21 @@ def tower(seed: int) -> tuple[Any, list[Any]]:
     rows = tf.concat([first * second, tf.gather(table, ids[2])], axis=1)
     loss = tf.reduce_mean((rows @ dense - 1.0) ** 2)
     return loss, [*shared, table, dense]
+
+
+def keyed_tower(job: Job, seed: int) -> list[Any]:
+    """A table whose keys come and go: all workers meet the same few, and take some of them away."""
+    table = TrainableTable("emb", 3, job.keys)
+    ids = tf.random.uniform([12], 0, job.keys, tf.int64, seed=seed) * 7919 - 10**12
+    loss = tf.reduce_sum((table.lookup(ids) - 1.0) ** 2)
+    trained = OPTIMIZERS["adagrad"]().minimize(loss, var_list=[table.values])
+    return [trained, table.remove(tf.random.shuffle(ids, seed=seed)[:4])]
+
+
+def keyed_serving() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The table by keys."""
+    ids = v1.placeholder(tf.int64, [None], name="ids")
+    return {"ids": ids}, {"rows": DynamicTable("emb", 3, default=-1.0).lookup(ids)}
 
 
 def serving(optimizers: str) -> tuple[dict[str, Any], dict[str, Any]]:

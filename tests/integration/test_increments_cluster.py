@@ -6,9 +6,15 @@ import random
 import time
 from pathlib import Path
 
+import numpy as np
+
 from exporter.increments.history import History, read_history
+from exporter.options import ExportRequest, Updates
+from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from tests.integration.increment_cluster import Cluster, Job, log
+from tests.integration.increment_nodes import keyed_serving
 from tests.support.increments import differing, full, starts
+from tests.support.keyed_training import Served, stored_rows
 
 
 def newest(directory: Path) -> Path:
@@ -107,6 +113,39 @@ def test_a_trainer_that_is_set_back_forks(tmp_path: Path) -> None:
     assert {increment.run for increment in fork}.isdisjoint(
         stored.increment.run for stored in abandoned.increments
     )
+
+
+def test_keys_come_and_go_while_every_node_dies(tmp_path: Path) -> None:
+    """Two workers and the chief meet, and take away, the same keys, for which there is just enough room."""
+    job = Job(
+        tmp_path,
+        steps=1200,
+        optimizers=("sgd",),
+        save_increment_steps=3,
+        save_checkpoint_steps=150,
+        restores=True,
+        pause_s=0.03,
+        keys=60,
+    )
+    request = ExportRequest(job.checkpoints, tmp_path / "model", model=keyed_serving, updates=Updates())
+    with Cluster(job) as cluster:
+        cluster.wait_for("a full checkpoint", lambda: increments(job) > 1)
+        served = Served(export_incremental(request).published.path)
+        for victims in (["worker-0"], ["chief-0"], ["ps-0"], ["chief-0", "ps-1"], ["worker-1", "worker-0"]):
+            seen = increments(job)
+            cluster.wait_for("progress", lambda seen=seen: increments(job) > seen + 3)
+            for name in victims:
+                cluster.kill(name)
+            assert isinstance(export_incremental(request), ExportedDelta)
+            for name in victims:
+                cluster.start(name)
+        cluster.wait()
+    history = assert_exact(job)
+    assert sum(table.removed for stored in history.increments for table in stored.increment.tables) > 20
+    assert isinstance(export_incremental(request), ExportedDelta)
+    served.update()
+    keys = np.arange(job.keys) * 7919 - 10**12
+    assert served.rows(keys) == stored_rows(newest(job.checkpoints))
 
 
 def test_a_worker_without_the_hook_is_noticed(tmp_path: Path) -> None:

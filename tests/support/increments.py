@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, read_array, read_cat
 from exporter.delta.format import Rows
 from exporter.increments.history import History, identify, read_history
 from exporter.increments.increment import CheckpointId, StoredIncrement
+
+KeyedTable = dict[int, tuple[int, bytes]]
 
 
 def values_of(prefix: Path) -> dict[str, np.ndarray]:
@@ -41,10 +44,37 @@ def differing(
     """Variables whose bits differ between `final` and `start` with the increments that lead on from it."""
     chain = read_history(directory).after(start) if chain is None else chain
     values = values_of(directory / start.name)
+    keyed = _take_keyed(values)
     apply_increments(values, chain)
+    apply_keyed(keyed, chain)
     expected = values_of(final)
+    expected_keyed = _take_keyed(expected)
     assert values.keys() == expected.keys()
-    return [name for name, value in expected.items() if values[name].tobytes() != value.tobytes()]
+    assert keyed.keys() == expected_keyed.keys()
+    found = [name for name, value in expected.items() if values[name].tobytes() != value.tobytes()]
+    return found + [name for name, table in expected_keyed.items() if keyed[name] != table]
+
+
+def _take_keyed(values: dict[str, np.ndarray]) -> dict[str, KeyedTable]:
+    """Take tables by keys out of a checkpoint's values: of each key its row's number and bytes."""
+    tables = {}
+    for name in [key.removesuffix("-rows") for key in values if key.endswith("-rows")]:
+        parts = {part: values.pop(f"{name}-{part}") for part in ("keys", "rows", "values", "versions")}
+        keys = parts["keys"].tolist()
+        assert len(set(keys)) == len(keys)
+        rows = zip(parts["rows"].tolist(), (row.tobytes() for row in parts["values"]), strict=True)
+        tables[unquote(name.rpartition("/.ATTRIBUTES/")[2])] = dict(zip(keys, rows, strict=True))
+    return tables
+
+
+def apply_keyed(tables: dict[str, KeyedTable], increments: Iterable[StoredIncrement]) -> None:
+    """Overlay tables by keys in memory with increments, in order."""
+    for stored in increments:
+        for table, change in stored.tables():
+            for key in change.removed.tolist():
+                tables[table.name].pop(key, None)
+            rows = zip(change.ids.tolist(), (row.tobytes() for row in change.values), strict=True)
+            tables[table.name] |= dict(zip(change.keys.tolist(), rows, strict=True))
 
 
 def apply_increments(values: dict[str, np.ndarray], increments: Iterable[StoredIncrement]) -> None:

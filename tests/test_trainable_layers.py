@@ -1,0 +1,229 @@
+"""Tables by keys in models of Keras: trained by `fit`, saved, exported, followed by deltas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from exporter.increments.history import read_history
+from exporter.options import ExportRequest, Updates
+from exporter.pipeline.full import export
+from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
+from exporter.tables import dynamic_embedding, trainable_embedding, trainable_embedding_class
+from exporter.training import IncrementCallback
+from tests.support.forks import run_warm
+from tests.support.increments import differing, starts
+
+DIM, CAPACITY, DEFAULT = 3, 60, -1.0
+SEEN = np.arange(100, dtype=np.int64) * 7919 - 300_000
+
+
+def model(embedding: Any, optimizer: str = "adagrad") -> Any:
+    ids = keras.Input((2,), dtype="int64", name="ids")
+    rows = embedding(ids)
+    made = keras.Model(ids, keras.layers.Dense(1, name="score")(keras.layers.Flatten()(rows)))
+    made.compile(optimizer, "mse")
+    return made
+
+
+def trained(optimizer: str = "adagrad") -> tuple[Any, Any]:
+    """The model that is trained, and its layer."""
+    layer = trainable_embedding("user/emb", DIM, CAPACITY, default=DEFAULT)
+    return model(layer, optimizer), layer
+
+
+def serving() -> Any:
+    """The model that is exported."""
+    return model(dynamic_embedding("user/emb", DIM, default=DEFAULT))
+
+
+def fit(made: Any, keys: Any, steps: int = 1, callbacks: Any = ()) -> None:
+    """Steps with these keys."""
+    ids = np.resize(np.asarray(keys), (steps * 4, 2))
+    made.fit(ids, np.ones((steps * 4, 1)), batch_size=4, verbose=0, shuffle=False, callbacks=list(callbacks))
+
+
+def rows_of(layer: Any) -> dict[int, bytes]:
+    numbers, keys = layer.table.index.in_use()
+    values = tf.gather(layer.rows.value, numbers).numpy()
+    return {int(key): row.tobytes() for key, row in zip(keys.numpy(), values, strict=True)}
+
+
+PAIRS = SEEN.reshape(-1, 2)
+
+
+class Server:
+    """The exported model, loaded by TensorFlow."""
+
+    def __init__(self, version: Path) -> None:
+        self._model = tf.saved_model.load(str(version))
+
+    def update(self) -> None:
+        self._model.signatures["incremental_update"](up_to=tf.constant([-1], tf.int64))
+
+    def scores(self) -> Any:
+        (found,) = self._model.signatures["serving_default"](tf.constant(PAIRS)).values()
+        return found.numpy()
+
+
+def answers(made: Any) -> Any:
+    """What the trainer answers, known and absent keys alike."""
+    return made(tf.constant(PAIRS), training=False).numpy()
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "sgd"])
+def test_fit_gives_rows_and_predict_does_not(optimizer: str) -> None:
+    made, layer = trained(optimizer)
+    fit(made, SEEN[:20], 5)
+    assert rows_of(layer).keys() == set(SEEN[:20].tolist())
+    made.predict(PAIRS, verbose=0)
+    made.evaluate(PAIRS, np.ones((len(PAIRS), 1)), verbose=0)
+    assert len(rows_of(layer)) == 20
+    absent = layer(tf.constant([[5, 6]]), training=False)
+    assert (absent.numpy() == DEFAULT).all()
+    assert layer.remove([*SEEN[:5], 1, SEEN[0]], made.optimizer) == 5
+    fit(made, SEEN[20:64], 30)  # more than were never given: rows of keys that went are given again
+    assert rows_of(layer).keys() == set(SEEN[5:64].tolist())
+
+
+def test_a_full_table_is_an_error_that_names_it() -> None:
+    made, _ = trained()
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"user/emb.* is full"):
+        fit(made, SEEN[:80], 20)
+
+
+def test_slots_of_removed_keys_begin_anew() -> None:
+    made, layer = trained()
+    fit(made, SEEN[:10], 20)
+    (slot,) = [each for each in made.optimizer.variables if "user_emb_rows" in each.path]
+    pristine = slot.numpy()[-1].copy()
+    assert (slot.numpy()[:10] > pristine).any()
+    assert layer.remove(SEEN[:3], made.optimizer) == 3
+    assert (slot.numpy()[:10] == pristine).all(1).sum() == 3
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "keras", "weights"])
+def test_what_was_saved_is_trained_on(tmp_path: Path, kind: str) -> None:
+    made, layer = trained()
+    fit(made, SEEN[:20], 5)
+    layer.remove(SEEN[:5], made.optimizer)
+    if kind == "checkpoint":
+        path = tf.train.Checkpoint(model=made, optimizer=made.optimizer).save(str(tmp_path / "ckpt"))
+        again, other = trained()
+        again.optimizer.build(again.trainable_variables)
+        fit(again, SEEN[50:60])  # other keys, which the restore forgets
+        saved = tf.train.Checkpoint(model=again, optimizer=again.optimizer)
+        saved.restore(path).assert_existing_objects_matched()
+    elif kind == "keras":
+        made.save(tmp_path / "m.keras")
+        objects = {"TrainableEmbedding": trainable_embedding_class()}
+        again = keras.saving.load_model(tmp_path / "m.keras", custom_objects=objects)
+        other = next(each for each in again.layers if hasattr(each, "table"))
+    else:
+        made.save_weights(tmp_path / "m.weights.h5")
+        again, other = trained()
+        again.load_weights(tmp_path / "m.weights.h5")
+    assert rows_of(other) == rows_of(layer)
+    fit(again, SEEN[3:30], 5)
+    assert rows_of(other).keys() == set(SEEN[3:30].tolist())
+
+
+def manager_of(made: Any, directory: Path) -> Any:
+    saved = tf.train.Checkpoint(model=made, optimizer=made.optimizer)
+    return tf.train.CheckpointManager(saved, str(directory), max_to_keep=5)
+
+
+def test_increments_of_fit_are_deltas_that_serve_what_was_trained(tmp_path: Path) -> None:
+    """Among them what was trained, what came, and what went between two of them."""
+    train = tmp_path / "train"
+    made, layer = trained()
+    request = ExportRequest(train, tmp_path / "model", model=serving, updates=Updates())
+    servers: list[Server] = []
+    made_by: list[DeltaOrigin] = []
+
+    class Followed(keras.callbacks.Callback):
+        """After every few batches: a delta, and the trainer's answers."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                servers.append(Server(export(request).published.path))
+            if batch == 4:
+                assert layer.remove(SEEN[:4], made.optimizer) == 4
+            if batch in (2, 3, 5, 6):
+                done = export_incremental(request)
+                assert isinstance(done, ExportedDelta) and done.published is not None
+                entry = done.published.manifest.incremental
+                assert isinstance(entry, DeltaEntry)
+                made_by.append(entry.made)
+                servers[0].update()
+                np.testing.assert_allclose(servers[0].scores(), answers(made), atol=1e-6)
+
+    callback = IncrementCallback(manager_of(made, train), save_increment_steps=1)
+    fit(made, SEEN[:30], 7, [callback, Followed()])
+    assert made_by == [DeltaOrigin.INCREMENTS] * 4
+    assert rows_of(layer).keys() == set(SEEN[4:30].tolist())
+
+
+def test_a_killed_fit_goes_on_where_the_last_increment_ended(tmp_path: Path) -> None:
+    class Killed(Exception):
+        pass
+
+    class Killer(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 3:
+                layer.remove(SEEN[:4], made.optimizer)
+            if batch == 6:
+                raise Killed
+
+    made, layer = trained()
+    callbacks = [IncrementCallback(manager_of(made, tmp_path), save_increment_steps=1), Killer()]
+    with pytest.raises(Killed):
+        fit(made, SEEN[:30], 9, callbacks)
+    again, other = trained()
+    callback = IncrementCallback(
+        manager_of(again, tmp_path), save_increment_steps=1, incremental_save_restore=True
+    )
+
+    class Restored(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch == 0:
+                assert rows_of(other) == rows_of(layer)
+
+    fit(again, SEEN[20:40], 4, [callback, Restored()])
+    final = Path(tf.train.latest_checkpoint(str(tmp_path)))
+    known = starts(read_history(tmp_path), tmp_path)
+    assert known
+    for start in known:
+        assert set(differing(tmp_path, start, final)) <= {
+            "save_counter/.ATTRIBUTES/VARIABLE_VALUE",
+            "optimizer/_trainable_variables/0/.ATTRIBUTES/VARIABLE_VALUE",  # the rows, which are told by keys
+        }, start
+
+
+TWO_REPLICAS = """
+import tensorflow as tf
+from exporter.errors import UsageError
+from exporter.tables import trainable_embedding
+
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+    trainable_embedding("one", 3, 50).build((None,))
+with tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"]).scope():
+    try:
+        trainable_embedding("two", 3, 50).build((None,))
+    except UsageError as error:
+        print(error.message)
+"""
+
+
+def test_strategies_that_copy_variables_are_refused(tmp_path: Path) -> None:
+    script = tmp_path / "replicas.py"
+    script.write_text(TWO_REPLICAS)
+    assert "layer 'two' is trained in one process, not under MirroredStrategy" in run_warm(script)
