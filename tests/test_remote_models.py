@@ -252,6 +252,8 @@ def test_local_and_remote_settings_are_of_one_form(tmp_path: Path, url: str) -> 
         (("merge", url), "NotUpdatable"),
         (("rollback", url, "--to", 3), "NotUpdatable"),
         (("verify", "s3://bucket-alone"), "UsageError"),
+        (("--ckpt-dir", f"{url}/train", "--out", url), "UsageError"),
+        (("--ckpt-dir", url, "--out", f"{url}/served", "--incr"), "UsageError"),
     ):
         ran = export_model(*arguments, "--json")
         assert (ran.error["error"], "private" in ran.err) == (expected, False), ran.err

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +16,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from exporter.layout import HEAD_FILE
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.storage.objects import ObjectWriter
 from exporter.transfer import carrier
-from exporter.transfer.head import Head
+from exporter.transfer.head import Head, Upload
 from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push, push
 from exporter.verify.log import verify_model
@@ -358,3 +361,76 @@ def test_two_processes_and_kills(trainer: Trainer, url: str, tmp_path: Path) -> 
     left = [path for path in private.rglob("*") if path.is_file()]
     subprocess.run([sys.executable, "-m", "exporter", "verify", url, "-q"], env=environment, check=True)
     assert not [path for path in left if path.exists() and path.name != ".lock"], "swept by the next process"
+
+
+def test_an_upload_that_goes_on_is_waited_for(
+    trainer: Trainer, url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a while; what says nothing any more is given up."""
+    monkeypatch.setattr(carrier, "LEASE_SECONDS", 60.0)
+    monkeypatch.setattr(carrier, "WAIT_SECONDS", 1.0)
+    went_on(trainer, 40)
+    ours, path = head(bucket), f"deltas/{10:020d}/{30:020d}-{40:020d}"
+    busy = replace(ours, uploading=Upload(path, "0" * 64, "1" * 64), owner="another", beat=1)
+    bucket.put(f"{BASE}/{HEAD_FILE}", busy.encoded())
+    ran = incr(trainer, url)
+    assert (ran.code, ran.error["error"]) == (5, "PositionMoved"), ran.err
+    assert "is being published by another machine" in ran.error["message"]
+    ran = export_model("history", url, "--json")
+    assert (ran.code, ran.document["position"]) == (0, 30), "who only looks need not wait"
+    ended = threading.Timer(0.5, lambda: bucket.put(f"{BASE}/{HEAD_FILE}", ours.encoded()))
+    monkeypatch.setattr(carrier, "WAIT_SECONDS", 60.0)
+    ended.start()
+    ran = incr(trainer, url)
+    assert (ran.code, ran.document["position"]) == (0, 40), ran.err
+    ended.join()
+    went_on(trainer, 50)
+    bucket.put(f"{BASE}/{HEAD_FILE}", replace(head(bucket), uploading=busy.uploading).encoded())
+    monkeypatch.setattr(carrier, "LEASE_SECONDS", 1.0)
+    ran = incr(trainer, url)
+    assert (ran.code, ran.document["position"]) == (0, 50), ran.err
+    assert path in head(bucket).given_up
+
+
+def test_a_slow_upload_says_that_it_goes_on(
+    trainer: Trainer, url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carrier, "BEAT_SECONDS", 0.05)
+    upload, beats = ObjectWriter.upload, list[int]()
+
+    def slow(self: ObjectWriter, key: str, file: Path) -> Any:
+        beats.append(head(bucket).beat)
+        while head(bucket).beat < beats[-1] + 2:
+            time.sleep(0.05)
+        return upload(self, key, file)
+
+    monkeypatch.setattr(ObjectWriter, "upload", slow)
+    went_on(trainer, 40)
+    ran = incr(trainer, url)
+    assert (ran.code, ran.document["position"]) == (0, 40), ran.err
+    assert beats[-1] >= beats[0] + 2
+
+
+def test_an_upload_that_was_given_up_ends_early(
+    trainer: Trainer, url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It notices with its next beat, and not only when all is uploaded."""
+    monkeypatch.setattr(carrier, "BEAT_SECONDS", 0.05)
+    upload, uploaded = ObjectWriter.upload, list[str]()
+
+    def taken_over(self: ObjectWriter, key: str, file: Path) -> Any:
+        if not uploaded:
+            found = head(bucket)
+            assert found.uploading is not None
+            given_up = {found.uploading.path: found.uploading.files}
+            other = replace(found, uploading=None, given_up=given_up, owner="another")
+            bucket.put(f"{BASE}/{HEAD_FILE}", other.encoded())
+            time.sleep(1)
+        uploaded.append(key)
+        return upload(self, key, file)
+
+    monkeypatch.setattr(ObjectWriter, "upload", taken_over)
+    went_on(trainer, 40)
+    ran = incr(trainer, url)
+    assert (ran.code, ran.document["position"]) == (0, 41), ran.err  # 30-40 may still be written to
+    assert len([key for key in uploaded if f"-{40:020d}/" in key]) == 1

@@ -36,7 +36,7 @@ from exporter.terminal import completion
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, VersionFlag, command, pairs, run
 from exporter.terminal.parameters import App, Option, Options
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
-from exporter.transfer.opened import data_mode, opened
+from exporter.transfer.opened import data_mode, opened, require_apart
 
 app = App("export-model")
 
@@ -327,6 +327,7 @@ def export(
                 f"{missing} is missing", hint="export-model --ckpt-dir DIR --out MODEL; see --help"
             )
         updates = Updates(isolation, snapshot_max_rows, stamp, with_digest, require_finite)
+        require_apart(ckpt_dir, out)
         data = data_mode(out, data)
         request = ExportRequest(
             ckpt_dir=ckpt_dir,

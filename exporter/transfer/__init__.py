@@ -1,1 +1,1 @@
-"""Carry what is published between a local model base path and an object store: push and pull."""
+"""Models in object stores: open one as a local path, and carry what is published to it and from it."""

@@ -45,6 +45,23 @@ class LocalModel:
         return work()
 
 
+def require_apart(ckpt_dir: Path, out: Path) -> None:
+    """Keep a model out of the trainer's directory in a store.
+
+    Raises:
+        UsageError: both are the same, or one is below the other.
+    """
+    train, model = (Url.parse(os.fspath(path)) for path in (ckpt_dir, out))
+    if train is None or model is None or (train.scheme, train.bucket) != (model.scheme, model.bucket):
+        return
+    if f"{train.path}/".startswith(f"{model.path}/") or f"{model.path}/".startswith(f"{train.path}/"):
+        raise UsageError(
+            f"--out {model} and --ckpt-dir {train} lie in each other",
+            cause="versions and deltas would lie among the trainer's files",
+            hint="name a directory of the model's own",
+        )
+
+
 def data_mode(model: str | os.PathLike[str], asked: DataMode) -> DataMode:
     """How values reach a version of a model: nothing can link to what is in a store.
 

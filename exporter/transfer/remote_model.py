@@ -12,6 +12,7 @@ of rows that were held back, and the hashes of rows. All else that is private to
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
@@ -40,6 +41,7 @@ from exporter.transfer.push import parse, remove_stored
 
 T = TypeVar("T")
 
+_LONG_GONE_SECONDS = 86400.0
 _ATTEMPTS = 3
 """Times that another machine may publish while a command does its work."""
 
@@ -220,8 +222,10 @@ class RemoteModel:
             self._store.delete(*(self._key(name) for name in old))
 
     def _remove_given_up(self) -> None:
-        """Remove what was uploaded and given up; its path is never used again."""
+        """Remove what was uploaded and given up, whose path is never used again; and what old probes left."""
         stored, carrier = self._stored, self._carrier
+        probes = [name for name, each in stored.objects.items() if _is_old_probe(name, each)]
+        self._store.delete(*(self._key(name) for name in probes))
         found = {
             path: [name for name in stored.objects if name.startswith(f"{path}/")]
             for path in carrier.head.given_up
@@ -245,6 +249,11 @@ _CACHE = re.compile(
     rf"{DELTAS_DIRECTORY}/[0-9]{{20}}/{re.escape(str(CACHES_DIRECTORY))}"
     rf"/({re.escape(HASHES_DIRECTORY.name)}|{re.escape(RESIDUAL_PREFIX)}.+)"
 )
+
+
+def _is_old_probe(name: str, each: RemoteObject) -> bool:
+    """True for what is written to try a store out, and was not removed by a process that is long gone."""
+    return name.startswith((".probe-", ".clock-")) and time.time() - each.modified > _LONG_GONE_SECONDS
 
 
 def _is_shown(name: str, stored: StoredModel, ours: set[str]) -> bool:
