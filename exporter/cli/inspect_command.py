@@ -60,7 +60,7 @@ def inspect(
     """
     with command(json_, quiet, debug) as sink:
         if unmatched is not None:
-            from exporter.cli import render
+            from exporter.cli import render_inspection
             from exporter.pipeline.both_sides import compare_names
 
             request = ExportRequest(
@@ -72,12 +72,12 @@ def inspect(
                 outputs=pairs("--output", output),
                 rename_file=rename_file,
             )
-            render.compared(compare_names(request), sink)
+            render_inspection.compared(compare_names(request), sink)
             return
         if model_arg or input_ or output or rename_file:
             raise UsageError("--model-arg, --input, --output and --rename-file go with --unmatched")
-        from exporter.cli import render
+        from exporter.cli import render_inspection
         from exporter.pipeline import inspection
 
         with opened_if_model(str(path)) as place:
-            render.inspected(inspection.inspect(Path(place)), sink, tensors=tensors)
+            render_inspection.inspected(inspection.inspect(Path(place)), sink, tensors=tensors)

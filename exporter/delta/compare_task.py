@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -121,41 +121,74 @@ class Compare(Task, frozen=True, kw_only=True):
         return Receipt(self.name, (new_crc, old_crc), (), size, tag, count)
 
 
-def compare_by_tasks(
-    old: Snapshot, new: Snapshot, variable: ServedVariable, hasher: BlockHasher, runner: Runner, scratch: Path
-) -> Iterator[Found]:
-    """What differs in a table, in the order of its rows.
+class TaskComparison:
+    """The comparison of tables by the tasks of one job, in the order of the tables and of their rows.
+
+    A context manager: the job is cancelled when it is left before all was asked for.
 
     Raises:
-        ExportError: any of a task's; the engine gave up.
+        CheckpointChanged, CheckpointError: a shard is no longer there, or cannot be reached.
     """
-    rows = TableRows(old, new, variable, hasher)
-    sides = old.stored[variable.name], new.stored[variable.name]
-    inputs = [_inputs(side) for side in sides]
-    values = Side.of(sides[0], 0), Side.of(sides[1], len(inputs[0]))
-    ranges = list(rows.chunks(runner.task_bytes))
-    tasks = [
-        Compare(
-            name=f"{number:06d}",
-            inputs=(*inputs[0], *inputs[1]),
-            bytes_=2 * (stop - start) * rows.row_bytes,
-            variable=variable,
-            old=values[0],
-            new=values[1],
-            start=start,
-            stop=stop,
-            seed=hasher.seed,
-        )
-        for number, (start, stop) in enumerate(ranges)
-    ]
-    touched = _touched(old, variable.name), _touched(new, variable.name)
-    job = runner.directory_of(tasks)
-    directory = open_directory(job or os.fspath(scratch / "compared"))
-    with closing(runner.run(tasks, directory.place)) as receipts:
-        for task, receipt in zip(tasks, receipts, strict=True):
-            found = _read(directory, receipt, task, rows)
-            yield _with_layers(found, task, old, new, touched)
-    directory.remove()
+
+    def __init__(
+        self,
+        old: Snapshot,
+        new: Snapshot,
+        tables: Iterable[ServedVariable],
+        hasher: BlockHasher,
+        runner: Runner,
+        scratch: Path,
+    ) -> None:
+        self._old, self._new, self._hasher, self._runner = old, new, hasher, runner
+        self._rows = {table.name: TableRows(old, new, table, hasher) for table in tables}
+        self._tasks = [
+            task for number, table in enumerate(tables) for task in self._tasks_of(table, f"{number:05d}")
+        ]
+        self._next = iter(self._tasks)
+        place = runner.directory_of(self._tasks) or os.fspath(scratch / "compared")
+        self._directory = open_directory(place)
+        self._receipts = runner.run(self._tasks, self._directory.place)
+
+    def __enter__(self) -> TaskComparison:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._receipts.close()
+        if kind is None:  # else the same command goes on with it
+            self._directory.remove()
+
+    def found(self, name: str) -> Iterator[Found] | None:
+        """What differs in the next table, whose name this is; None if tasks do not compare it.
+
+        Raises:
+            ExportError: any of a task's; the engine gave up.
+        """
+        return self._found(name, self._rows[name]) if name in self._rows else None
+
+    def _found(self, name: str, rows: TableRows) -> Iterator[Found]:
+        touched = _touched(self._old, name), _touched(self._new, name)
+        for _ in rows.chunks(self._runner.task_bytes):
+            task, receipt = next(self._next), next(self._receipts)
+            found = _read(self._directory, receipt, task, rows)
+            yield _with_layers(found, task, self._old, self._new, touched)
+
+    def _tasks_of(self, variable: ServedVariable, name: str) -> Iterator[Compare]:
+        old, new = self._old.stored[variable.name], self._new.stored[variable.name]
+        inputs = _inputs(old), _inputs(new)
+        sides = Side.of(old, 0), Side.of(new, len(inputs[0]))
+        rows = self._rows[variable.name]
+        for number, (start, stop) in enumerate(rows.chunks(self._runner.task_bytes)):
+            yield Compare(
+                name=f"{name}-{number:06d}",
+                inputs=(*inputs[0], *inputs[1]),
+                bytes_=2 * (stop - start) * rows.row_bytes,
+                variable=variable,
+                old=sides[0],
+                new=sides[1],
+                start=start,
+                stop=stop,
+                seed=self._hasher.seed,
+            )
 
 
 def _inputs(reader: RowReader) -> tuple[Input, ...]:

@@ -13,6 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from exporter.progress import NoProgress, Progress
 from exporter.wire.crc32c import combine, mask
 
 if TYPE_CHECKING:
+    from exporter.delta.compare_task import TaskComparison
     from exporter.jobs.runner import Runner
 
 Array = np.ndarray[Any, Any]
@@ -75,7 +77,9 @@ def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compa
     changes: dict[str, Change] = {}
     hashes: dict[str, Array] = {}
     total = 0
-    with ThreadPoolExecutor(how.workers or len(os.sched_getaffinity(0)), "diff") as pool:
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(how.workers or len(os.sched_getaffinity(0)), "diff"))
+        tasks = None if how.runner is None else stack.enter_context(_tasks(old, new, schema, hasher, how))
         for variable in schema.variables:
             if variable.kind is ChangeKind.DENSE:
                 value = new.whole(variable.name)
@@ -85,13 +89,29 @@ def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compa
                 how.progress.advance(size)
             else:
                 job = _Table(old, new, variable, hasher, how)
-                change, hashes[variable.name] = job.run(pool)
+                change, hashes[variable.name] = job.run(pool, tasks)
                 size = job.bytes_
             total += size
             if change is not None:
                 changes[variable.name] = change
     _complete(changes, new, schema)
     return Compared(changes, hashes, total)
+
+
+def _tasks(
+    old: Snapshot, new: Snapshot, schema: Schema, hasher: BlockHasher, how: Comparison
+) -> TaskComparison:
+    """The comparison of tables by tasks; of those that lie in bundles, and are not replaced by a delta."""
+    from exporter.delta.compare_task import TaskComparison  # few ask for it, and a delta takes no time
+
+    assert how.runner is not None
+    tables = [
+        variable
+        for variable in schema.variables
+        if variable.kind is not ChangeKind.DENSE
+        and not (old.replaces(variable.name) or new.replaces(variable.name))
+    ]
+    return TaskComparison(old, new, tables, hasher, how.runner, how.scratch)
 
 
 def diff_lookups(old: Snapshot, new: Snapshot, schema: Schema) -> dict[str, Change]:
@@ -132,7 +152,7 @@ class _Table:
         self, old: Snapshot, new: Snapshot, variable: ServedVariable, hasher: BlockHasher, how: Comparison
     ) -> None:
         self._old, self._new, self._name = old, new, variable.name
-        self._variable, self._hasher, self._how = variable, hasher, how
+        self._variable, self._how = variable, how
         row_bytes = math.prod(variable.shape[1:]) * variable.dtype.numpy.itemsize
         known = None
         if how.known is not None and how.runner is None:  # a task reads both sides
@@ -140,13 +160,14 @@ class _Table:
         self._rows = TableRows(old, new, variable, hasher, known)
         self.bytes_ = row_bytes * variable.shape[0]
 
-    def run(self, pool: ThreadPoolExecutor) -> tuple[Rows | None, Array]:
-        """The changed rows, and the hashes of all."""
+    def run(self, pool: ThreadPoolExecutor, tasks: TaskComparison | None) -> tuple[Rows | None, Array]:
+        """The changed rows, and the hashes of all; found by tasks, or by threads here."""
+        by_tasks = None if tasks is None else tasks.found(self._name)
         rows = self._rows
         hashes = np.empty(rows.blocks, np.uint64)
         at = new_crc = old_crc = 0
         with RowSpill(self._variable, self._how.scratch) as spill:
-            for found in self._found(pool):
+            for found in by_tasks or _in_order(pool, rows.compare, rows.chunks()):
                 new_crc = combine(new_crc, found.new_crc, found.bytes_)
                 old_crc = combine(old_crc, found.old_crc, found.bytes_)
                 hashes[at : at + len(found.hashes)] = found.hashes
@@ -161,15 +182,6 @@ class _Table:
             else:  # all rows that may differ lie in blocks that were compared with their hashes
                 self._old.trust(self._old.stored[self._name].runs)
             return spill.rows(), hashes
-
-    def _found(self, pool: ThreadPoolExecutor) -> Iterator[Found]:
-        """What differs in chunk after chunk, found by threads here or by tasks."""
-        old, new, runner = self._old, self._new, self._how.runner
-        if runner is None or old.replaces(self._name) or new.replaces(self._name):
-            return _in_order(pool, self._rows.compare, self._rows.chunks())
-        from exporter.delta.compare_task import compare_by_tasks  # few ask for it, and a delta takes no time
-
-        return compare_by_tasks(old, new, self._variable, self._hasher, runner, self._how.scratch)
 
     def _check(self, state: Snapshot, crc: int) -> None:
         """Compare the checksum of what is stored of one side, given that of all rows in a row."""
