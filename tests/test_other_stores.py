@@ -25,6 +25,7 @@ from tests.support.commands import export_model
 from tests.support.logs import Serving, assert_same_bits, served_now, values_at
 from tests.support.object_stores import SECRET, Bucket, google_bucket
 from tests.support.setting import Setting, followed
+from tests.test_jobs_in_stores import assert_right, trained  # noqa: F401  a fixture
 from tests.test_transfer import (
     Machine,
     files,
@@ -76,6 +77,22 @@ def test_there_and_back(machine: Machine, bucket: Bucket, tmp_path: Path) -> Non
         machine.go_on(step)
     pushed(machine.model, url)
     assert not [key for key in [*bucket.keys()] if ".probe-" in key]
+
+
+def test_a_version_is_written_in_the_store_by_tasks(
+    bucket: Bucket,
+    trained: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    bucket.upload(trained, "train")
+    url = bucket.url("models/tables")
+    model = ("--model", f"{trained / 'model.py'}:serving", "--task-size", "64KiB", "--verify", "bytes")
+    ran = export_model("--ckpt-dir", bucket.url("train/model.ckpt-7"), "--out", url, *model, "--json")
+    assert (ran.code, ran.document["tasks"], SECRET in ran.out + ran.err) == (0, 6, False), ran.err
+    pull(url, tmp_path / "here")
+    assert_right(tmp_path / "here")
+    assert not [key for key in bucket.names() if SECRET in key]
+    assert not [key for key, content in bucket.keys().items() if SECRET.encode() in content]
 
 
 def test_two_machines_at_once(machine: Machine, bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811

@@ -78,9 +78,12 @@ class OtherBucket(Bucket):
     def put(self, key: str, content: bytes) -> None:
         self.client.put(key, content, use_multipart=False)
 
-    def keys(self, path: str = "") -> dict[str, bytes]:
+    def names(self, path: str = "") -> list[str]:
         found = [each["path"] for batch in self.client.list() for each in batch]
-        return {key: bytes(self.client.get(key).bytes()) for key in found if key.startswith(path)}
+        return [key for key in found if key.startswith(path)]
+
+    def keys(self, path: str = "") -> dict[str, bytes]:
+        return {key: bytes(self.client.get(key).bytes()) for key in self.names(path)}
 
     def delete(self, key: str) -> None:
         self.client.delete(key)
