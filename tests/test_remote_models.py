@@ -367,3 +367,26 @@ def _trained_on(ranker: Path, directory: Path, step: int) -> None:
     meta = next(ranker.glob("*.meta"))
     shutil.copyfile(meta, directory / f"model.ckpt-{step}.meta")
     (directory / "checkpoint").write_text(f'model_checkpoint_path: "model.ckpt-{step}"\n')
+
+
+def test_googles_store(gs_bucket: Bucket, tmp_path: Path) -> None:
+    """Its conditions name generations, and not what an object holds."""
+    setting, url = Setting(tmp_path / "one"), gs_bucket.url(BASE)
+    trainer = followed(setting.directory, (), published=0)
+    push(plan_push(setting.model, url))
+    for step in (20, 30):
+        went_on(trainer, step)
+        ran = incr(trainer, url, "--min-change", 0.01)
+        assert (ran.code, ran.document["position"]) == (0, step), ran.err
+    for command in (
+        ("merge", url),
+        ("rollback", url, "--to", 20),
+        ("resume", url),
+        ("verify", url, "--bytes"),
+    ):
+        ran = export_model(*command, "--json")
+        assert ran.code == 0, (command, ran.err)
+    went_on(trainer, 40)
+    assert incr(trainer, url).code == 0
+    log = read_log(pulled(url, tmp_path / "here"))
+    assert_same_bits(values_at(log), served_now(trainer, Serving()))
