@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from exporter.storage import mirror, objects
+from exporter.storage import mirror, objects, store_errors
+from exporter.storage.store_errors import BrokenOff, again
 from tests.support.budget import THOROUGH
 from tests.support.commands import export_model
 from tests.support.faulty_store import Fault, Weather, faulty
@@ -135,3 +136,20 @@ def test_writes_alone(commands: Commands, weather: Weather, bucket: Bucket) -> N
     assert bucket.keys("models") == before
     weather.be(None)
     commands.assert_nothing_is_lost()
+
+
+def test_how_often_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def breaks_off() -> None:
+        asked.append(1)
+        raise BrokenOff
+
+    monkeypatch.setattr(store_errors, "_PAUSES", (0.0, 0.0))
+    with pytest.raises(BrokenOff):
+        again(breaks_off)
+    assert len(asked) == 3
+    monkeypatch.setattr(store_errors, "_AGAIN_SECONDS", 0.0)
+    with pytest.raises(BrokenOff):
+        again(breaks_off)
+    assert len(asked) == 4

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PAUSES = (0.1, 0.5, 2.0)
+_AGAIN_SECONDS = 60.0
+"""An answer that breaks off later than this is not asked for again."""
 _LATER = "run the command again: the store is busy, or ill"
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL for other clouds",
@@ -42,13 +44,13 @@ def again(ask: Callable[[], T]) -> T:
     """Ask, and ask again if the answer breaks off: obstore repeats what was not answered at all."""
     from obstore.exceptions import GenericError
 
+    deadline = time.monotonic() + _AGAIN_SECONDS
     for pause in _PAUSES:
         try:
             return ask()
-        except BrokenOff:
-            pass
-        except GenericError as error:
-            if "body error" not in str(error):
+        except (BrokenOff, GenericError) as error:
+            breaks_off = isinstance(error, BrokenOff) or "body error" in str(error)
+            if not breaks_off or time.monotonic() >= deadline:
                 raise
         time.sleep(pause)
     return ask()
