@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from exporter.increments.history import read_history
 from exporter.options import ExportRequest, Updates
-from exporter.pipeline.full import export
+from exporter.pipeline.full import Exported, export
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
 from tests.support.increments import full
@@ -87,6 +87,32 @@ def test_a_served_model_answers_as_the_trainer_does_after_each_delta(tmp_path: P
             served.update()
             assert served.rows() == last
         assert made_by(export_incremental(request(training))) is None
+
+
+def test_a_watch_begins_a_new_log_where_a_table_grew_too_large(tmp_path: Path) -> None:
+    """Increment by increment, each of which alone would have had room; keys that went stay away."""
+    training = KeyedTraining(
+        tmp_path / "train", capacity=5000, save_increment_steps=1, save_checkpoint_steps=1000
+    )
+    made = []
+    with training.session() as session:
+        session.train(SEEN[:50])
+        export(request(training))
+        for turn in range(4):
+            session.train(np.arange(500 * turn, 500 * turn + 500))
+            session.remove(SEEN[10 * turn : 10 * turn + 10])
+            made.append(export_incremental(request(training), is_watching=True))
+        last = session.rows()
+    assert [isinstance(done, ExportedDelta) for done in made] == [True, True, False, True]
+    based = made[2]
+    assert isinstance(based, Exported)
+    assert (
+        based.published.manifest.step == read_history(training.directory).increments[-1].increment.to_step - 2
+    )
+    served = Served(based.published.path)
+    served.update()
+    assert served.rows(np.fromiter(last, np.int64)) == last
+    assert not served.rows(SEEN[:40])
 
 
 def test_a_training_goes_on_where_its_last_increment_ended(tmp_path: Path) -> None:
