@@ -29,7 +29,7 @@ def loading(lab: Lab) -> Iterator[Row]:
 
 
 def lookups(lab: Lab) -> Iterator[Row]:
-    """Key to row of values, whole calls of a session with one thread; stock: DenseHashTable and a gather."""
+    """Key to row of values, processor time of a session's calls; stock: DenseHashTable and a gather."""
     for count in (20_000,) if lab.quick else (1_000_000, 10_000_000):
         (found,) = lab.side_by_side(
             lambda count=count: job("jobs_tables:lookup", count, _DIM, 1, 64, 1000, 100_000), repeats=1
