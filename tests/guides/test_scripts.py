@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.guide_pages import Block, followed
 
-FOLLOWED = ["docs/glossary.md", "docs/scripts.md", "docs/terabytes.md", "README.md"]
+FOLLOWED = ["docs/glossary.md", "docs/scripts.md", "docs/terabytes.md", "docs/cluster.md", "README.md"]
 
 
 @pytest.mark.parametrize("block", followed(*FOLLOWED), ids=str)
