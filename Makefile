@@ -12,6 +12,7 @@ help:
 	@echo "make stores  the tests of object stores, Azure's too; installs Azurite by npm"
 	@echo "make docs    the documentation as a site, in build/site; fails on a broken link"
 	@echo "make pictures  the guide's pictures of the status page anew, by Chromium"
+	@echo "make engines  jobs on two nodes of Ray, and over all engines in any order; some minutes"
 	@echo "make soak    hundreds of increments of a cluster whose processes die at random; some minutes"
 	@echo "make fuzz    thousands of damaged files of every kind; some minutes"
 	@echo "make chaos   all that trainers, exporters, operators and accidents do, in random order; half an hour"
@@ -55,6 +56,9 @@ docs: $(STAMP)
 
 pictures: $(STAMP)
 	$(BIN)/python -m tests.support.status_pages docs/assets
+
+engines: $(STAMP)
+	$(BIN)/python -m pytest -s tests/integration/engines.py
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -s tests/integration/soak_increments.py

@@ -241,6 +241,22 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
+def test_a_pipeline_of_beam_that_hangs_is_given_up(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    runs = EngineRuns("beam", python_of("beam", tmp_path_factory), tmp_path)
+    held = [runs.at("before", task, "wait") for task in range(10, TABLES)]
+    done = runs.run(options={"stall": "4"})
+    assert done["error"] == "EngineFailed"
+    assert "was done for 4 s" in done["message"]
+    assert "stall=SECONDS" in done["hint"]
+    runs.await_no_process()
+    release(held)
+    begun = len(runs.receipts())
+    done = runs.run(engine="local")
+    assert (done["works"], done["digest"]) == (TABLES - begun, expected(runs))
+
+
 def test_a_node_of_dask_is_killed(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A scheduler and two workers over TCP; one worker's whole machine, as it were, is gone in mid-task."""
     runs = EngineRuns("dask", python_of("dask", tmp_path_factory), tmp_path)

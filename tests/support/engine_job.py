@@ -66,7 +66,7 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
             runner = Runner(engine, task_bytes=asked["task_bytes"], kept=asked["kept"])
             done["digest"] = cast(runner, Path(asked["prefix"]), Path(asked["out"]))
     except ExportError as error:
-        done["error"] = type(error).__name__
+        done |= {"error": type(error).__name__, "message": error.message, "hint": error.hint}
     done["works"] = engine.works
     done["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     done["heavy"] = sorted({"tensorflow", "ray", "distributed", "apache_beam"} & set(sys.modules))

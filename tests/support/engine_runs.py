@@ -73,7 +73,7 @@ class EngineRuns:
         self.kept = directory / "jobs"
         self.faults = directory / "faults"
         self.faults.mkdir()
-        self._python = python
+        self.python = python
         self._runs = 0
 
     @property
@@ -95,7 +95,7 @@ class EngineRuns:
         } | more
 
     def start(self, **more: Any) -> subprocess.Popen[str]:
-        command = [self._python, "-m", "tests.support.engine_job", json.dumps(self.asked(**more))]
+        command = [self.python, "-m", "tests.support.engine_job", json.dumps(self.asked(**more))]
         return subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -152,7 +152,7 @@ class EngineRuns:
 
     @contextmanager
     def _dask(self, role: str, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
-        command = [self._python, "-m", f"distributed.cli.dask_{role}", *map(str, arguments)]
+        command = [self.python, "-m", f"distributed.cli.dask_{role}", *map(str, arguments)]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with subprocess.Popen(command, env=self.environment, cwd=self.directory, **quiet) as process:
             try:
