@@ -202,8 +202,8 @@ def test_trainers_refuse_stores_before_they_train(tmp_path: Path, monkeypatch: p
     with pytest.raises(UsageError, match="only local paths"), checkpoint_dir("gs://bucket/train"):
         pass
     for arguments in (
-        ["--ckpt-dir", "train", "--out", "gs://bucket/m"],
-        ["--ckpt-dir", "train", "--out=gs://bucket/m"],
+        ["--ckpt-dir", "train", "--out", "hdfs://name/m"],
+        ["--ckpt-dir", "train", "--out=hdfs://name/m"],
         ["--ckpt-dir=gs://bucket/train", "--out", "m"],
     ):
         with pytest.raises(UsageError, match="only local paths"):

@@ -19,11 +19,14 @@ from exporter import roles
 from exporter.cli import app as cli
 from exporter.errors import ExportFailed, UsageError
 from exporter.options import DataMode, DeltaDtype, ExportFormat, ExportRequest, Isolation, Updates, Verify
+from exporter.publish.delta_log import read_log
 from exporter.terminal.edge import run
 from exporter.training import ExportCallback, ExportHook
 from exporter.training.arguments import ExportArguments
 from exporter.training.exports import Exports, export_environment
 from exporter.training.new_checkpoints import NewCheckpoints
+from exporter.transfer.pull import pull
+from tests.support.object_stores import Bucket
 
 v1 = tf.compat.v1
 
@@ -274,6 +277,18 @@ def test_deltas_are_exported_by_the_commands_own_arguments(tmp_path: Path) -> No
     assert versions(tmp_path / "model") == [2]
     deltas = sorted(path.name for path in (tmp_path / "model" / "deltas").glob("*/*-*"))
     assert [tuple(map(int, name.split("-"))) for name in deltas] == [(2, 4), (4, 5)]
+
+
+def test_a_training_publishes_to_a_url(tmp_path: Path, bucket: Bucket) -> None:
+    """Its exports are commands, which take one: the trainer's machine keeps no model."""
+    url = bucket.url("models/m")
+    arguments = ["--ckpt-dir", str(tmp_path / "train"), "--out", url, "--incr"]
+    hook = ExportHook([*arguments, "--input", "x=x:0", "--output", "y=y:0"], every_checkpoints=1)
+    final = train(tmp_path / "train", [hook], 5, each=lambda step: hook._schedule.exports.finish(120))
+    assert [outcome.message for outcome in hook.outcomes] == ["", "", ""]
+    assert pull(url, tmp_path / "here").position == 5
+    state = read_log(tmp_path / "here").state()
+    np.testing.assert_array_equal(state.whole("w"), final["w"])
 
 
 def test_training_that_is_continued_exports_what_is_new(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from msgspec import NODEFAULT, Struct
 from msgspec.structs import fields
 
 from exporter.errors import UsageError
-from exporter.local_paths import local_path
+from exporter.local_paths import checkpoint_path, local_path
 from exporter.options import ExportRequest, require_exact
 
 What = ExportRequest | Sequence[str | os.PathLike[str]]
@@ -86,7 +86,7 @@ def _check_out(given: Sequence[str]) -> None:
     if not places:
         raise UsageError(f"{_OUT} is missing", hint='name the model to publish: "--out", "models/ranker"')
     for place in places:
-        local_path(_OUT, place)
+        checkpoint_path(_OUT, place)  # or a model's URL
 
 
 def _options(request: ExportRequest) -> Iterator[str]:
