@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -332,7 +333,8 @@ _KILLED = """
 """
 
 
-def test_two_processes_and_kills(trainer: Trainer, url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [7, pytest.param(40, marks=pytest.mark.slow)])
+def test_two_processes_and_kills(trainer: Trainer, url: str, tmp_path: Path, rounds: int) -> None:
     """In every round two processes export at once, and one of them is killed at some request."""
     here, private = tmp_path / "here", tmp_path / "private"
     private.mkdir()
@@ -340,7 +342,7 @@ def test_two_processes_and_kills(trainer: Trainer, url: str, tmp_path: Path) -> 
     script = textwrap.dedent(_KILLED)
     arguments = ["--ckpt-dir", str(trainer.directory), "--out", url, "--incr", "--json"]
     killed = 0
-    for number in range(0, 14, 2):
+    for number in range(rounds):
         went_on(trainer, 40 + 10 * number)
         running = [
             subprocess.Popen(
@@ -350,11 +352,16 @@ def test_two_processes_and_kills(trainer: Trainer, url: str, tmp_path: Path) -> 
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for point in (number, 10_000)
+            for point in (2 * number % 16, 10_000)
         ]
         outcomes = [(process.communicate(timeout=300), process.returncode) for process in running]
-        killed += outcomes[0][1] == -signal.SIGKILL
         assert outcomes[1][1] == 0, outcomes[1]
+        if outcomes[0][1] == -signal.SIGKILL:
+            killed += 1
+        else:  # the other one had published when it came so far
+            assert outcomes[0][1] == 0, outcomes[0]
+            told = sorted(json.loads(out)["status"] for (out, _), _ in outcomes)
+            assert told == ["nothing_to_do", "published"]
         log = read_log(whole(url, here))
         assert_same_bits(values_at(log), served_now(trainer, Serving()))
     assert killed
