@@ -79,7 +79,16 @@ class KeyIndex:
 
     def locked(self, function: Callable[[], Tensor]) -> Tensor:
         """What a function gives that is run by one caller at a time."""
-        return self._lock.execute(function)
+        import tensorflow as tf
+
+        if tf.executing_eagerly():
+            return self._lock.execute(function)
+        # What it notes there is for locks that share resources; a MetaGraph could not hold it.
+        noted = tf.compat.v1.get_default_graph().get_collection_ref("critical_section_executions")
+        before = list(noted)
+        result = self._lock.execute(function)
+        noted[:] = before
+        return result
 
     def find(self, keys: Tensor) -> Tensor:
         """The row of each key of a vector, `ABSENT` for those that have none."""

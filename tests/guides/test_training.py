@@ -14,6 +14,8 @@ import tf_keras
 
 from exporter.checkpoint import open_checkpoint
 from exporter.increments.history import read_history
+from exporter.options import ExportRequest
+from exporter.pipeline.full import export
 from tests.support.guide_pages import pages
 
 v1 = tf.compat.v1
@@ -159,6 +161,18 @@ def test_a_fit_that_writes_increments(program: str) -> None:
     model = tower()
     run(program.replace("fit(data,", "fit(data, epochs=50, verbose=0,"), model=model, data=data())
     assert_followed("train", 50)
+
+
+def test_a_fit_of_a_table_by_keys(program: str) -> None:
+    ids = np.random.default_rng(1).integers(0, 900, (200, 2))
+    data = tf.data.Dataset.from_tensor_slices((ids, np.ones((200, 1), np.float32))).batch(4)
+    made = run(program.replace("fit(data,", "fit(data, verbose=0,"), data=data)
+    assert_followed("train", 50)
+    request = ExportRequest(Path("train"), Path("model"), model=made["serving"])
+    served = tf.saved_model.load(str(export(request).published.path)).signatures["serving_default"]
+    (answer,) = served(tf.constant(ids)).values()
+    made["checkpoint"].restore(made["manager"].latest_checkpoint)  # of before two keys were taken away
+    np.testing.assert_allclose(answer, made["trained"].predict(ids, verbose=0), atol=1e-6)
 
 
 def assert_followed(directory: str, last_step: int) -> None:
