@@ -48,7 +48,7 @@ build/azurite:
 	@mv $@.new $@
 
 stores: $(STAMP) build/azurite
-	$(BIN)/python -m pytest tests/test_object_stores.py tests/test_transfer.py tests/test_other_stores.py tests/test_stock_google.py tests/test_store_faults.py
+	$(BIN)/python -m pytest tests/test_object_stores.py tests/test_transfer.py tests/test_other_stores.py tests/test_stock_google.py tests/test_store_faults.py tests/test_publisher_race.py
 
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
