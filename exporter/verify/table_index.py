@@ -6,14 +6,15 @@ be found, or be found at its row.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
-from exporter.catalog import Catalog, TensorRef
-from exporter.checkpoint.tensor_values import memory_map
-from exporter.errors import VerificationError
+from exporter.catalog import Catalog, Extent, TensorRef
+from exporter.checkpoint.source_shard import open_shard
+from exporter.errors import CheckpointChanged, VerificationError
 from exporter.tables.change_index import find_rows
 from exporter.tables.geometry import INDEX_ROWS, INDEX_SEEDS, KEYS
 from exporter.tables.lay_out import TableLayout, TablePlan
@@ -21,7 +22,7 @@ from exporter.tables.lay_out import TableLayout, TablePlan
 Array = np.ndarray[Any, Any]
 
 _ASKED = 1024
-"""Of a table: each key that is looked up maps some pages of several large files."""
+"""Of a table: each key takes four small reads."""
 
 
 def verify_tables(layout: TableLayout, staged: Catalog, *, is_filtered: bool) -> None:
@@ -29,6 +30,7 @@ def verify_tables(layout: TableLayout, staged: Catalog, *, is_filtered: bool) ->
 
     Raises:
         VerificationError: one is not found, or at the row of another.
+        CheckpointChanged: a shard vanished or shrank since the catalog was read.
     """
     for table in layout.tables:
         named = {part: staged.tensors[f"{table.name}/{part}"] for part in (INDEX_SEEDS, INDEX_ROWS, KEYS)}
@@ -36,48 +38,61 @@ def verify_tables(layout: TableLayout, staged: Catalog, *, is_filtered: bool) ->
         first = 0
         for part in table.variable.parts:
             if part.rows:
-                keys = memory_map(layout.source, part.keys)
+                keys = _Elements.of(layout.source, part.keys)
                 asked = np.linspace(0, part.rows - 1, -(-_ASKED // len(table.variable.parts)))
                 _check(table, state, keys, asked.astype(np.int64), first, is_filtered=is_filtered)
             first += part.rows
 
 
 def _check(
-    table: TablePlan, state: _Staged, keys: Array, asked: Array, first: int, *, is_filtered: bool
+    table: TablePlan, state: _Staged, stored: _Elements, asked: Array, first: int, *, is_filtered: bool
 ) -> None:
-    found = find_rows(table.geometry, state, keys[asked].astype(np.int64))
+    keys = stored.at(asked).astype(np.int64)
+    found = find_rows(table.geometry, state, keys)
     wrong = found != asked + first
     if is_filtered:
         wrong &= found >= 0
     if wrong.any():
         place = int(wrong.argmax())
         raise VerificationError(
-            f"key {keys[asked[place]]} of table {table.name!r} is at row {found[place]} of the staged index, "
+            f"key {keys[place]} of table {table.name!r} is at row {found[place]} of the staged index, "
             f"expected row {asked[place] + first}"
         )
 
 
 class _Elements(Struct, frozen=True):
-    """The elements of a tensor of one dimension: where each of its slices begins, and the slices."""
+    """The elements of a tensor of one dimension: where each of its slices begins, and where these lie.
 
+    They are read one by one: a map of a large file brings in far more around each.
+    """
+
+    catalog: Catalog
+    dtype: np.dtype[Any]
     starts: Array
-    slices: tuple[Array, ...]
+    extents: tuple[Extent, ...]
 
     @classmethod
     def of(cls, catalog: Catalog, ref: TensorRef) -> _Elements:
-        if not ref.slices:
-            return cls(np.zeros(1, np.int64), (memory_map(catalog, ref),))
+        if ref.extent is not None:
+            return cls(catalog, ref.dtype.numpy, np.zeros(1, np.int64), (ref.extent,))
         ordered = sorted(ref.slices, key=lambda part: part.spec.starts)
         starts = np.array([part.spec.starts[0] for part in ordered])
-        return cls(starts, tuple(memory_map(catalog, ref, part) for part in ordered))
+        extents = tuple(part.extent for part in ordered if part.extent is not None)
+        return cls(catalog, ref.dtype.numpy, starts, extents)
 
     def at(self, ids: Array) -> Array:
         """The elements with these numbers."""
-        values = np.empty(len(ids), self.slices[0].dtype)
+        values, size = np.empty(len(ids), self.dtype), self.dtype.itemsize
         owners = np.searchsorted(self.starts, ids, side="right") - 1
-        for number, part in enumerate(self.slices):
-            ours = owners == number
-            values[ours] = part[ids[ours] - self.starts[number]]
+        for number, extent in enumerate(self.extents):
+            ours = np.flatnonzero(owners == number)
+            offsets = (extent.offset + (ids[ours] - self.starts[number]) * size).tolist()
+            with open_shard(self.catalog.path_of(extent), extent) as descriptor:
+                read = b"".join([os.pread(descriptor, size, offset) for offset in offsets])
+            if len(read) < size * len(ours):
+                path = self.catalog.path_of(extent)
+                raise CheckpointChanged(f"{path} became shorter after its index was read")
+            values[ours] = np.frombuffer(read, self.dtype, len(ours))
         return values
 
 
