@@ -18,7 +18,17 @@ from msgspec.structs import fields, replace
 from exporter import roles
 from exporter.cli import app as cli
 from exporter.errors import ExportFailed, UsageError
-from exporter.options import DataMode, DeltaDtype, ExportFormat, ExportRequest, Isolation, Updates, Verify
+from exporter.options import (
+    DataMode,
+    DeltaDtype,
+    EngineName,
+    ExportFormat,
+    ExportRequest,
+    Isolation,
+    Jobs,
+    Updates,
+    Verify,
+)
 from exporter.publish.delta_log import read_log
 from exporter.terminal.edge import run
 from exporter.training import ExportCallback, ExportHook
@@ -67,6 +77,8 @@ FULL = ExportRequest(
     min_freq=2,
     max_age_steps=1000,
     table_head_room=0.5,
+    golden=Path("golden.jsonl"),
+    jobs=Jobs(EngineName.DASK, 3, "tcp://h:8786", {"retries": "2"}, 1 << 27, "s3://bucket/jobs"),
 )
 
 

@@ -14,8 +14,8 @@ from exporter.storage.objects import Url
 from exporter.terminal.edge import pairs
 from exporter.terminal.parameters import Option
 
-_SIZE = re.compile(r"([1-9][0-9]{0,9})(KiB|MiB|GiB)", re.IGNORECASE)
-_UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_SIZE = re.compile(r"([1-9][0-9]{0,9})(B|KiB|MiB|GiB)", re.IGNORECASE)
+_UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 class JobFlags(Struct, frozen=True):
@@ -33,8 +33,8 @@ class JobFlags(Struct, frozen=True):
         Option(metavar="ADDRESS", help="The cluster of the engine: ray://HOST:10001, tcp://HOST:8786."),
     ] = None
     engine_option: Annotated[
-        list[str] | None, Option(metavar="NAME=VALUE", help="An option of the engine's own. Repeatable.")
-    ] = None
+        tuple[str, ...], Option(metavar="NAME=VALUE", help="An option of the engine's own. Repeatable.")
+    ] = ()
     job_dir: Annotated[
         str | None,
         Option(
@@ -55,7 +55,7 @@ class JobFlags(Struct, frozen=True):
             raise UsageError(f"--task-size {self.task_size!r} is not a size", hint="as in --task-size 256MiB")
         if self.engine is None and (self.engine_address or self.engine_option or self.job_dir):
             raise UsageError("--engine-address, --engine-option and --job-dir go with --engine")
-        settings = pairs("--engine-option", self.engine_option or ())
+        settings = pairs("--engine-option", self.engine_option)
         directory = self.job_dir or ""
         if Url.parse(directory) is None:
             directory = local_name("--job-dir", directory)

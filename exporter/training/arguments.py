@@ -13,7 +13,7 @@ from msgspec.structs import fields
 
 from exporter.errors import UsageError
 from exporter.local_paths import checkpoint_path, local_path
-from exporter.options import ExportRequest, require_exact
+from exporter.options import ExportRequest, Jobs, require_exact
 
 What = ExportRequest | Sequence[str | os.PathLike[str]]
 """What to export: a request, or the command's own arguments."""
@@ -31,10 +31,11 @@ _NAMES = {
 }
 """Fields that are not called like their options, which are repeated for each value."""
 
-_NOT_PASSED = ("ckpt_dir", "updates", "again")
+_NOT_PASSED = ("ckpt_dir", "updates", "jobs", "again")
 """Fields that are no arguments of their own; a training that is restarted publishes no checkpoint again."""
 
 _UPDATE_NAMES = {"digest": "--with-digest", "finite": "--require-finite"}
+_JOB_NAMES = {"address": "--engine-address", "settings": "--engine-option", "directory": "--job-dir"}
 
 
 class ExportArguments(Struct, frozen=True):
@@ -95,18 +96,21 @@ def _options(request: ExportRequest) -> Iterator[str]:
             "an export in a process of its own needs the builder's name, found a function",
             hint='model="my_model.py:serving", or "package.module:serving"',
         )
-    for field in fields(request):
-        value = getattr(request, field.name)
-        if field.name not in _NOT_PASSED and value != _default(field):
-            option = _NAMES.get(field.name) or f"--{field.name.replace('_', '-')}"
-            yield from _option(option, value)
+    yield from _fields(request, _NAMES, _NOT_PASSED)
     if request.updates is not None:
         yield "--updatable"
-        for field in fields(request.updates):
-            value = getattr(request.updates, field.name)
-            if value != field.default:
-                option = _UPDATE_NAMES.get(field.name) or f"--{field.name.replace('_', '-')}"
-                yield from _option(option, value)
+        yield from _fields(request.updates, _UPDATE_NAMES)
+    yield from _fields(request.jobs, _JOB_NAMES, ("task_bytes",))
+    if request.jobs.task_bytes != Jobs().task_bytes:
+        yield f"--task-size={request.jobs.task_bytes}B"
+
+
+def _fields(struct: Struct, names: Mapping[str, str], left_out: Sequence[str] = ()) -> Iterator[str]:
+    """The fields that are not as by default; `names` are of those that are not called like options."""
+    for field in fields(struct):
+        value = getattr(struct, field.name)
+        if field.name not in left_out and value != _default(field):
+            yield from _option(names.get(field.name) or f"--{field.name.replace('_', '-')}", value)
 
 
 def _default(field: Any) -> Any:
