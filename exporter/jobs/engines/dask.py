@@ -16,7 +16,7 @@ from exporter.jobs.execute import execute
 
 LIBRARY = "distributed"
 
-_AHEAD = 4  # works for each thread of a worker that are given to Dask: enough to keep it busy
+_AHEAD = 16  # works for each thread of a worker that are given to Dask: enough to keep it busy
 
 
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
@@ -36,9 +36,9 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
         ahead = (asked.workers if asked.address else 0) or _AHEAD * max(1, threads)
         done = dask.as_completed(islice(calls, ahead))
         try:
-            for future in done:
-                yield future.result()
-                for call in islice(calls, 1):
-                    done.add(call)
+            for batch in done.batches():
+                for future in batch:
+                    yield future.result()
+                done.update(islice(calls, len(batch)))
         finally:
             client.cancel(list(done.futures), force=True)

@@ -1,0 +1,75 @@
+"""Engines: what a task costs beyond its work, how jobs grow with workers, and what a kill costs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from tests.benchmarks.harness import Benchmark, Lab, Sample, job
+from tests.benchmarks.rows import Row, bounded, bytes_, cost, gain, seconds, share
+from tests.support.engine_runs import ENGINES, LIBRARIES, TABLES, EngineRuns
+
+
+def overhead(lab: Lab) -> Iterator[Row]:
+    """Tasks that read nothing, on every engine that is installed."""
+    for engine in ENGINES:
+        if engine != "local" and (lab.quick or find_spec(LIBRARIES[engine]) is None):
+            continue
+        found = job("jobs_engines:idle", engine, 50 if lab.quick else 2000).result
+        yield bounded(f"{engine}: a task that does nothing", seconds(found["each"]), at_most=seconds(0.005))
+        yield bounded(f"{engine}: until the first is done", seconds(found["first"]), at_most=seconds(60))
+
+
+def terabyte(lab: Lab) -> Iterator[Row]:
+    """Everything that a command does for 1 TB beside the reading: 16,384 tasks of 64 MB."""
+    directory = lab.fresh("sparse-terabyte")
+    directory.mkdir()
+    found = job("jobs_engines:terabyte", directory, 16 if lab.quick else 1024)
+    what = f"plan and fold {found.result:,} tasks of 64 MB"
+    yield bounded(what, seconds(found.seconds), at_most=seconds(15))
+    yield bounded("  peak memory", bytes_(found.peak_bytes), at_most=bytes_(200e6))
+
+
+def copy(lab: Lab) -> Iterator[Row]:
+    """Copy and both checksums, by tasks on threads, against cp."""
+    (ours,) = lab.side_by_side(partial(_copied, lab, 16 if lab.quick else 1024), repeats=3)
+    best = min(ours.samples, key=lambda sample: sample.result["cpu"] / sample.result["cp_cpu"])
+    took = seconds(best.result["cp_seconds"])
+    yield gain("copy with checksums by tasks, against cp", seconds(best.seconds), took, at_least=0.8)
+    cpu, stock = seconds(best.result["cpu"]), seconds(best.result["cp_cpu"])
+    yield cost("  processor time", cpu, stock, at_most=1.6)
+
+
+def _copied(lab: Lab, megabytes: int) -> Sample:
+    directory = lab.fresh("copied-by-tasks")
+    directory.mkdir()
+    return job("jobs_engines:copy", directory, megabytes)
+
+
+def scaling(lab: Lab) -> Iterator[Row]:
+    """A store that sleeps: 20 MB a second for each connection."""
+    tasks = 4 if lab.quick else 32
+    alone = job("jobs_engines:sleeping_store", 1, tasks).seconds
+    for workers in (4,) if lab.quick else (4, 16):
+        took = job("jobs_engines:sleeping_store", workers, tasks).seconds
+        what = f"{workers} workers read {tasks} x 8 MB from a slow store, against one"
+        yield gain(what, seconds(took), seconds(alone), at_least=0.9 * workers)
+
+
+def kill(lab: Lab) -> Iterator[Row]:
+    """The same command after a SIGKILL at a part of its tasks: what it does again."""
+    for number, part in enumerate((0.25, 0.75)):
+        directory = lab.fresh(f"killed-{number}")
+        directory.mkdir()
+        runs = EngineRuns("local", Path(sys.executable), directory)
+        runs.at("before", int(part * TABLES), "kill")
+        runs.run()
+        again = share(runs.run()["works"] / TABLES)
+        limit = share(1 - part + 2 / TABLES)  # two were under way
+        yield bounded(f"killed at {part:.0%}: tasks that are done again", again, at_most=limit)
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (overhead, terabyte, copy, scaling, kill)
