@@ -23,8 +23,8 @@ from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 
-BLOCK_BYTES = 4 << 20
-"""Source bytes in memory at a time."""
+BLOCK_BYTES = 1 << 20
+"""Source bytes in memory at a time: what is checked and written is still in the processor's cache."""
 
 
 class Segment(Struct, frozen=True, array_like=True):
@@ -170,8 +170,10 @@ class _Run:
 
     def write(self, values: Array) -> None:
         """Append values."""
-        data = values.tobytes()
-        self.crc = crc32c.extend(self.crc, data)
+        view = np.ascontiguousarray(values).reshape(-1).view(np.uint8)  # no copy of what lies in order
+        view.flags.writeable = False  # or crc32c refuses it
+        self.crc = crc32c.extend(self.crc, view)
+        data = view.data
         while data:
             written = os.pwrite(self._descriptor, data, self._offset)
             self._offset += written
