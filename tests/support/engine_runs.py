@@ -161,8 +161,8 @@ class EngineRuns:
                 process.kill()
 
     def await_no_process(self) -> None:
-        """Workers end with the command, or as soon as they see that it did."""
-        wait_until(lambda: not self._processes(), f"no process is left: {self._processes()}", 20)
+        """Workers end with the command; idle ones of Ray once they see that it did, and that may take."""
+        wait_until(lambda: not self._processes(), f"no process is left: {self._processes()}", 90)
 
     def _processes(self) -> list[int]:
         """Those that began in a job of this one."""
