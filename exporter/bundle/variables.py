@@ -236,9 +236,9 @@ class _Job:
             for number, ((pieces, task), receipt) in enumerate(zip(self._moves, found, strict=True), first):
                 written.add(number, pieces, receipt)
                 receipts.append(receipt)
-                how = ShardOrigin.COMPACTED if task.is_verbatim else ShardOrigin.REWRITTEN
                 target = self._prefix.parent / receipt.task
-                why = _IN_STORE if task.is_verbatim else _WHY
+                is_copied = task.is_verbatim and mirror.find(target) is not None
+                how, why = (ShardOrigin.COMPACTED, _IN_STORE) if is_copied else (ShardOrigin.REWRITTEN, _WHY)
                 reports.append(ShardReport(target, None, how, why, receipt.written))
         if self._job:  # it stays until the version is published: whoever begins again finds it
             for report, receipt in zip(reports, receipts, strict=True):
