@@ -232,7 +232,7 @@ def test_any_partition_becomes_any_other(
     table = np.random.default_rng(seed).normal(size=(rows, width)).astype(np.float32)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(move, "BLOCK_BYTES", block)
-        write_parts(Path(name, "model.ckpt"), in_parts(table, stored, stored_by_mod), table.shape)
+        write_parts(Path(name, "model.ckpt"), in_parts(table, stored, stored_by_mod), table.shape, seed)
         catalog = read_catalog(Path(name, "model.ckpt"))
         mapping = mapping_of(
             catalog,
@@ -251,6 +251,20 @@ def test_any_partition_becomes_any_other(
     np.testing.assert_array_equal(found, expected, strict=True)
 
 
+@pytest.mark.parametrize("task", [8, 1 << 20])
+@pytest.mark.parametrize("seed", range(5))
+def test_slices_in_any_order_are_cast_where_they_lie(tmp_path: Path, seed: int, task: int) -> None:
+    """As a saver lists them whose servers end in another order: parts are served as they are stored."""
+    table = np.random.default_rng(1).normal(size=(40, 3)).astype(np.float32)
+    write_parts(tmp_path / "model.ckpt", in_parts(table, 4, by_mod=False), table.shape, seed)
+    catalog = read_catalog(tmp_path / "model.ckpt")
+    mapping = mapping_of(catalog, cast=DType.BFLOAT16, served_parts=4)
+    report = write_variables(mapping, tmp_path / "1", runner=Runner(task_bytes=task))
+    bundle = read_catalog(report.catalog.prefix)
+    found = read_array(bundle, bundle.tensors["w"])
+    np.testing.assert_array_equal(found, table.astype(ml_dtypes.bfloat16))
+
+
 def in_parts(table: np.ndarray, count: int, by_mod: bool) -> list[np.ndarray]:
     lengths = mod_lengths(len(table), count)
     if by_mod:
@@ -258,14 +272,16 @@ def in_parts(table: np.ndarray, count: int, by_mod: bool) -> list[np.ndarray]:
     return np.split(table, np.cumsum(lengths)[:-1])
 
 
-def write_parts(prefix: Path, pieces: list[np.ndarray], shape: tuple[int, ...]) -> None:
+def write_parts(prefix: Path, pieces: list[np.ndarray], shape: tuple[int, ...], seed: int = 0) -> None:
+    """Write the parts of a table, in an order of their own: savers list slices as their servers end."""
     with BundleWriter(prefix) as writer:
         writer.add("before", np.zeros(100))
         if len(pieces) == 1:
             writer.add("w", pieces[0])
             return
-        for piece, spec in zip(pieces, boxes(shape, [len(piece) for piece in pieces]), strict=True):
-            writer.add("w", piece, spec)
+        specs = boxes(shape, [len(piece) for piece in pieces])
+        for number in np.random.default_rng(seed).permutation(len(pieces)):
+            writer.add("w", pieces[number], specs[number])
 
 
 def mapping_of(

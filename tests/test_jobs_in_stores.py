@@ -16,6 +16,7 @@ import pytest
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.layout import JOBS_DIRECTORY, RECEIPTS_DIRECTORY, VARIABLES_PREFIX
 from exporter.storage import mirror
+from exporter.transfer import carrier
 from exporter.transfer.pull import pull
 from tests.support.commands import export_model
 from tests.support.object_stores import Bucket
@@ -100,8 +101,9 @@ def test_nothing_of_the_values_stays_on_our_disk(
 
 @pytest.mark.parametrize("when", ["some receipts", "all receipts", "while it is published"])
 def test_an_export_that_is_killed_is_gone_on_with(
-    command: list[str], bucket: Bucket, tmp_path: Path, when: str
+    command: list[str], bucket: Bucket, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(carrier, "LEASE_SECONDS", 2.0)  # how long the second one waits for the first
     argv = [sys.executable, "-m", "exporter", *command, "--workers", "1"]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 60

@@ -16,6 +16,7 @@ from exporter.integer_sets import among
 from exporter.tables.change_index import ArrayState, change_index, find_rows
 from exporter.tables.geometry import PARTS
 from exporter.tables.lay_out import TablePlan, lay_out
+from tests.support.budget import thorough
 from tests.support.deeprec import Ev, write_large
 
 
@@ -35,7 +36,7 @@ def build(checkpoint: Path, directory: Path) -> tuple[TablePlan, ArrayState]:
     return plan, ArrayState(np.array(memory_map(written, seeds)), np.array(memory_map(written, rows)), held)
 
 
-@pytest.mark.slow
+@thorough
 @pytest.mark.parametrize("count", [0, 1, 300_000, 10_000_000])
 def test_every_key_is_found_and_no_other(tmp_path: Path, count: int) -> None:
     keys = Ev.random(count, 1, negative=True).keys
@@ -84,7 +85,7 @@ def build_alone(checkpoint: Path, directory: Path) -> None:
     lay_out(catalog, [plan]).write(directory, EVERYONE)
 
 
-@pytest.mark.slow
+@thorough
 def test_ten_times_as_many_keys_take_hardly_more_memory(tmp_path: Path) -> None:
     peaks = []
     for count in (1_000_000, 10_000_000):

@@ -27,6 +27,7 @@ from exporter.transfer.head import Head, Upload
 from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push, push
 from exporter.verify.log import verify_model
+from tests.support.budget import thorough
 from tests.support.commands import Ran, export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
 from tests.support.object_stores import Bucket
@@ -155,7 +156,7 @@ COMMANDS: dict[str, tuple[Callable[[str], None], tuple[str, ...]]] = {
 }
 every_command = pytest.mark.parametrize(
     "name",
-    ["rollback", *(pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS if name != "rollback")],
+    ["rollback", *(pytest.param(name, marks=thorough) for name in COMMANDS if name != "rollback")],
 )
 
 
@@ -333,7 +334,7 @@ _KILLED = """
 """
 
 
-@pytest.mark.parametrize("rounds", [7, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [7, pytest.param(40, marks=thorough)])
 def test_two_processes_and_kills(trainer: Trainer, url: str, tmp_path: Path, rounds: int) -> None:
     """In every round two processes export at once, and one of them is killed at some request."""
     here, private = tmp_path / "here", tmp_path / "private"

@@ -77,6 +77,7 @@ def divide(source: TensorSource, task_bytes: int) -> Iterator[Piece]:
     """
     tensor = source.tensor
     outputs = _boxes_served(source) if _moves_rows(source) else _boxes_stored(tensor)
+    outputs = sorted(outputs, key=lambda box: box.starts)  # savers list slices in any order
     if not tensor.is_complete or any(box.lengths[1:] != box.full_shape[1:] for box in outputs):
         for box, extent in zip(_boxes_stored(tensor), tensor.extents, strict=True):
             yield _as_stored(source, box, extent)

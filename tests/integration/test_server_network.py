@@ -79,7 +79,8 @@ def test_a_start_script_of_tf_serving(base: Path, tmp_path: Path) -> None:
         connection.close()
         assert ':tensorflow:serving:request_count{model_name="ranker",status="OK"} 2.0' in page
         _, talk = end(process, signal.SIGTERM)
-    assert (process.returncode, talk) == (0, "")
+    own = [line for line in talk.splitlines() if "cuInit" not in line]  # TensorFlow's, which looks for a GPU
+    assert (process.returncode, own) == (0, [])
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 THOROUGH = "THOROUGH" in os.environ
+
+thorough = pytest.mark.skipif(not THOROUGH, reason="a campaign of `make thorough`")
+"""Marks a test whose short form every run has."""
 
 
 def times(rounds: int) -> int:

@@ -31,6 +31,8 @@ from exporter.jobs.execute import failed
 _MAIN = f"from {__name__} import main; main()"  # not `-m`: workers find functions by their module's name
 _END = b"\n"  # after the last work, and after the last outcome
 _CANCEL_S = 60.0
+_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+_GENERATIONS = 10
 
 
 class Asked(Struct, frozen=True):
@@ -125,6 +127,7 @@ def _feed(pipe: IO[bytes], works: Iterable[bytes]) -> None:
 def main() -> None:
     """Be the process of the engine that the arguments ask for."""
     asked = msgspec.json.decode(sys.argv[1], type=Asked)
+    _adopt_orphans()
     outcomes = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -144,7 +147,38 @@ def main() -> None:
         outcomes.write(_END)
         outcomes.flush()
     shutil.rmtree(asked.files, ignore_errors=True)  # nobody else does, if the command was killed
-    os.killpg(0, signal.SIGKILL)  # threads of libraries may hang, and workers outlive them
+    _kill_children()
+    os.killpg(0, signal.SIGKILL)  # threads of libraries may hang
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of workers whose own parent dies: Ray's begin sessions of their own, and linger."""
+    import ctypes
+
+    with suppress(AttributeError, OSError):  # Linux alone has it
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _kill_children() -> None:
+    """Kill them, and those that are orphaned by that, until none is left."""
+    for _ in range(_GENERATIONS):
+        children = [pid for pid, parent in _processes() if parent == os.getpid()]
+        for pid in children:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        if not children:
+            return
+
+
+def _processes() -> Iterator[tuple[int, int]]:
+    """Every process's number and its parent's; none where there is no /proc."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            after_name = path.read_text().rpartition(")")[2].split()
+            yield int(path.parent.name), int(after_name[1])
 
 
 def _works() -> Iterator[bytes]:
