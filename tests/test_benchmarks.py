@@ -11,12 +11,13 @@ import pytest
 
 from tests.benchmarks.harness import ROOT, Lab, command
 from tests.benchmarks.rows import Quantity, Row, Unit, bounded, bytes_, cost, gain, seconds
+from tests.support.budget import thorough
 
 
-@pytest.mark.slow
-def test_every_benchmark_still_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("only", ["full_export", "incremental", pytest.param("", marks=thorough)])
+def test_benchmarks_still_run(tmp_path: Path, only: str) -> None:
     figures = tmp_path / "figures.json"
-    run = [sys.executable, "-m", "tests.benchmarks", "--quick", "--json", figures, "--dir", tmp_path]
+    run = [sys.executable, "-m", "tests.benchmarks", only, "--quick", "--json", figures, "--dir", tmp_path]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stderr
     document = json.loads(figures.read_text())
