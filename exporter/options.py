@@ -72,6 +72,10 @@ class EngineName(StrEnum):
     DASK = "dask"
 
 
+DEFAULT_TASK_BYTES = 64 << 20
+"""What a task reads: a second's work for a slow disk, and a million of them for 64 TB."""
+
+
 class Jobs(Struct, frozen=True):
     """How what is O(bytes) is run.
 
@@ -84,7 +88,7 @@ class Jobs(Struct, frozen=True):
     workers: int = 0
     address: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
-    task_bytes: int = 64 << 20
+    task_bytes: int = DEFAULT_TASK_BYTES
     directory: str = ""
 
 

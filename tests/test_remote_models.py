@@ -22,9 +22,10 @@ from exporter.storage.objects import ObjectReader, ObjectWriter, RemoteObject
 from exporter.transfer.opened import opened
 from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push, push
-from tests.support.commands import Ran, export_model
+from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
 from tests.support.object_stores import Bucket
+from tests.support.remote_models import incr, went_on
 from tests.support.setting import Setting, followed
 
 BASE = "models/ranker"
@@ -53,16 +54,6 @@ def followed_there(tmp_path: Path, url: str) -> Trainer:
     trainer = followed(setting.directory, (), published=0)
     push(plan_push(setting.model, url))
     return trainer
-
-
-def went_on(trainer: Trainer, step: int) -> None:
-    trainer.train()
-    trainer.step = step
-    trainer.increment()
-
-
-def incr(trainer: Trainer, url: str, *options: object) -> Ran:
-    return export_model("--ckpt-dir", trainer.directory, "--out", url, "--incr", "--json", *options)
 
 
 def pulled(url: str, directory: Path) -> Path:

@@ -28,9 +28,10 @@ from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push, push
 from exporter.verify.log import verify_model
 from tests.support.budget import thorough
-from tests.support.commands import Ran, export_model
+from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
 from tests.support.object_stores import Bucket
+from tests.support.remote_models import incr, went_on
 from tests.support.setting import Setting, followed
 
 BASE = "models/ranker"
@@ -62,23 +63,12 @@ def trainer(tmp_path: Path, url: str) -> Trainer:
     return found
 
 
-def went_on(trainer: Trainer, step: int) -> None:
-    trainer.train()
-    trainer.step = step
-    trainer.increment()
-
-
-def incr(trainer: Trainer, url: str, *options: object) -> Ran:
-    return export_model("--ckpt-dir", trainer.directory, "--out", url, "--incr", "--json", *options)
-
-
 @contextmanager
-def before_write(
-    monkeypatch: pytest.MonkeyPatch, number: int, happens: Callable[[], None]
+def counted_writes(
+    monkeypatch: pytest.MonkeyPatch, before: Callable[[list[str]], bool]
 ) -> Iterator[list[str]]:
-    """Something happens once, right before the write of this number; the writes that were begun."""
+    """The writes that were begun; `before` sees those so far, and says whether the next one counts."""
     calls: list[str] = []
-    is_within = False
     with monkeypatch.context() as patch:
         for name in WRITES:
             method = getattr(ObjectWriter, name)
@@ -86,15 +76,7 @@ def before_write(
             def counted(
                 self: Any, *rest: Any, _method: Callable[..., Any] = method, _name: str = name
             ) -> Any:
-                nonlocal is_within
-                if not is_within and rest:
-                    if len(calls) == number:
-                        is_within = True
-                        calls.append("")
-                        try:
-                            happens()
-                        finally:
-                            is_within = False
+                if rest and before(calls):
                     calls.append(f"{_name} {rest[0]}")
                 return _method(self, *rest)
 
@@ -103,23 +85,39 @@ def before_write(
 
 
 @contextmanager
+def before_write(
+    monkeypatch: pytest.MonkeyPatch, number: int, happens: Callable[[], None]
+) -> Iterator[list[str]]:
+    """Something happens once, right before the write of this number; the writes that were begun."""
+    is_within = False
+
+    def before(calls: list[str]) -> bool:
+        nonlocal is_within
+        if is_within:
+            return False
+        if len(calls) == number:
+            is_within = True
+            calls.append("")
+            try:
+                happens()
+            finally:
+                is_within = False
+        return True
+
+    with counted_writes(monkeypatch, before) as calls:
+        yield calls
+
+
+@contextmanager
 def killed_before(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[list[str]]:
     """The process dies right before the write of this number: it writes nothing more."""
-    calls: list[str] = []
-    with monkeypatch.context() as patch:
-        for name in WRITES:
-            method = getattr(ObjectWriter, name)
 
-            def counted(
-                self: Any, *rest: Any, _method: Callable[..., Any] = method, _name: str = name
-            ) -> Any:
-                if rest:
-                    if len(calls) == number:
-                        raise Killed
-                    calls.append(f"{_name} {rest[0]}")
-                return _method(self, *rest)
+    def before(calls: list[str]) -> bool:
+        if len(calls) == number:
+            raise Killed
+        return True
 
-            patch.setattr(ObjectWriter, name, counted)
+    with counted_writes(monkeypatch, before) as calls:
         yield calls
 
 

@@ -23,7 +23,7 @@ from exporter.bundle.link import NewFile, link_shard
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_path
 from exporter.errors import LinkRefused, os_error
-from exporter.jobs.runner import Runner
+from exporter.jobs.runner import LOCAL, Runner
 from exporter.layout import VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.options import DataMode
@@ -35,7 +35,6 @@ DEFAULT_WORKERS = 4
 """Copies wait for disks more than for processors."""
 
 
-_LOCAL = Runner()
 _WHY = "cast, or rows in another layout"
 _IN_STORE = "the model is in an object store"
 
@@ -99,7 +98,7 @@ def write_variables(
     *,
     data: DataMode = DataMode.AUTO,
     workers: int = DEFAULT_WORKERS,
-    runner: Runner = _LOCAL,
+    runner: Runner = LOCAL,
     progress: Progress | None = None,
 ) -> VariablesReport:
     """Write `directory/variables`, which must not be there; nothing is written for a model without variables.

@@ -23,13 +23,10 @@ from exporter.jobs.engines.local import LocalEngine
 from exporter.jobs.execute import decode, encode, kept_receipt
 from exporter.jobs.task import Receipt, Task
 from exporter.layout import JOBS_DIRECTORY, RECEIPTS_DIRECTORY
-from exporter.options import EngineName, Jobs
+from exporter.options import DEFAULT_TASK_BYTES, EngineName, Jobs
 from exporter.progress import NoProgress, Progress
 from exporter.storage import mirror
 from exporter.storage.output_directory import open_directory
-
-DEFAULT_TASK_BYTES = 64 << 20
-"""What a task reads: a second's work for a slow disk, and a million of them for 64 TB."""
 
 _FORMAT = 1
 _LOOKS = 16  # receipts that are asked for at a time
@@ -95,6 +92,10 @@ class Runner(Struct, frozen=True):
         if outcome is None:
             raise EngineFailed(f"{self.engine.name} ended before all tasks were done")
         return decode(outcome).settle()
+
+
+LOCAL = Runner()
+"""Threads of this process; nothing is kept."""
 
 
 def plan_digest(tasks: Sequence[Task]) -> str:

@@ -10,15 +10,13 @@ from msgspec import Struct
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.spans import Position
 from exporter.errors import DeltaGap, ExportError, ManifestError, NotUpdatable, VerificationError
-from exporter.jobs.runner import Runner
+from exporter.jobs.runner import LOCAL, Runner
 from exporter.layout import VARIABLES_PREFIX
 from exporter.publish.absent import nothing_published
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.versions import version_dirs
 from exporter.verify.version_files import verify_bytes, verify_published
-
-_LOCAL = Runner()
 
 
 class Problem(Struct, frozen=True):
@@ -58,7 +56,7 @@ class VerifiedModel(Struct, frozen=True):
             return None
 
 
-def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = _LOCAL) -> VerifiedModel:
+def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -> VerifiedModel:
     """Compare versions with their manifests, and every delta of the newest log with manifest, name and
     checksums.
 

@@ -13,7 +13,7 @@ from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import check_values, read_catalog
 from exporter.errors import CheckpointError, VerificationError
 from exporter.files import open_regular
-from exporter.jobs.runner import Runner
+from exporter.jobs.runner import LOCAL, Runner
 from exporter.jobs.task import Input, Range, Receipt
 from exporter.layout import MANIFEST_FILE, PAIR_NAME, SAVED_MODEL_FILE, VARIABLES_PREFIX
 from exporter.progress import NoProgress, Progress
@@ -23,7 +23,6 @@ from exporter.verify.checksum import Checksum
 from exporter.wire.crc32c import chunks_of, combine, extend, mask
 from exporter.wire.dtypes import DType
 
-_LOCAL = Runner()
 _DAMAGED_HINT = "publish it again from the checkpoint; if the source is damaged, name an older one"
 
 
@@ -86,7 +85,7 @@ def verify_bytes(
     catalog: Catalog,
     refs: Iterable[TensorRef] | None = None,
     *,
-    runner: Runner = _LOCAL,
+    runner: Runner = LOCAL,
     progress: Progress | None = None,
 ) -> BytesReport:
     """Read every stored byte of `refs` (by default all) once, in parallel, and compare the index's checksums.
