@@ -143,3 +143,4 @@ def test_a_job_directory_in_a_store_for_a_model_here(
     ran = export_model(*here, "--engine", "local", "--job-dir", bucket.url("jobs"))
     assert ran.code == 0, ran.err
     assert_right(tmp_path / "here", ml_dtypes.bfloat16)
+    assert not bucket.names()

@@ -61,7 +61,7 @@ from exporter.publish.log_entries import BaseEntry
 from exporter.publish.made_from import newest_made_from
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.publish.versions import require_base_path
-from exporter.storage.objects import Url
+from exporter.storage import mirror
 from exporter.storage.output_directory import open_directory
 from exporter.tables.lay_out import TableLayout
 from exporter.verify.answers import require_golden
@@ -242,7 +242,7 @@ def execute(
             permission=permission(request),
             permit=(lambda: None) if request.again else permit,
         )
-    if variables.job and Url.parse(variables.job) is None:  # in a store it is what the version is copied from
+    if variables.job and not mirror.has_stand_ins(request.out):  # a version in a store is copied from there
         open_directory(variables.job).remove()
     if base is not None:
         places = {asset.file_name: asset.source for asset in planned.graph.assets}
