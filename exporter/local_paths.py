@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from exporter.errors import UsageError
-from exporter.storage.objects import Url
+from exporter.storage.url import Url
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 _URL_AS_PATH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(.*)", re.DOTALL)

@@ -17,7 +17,8 @@ from exporter.errors import NotServable, SchemaChanged
 from exporter.options import DeltaDtype, ExportRequest, Isolation, Updates
 from exporter.pipeline import updatable
 from exporter.pipeline.comparison import compare, parse_side
-from exporter.pipeline.full import export, plan
+from exporter.pipeline.full import export
+from exporter.pipeline.full_plan import plan
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.log_maintenance import merge, resume, rollback
 from exporter.pipeline.rebase import rebase

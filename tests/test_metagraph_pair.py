@@ -12,7 +12,8 @@ import tensorflow as tf
 from exporter.errors import NotServable
 from exporter.graph.inference_graph import Asset, InferenceGraph
 from exporter.options import DataMode, ExportFormat, ExportRequest, Updates, Verify
-from exporter.pipeline.full import export, plan
+from exporter.pipeline.full import export
+from exporter.pipeline.full_plan import plan
 from exporter.verify.version_files import verify_published
 from tests.support.commands import export_model
 from tests.support.trained import Trained, embedding, train

@@ -23,8 +23,9 @@ from exporter.pipeline.full import export
 from exporter.publish.delta_log import read_log
 from exporter.storage import mirror, objects
 from exporter.storage.mirror import Ranges
-from exporter.storage.objects import ObjectReader, Url
+from exporter.storage.objects import ObjectReader
 from exporter.storage.requests import GAP_BYTES, PART_BYTES, requests
+from exporter.storage.url import Url
 from tests.support.bundles import write
 from tests.support.commands import export_model
 from tests.support.graph_runs import Trained, train

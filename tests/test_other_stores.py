@@ -19,7 +19,8 @@ import pytest
 from exporter.errors import CheckpointChanged, PublishError
 from exporter.layout import HEAD_FILE
 from exporter.publish.delta_log import read_log
-from exporter.storage.objects import ObjectReader, ObjectWriter, Url
+from exporter.storage.objects import ObjectReader, ObjectWriter
+from exporter.storage.url import Url
 from exporter.transfer.pull import pull
 from tests.support.commands import export_model
 from tests.support.logs import Serving, assert_same_bits, served_now, values_at

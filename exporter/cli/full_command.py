@@ -8,7 +8,7 @@ from exporter.cli import render
 from exporter.cli.documents import exported as documents
 from exporter.graph.load import run_builders_once
 from exporter.options import ExportRequest
-from exporter.pipeline import full
+from exporter.pipeline import full, full_plan
 from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import Watching
 from exporter.publish.made_from import PublishedAlready
@@ -34,7 +34,7 @@ def run(
         return
     try:
         if dry_run:
-            render.plan(full.plan(request), sink)
+            render.plan(full_plan.plan(request), sink)
         else:
             graphs = run_builders_once()
             done = target.carry(lambda: full.export(request, sink.progress, graphs), sink.progress)

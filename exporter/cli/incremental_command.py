@@ -247,9 +247,9 @@ def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
 
 def _dry_run_base(request: ExportRequest, sink: Output) -> None:
     from exporter.cli import render
-    from exporter.pipeline import full as pipeline
+    from exporter.pipeline.full_plan import plan
 
-    render.plan(pipeline.plan(begin_log.as_base(request)), sink)
+    render.plan(plan(begin_log.as_base(request)), sink)
 
 
 def _document(planned: IncrementalPlan, status: Status, *, dry_run: bool = False) -> DeltaPlan:

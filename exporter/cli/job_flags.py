@@ -10,7 +10,7 @@ from msgspec import Struct
 from exporter.errors import UsageError
 from exporter.local_paths import local_name
 from exporter.options import EngineName, Jobs
-from exporter.storage.objects import Url
+from exporter.storage.url import Url
 from exporter.terminal.edge import pairs
 from exporter.terminal.parameters import Option
 

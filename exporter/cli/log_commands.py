@@ -12,7 +12,7 @@ import click
 from exporter.cli.job_flags import LOCALLY, JobFlags
 from exporter.errors import Exit
 from exporter.local_paths import checkpoint_parser
-from exporter.storage.objects import Url
+from exporter.storage.url import Url
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
 from exporter.terminal.parameters import App, Argument, Option, Options
 from exporter.transfer.opened import opened, opened_if_model

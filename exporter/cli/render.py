@@ -25,7 +25,8 @@ from exporter.cli.render_values import (
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import TensorSource
 from exporter.options import Verify
-from exporter.pipeline.full import Exported, Plan
+from exporter.pipeline.full import Exported
+from exporter.pipeline.full_plan import Plan
 from exporter.pipeline.inspection import (
     signatures_of,
 )

@@ -13,22 +13,17 @@ that is among `keys`, too, was given a row again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_array
-from exporter.delta.keyed_rows import KeyedChange, KeyedRows
 from exporter.errors import CorruptFile
 from exporter.integer_sets import distinct
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import Count, DtypeLabel, Text, doc
-
-if TYPE_CHECKING:
-    from exporter.increments.increment import StoredIncrement
 
 Array = np.ndarray[Any, Any]
 
@@ -105,17 +100,6 @@ def read_table(catalog: Catalog, table: ChangedTable) -> TableRows:
     found_rows = TableRows(*tensors)
     _check(catalog, table, found_rows)
     return found_rows
-
-
-def keyed_changes(increments: Iterable[StoredIncrement]) -> Iterator[KeyedChange]:
-    """What increments hold of tables by keys, oldest first, each table of each increment by itself.
-
-    Raises:
-        CorruptFile: see `read_table`.
-    """
-    for stored in increments:
-        for table, rows in stored.tables():
-            yield KeyedChange(KeyedRows(table.name, rows.keys, rows.values), rows.removed)
 
 
 def _check(catalog: Catalog, table: ChangedTable, found: TableRows) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from exporter.catalog import Catalog
 from exporter.delta.keyed_rows import KeyedChange, KeyedRows, merged
-from exporter.increments.changed_tables import keyed_changes
 from exporter.increments.deeprec import DeepRecIncrement, read_increment
 from exporter.increments.deeprec_tables import touched_keys
 from exporter.increments.history import identify, read_history
@@ -30,7 +29,7 @@ def keyed_changes_of(increments: Iterable[AnyIncrement], names: Collection[str])
     if newest is not None:
         none = np.empty(0, np.int64)  # no deletion is recorded in them
         return {rows.name: KeyedChange(rows, none) for rows in newest.keyed(names)}
-    return merged(change for change in keyed_changes(stored) if change.rows.name in names)
+    return merged(change for change in _keyed(stored) if change.rows.name in names)
 
 
 def published_before(
@@ -65,6 +64,13 @@ def keys_to_come(catalog: Catalog) -> Counter[str]:
         return awaited_keys(chain)
     newest = read_increment(catalog)
     return Counter() if newest is None else awaited_keys([newest])
+
+
+def _keyed(increments: Iterable[StoredIncrement]) -> Iterator[KeyedChange]:
+    """What they hold of tables by keys, oldest first, each table of each increment by itself."""
+    for stored in increments:
+        for table, rows in stored.tables():
+            yield KeyedChange(KeyedRows(table.name, rows.keys, rows.values), rows.removed)
 
 
 def _by_kind(

@@ -18,8 +18,9 @@ from msgspec import Struct
 from exporter.checkpoint.source_shard import open_shard, shard_status
 from exporter.errors import CheckpointChanged
 from exporter.storage import mirror
-from exporter.storage.objects import ObjectReader, RemoteObject, Url
+from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.output_directory import Directory, new_file
+from exporter.storage.url import Url
 
 
 class Range(Struct, frozen=True, array_like=True):

@@ -41,7 +41,7 @@ from exporter.pipeline.table_comparison import (
 )
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.versions import version_dirs
-from exporter.storage.objects import Url
+from exporter.storage.url import Url
 
 Array = np.ndarray[Any, Any]
 

@@ -1,10 +1,10 @@
-"""Full exports: `plan()` reads and decides, `execute()` writes."""
+"""Full exports: what was planned is written, verified and published."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -12,109 +12,44 @@ from msgspec.structs import replace
 
 from exporter.bundle.metagraph_pair import keep_pair_alone, write_pair
 from exporter.bundle.saved_model_writer import write_saved_model
-from exporter.bundle.variables import VariablesReport, as_rewritten, size_of_work, write_variables
-from exporter.bundle.warmup_requests import WarmupRequest, read_requests, write_warmup
-from exporter.catalog import Catalog
-from exporter.checkpoint import candidates, open_checkpoint
+from exporter.bundle.variables import VariablesReport, as_rewritten, write_variables
+from exporter.bundle.warmup_requests import write_warmup
+from exporter.checkpoint import candidates
 from exporter.checkpoint.convert import write_bundle
-from exporter.checkpoint.identity import Identity
-from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused, UsageError
+from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused
 from exporter.files import writing
-from exporter.golden import GoldenRequest, read_golden
-from exporter.graph.feeds import mode_switches
-from exporter.graph.inference_graph import InferenceGraph
-from exporter.graph.load import GraphSource, SourceGraph, load_source, run_builders_once
-from exporter.graph.origin import GraphOrigin
-from exporter.graph.training_graph import TrainingGraph
+from exporter.graph.load import GraphSource, run_builders_once
 from exporter.increments.history import read_history
 from exporter.increments.increment import CheckpointId
 from exporter.increments.trained import TrainerVersion
 from exporter.jobs.runner import Runner
 from exporter.layout import ASSETS_DIRECTORY
-from exporter.mapping.batch_statistics import check_batch_statistics
-from exporter.mapping.build import MappingRules, VariableMapping, check_casts
-from exporter.mapping.extras import Extra, classify_extras
 from exporter.mapping.mapping_spec import MappingSpec
-from exporter.mapping.request_rules import parse_rules
-from exporter.mapping.training_variables import with_training
 from exporter.options import DataMode, ExportFormat, ExportRequest
-from exporter.pipeline.both_sides import read_both
+from exporter.pipeline.full_plan import Plan, plan
 from exporter.pipeline.newest_base import BaseState, lay_increments_over, newest_state
-from exporter.pipeline.plan_digest import plan_digest
 from exporter.pipeline.same_graph import SourceFiles
 from exporter.pipeline.staged_checks import check_staged
 from exporter.pipeline.table_deltas import note_index_written
-from exporter.pipeline.table_layout import lay_out_tables, map_laid_out, write_tables
+from exporter.pipeline.table_layout import write_tables
 from exporter.pipeline.target import (
-    check_permission,
     permission,
     require_new,
-    require_own_directory,
-    target_notes,
 )
-from exporter.pipeline.trainer_graph import training_graph
-from exporter.pipeline.updatable import UpdatableBase, make_base, update_notes
+from exporter.pipeline.updatable import UpdatableBase, make_base
 from exporter.progress import ProgressFactory, no_progress
-from exporter.publish.commit import Published, Staging, VersionRule, publish_version, reserve_position
+from exporter.publish.commit import Published, Staging, publish_version, reserve_position
 from exporter.publish.delta_log import LogBase, log_path
 from exporter.publish.log_entries import BaseEntry
-from exporter.publish.made_from import newest_made_from
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
-from exporter.publish.versions import require_base_path
 from exporter.storage import mirror
 from exporter.storage.output_directory import open_directory
-from exporter.tables.lay_out import TableLayout
 from exporter.verify.answers import require_golden
 from exporter.verify.outputs import Difference
 from exporter.version import __version__
 
 _ATTEMPTS = 3
 """Checkpoints that may vanish under our hands before we give up."""
-
-
-class Plan(Struct, frozen=True, dict=True):
-    """What an export will do; nothing has been written yet."""
-
-    request: ExportRequest
-    catalog: Catalog
-    checkpoint: Identity
-    source: SourceGraph
-    graph: InferenceGraph
-    mapping: VariableMapping
-    version: VersionRule
-    rules: MappingRules
-    warmup: tuple[WarmupRequest, ...] = ()
-    probes: tuple[WarmupRequest, ...] = ()
-    training: TrainingGraph | None = None
-    target_notes: tuple[str, ...] = ()
-    origin: GraphOrigin | None = None
-    layout: TableLayout | None = None
-    golden: tuple[GoldenRequest, ...] = ()
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a person should know about the choices made."""
-        return (*self.catalog.notes, *self.graph.notes, *self.mapping.notes, *self.target_notes)
-
-    @cached_property
-    def digest(self) -> str:
-        """A digest that differs between plans for the same checkpoint."""
-        return plan_digest(self.request, self.graph, self.mapping, self.warmup, self.training)
-
-    @cached_property
-    def work(self) -> tuple[int, int]:
-        """How many tasks write values, and how many bytes they read."""
-        if not self.catalog.is_bundle:
-            return 0, 0
-        return size_of_work(self.mapping, self.request.out, self.request.jobs.task_bytes)
-
-    @property
-    def ignored(self) -> tuple[Extra, ...]:
-        """What of the checkpoint is not served; the mapping's own catalog may hold served variables alone."""
-        served = {source.tensor.name for source in self.mapping.sources}
-        if self.layout is not None:
-            served |= self.layout.served_names
-        return tuple(classify_extras(self.catalog, served))
 
 
 class Exported(Struct, frozen=True):
@@ -125,67 +60,6 @@ class Exported(Struct, frozen=True):
     variables: VariablesReport
     differences: tuple[Difference, ...]
     seconds: float
-
-
-def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
-    """Read the checkpoint and the graph and decide where every variable comes from.
-
-    Raises:
-        PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
-        UsageError, CheckpointError, GraphError, MappingError: see errors.py.
-    """
-    number = VersionRule.parse(request.version)
-    require_base_path(request.out)
-    if request.plain and request.updates:
-        raise UsageError(
-            "--plain: this version takes deltas", hint="leave out --plain, or --incr and --updatable"
-        )
-    if request.updates and request.version:
-        raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
-    if request.updates and request.format is not ExportFormat.SAVED_MODEL:
-        raise UsageError(f"--format {request.format.value}: only a SavedModel takes deltas")
-    if request.golden and request.format is ExportFormat.METAGRAPH:
-        raise UsageError("--golden asks a SavedModel", hint="leave out --golden, or --format metagraph")
-    if request.warmup and request.no_warmup:
-        raise UsageError("--warmup and --no-warmup: requests, or none", hint="leave one out")
-    rules = parse_rules(request)
-    catalog = open_checkpoint(request.ckpt_dir)
-    checkpoint = Identity.of(catalog)
-    is_known = not request.again and newest_made_from(request.out, checkpoint.digest) is not None
-    if not is_known:
-        check_permission(request)
-    found = read_both(request, rules, catalog, checkpoint, load)
-    require_own_directory(request.out, found.catalog)
-    graph, layout = lay_out_tables(found.graph, found.catalog, found.rules, request.table_head_room)
-    mapping = map_laid_out(graph, found.catalog, layout, found.rules)
-    check_casts(mapping, found.rules.casts)
-    if not request.allow_batch_statistics:
-        switches = mode_switches(graph.meta_graph.graph_def, found.source.feeds)
-        check_batch_statistics(graph, found.catalog, mapping.sources, switches)
-    training = training_graph(request, found.catalog)
-    if training is not None:
-        mapping = with_training(mapping, training)
-    planned = Plan(
-        request,
-        found.catalog,
-        found.checkpoint,
-        found.source,
-        graph,
-        mapping,
-        number,
-        found.rules,
-        read_requests(request.warmup, graph.meta_graph) if request.warmup else (),
-        read_requests(request.verify_inputs, graph.meta_graph) if request.verify_inputs else (),
-        training,
-        update_notes(graph, mapping) if request.updates else target_notes(request.out),
-        found.origin,
-        layout,
-        read_golden(request.golden) if request.golden else (),
-    )
-    if is_known:
-        require_new(request, checkpoint, planned.digest)
-        check_permission(request)
-    return planned
 
 
 def execute(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from exporter.bundle.variables import VariablesReport
 from exporter.jobs.runner import Runner
 from exporter.options import Verify
+from exporter.pipeline.full_plan import Plan
 from exporter.progress import ProgressFactory
 from exporter.publish.manifest import tensor_entries
 from exporter.verify.outputs import Difference, Request, compare_outputs
 from exporter.verify.table_index import verify_tables
 from exporter.verify.version_files import verify_bytes, verify_files
-
-if TYPE_CHECKING:
-    from exporter.pipeline.full import Plan
 
 
 def check_staged(

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from exporter.errors import CheckpointChanged, os_error
 from exporter.layout import LOCK_FILE
-from exporter.storage.objects import ObjectReader, RemoteObject, Url
+from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.requests import near
+from exporter.storage.url import Url
 
 _PREFIX = "export-model-"
 _MIRRORS: dict[str, Mirror] = {}  # by the path of their directory

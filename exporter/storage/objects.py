@@ -8,7 +8,6 @@ URL is opened, not before.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -26,11 +25,11 @@ from exporter.errors import (
 )
 from exporter.storage.requests import PART_BYTES, Request, requests
 from exporter.storage.store_errors import BrokenOff, again, asking, writing_to
+from exporter.storage.url import Url
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_URL = re.compile(r"(s3|gs|az):/{1,2}([^/?#@:\s]+)(?:/+([^?#]*))?", re.ASCII)
 _MOST_OBJECTS = 100_000
 _ENDPOINTS = (
     *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
@@ -40,36 +39,6 @@ _ENDPOINTS = (
 _CONNECT, _REQUEST, _RETRY = timedelta(seconds=10), timedelta(seconds=60), timedelta(seconds=60)
 _RETRIES = 5
 _CONNECTIONS = 16
-
-
-class Url(Struct, frozen=True):
-    """Where objects are: `scheme://bucket/path`; of Azure the bucket is the container."""
-
-    scheme: str
-    bucket: str
-    path: str
-
-    @classmethod
-    def parse(cls, text: str) -> Url | None:
-        """The URL of an object store, or of a `Path` made of one (`s3:/b`); None for any other text."""
-        found = _URL.fullmatch(text)
-        if found is None:
-            return None
-        return cls(found[1], found[2], "/".join(part for part in (found[3] or "").split("/") if part))
-
-    @property
-    def parent(self) -> Url:
-        """The directory above, as if there were directories."""
-        return Url(self.scheme, self.bucket, self.path.rpartition("/")[0])
-
-    @property
-    def name(self) -> str:
-        """What follows the last slash."""
-        return self.path.rpartition("/")[2]
-
-    def __str__(self) -> str:
-        """The URL as it is written."""
-        return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
 
 
 class RemoteObject(Struct, frozen=True):

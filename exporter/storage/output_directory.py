@@ -15,7 +15,8 @@ from typing import Protocol
 
 from exporter.errors import os_error
 from exporter.storage import mirror
-from exporter.storage.objects import ObjectWriter, RemoteObject, Url
+from exporter.storage.objects import ObjectWriter, RemoteObject
+from exporter.storage.url import Url
 
 _LONGEST = 16 << 20
 _NEW = ".new-"

@@ -9,12 +9,10 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, PublishError
-
-if TYPE_CHECKING:
-    from exporter.storage.objects import Url
+from exporter.storage.url import Url
 
 T = TypeVar("T")
 

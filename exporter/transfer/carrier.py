@@ -16,7 +16,8 @@ from exporter.layout import HEAD_FILE, MANIFEST_FILE
 from exporter.progress import Progress
 from exporter.publish.versions import MAX_MANIFEST_BYTES, lease
 from exporter.storage import mirror
-from exporter.storage.objects import ObjectWriter, Tag, Url
+from exporter.storage.objects import ObjectWriter, Tag
+from exporter.storage.url import Url
 from exporter.transfer.head import Head, Upload, as_bytes, as_text, fetch_head, files_digest
 from exporter.transfer.items import Item, StoredModel, item_of
 

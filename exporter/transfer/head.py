@@ -28,7 +28,8 @@ from exporter.errors import ManifestError
 from exporter.files import read_regular, writing
 from exporter.layout import HEAD_FILE, PUSHED_FILE
 from exporter.publish.manifest import Manifest
-from exporter.storage.objects import ObjectWriter, Tag, Url
+from exporter.storage.objects import ObjectWriter, Tag
+from exporter.storage.url import Url
 
 _LONGEST = 1 << 20
 

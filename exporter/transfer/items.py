@@ -18,7 +18,8 @@ from exporter.files import read_regular
 from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
 from exporter.publish.manifest import Manifest, from_json
 from exporter.publish.versions import MAX_MANIFEST_BYTES, delta_names, version_dirs
-from exporter.storage.objects import ObjectReader, RemoteObject, Url
+from exporter.storage.objects import ObjectReader, RemoteObject
+from exporter.storage.url import Url
 
 _ITEM = re.compile(rf"([0-9]{{1,19}}|{DELTAS_DIRECTORY}/[0-9]{{20}}/[0-9]{{20}}-[0-9]{{20}})/(.+)")
 _HOLD = re.compile(rf"(?:{DELTAS_DIRECTORY}/[0-9]{{20}}/)?{HOLD_FILE}")

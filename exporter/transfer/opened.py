@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from exporter.errors import UsageError
 from exporter.options import DataMode
 from exporter.progress import ProgressFactory, no_progress
-from exporter.storage.objects import Url
+from exporter.storage.url import Url
 
 T = TypeVar("T")
 

@@ -34,7 +34,8 @@ from exporter.publish.commit import model_lock
 from exporter.publish.hold import Hold
 from exporter.publish.retention import GRACE_SECONDS
 from exporter.publish.staging import Staging
-from exporter.storage.objects import ObjectWriter, RemoteObject, Url
+from exporter.storage.objects import ObjectWriter, RemoteObject
+from exporter.storage.url import Url
 from exporter.transfer.head import fetch_head, recall, remember
 from exporter.transfer.items import Item, StoredModel, files_of, local_holds, local_items, stored_model
 from exporter.transfer.push import parse

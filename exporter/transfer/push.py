@@ -16,7 +16,8 @@ from exporter.layout import MANIFEST_FILE
 from exporter.local_paths import in_store, without_secrets
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.versions import require_base_path
-from exporter.storage.objects import ObjectWriter, Url
+from exporter.storage.objects import ObjectWriter
+from exporter.storage.url import Url
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.head import Head, as_bytes, fetch_head, recall, remember
 from exporter.transfer.items import Item, StoredModel, local_holds, local_item, local_items, stored_model

@@ -32,8 +32,9 @@ from exporter.layout import (
 from exporter.progress import ProgressFactory, no_progress
 from exporter.storage import mirror
 from exporter.storage.mirror import Mirror
-from exporter.storage.objects import ObjectWriter, RemoteObject, Url
+from exporter.storage.objects import ObjectWriter, RemoteObject
 from exporter.storage.output_directory import open_directory
+from exporter.storage.url import Url
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.head import as_bytes
 from exporter.transfer.items import StoredModel, local_holds, local_item, local_paths, path_of, stored_model

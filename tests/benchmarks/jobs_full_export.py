@@ -19,7 +19,7 @@ from exporter.layout import VARIABLES_PREFIX
 from exporter.mapping.build import MappingRules, build_mapping
 from exporter.options import DataMode, ExportRequest
 from exporter.pipeline.full import export as run_export
-from exporter.pipeline.full import plan
+from exporter.pipeline.full_plan import plan
 from exporter.verify.version_files import verify_bytes
 from exporter.wire.crc32c import chunks_of, extend
 from tests.benchmarks.job import Timer

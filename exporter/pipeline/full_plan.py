@@ -1,0 +1,147 @@
+"""Full exports, planned: what is read and decided before anything is written."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from msgspec import Struct
+
+from exporter.bundle.variables import size_of_work
+from exporter.bundle.warmup_requests import WarmupRequest, read_requests
+from exporter.catalog import Catalog
+from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint.identity import Identity
+from exporter.errors import UsageError
+from exporter.golden import GoldenRequest, read_golden
+from exporter.graph.feeds import mode_switches
+from exporter.graph.inference_graph import InferenceGraph
+from exporter.graph.load import GraphSource, SourceGraph, load_source
+from exporter.graph.origin import GraphOrigin
+from exporter.graph.training_graph import TrainingGraph
+from exporter.mapping.batch_statistics import check_batch_statistics
+from exporter.mapping.build import MappingRules, VariableMapping, check_casts
+from exporter.mapping.extras import Extra, classify_extras
+from exporter.mapping.request_rules import parse_rules
+from exporter.mapping.training_variables import with_training
+from exporter.options import ExportFormat, ExportRequest
+from exporter.pipeline.both_sides import read_both
+from exporter.pipeline.plan_digest import plan_digest
+from exporter.pipeline.table_layout import lay_out_tables, map_laid_out
+from exporter.pipeline.target import (
+    check_permission,
+    require_new,
+    require_own_directory,
+    target_notes,
+)
+from exporter.pipeline.trainer_graph import training_graph
+from exporter.pipeline.updatable import update_notes
+from exporter.publish.commit import VersionRule
+from exporter.publish.made_from import newest_made_from
+from exporter.publish.versions import require_base_path
+from exporter.tables.lay_out import TableLayout
+
+
+class Plan(Struct, frozen=True, dict=True):
+    """What an export will do; nothing has been written yet."""
+
+    request: ExportRequest
+    catalog: Catalog
+    checkpoint: Identity
+    source: SourceGraph
+    graph: InferenceGraph
+    mapping: VariableMapping
+    version: VersionRule
+    rules: MappingRules
+    warmup: tuple[WarmupRequest, ...] = ()
+    probes: tuple[WarmupRequest, ...] = ()
+    training: TrainingGraph | None = None
+    target_notes: tuple[str, ...] = ()
+    origin: GraphOrigin | None = None
+    layout: TableLayout | None = None
+    golden: tuple[GoldenRequest, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know about the choices made."""
+        return (*self.catalog.notes, *self.graph.notes, *self.mapping.notes, *self.target_notes)
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest that differs between plans for the same checkpoint."""
+        return plan_digest(self.request, self.graph, self.mapping, self.warmup, self.training)
+
+    @cached_property
+    def work(self) -> tuple[int, int]:
+        """How many tasks write values, and how many bytes they read."""
+        if not self.catalog.is_bundle:
+            return 0, 0
+        return size_of_work(self.mapping, self.request.out, self.request.jobs.task_bytes)
+
+    @property
+    def ignored(self) -> tuple[Extra, ...]:
+        """What of the checkpoint is not served; the mapping's own catalog may hold served variables alone."""
+        served = {source.tensor.name for source in self.mapping.sources}
+        if self.layout is not None:
+            served |= self.layout.served_names
+        return tuple(classify_extras(self.catalog, served))
+
+
+def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
+    """Read the checkpoint and the graph and decide where every variable comes from.
+
+    Raises:
+        PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
+        UsageError, CheckpointError, GraphError, MappingError: see errors.py.
+    """
+    number = VersionRule.parse(request.version)
+    require_base_path(request.out)
+    if request.plain and request.updates:
+        raise UsageError(
+            "--plain: this version takes deltas", hint="leave out --plain, or --incr and --updatable"
+        )
+    if request.updates and request.version:
+        raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
+    if request.updates and request.format is not ExportFormat.SAVED_MODEL:
+        raise UsageError(f"--format {request.format.value}: only a SavedModel takes deltas")
+    if request.golden and request.format is ExportFormat.METAGRAPH:
+        raise UsageError("--golden asks a SavedModel", hint="leave out --golden, or --format metagraph")
+    if request.warmup and request.no_warmup:
+        raise UsageError("--warmup and --no-warmup: requests, or none", hint="leave one out")
+    rules = parse_rules(request)
+    catalog = open_checkpoint(request.ckpt_dir)
+    checkpoint = Identity.of(catalog)
+    is_known = not request.again and newest_made_from(request.out, checkpoint.digest) is not None
+    if not is_known:
+        check_permission(request)
+    found = read_both(request, rules, catalog, checkpoint, load)
+    require_own_directory(request.out, found.catalog)
+    graph, layout = lay_out_tables(found.graph, found.catalog, found.rules, request.table_head_room)
+    mapping = map_laid_out(graph, found.catalog, layout, found.rules)
+    check_casts(mapping, found.rules.casts)
+    if not request.allow_batch_statistics:
+        switches = mode_switches(graph.meta_graph.graph_def, found.source.feeds)
+        check_batch_statistics(graph, found.catalog, mapping.sources, switches)
+    training = training_graph(request, found.catalog)
+    if training is not None:
+        mapping = with_training(mapping, training)
+    planned = Plan(
+        request,
+        found.catalog,
+        found.checkpoint,
+        found.source,
+        graph,
+        mapping,
+        number,
+        found.rules,
+        read_requests(request.warmup, graph.meta_graph) if request.warmup else (),
+        read_requests(request.verify_inputs, graph.meta_graph) if request.verify_inputs else (),
+        training,
+        update_notes(graph, mapping) if request.updates else target_notes(request.out),
+        found.origin,
+        layout,
+        read_golden(request.golden) if request.golden else (),
+    )
+    if is_known:
+        require_new(request, checkpoint, planned.digest)
+        check_permission(request)
+    return planned
