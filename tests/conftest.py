@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,11 @@ ROOT = Path(__file__).parent.parent
 # A slow machine is no failure: no test of ours is about time.
 hypothesis.settings.register_profile("export-model", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("export-model")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Half as many more than cores: a third of the time, tests wait for servers, leases and deadlines."""
+    return len(os.sched_getaffinity(0)) * 3 // 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
