@@ -24,7 +24,7 @@ from serving.inference import (
     regress,
 )
 from serving.model_config import listed_models
-from serving.models import ServedModels, wait_for
+from serving.models import ServedModels
 from serving.status import invalid
 
 _SIGNATURE_DEF = "signature_def"
@@ -120,7 +120,7 @@ class Calls:
                 "ServerModelConfig type not supported by HandleReloadConfigRequest. "
                 "Only ModelConfigList is currently supported"
             )
-        wait_for(self.models.configure(listed_models(request.config)), timeout_seconds, is_wanted)
+        self.models.serve(listed_models(request.config), timeout_seconds, is_wanted)
         response = self._reload_response()
         response.status.SetInParent()
         return response

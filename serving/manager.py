@@ -77,6 +77,10 @@ class VersionManager:
         self._statuses: dict[int, VersionStatus] = {}
         self._served: dict[int, _Served] = {}
         self._failures: dict[int, object] = {}
+        self._taken_up = 1
+        """How often the model was taken up: at first, and after it was retired or had nothing to serve."""
+        self._noticed = 0
+        """The `_taken_up` that the thread acts on: as long as it is an earlier one, what is loaded may go."""
         self._stopping = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"versions of {name}", daemon=True)
@@ -106,6 +110,7 @@ class VersionManager:
         with self._changed:
             if (self.base_path, self._policy) == (base_path, policy):
                 return
+            self._taken_up += self.is_retired or not self._available()
             self.base_path, self._policy = base_path, policy
             self._wanted = frozenset()  # nothing is hopeless until the new place was looked at
         self._wake.set()
@@ -158,6 +163,15 @@ class VersionManager:
         with self._changed:
             return self._available()
 
+    def is_coming(self) -> bool:
+        """True if a first version is being looked for or loaded, and did not fail so far."""
+        with self._changed:
+            if self._policy is None or self._stopping:
+                return False
+            if self._noticed != self._taken_up:
+                return True
+            return not self._available() and not self._wanted <= self._failures.keys()
+
     def wait_available(self, timeout_seconds: float, is_wanted: Callable[[], bool] = lambda: True) -> int:
         """The newest available version, as soon as there is one; given up when it `is_wanted` no more.
 
@@ -166,7 +180,7 @@ class VersionManager:
         """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            while not (available := self._available()):
+            while not (available := self._available()) or self._noticed != self._taken_up:
                 late = time.monotonic() >= deadline or not is_wanted()
                 if late or self._hopeless():
                     raise self._not_available(timeout_seconds if late else None)
@@ -224,18 +238,25 @@ class VersionManager:
         while not self._stopping:
             self._wake.clear()  # before looking: what is asked for meanwhile is seen at the next look
             with self._changed:
-                policy, base_path = self._policy, self.base_path
+                policy, base_path, taken_up = self._policy, self.base_path, self._taken_up
             if policy is None:
-                self._settle(frozenset(), {})
+                self._settle(frozenset(), {}, taken_up)
             else:
-                with suppress(OSError):  # a base path that is gone for a moment changes nothing
+                try:
                     directories = versions_among(path.name for path in base_path.iterdir())
                     paths = {version: base_path / name for version, name in directories.items()}
-                    self._settle(policy.choose(directories), paths)
+                    self._settle(policy.choose(directories), paths, taken_up)
+                except OSError:  # a base path that is gone for a moment changes nothing
+                    self._notice(taken_up)
             # A model that is not served is not looked for.
             self._wake.wait(None if policy is None else self._poll_seconds or None)
 
-    def _settle(self, wanted: frozenset[int], directories: dict[int, Path]) -> None:
+    def _notice(self, taken_up: int) -> None:
+        with self._changed:
+            self._noticed = taken_up
+            self._changed.notify_all()
+
+    def _settle(self, wanted: frozenset[int], directories: dict[int, Path], taken_up: int) -> None:
         """Load and unload until what is served is what ought to be."""
         failures = {
             version: fingerprint
@@ -246,6 +267,7 @@ class VersionManager:
             if self._stopping:
                 return
             self._wanted, self._failures = wanted, failures
+            self._notice(taken_up)
         self._end_unfinished(wanted)
         for version in sorted(wanted - self._statuses.keys()):
             self._announce(VersionStatus(version, VersionState.START))

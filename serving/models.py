@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -28,6 +29,8 @@ class ServedModels:
         self._labels_unavailable_versions = labels_unavailable_versions
         self._managers: dict[str, VersionManager] = {}
         self._labels: Mapping[str, Mapping[str, int]] = {}
+        self._awaited: Counter[str] = Counter()
+        """How many calls of `serve` wait for a model."""
         self._configuring = threading.Lock()
         self._is_stopping = False
 
@@ -99,27 +102,63 @@ class ServedModels:
                 return [status]
         raise StatusError(Code.NOT_FOUND, f"Could not find version {version} of model {spec.name}")
 
-    def configure(self, wanted: Sequence[ModelConfig]) -> list[VersionManager]:
-        """Begin to serve exactly these models; returns those that were not served before.
-
-        What is refused changes nothing.
+    def configure(self, wanted: Sequence[ModelConfig]) -> None:
+        """Begin to serve exactly these models. What is refused changes nothing.
 
         Raises:
             StatusError: INVALID_ARGUMENT, a platform that is not served; FAILED_PRECONDITION, a label for a
                 version that is not available now; UNAVAILABLE, the server stops.
         """
         with self._configuring:
-            if self._is_stopping:
-                raise StatusError(Code.UNAVAILABLE, "the server stops")
-            served = self.served()
-            require_platform(wanted, served)
-            self._check_labels(wanted)
-            self._labels = {model.name: model.labels for model in wanted}
-            for name in served.keys() - {model.name for model in wanted}:
-                served[name].retire()
-            for model in wanted:
-                self._follow(model)
-            return [self._managers[model.name] for model in wanted if model.name not in served]
+            self._configure(wanted)
+
+    def serve(
+        self,
+        wanted: Sequence[ModelConfig],
+        timeout_seconds: float,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Begin to serve exactly these models, and wait until each new one has an available version.
+
+        What another call took up and still waits for is new to this one, too, and so is what is being loaded
+        for the first time. What never came, and nobody waits for, is not: `wanted` may be repeated.
+
+        Args:
+            wanted: the models.
+            timeout_seconds: how long to wait; the models are served in any case.
+            is_wanted: asked about once a second; the call ends when it says no.
+
+        Raises:
+            StatusError: as `configure`; UNKNOWN, a model cannot be served; DEADLINE_EXCEEDED, one is not
+                available in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        with self._configuring:
+            before = self.served()
+            self._configure(wanted)
+            names = [model.name for model in wanted if self._is_to_come(model.name, before)]
+            managers = [self._managers[name] for name in names]
+            self._awaited.update(names)
+        try:
+            _wait_for(managers, deadline, is_wanted)
+        finally:
+            with self._configuring:
+                self._awaited.subtract(names)
+
+    def _is_to_come(self, name: str, before: Mapping[str, VersionManager]) -> bool:
+        return name not in before or self._awaited[name] > 0 or before[name].is_coming()
+
+    def _configure(self, wanted: Sequence[ModelConfig]) -> None:
+        if self._is_stopping:
+            raise StatusError(Code.UNAVAILABLE, "the server stops")
+        served = self.served()
+        require_platform(wanted, served)
+        self._check_labels(wanted)
+        self._labels = {model.name: model.labels for model in wanted}
+        for name in served.keys() - {model.name for model in wanted}:
+            served[name].retire()
+        for model in wanted:
+            self._follow(model)
 
     def _follow(self, model: ModelConfig) -> None:
         if (manager := self._managers.get(model.name)) is not None:
@@ -159,15 +198,9 @@ class ServedModels:
             raise invalid(f"Unrecognized servable version label: {spec.version_label}") from None
 
 
-def wait_for(
-    models: Sequence[VersionManager], timeout_seconds: float, is_wanted: Callable[[], bool] = lambda: True
+def _wait_for(
+    models: Sequence[VersionManager], deadline: float, is_wanted: Callable[[], bool] = lambda: True
 ) -> None:
-    """Wait until each model has an available version, as long as it `is_wanted`.
-
-    Raises:
-        StatusError: UNKNOWN, one cannot be served; DEADLINE_EXCEEDED, one is not available in time.
-    """
-    deadline = time.monotonic() + timeout_seconds
     failed = []
     for model in models:
         try:

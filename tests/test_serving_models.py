@@ -6,6 +6,8 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,10 @@ import numpy as np
 import pytest
 
 from exporter.wire.protos import message_class
-from serving.manager import VersionManager
+from serving.loader import LoadedModel
+from serving.manager import VersionManager, load_warm
 from serving.model_config import ModelConfig, listed_models
 from serving.models import ServedModels
-from serving.models import wait_for as wait_for_models
 from serving.status import Code, StatusError, VersionState
 
 WAIT_SECONDS = 60.0
@@ -35,7 +37,7 @@ def create(model: ModelConfig) -> VersionManager:
 
 
 def apply(models: ServedModels, wanted: Any) -> None:
-    wait_for_models(models.configure(listed_models(wanted)), WAIT_SECONDS)
+    models.serve(listed_models(wanted), WAIT_SECONDS)
 
 
 def spec(name: str, version: int | None = None, label: str = "") -> Any:
@@ -213,11 +215,10 @@ def test_a_model_that_is_taken_out_while_it_is_waited_for(
     models: ServedModels, two_models: Path, tmp_path: Path
 ) -> None:
     """Two configurations at once: the first call does not wait for what the second one took away."""
-    new = models.configure(listed_models(config(a=two_models / "a", c=tmp_path / "later")))
     taking = threading.Timer(0.2, lambda: models.configure(listed_models(config(a=two_models / "a"))))
     taking.start()
     with pytest.raises(StatusError, match="c is not served any more: it was taken out") as caught:
-        wait_for_models(new, WAIT_SECONDS)
+        apply(models, config(a=two_models / "a", c=tmp_path / "later"))
     assert caught.value.code is Code.UNKNOWN
     assert answer(models, "a") == (2, 2.0)
 
@@ -225,7 +226,8 @@ def test_a_model_that_is_taken_out_while_it_is_waited_for(
 def test_configurations_at_once(models: ServedModels, two_models: Path) -> None:
     def swing(name: str) -> None:
         for _ in range(20):
-            models.configure(listed_models(config(a=two_models / "a", **{name: two_models / "b"})))
+            with suppress(StatusError):  # another call may take the model out while this one waits for it
+                apply(models, config(a=two_models / "a", **{name: two_models / "b"}))
 
     threads = [threading.Thread(target=swing, args=(name,)) for name in ("b", "c", "d")]
     for thread in threads:
@@ -242,6 +244,103 @@ def test_configurations_at_once(models: ServedModels, two_models: Path) -> None:
             time.sleep(0.01)
 
 
+class SlowLoads:
+    """A loader that begins when it is let."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+        self.began = threading.Event()
+
+    def create(self, model: ModelConfig) -> VersionManager:
+        return VersionManager(
+            model.name, model.base_path, policy=model.policy, poll_seconds=0.02, load=self._load
+        )
+
+    def _load(self, directory: Path) -> LoadedModel:
+        self.began.set()
+        assert self.may_go_on.wait(WAIT_SECONDS)
+        return load_warm(directory)
+
+
+@pytest.fixture
+def slow() -> Iterator[tuple[ServedModels, SlowLoads]]:
+    loads = SlowLoads()
+    models = ServedModels(loads.create)
+    yield models, loads
+    loads.may_go_on.set()
+    models.stop(5.0)
+
+
+@pytest.mark.parametrize("first_one_waits", [True, False])
+def test_what_another_call_took_up_is_waited_for(
+    slow: tuple[ServedModels, SlowLoads], two_models: Path, first_one_waits: bool
+) -> None:
+    """A configuration that says the same while the model is loaded is answered when it is available."""
+    models, loads = slow
+    wanted = config(b=two_models / "b")
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(apply if first_one_waits else configure, models, wanted)
+        assert loads.began.wait(WAIT_SECONDS)
+        with pytest.raises(StatusError, match="version 5 is still loading") as caught:
+            models.serve(listed_models(wanted), 0.05)
+        assert caught.value.code is Code.DEADLINE_EXCEEDED
+        second = pool.submit(apply, models, wanted)
+        loads.may_go_on.set()
+        second.result(WAIT_SECONDS)
+        assert answer(models, "b") == (5, 5.0)
+        first.result(WAIT_SECONDS)
+
+
+def configure(models: ServedModels, wanted: Any) -> None:
+    models.configure(listed_models(wanted))
+
+
+def test_a_model_that_never_came_is_waited_for_as_long_as_another_call_waits(
+    models: ServedModels, two_models: Path, tmp_path: Path
+) -> None:
+    wanted = config(a=two_models / "a", c=tmp_path / "later")
+    is_wanted = threading.Event()
+    is_wanted.set()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(models.serve, listed_models(wanted), WAIT_SECONDS, is_wanted.is_set)
+        while not models.served().keys() >= {"c"}:
+            time.sleep(0.01)
+        with pytest.raises(StatusError, match="later is not a directory"):
+            models.serve(listed_models(wanted), 0.05)
+        is_wanted.clear()
+        with pytest.raises(StatusError, match="later is not a directory"):
+            first.result(WAIT_SECONDS)
+    while models.served()["c"].is_coming():
+        time.sleep(0.01)
+    apply(models, wanted)  # nobody waits for it any more
+    assert not models.is_available("c")
+
+
+def test_a_model_that_comes_back_while_it_is_unloaded(
+    models: ServedModels, two_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was loaded before is about to go: it makes nothing available."""
+    began, may_go_on = threading.Event(), threading.Event()
+    both = config(a=two_models / "a", b=two_models / "b")
+    apply(models, both)
+    manager = models.served()["b"]
+    begin_unload = manager._begin_unload
+
+    def begin_late(version: int) -> None:
+        began.set()
+        assert may_go_on.wait(WAIT_SECONDS)
+        begin_unload(version)
+
+    monkeypatch.setattr(manager, "_begin_unload", begin_late)
+    configure(models, config(a=two_models / "a"))
+    assert began.wait(WAIT_SECONDS)
+    with pytest.raises(StatusError, match="did not become available"):
+        models.serve(listed_models(both), 0.05)
+    may_go_on.set()
+    apply(models, both)
+    assert answer(models, "b") == (5, 5.0)
+
+
 def test_no_configuration_after_the_end(models: ServedModels, two_models: Path) -> None:
     models.stop(5.0)
     with pytest.raises(StatusError, match="the server stops") as caught:
@@ -251,16 +350,15 @@ def test_no_configuration_after_the_end(models: ServedModels, two_models: Path) 
 
 def test_a_base_path_that_is_not_there_yet(models: ServedModels, two_models: Path, tmp_path: Path) -> None:
     later = tmp_path / "later"
-    new = models.configure(listed_models(config(a=two_models / "a", c=later)))
     with pytest.raises(StatusError, match="later is not a directory") as caught:
-        wait_for_models(new, 0.1)
+        models.serve(listed_models(config(a=two_models / "a", c=later)), 0.1)
     assert caught.value.code is Code.DEADLINE_EXCEEDED
     with pytest.raises(StatusError, match="Could not find any versions of model c"):
         models.statuses(spec("c"))
     shutil.copytree(two_models / "b", tmp_path / "copied").rename(
         later
     )  # a version that is half there has failed
-    wait_for_models(new, WAIT_SECONDS)
+    models.served()["c"].wait_available(WAIT_SECONDS)
     assert answer(models, "c") == (5, 5.0)
 
 
