@@ -6,8 +6,9 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,29 @@ def test_imports_point_against_the_flow() -> None:
         if LEVEL[room_of(imported)] >= LEVEL[room_of(module)]
     ]
     assert not wrong, "a room imports one that lies to its right"
+
+
+def test_no_files_import_each_other() -> None:
+    """For types neither: what two files both need has a place of its own."""
+    files = {
+        module_of(path).removesuffix(".__init__"): path
+        for path in [*sources("exporter"), *sources("serving")]
+    }
+    needs = {
+        module: set(_files_of(ast.parse(path.read_text()), files)) - {module}
+        for module, path in files.items()
+    }
+    assert sum(map(len, needs.values())) > 1000
+    TopologicalSorter(needs).prepare()  # CycleError names the circle
+
+
+def _files_of(tree: ast.Module, files: Collection[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in files)
+        elif isinstance(node, ast.ImportFrom) and node.module in files:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from (names & set(files)) or {node.module}
 
 
 def test_the_exporter_knows_nothing_of_serving() -> None:
