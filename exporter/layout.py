@@ -60,6 +60,9 @@ HEAD_FILE = "head.json"
 
 JOBS_DIRECTORY = ".jobs"
 RECEIPTS_DIRECTORY = "receipts"
+INPUTS_DIRECTORY = "inputs"
+"""In a job: copies of what the command itself made for its tasks."""
+
 STAGING_PREFIX = ".staging-"
 TRASH_PREFIX = ".trash-"
 PULL_PREFIX = ".pull-"

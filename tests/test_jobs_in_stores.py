@@ -13,12 +13,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from exporter.bundle.move import Move
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.layout import JOBS_DIRECTORY, RECEIPTS_DIRECTORY, VARIABLES_PREFIX
+from exporter.errors import DiskFull
+from exporter.jobs.runner import Runner
+from exporter.layout import INPUTS_DIRECTORY, JOBS_DIRECTORY, RECEIPTS_DIRECTORY, VARIABLES_PREFIX
 from exporter.storage import mirror
 from exporter.transfer import carrier
 from exporter.transfer.pull import pull
 from tests.support.commands import export_model
+from tests.support.deeprec_models import INPUTS, OUTPUTS, Trainer
 from tests.support.object_stores import Bucket
 
 ROWS, WIDTH, TABLES = 4000, 16, 6
@@ -144,3 +148,49 @@ def test_a_job_directory_in_a_store_for_a_model_here(
     assert ran.code == 0, ran.err
     assert_right(tmp_path / "here", ml_dtypes.bfloat16)
     assert not bucket.names()
+
+
+@pytest.mark.parametrize("sees_our_files", [True, False], ids=["threads", "workers elsewhere"])
+def test_what_the_command_itself_made_for_its_tasks(
+    trained: Path, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees_our_files: bool
+) -> None:
+    """An archive's tensors become a bundle first. A job that broke off is found again."""
+    np.savez(tmp_path / "m.npz", **{f"t{number}": table(number) for number in range(TABLES)})
+    monkeypatch.setattr(Runner, "sees_our_files", sees_our_files)
+    with monkeypatch.context() as broken:
+
+        def full(*_: object, **__: object) -> None:
+            raise DiskFull("full")
+
+        broken.setattr("exporter.pipeline.full.publish_version", full)
+        command = ["--ckpt-dir", str(tmp_path / "m.npz"), "--model", f"{trained / 'model.py'}:serving"]
+        command += ["--out", bucket.url(BASE), "--version", "7", "--task-size", "64KiB"]
+        assert export_model(*command).code == 1
+    copies = [key for key in bucket.names() if INPUTS_DIRECTORY in key]
+    assert len(copies) == (0 if sees_our_files else 1)
+    receipts = sum(RECEIPTS_DIRECTORY in key for key in bucket.names())
+    monkeypatch.setattr(Move, "run", None)  # nothing is done again
+    ran = export_model(*command)
+    assert ran.code == 0, ran.err
+    assert receipts == TABLES
+    assert not [key for key in bucket.names() if JOBS_DIRECTORY in key]
+    pull(bucket.url(BASE), tmp_path / "here")
+    assert_right(tmp_path / "here")
+
+
+def test_tables_by_keys_go_to_a_store_as_to_a_directory(bucket: Bucket, tmp_path: Path) -> None:
+    """Their index is made by the command itself, beside what the trainer wrote."""
+    trainer = Trainer(tmp_path / "train")
+    trainer.save()
+    names = [f"--input={name}={name}" for name in INPUTS] + [f"--output={name}={name}" for name in OUTPUTS]
+    for out in (bucket.url(BASE), str(tmp_path / "local")):
+        ran = export_model(
+            "--ckpt-dir", str(trainer.directory), *names, "--out", out, "--cast", ".*values=float16"
+        )
+        assert ran.code == 0, ran.err
+    pull(bucket.url(BASE), tmp_path / "here")
+    here, local = (read_catalog(tmp_path / each / "100" / VARIABLES_PREFIX) for each in ("here", "local"))
+    assert here.tensors.keys() == local.tensors.keys()
+    for name in here.tensors:
+        found, expected = (read_array(catalog, catalog.tensors[name]) for catalog in (here, local))
+        np.testing.assert_array_equal(found, expected, strict=True)

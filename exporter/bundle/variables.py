@@ -20,16 +20,18 @@ from msgspec.structs import replace
 from exporter.bundle import kernel_copy, rewrite
 from exporter.bundle.kernel_copy import ByteRange
 from exporter.bundle.link import NewFile, link_shard
+from exporter.bundle.move import Move
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_path
 from exporter.errors import LinkRefused, os_error
+from exporter.jobs import made_inputs
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.layout import VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.options import DataMode
 from exporter.progress import NoProgress, Progress
 from exporter.storage import mirror
-from exporter.storage.output_directory import open_directory
+from exporter.storage.output_directory import Directory, open_directory
 
 DEFAULT_WORKERS = 4
 """Copies wait for disks more than for processors."""
@@ -99,11 +101,13 @@ def write_variables(
     data: DataMode = DataMode.AUTO,
     workers: int = DEFAULT_WORKERS,
     runner: Runner = LOCAL,
+    made: Path | None = None,
     progress: Progress | None = None,
 ) -> VariablesReport:
     """Write `directory/variables`, which must not be there; nothing is written for a model without variables.
 
-    `progress` advances by bytes, from several threads.
+    Shards below `made` are the command's own: see `exporter.jobs.made_inputs`. `progress` advances by bytes,
+    from several threads.
 
     Raises:
         CheckpointChanged: a shard vanished or changed since the catalog was read.
@@ -118,7 +122,7 @@ def write_variables(
     try:
         prefix.parent.mkdir(parents=True)
         with ThreadPoolExecutor(max(1, workers), "bundle") as pool:
-            job = _Job(mapping, prefix, data, pool, runner, progress or NoProgress())
+            job = _Job(mapping, prefix, data, pool, runner, made, progress or NoProgress())
             return job.run()
     except OSError as exc:
         raise os_error(exc, Path(os.fsdecode(exc.filename2 or exc.filename or prefix.parent))) from exc
@@ -163,6 +167,7 @@ class _Job:
         data: DataMode,
         pool: Executor,
         runner: Runner,
+        made: Path | None,
         progress: Progress,
     ) -> None:
         self._catalog = mapping.catalog
@@ -171,6 +176,7 @@ class _Job:
         self._data = data
         self._pool = pool
         self._runner = runner
+        self._made = made
         self._progress = progress
         self._kept = _extents_by_shard(self._verbatim)
         pieces = (piece for source in moved for piece in rewrite.divide(source, runner.task_bytes))
@@ -228,8 +234,7 @@ class _Job:
             replace(task, name=shard_path(self._prefix, number, self._num_shards).name)
             for number, (_, task) in enumerate(self._moves, first)
         ]
-        self._job = self._runner.directory_of(tasks)
-        directory = open_directory(self._job or os.fspath(self._prefix.parent))
+        tasks, directory = self._in_job(tasks)
         with closing(self._runner.run(tasks, directory.place, self._progress)) as found:
             receipts = []
             for number, ((pieces, task), receipt) in enumerate(zip(self._moves, found, strict=True), first):
@@ -243,6 +248,18 @@ class _Job:
             for report, receipt in zip(reports, receipts, strict=True):
                 directory.show(receipt.task, report.path, receipt.written, receipt.tag)
         return list(written.tensors()), reports
+
+    def _in_job(self, tasks: list[Move]) -> tuple[list[Move], Directory]:
+        """The tasks as workers can do them, and the directory of their outputs."""
+        if self._made is None or not self._runner.kept:
+            self._job = self._runner.directory_of(tasks)
+            return tasks, open_directory(self._job or os.fspath(self._prefix.parent))
+        named, files = made_inputs.named_by_content(tasks, self._made)
+        self._job = self._runner.directory_of(named)
+        directory = open_directory(self._job)
+        if not self._runner.sees_our_files:
+            files = made_inputs.handed_over(files, directory)
+        return made_inputs.with_inputs(named, files), directory
 
 
 def _extents_by_shard(sources: Iterable[TensorSource]) -> dict[int, list[Extent]]:

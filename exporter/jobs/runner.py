@@ -58,6 +58,11 @@ class Runner(Struct, frozen=True):
         is_kept = jobs.engine is not None or place != os.fspath(model)
         return cls(engine, jobs.task_bytes, f"{place}/{JOBS_DIRECTORY}" if is_kept else "")
 
+    @property
+    def sees_our_files(self) -> bool:
+        """True if tasks are done by this process."""
+        return isinstance(self.engine, LocalEngine)
+
     def directory_of(self, tasks: Sequence[Task]) -> str:
         """The directory of a kept job; "" if jobs are not kept."""
         return self.kept and f"{self.kept}/{plan_digest(tasks)[:32]}"

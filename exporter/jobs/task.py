@@ -49,7 +49,7 @@ class Input(Struct, frozen=True, array_like=True):
             CheckpointChanged: it is no longer there.
             CheckpointError: it cannot be reached.
         """
-        if (found := mirror.find(path)) is not None:
+        if (found := mirror.find(path)) is not None and not found[0].is_made_here(found[1]):
             store, each = found[0].url, found[0].listed(found[1])
             return cls(str(Url(store.scheme, store.bucket, each.key)), each.size, each.tag or "")
         status = shard_status(path)

@@ -164,7 +164,10 @@ def _write_variables(
         planned = replace(planned, mapping=laid_out)
     with progress("variables", planned.mapping.bytes_) as bar:
         runner = Runner.of(planned.request.jobs, planned.request.out)
-        variables = write_variables(planned.mapping, staging.path, data=data, runner=runner, progress=bar)
+        made = staging.path.parent
+        variables = write_variables(
+            planned.mapping, staging.path, data=data, runner=runner, made=made, progress=bar
+        )
     if not catalog.is_bundle:
         variables = as_rewritten(variables, catalog.prefix, catalog.family)
     return planned, variables

@@ -89,6 +89,14 @@ class Mirror:
             raise CheckpointChanged(f"{self.url}/{name} vanished after it was listed")
         return each
 
+    def is_made_here(self, name: str) -> bool:
+        """True for a file that a process put here, and that stands for no object."""
+        try:
+            inode = (self.root / name).stat().st_ino
+        except FileNotFoundError:
+            return False
+        return inode not in self._stand_ins and inode != self._inodes.get(name)
+
     def stand_in(self, path: Path, each: RemoteObject) -> None:
         """Have a new file for an object of the bucket, wherever below the root it will be renamed to.
 
