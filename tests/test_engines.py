@@ -257,6 +257,21 @@ def test_a_pipeline_of_beam_that_hangs_is_given_up(
     assert (done["works"], done["digest"]) == (TABLES - begun, expected(runs))
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_beam_leaves_nothing_where_its_workers_tell_outcomes(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, fails: bool
+) -> None:
+    runs = EngineRuns("beam", python_of("beam", tmp_path_factory), tmp_path)
+    held = [runs.at("before", 3, "wait")] if fails else []
+    results = tmp_path / "results"
+    done = runs.run(options={"stall": "4", "results": str(results)})
+    assert done.get("error") == ("EngineFailed" if fails else None)
+    assert not list(results.iterdir())
+    if fails:
+        assert f"remove what its workers may yet write below {results}" in done["hint"]
+    release(held)
+
+
 def test_a_node_of_dask_is_killed(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A scheduler and two workers over TCP; one worker's whole machine, as it were, is gone in mid-task."""
     runs = EngineRuns("dask", python_of("dask", tmp_path_factory), tmp_path)

@@ -45,7 +45,10 @@ def table(number: int) -> np.ndarray:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a checkpoint of six tables, `graph.meta` and `model.py`."""
-    directory = tmp_path_factory.mktemp("trained")
+    return train(tmp_path_factory.mktemp("trained"))
+
+
+def train(directory: Path) -> Path:
     with BundleWriter(directory / "model.ckpt-7") as writer:
         for number in range(TABLES):
             writer.add(f"t{number}", table(number))

@@ -10,7 +10,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 
@@ -25,13 +25,12 @@ from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_path
 from exporter.errors import LinkRefused, os_error
 from exporter.jobs import made_inputs
-from exporter.jobs.runner import LOCAL, Runner
+from exporter.jobs.runner import LOCAL, Job, Runner
 from exporter.layout import VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.options import DataMode
 from exporter.progress import NoProgress, Progress
 from exporter.storage import mirror
-from exporter.storage.output_directory import Directory, open_directory
 
 DEFAULT_WORKERS = 4
 """Copies wait for disks more than for processors."""
@@ -65,8 +64,10 @@ class VariablesReport(Struct, frozen=True):
 
     catalog: Catalog
     shards: tuple[ShardReport, ...]
-    job: str = ""
-    """The directory of the job that wrote some of them, if it is kept."""
+    work: tuple[int, int] = (0, 0)
+    """How many tasks wrote some of them, and how many bytes these read."""
+    job: Job | None = None
+    """What wrote some of them, to be left (it is a context manager) once they are published."""
 
     def bytes_of(self, *how: ShardOrigin) -> int:
         """Bytes of the shards that were made in one of these ways."""
@@ -182,19 +183,21 @@ class _Job:
         pieces = (piece for source in moved for piece in rewrite.divide(source, runner.task_bytes))
         self._moves = list(rewrite.tasks_for(pieces, mapping.catalog, runner.task_bytes))
         self._num_shards = len(self._kept) + len(self._moves)
-        self._job = ""
+        self._job: Job | None = None
         self._new_file = NewFile.in_directory(prefix.parent)
 
     def run(self) -> VariablesReport:
         placed = {old: self._place(old, new) for new, old in enumerate(self._kept)}
         tensors = [_moved(source, placed) for source in self._verbatim]
         reports = [shard.report for shard in placed.values()]
-        if self._moves:
-            moved, more = self._move()
-            tensors += moved
-            reports += more
-        path = index_path(self._prefix)
-        path.write_bytes(encode_index(tensors, self._num_shards))
+        with ExitStack() as stack:
+            if self._moves:
+                moved, more = self._move(stack)
+                tensors += moved
+                reports += more
+            path = index_path(self._prefix)
+            path.write_bytes(encode_index(tensors, self._num_shards))
+            stack.pop_all()  # the job stays until the version is published: whoever begins again finds it
         catalog = Catalog(
             _FAMILY,
             self._prefix,
@@ -203,7 +206,8 @@ class _Job:
             tuple(report.bytes_ for report in reports),
             step=self._catalog.step,
         )
-        return VariablesReport(catalog, tuple(reports), self._job)
+        work = len(self._moves), sum(task.bytes_ for _, task in self._moves)
+        return VariablesReport(catalog, tuple(reports), work, self._job)
 
     def _place(self, old: int, new: int) -> _Placed:
         source, size = self._catalog.shards[old], self._catalog.shard_sizes[old]
@@ -227,39 +231,37 @@ class _Job:
     def _copy(self, source: Path, target: Path, ranges: Sequence[ByteRange], size: int) -> None:
         kernel_copy.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)
 
-    def _move(self) -> tuple[list[TensorRef], list[ShardReport]]:
-        """Run the tasks that write the last shards."""
+    def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
+        """Run the tasks that write the last shards; an error on the stack ends their job."""
         first, written, reports = len(self._kept), rewrite.Written(self._catalog), []
         tasks = [
             replace(task, name=shard_path(self._prefix, number, self._num_shards).name)
             for number, (_, task) in enumerate(self._moves, first)
         ]
-        tasks, directory = self._in_job(tasks)
-        with closing(self._runner.run(tasks, directory.place, self._progress)) as found:
-            receipts = []
-            for number, ((pieces, task), receipt) in enumerate(zip(self._moves, found, strict=True), first):
-                written.add(number, pieces, receipt)
-                receipts.append(receipt)
-                target = self._prefix.parent / receipt.task
-                is_copied = task.is_verbatim and mirror.find(target) is not None
-                how, why = (ShardOrigin.COMPACTED, _IN_STORE) if is_copied else (ShardOrigin.REWRITTEN, _WHY)
-                reports.append(ShardReport(target, None, how, why, receipt.written))
-        if self._job:  # it stays until the version is published: whoever begins again finds it
-            for report, receipt in zip(reports, receipts, strict=True):
-                directory.show(receipt.task, report.path, receipt.written, receipt.tag)
+        self._job = job = self._begun(tasks, stack)
+        receipts, found = [], job.receipts(self._progress)
+        for number, ((pieces, task), receipt) in enumerate(zip(self._moves, found, strict=True), first):
+            written.add(number, pieces, receipt)
+            receipts.append(receipt)
+            target = self._prefix.parent / receipt.task
+            is_copied = task.is_verbatim and mirror.find(target) is not None
+            how, why = (ShardOrigin.COMPACTED, _IN_STORE) if is_copied else (ShardOrigin.REWRITTEN, _WHY)
+            reports.append(ShardReport(target, None, how, why, receipt.written))
+        for report, receipt in zip(reports, receipts if job.is_kept else (), strict=False):
+            job.directory.show(receipt.task, report.path, receipt.written, receipt.tag)
         return list(written.tensors()), reports
 
-    def _in_job(self, tasks: list[Move]) -> tuple[list[Move], Directory]:
-        """The tasks as workers can do them, and the directory of their outputs."""
+    def _begun(self, tasks: list[Move], stack: ExitStack) -> Job:
+        """The job of these tasks as workers can do them."""
+        scratch = os.fspath(self._prefix.parent)
         if self._made is None or not self._runner.kept:
-            self._job = self._runner.directory_of(tasks)
-            return tasks, open_directory(self._job or os.fspath(self._prefix.parent))
+            return stack.enter_context(self._runner.job(tasks, scratch))
         named, files = made_inputs.named_by_content(tasks, self._made)
-        self._job = self._runner.directory_of(named)
-        directory = open_directory(self._job)
+        job = stack.enter_context(self._runner.job(named, scratch))
         if not self._runner.sees_our_files:
-            files = made_inputs.handed_over(files, directory)
-        return made_inputs.with_inputs(named, files), directory
+            files = made_inputs.handed_over(files, job.directory)
+        job.tasks = made_inputs.with_inputs(named, files)
+        return job
 
 
 def _extents_by_shard(sources: Iterable[TensorSource]) -> dict[int, list[Extent]]:

@@ -46,14 +46,14 @@ def plan(planned: Plan, sink: Output) -> None:
     if (tasks := planned.work[0]) and (engine := planned.request.jobs.engine):
         lines.append(line("would run", f"{count(tasks, 'task')} on {engine}"))
     _warn(planned, sink)
-    sink.result(_plan(planned, Status.PLANNED), lines)
+    sink.result(_plan(planned, Status.PLANNED, planned.work), lines)
 
 
 def exported(done: Exported, sink: Output) -> None:
     """What an export prints when it is done."""
     variables, published = done.variables, done.published
     document = Export(
-        **asdict(_plan(done.plan, Status.PUBLISHED)),
+        **asdict(_plan(done.plan, Status.PUBLISHED, variables.work)),
         path=str(published.path),
         version=published.version,
         position=published.position,
@@ -88,8 +88,7 @@ def _next(model: Path) -> str:
     return f"serve-model run {shlex.quote(str(model))}"
 
 
-def _plan(planned: Plan, status: Status) -> ExportPlan:
-    tasks, task_bytes = planned.work
+def _plan(planned: Plan, status: Status, work: tuple[int, int]) -> ExportPlan:
     return ExportPlan(
         dry_run=status is Status.PLANNED,
         status=status,
@@ -98,8 +97,8 @@ def _plan(planned: Plan, status: Status) -> ExportPlan:
         signatures=signature_documents(signatures_of(planned.graph.meta_graph)),
         variables=list(map(_variable, planned.mapping.sources)),
         bytes=planned.mapping.bytes_,
-        tasks=tasks,
-        task_bytes=task_bytes,
+        tasks=work[0],
+        task_bytes=work[1],
         ignored=tensor_groups(planned.ignored),
         training=_training(planned.training),
         notes=planned.notes,

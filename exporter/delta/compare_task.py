@@ -27,7 +27,7 @@ from exporter.delta.snapshot import Snapshot
 from exporter.integer_sets import among, distinct
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range, Receipt, Task
-from exporter.storage.output_directory import Directory, new_file, open_directory
+from exporter.storage.output_directory import Directory, new_file
 from exporter.wire.crc32c import combine
 from exporter.wire.dtypes import DType
 
@@ -145,17 +145,16 @@ class TaskComparison:
             task for number, table in enumerate(tables) for task in self._tasks_of(table, f"{number:05d}")
         ]
         self._next = iter(self._tasks)
-        place = runner.directory_of(self._tasks) or os.fspath(scratch / "compared")
-        self._directory = open_directory(place)
-        self._receipts = runner.run(self._tasks, self._directory.place)
+        self._job = runner.job(self._tasks, os.fspath(scratch / "compared"))
+        self._receipts = self._job.receipts()
 
     def __enter__(self) -> TaskComparison:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._receipts.close()
-        if kind is None:  # else the same command goes on with it
-            self._directory.remove()
+    def __exit__(self, *error: Any) -> None:
+        self._job.__exit__(*error)
+        if not self._job.is_kept:
+            self._job.directory.remove()
 
     def found(self, name: str) -> Iterator[Found] | None:
         """What differs in the next table, whose name this is; None if tasks do not compare it.
@@ -169,7 +168,7 @@ class TaskComparison:
         touched = _touched(self._old, name), _touched(self._new, name)
         for _ in rows.chunks(self._runner.task_bytes):
             task, receipt = next(self._next), next(self._receipts)
-            found = _read(self._directory, receipt, task, rows)
+            found = _read(self._job.directory, receipt, task, rows)
             yield _with_layers(found, task, self._old, self._new, touched)
 
     def _tasks_of(self, variable: ServedVariable, name: str) -> Iterator[Compare]:

@@ -13,20 +13,22 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from tempfile import gettempdir
 
 import msgspec
 from msgspec import Struct, field
 
-from exporter.errors import EngineFailed
+from exporter.errors import CorruptFile, EngineFailed, NothingChanged, VerificationError
 from exporter.jobs.engines import Engine
 from exporter.jobs.engines.local import LocalEngine
 from exporter.jobs.execute import decode, encode, kept_receipt
+from exporter.jobs.kept_jobs import UsedJob, remove_abandoned, use
 from exporter.jobs.task import Receipt, Task
 from exporter.layout import JOBS_DIRECTORY, RECEIPTS_DIRECTORY
 from exporter.options import DEFAULT_TASK_BYTES, EngineName, Jobs
 from exporter.progress import NoProgress, Progress
 from exporter.storage import mirror
-from exporter.storage.output_directory import open_directory
+from exporter.storage.output_directory import Directory, open_directory
 
 _FORMAT = 1
 _LOOKS = 16  # receipts that are asked for at a time
@@ -63,27 +65,72 @@ class Runner(Struct, frozen=True):
         """True if tasks are done by this process."""
         return isinstance(self.engine, LocalEngine)
 
-    def directory_of(self, tasks: Sequence[Task]) -> str:
-        """The directory of a kept job; "" if jobs are not kept."""
-        return self.kept and f"{self.kept}/{plan_digest(tasks)[:32]}"
+    def job(self, tasks: Sequence[Task], scratch: str = "") -> Job:
+        """Begin a plan, or go on with it; what it writes goes to `scratch` if the runner keeps no jobs.
 
-    def run(
-        self, tasks: Sequence[Task], directory: str = "", progress: Progress | None = None
-    ) -> Generator[Receipt, None, None]:
-        """Receipts in the order of the tasks, whose outputs go to `directory`; kept if the runner keeps jobs.
+        Raises:
+            DiskFull, PublishError: the directory of a kept job cannot be written.
+        """
+        return Job(self, tasks, scratch)
 
-        Closing the iterator cancels what has not begun.
+
+class Job:
+    """The tasks of a plan on an engine, and the directory of what they write.
+
+    A context manager. Left with an error, a job that is kept stays for whoever gives the same command again;
+    else it is removed, unless another command uses it: also when there turned out to be nothing to do, and
+    when checksums were wrong, of which none is to be believed again.
+    """
+
+    def __init__(self, runner: Runner, tasks: Sequence[Task], scratch: str) -> None:
+        self.tasks = tasks
+        """May be replaced by the same with other inputs: of files that the command makes, the places vary."""
+        self._runner = runner
+        self._used: UsedJob | None = None
+        self._receipts: Generator[Receipt, None, None] | None = None
+        self._place = scratch
+        if self.is_kept:
+            self._place = f"{runner.kept}/{plan_digest(tasks)[:32]}"
+            self._used = use(self._place)
+        self.directory = open_directory(self._place or gettempdir())
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its directory is its own, and outlives a command that fails."""
+        return bool(self._runner.kept and self.tasks)
+
+    def receipts(self, progress: Progress | None = None) -> Generator[Receipt, None, None]:
+        """Receipts in the order of the tasks. Closing the iterator, or the job, cancels what has not begun.
 
         Raises:
             ExportError: the first error that a task ended with, whatever it was.
         """
-        progress = progress or NoProgress()
-        keep = bool(self.kept)
-        found = _known(tasks, directory) if keep else {}
+        self._receipts = self._run(progress or NoProgress())
+        return self._receipts
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._receipts is not None:
+            self._receipts.close()
+        used, self._used = self._used, None
+        if used is None:
+            return
+        if not self.directory.is_stood_for and (kind is None or issubclass(kind, _OVER)):
+            used.remove()
+            remove_abandoned(self._runner.kept)
+        else:
+            used.leave()
+
+    def _run(self, progress: Progress) -> Generator[Receipt, None, None]:
+        tasks, keep, place = self.tasks, self.is_kept, self._place and self.directory.place
+        found = _known(tasks, self.directory) if keep else {}
         left = [task for task in tasks if task.name not in found]
         progress.advance(sum(task.bytes_ for task in tasks if task.name in found))
         sizes = {task.name: task.bytes_ for task in left}
-        with closing(self.engine.run(encode(task, directory, keep=keep) for task in left)) as outcomes:
+        works = (encode(task, place, keep=keep) for task in left)
+        with closing(self._runner.engine.run(works)) as outcomes:
             for task in tasks:
                 while task.name not in found:
                     receipt = self._next(outcomes)
@@ -95,9 +142,11 @@ class Runner(Struct, frozen=True):
     def _next(self, outcomes: Iterator[bytes]) -> Receipt:
         outcome = next(outcomes, None)
         if outcome is None:
-            raise EngineFailed(f"{self.engine.name} ended before all tasks were done")
+            raise EngineFailed(f"{self._runner.engine.name} ended before all tasks were done")
         return decode(outcome).settle()
 
+
+_OVER = (NothingChanged, CorruptFile, VerificationError)
 
 LOCAL = Runner()
 """Threads of this process; nothing is kept."""
@@ -111,9 +160,8 @@ def plan_digest(tasks: Sequence[Task]) -> str:
     return digest.hexdigest()
 
 
-def _known(tasks: Sequence[Task], directory: str) -> dict[str, Receipt]:
+def _known(tasks: Sequence[Task], place: Directory) -> dict[str, Receipt]:
     """The receipts of a job that was begun before."""
-    place = open_directory(directory)
     names = set(place.names(RECEIPTS_DIRECTORY))
     begun = [task.name for task in tasks if f"{RECEIPTS_DIRECTORY}/{task.name}.json" in names]
     with ThreadPoolExecutor(_LOOKS, "receipts") as pool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -42,8 +42,6 @@ from exporter.publish.commit import Published, Staging, publish_version, reserve
 from exporter.publish.delta_log import LogBase, log_path
 from exporter.publish.log_entries import BaseEntry
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
-from exporter.storage import mirror
-from exporter.storage.output_directory import open_directory
 from exporter.verify.answers import require_golden
 from exporter.verify.outputs import Difference
 from exporter.version import __version__
@@ -78,8 +76,10 @@ def execute(
     started, request = time.monotonic(), planned.request
     digest = planned.digest
     permit = partial(require_new, request, planned.checkpoint, digest)
-    with Staging(request.out) as staging:
+    with Staging(request.out) as staging, ExitStack() as jobs:
         planned, variables = _write_variables(planned, staging, progress)
+        if variables.job is not None:
+            jobs.push(variables.job)
         planned.checkpoint.require_same_files()
         state = _state(planned, not_backwards=not_backwards)
         base = _updatable(planned, staging, state) if request.updates else None
@@ -116,8 +116,6 @@ def execute(
             permission=permission(request),
             permit=(lambda: None) if request.again else permit,
         )
-    if variables.job and not mirror.has_stand_ins(request.out):  # a version in a store is copied from there
-        open_directory(variables.job).remove()
     if base is not None:
         places = {asset.file_name: asset.source for asset in planned.graph.assets}
         log = log_path(request.out, base.entry.log)

@@ -3,6 +3,7 @@
     <model>/.staging-<id>/lock      locked (flock) while its process lives
     <model>/.staging-<id>/bundle/   what other stages fill and what publishing renames to <model>/<version>
     <model>/.trash-<id>/            a version on its way out, see retention
+    <model>/.jobs/<plan>/           what tasks wrote: see exporter.jobs.kept_jobs
 
 TensorFlow Serving skips names that are not integers. The lock lies beside the bundle, not in it, so that it
 marks the process as alive from before the first byte until after the rename.
@@ -18,7 +19,8 @@ from types import TracebackType
 
 from exporter.errors import ExportError
 from exporter.files import make_directories, open_lock, remove_tree, still_at, try_lock, writing
-from exporter.layout import STAGING_PREFIX, TRASH_PREFIX
+from exporter.jobs.kept_jobs import abandoned_jobs, remove_abandoned_jobs
+from exporter.layout import JOBS_DIRECTORY, STAGING_PREFIX, TRASH_PREFIX
 
 _LOCK = "lock"
 _YOUNG_SECONDS = 10.0
@@ -87,7 +89,9 @@ def _forget_name(error: ExportError) -> None:
 
 
 def remove_leftovers(model: Path) -> None:
-    """Remove the staging and trash directories of processes that died. Concurrent calls do no harm.
+    """Remove the staging and trash directories of processes that died, and jobs that nobody goes on with.
+
+    Concurrent calls do no harm.
 
     What cannot be removed stays for the next run: a left-over costs space, not correctness.
     """
@@ -98,12 +102,14 @@ def remove_leftovers(model: Path) -> None:
             remove_tree(Path(entry.path))
         elif entry.name.startswith(STAGING_PREFIX) and not entry.is_symlink():
             _remove_if_dead(Path(entry.path))
+    remove_abandoned_jobs(model / JOBS_DIRECTORY)
 
 
 def dead_leftovers(model: Path) -> list[Path]:
     """List what `remove_leftovers` would remove."""
     found = [path for path in model.iterdir() if path.name.startswith((STAGING_PREFIX, TRASH_PREFIX))]
-    return sorted(path for path in found if path.name.startswith(TRASH_PREFIX) or _is_dead(path))
+    dead = [path for path in found if path.name.startswith(TRASH_PREFIX) or _is_dead(path)]
+    return [*sorted(dead), *abandoned_jobs(model / JOBS_DIRECTORY)]
 
 
 def _is_dead(root: Path) -> bool:

@@ -320,12 +320,6 @@ def find(path: Path) -> tuple[Mirror, str] | None:
     return None
 
 
-def has_stand_ins(path: Path) -> bool:
-    """True if files of the mirror that a path lies in stand for objects which tasks wrote."""
-    found = find(path)
-    return found is not None and bool(found[0].stand_ins)
-
-
 def refresh(path: Path) -> None:
     """List again what a path stands for, if it is a mirror's."""
     if (found := find(path)) is not None:

@@ -311,16 +311,26 @@ class ObjectWriter(ObjectReader):
                 return None
 
     def delete(self, *keys: str) -> None:
-        """Remove objects; that one is not there is no failure.
+        """Remove objects, many at a time, in any order; that one is not there is no failure.
 
         Raises:
             PublishError: the store cannot be written.
         """
         import obstore
 
-        for key in keys:
+        def remove(key: str) -> None:
             with writing_to(self.url, key), suppress(FileNotFoundError, obstore.exceptions.NotFoundError):
                 obstore.delete(self._store, key)
+
+        if len(keys) <= 1:
+            for key in keys:
+                remove(key)
+            return
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(_CONNECTIONS, "delete") as pool:
+            for _ in pool.map(remove, keys):
+                pass
 
 
 def _open(url: Url) -> ObjectStore:

@@ -26,6 +26,8 @@ class Directory(Protocol):
     """Objects by name; a name may contain slashes."""
 
     place: str
+    is_stood_for: bool
+    """Files that `show` made stand for its objects, which are needed until those are copied."""
 
     @property
     def scratch(self) -> Path:
@@ -97,6 +99,7 @@ class LocalDirectory:
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
+        self.is_stood_for = False
         self.place = os.fspath(self._path)
 
     @property
@@ -156,6 +159,7 @@ class StoreDirectory:
 
     def __init__(self, url: Url) -> None:
         self.place = str(url)
+        self.is_stood_for = False
         self._url = url
         self._store = ObjectWriter(url)
 
@@ -193,6 +197,7 @@ class StoreDirectory:
         mirrored = mirror.find(path)
         if mirrored is not None and mirrored[0].url.bucket == self._url.bucket:
             mirrored[0].stand_in(path, found)
+            self.is_stood_for = True
             return
         with _naming(path), path.open("xb") as file:
             self._store.copy(found, file.fileno(), [(0, size, 0)], path)

@@ -19,12 +19,14 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from exporter.errors import ExportError, PositionMoved, PublishError
+from exporter.errors import ExportError, NothingChanged, PositionMoved, PublishError
 from exporter.files import make_directories, remove_tree, writing
+from exporter.jobs.kept_jobs import StoredJob, abandoned_objects
 from exporter.layout import (
     CACHES_DIRECTORY,
     DELTAS_DIRECTORY,
     HASHES_DIRECTORY,
+    JOBS_DIRECTORY,
     MANIFEST_FILE,
     RESIDUAL_PREFIX,
     TAKEN_FILE,
@@ -33,7 +35,6 @@ from exporter.progress import ProgressFactory, no_progress
 from exporter.storage import mirror
 from exporter.storage.mirror import Mirror
 from exporter.storage.objects import ObjectWriter, RemoteObject
-from exporter.storage.output_directory import open_directory
 from exporter.storage.url import Url
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.head import as_bytes
@@ -124,6 +125,9 @@ class RemoteModel:
                 done = work()
                 if not self._read_only:
                     self._publish(progress)
+            except NothingChanged:  # after another machine was faster, too, with the same job
+                self._remove_jobs()
+                raise
             except PositionMoved:
                 if attempt == _ATTEMPTS or self._read_only:
                     raise
@@ -198,10 +202,8 @@ class RemoteModel:
 
     def _remove_jobs(self) -> None:
         """Remove what tasks wrote, now that the store has copied it to where it is published."""
-        directories = {each.key.rpartition("/")[0] for each in self._mirror.stand_ins}
-        with suppress(ExportError):  # else it is found again, or removed by a rule of the bucket
-            for key in directories:
-                open_directory(str(replace(self.url, path=key))).remove()
+        for key in {each.key.rpartition("/")[0] for each in self._mirror.stand_ins}:
+            StoredJob(str(replace(self.url, path=key)), is_begun=True).remove()
 
     def _put_residuals(self) -> None:
         """Before a delta is published: what it holds back is there when it is."""
@@ -223,10 +225,15 @@ class RemoteModel:
             self._store.delete(*(self._key(name) for name in old))
 
     def _remove_given_up(self) -> None:
-        """Remove what was uploaded and given up, whose path is never used again; and what old probes left."""
+        """Remove what was uploaded and given up, whose path is never used again; what old probes left, and
+        jobs that nobody goes on with.
+        """
         stored, carrier = self._stored, self._carrier
-        probes = [name for name, each in stored.objects.items() if _is_old_probe(name, each)]
-        self._store.delete(*(self._key(name) for name in probes))
+        old = [name for name, each in stored.objects.items() if _is_old_probe(name, each)]
+        base = f"{JOBS_DIRECTORY}/"
+        jobs = ((n.removeprefix(base), each) for n, each in stored.objects.items() if n.startswith(base))
+        old += [base + name for name in abandoned_objects(jobs)]
+        self._store.delete(*(self._key(name) for name in old))
         found = {
             path: [name for name in stored.objects if name.startswith(f"{path}/")]
             for path in carrier.head.given_up

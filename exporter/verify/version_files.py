@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from pathlib import Path
 
 from msgspec import Struct
@@ -101,9 +100,8 @@ def verify_bytes(
     progress = progress or NoProgress()
     batches = list(_batches(numeric, runner.task_bytes))
     try:
-        tasks = _tasks(catalog, batches)
-        with closing(runner.run(tasks, progress=progress)) as receipts:
-            _compare(catalog, zip(batches, receipts, strict=True))
+        with runner.job(_tasks(catalog, batches)) as job:
+            _compare(catalog, zip(batches, job.receipts(progress), strict=True))
     except CheckpointError as error:
         raise VerificationError(error.message, cause=error.cause, hint=_DAMAGED_HINT) from error
     for text in strings:

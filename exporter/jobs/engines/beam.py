@@ -2,16 +2,17 @@
 
 A pipeline shows its outcomes at its end, and Beam's own runner hangs when a worker dies. So workers put each
 outcome into a directory, and a pipeline from which nothing comes any more is given up. Options are Beam's,
-and `results` (the directory or URL, where workers do not see our files) and `stall` (s).
+and `results` (the directory or URL, where workers do not see our files; nothing stays there) and `stall` (s).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from os import urandom
 
-from exporter.errors import EngineFailed
+from exporter.errors import EngineFailed, ExportError
 from exporter.jobs.engines.beam_pipeline import OUTCOMES, Pipeline, put_works
 from exporter.jobs.engines.process import Asked
 from exporter.storage.output_directory import open_directory
@@ -25,7 +26,8 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     """See `ProcessEngine`."""
     options = dict(asked.options)
     stall_s = float(options.pop("stall", "900"))
-    directory = open_directory(f"{options.pop('results', asked.files)}/{urandom(8).hex()}")
+    results = options.pop("results", "")
+    directory = open_directory(f"{results or asked.files}/{urandom(8).hex()}")
     count, seen, came = put_works(directory, works), set[str](), time.monotonic()
     pipeline = Pipeline(directory.place, asked.cores, asked.address, options)
     try:
@@ -37,17 +39,23 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
             seen.update(new)
             came = time.monotonic() if new else came
             if not new and (is_over or time.monotonic() - came > stall_s):
-                raise _given_up(pipeline.error, stall_s)
+                raise _given_up(pipeline.error, stall_s, results and directory.place)
             time.sleep(_LOOK_S)
     finally:
         pipeline.end()
+        with suppress(ExportError):  # what stays does no harm: its name is used once
+            directory.remove()
 
 
-def _given_up(error: BaseException | None, stall_s: float) -> EngineFailed:
+def _given_up(error: BaseException | None, stall_s: float, results: str) -> EngineFailed:
     if error is not None:
-        return EngineFailed("the pipeline of Beam failed", cause=f"{type(error).__name__}: {error}")
-    return EngineFailed(
-        f"no task of the pipeline of Beam was done for {stall_s:g} s: it hangs, or a task takes longer",
-        hint="run the same command again: tasks that are done are not done again; "
-        "for longer tasks add --engine-option stall=SECONDS",
-    )
+        found = EngineFailed("the pipeline of Beam failed", cause=f"{type(error).__name__}: {error}")
+    else:
+        found = EngineFailed(
+            f"no task of the pipeline of Beam was done for {stall_s:g} s: it hangs, or a task takes longer",
+            hint="run the same command again: tasks that are done are not done again; "
+            "for longer tasks add --engine-option stall=SECONDS",
+        )
+    if results:  # elsewhere, where workers may go on for a while
+        found.hint += f"; remove what its workers may yet write below {results}"
+    return found
