@@ -10,10 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 
@@ -38,6 +36,7 @@ from exporter.transfer import pull as pulling
 from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push, push
 from tests.support.commands import export_model
+from tests.support.http_proxy import careless
 from tests.support.logs import Serving, Trainer, assert_same_bits, request, served_now, values_at
 from tests.support.object_stores import Bucket
 from tests.support.setting import Setting, followed
@@ -396,43 +395,6 @@ def test_two_pulls_at_once(
     monkeypatch.setattr(pulling, "_LOCK_SECONDS", 0.1)
     with model_lock(tmp_path / "here", 1, PULL_LOCK_FILE), pytest.raises(TargetBusy):
         pull(url, tmp_path / "here")
-
-
-@contextmanager
-def careless(address: str) -> Iterator[str]:
-    """A store that ignores conditions: a real one behind a proxy that takes them out of requests."""
-
-    class Proxy(BaseHTTPRequestHandler):
-        def forward(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            kept = {k: v for k, v in self.headers.items() if not k.lower().startswith("if-")}
-            asked = Request(address + self.path, body or None, kept, method=self.command)
-            try:
-                answer = urlopen(asked, timeout=30)
-            except OSError as error:
-                answer = error  # type: ignore[assignment]  # an HTTPError is an answer
-            with answer:
-                content = answer.read()
-                self.send_response(getattr(answer, "status", 502))
-                for name, value in answer.headers.items():
-                    if name.lower() not in ("transfer-encoding", "content-length", "connection"):
-                        self.send_header(name, value)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward
-
-        def log_message(self, *rest: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_a_store_that_ignores_conditions(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
-from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
-from urllib.parse import urlsplit
+
+from tests.support.http_proxy import Answer, Forwarding, serving
 
 SLOW_SECONDS = 3.0
 
@@ -73,86 +73,40 @@ def faulty(address: str, weather: Weather | None = None) -> Iterator[tuple[str, 
         def log_message(self, *rest: Any) -> None:
             pass
 
-    with _server(Elsewhere) as elsewhere, _server(_proxy(address, weather, elsewhere)) as port:
-        yield f"http://127.0.0.1:{port}", weather
+    with serving(Elsewhere) as elsewhere, serving(_proxy(address, weather, elsewhere)) as here:
+        yield here, weather
 
 
-@contextmanager
-def _server(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def _proxy(address: str, weather: Weather, elsewhere: int) -> type[BaseHTTPRequestHandler]:
-    class Proxy(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+def _proxy(address: str, weather: Weather, elsewhere: str) -> type[BaseHTTPRequestHandler]:
+    class Faulty(Forwarding):
+        target = address
 
         def forward(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             fault = weather.fault_of(self.command, self.path)
             match fault:
                 case Fault.STATUS_500 | Fault.STATUS_503 | Fault.STATUS_429 | Fault.STATUS_403:
-                    return self.answer(int(fault.value), b"<Error><Code>Bad</Code></Error>")
+                    return self.answer(Answer(int(fault.value), b"<Error><Code>Bad</Code></Error>"))
                 case Fault.CLOSED:
                     return self.hang_up()
                 case Fault.REDIRECT:
-                    place = f"http://localhost:{elsewhere}{self.path}"
-                    return self.answer(307, b"", {"Location": place})
+                    place = elsewhere.replace("127.0.0.1", "localhost") + self.path
+                    return self.answer(Answer(307, b"", {"Location": place}))
                 case Fault.SLOW:
                     time.sleep(SLOW_SECONDS)
-            headers = dict(self.headers)
-            if fault is Fault.WHOLE:
-                headers = {name: value for name, value in headers.items() if name.lower() != "range"}
-            with closing(HTTPConnection(urlsplit(address).netloc, timeout=30)) as store:
-                store.request(self.command, self.path, body, headers)
-                found = store.getresponse()
-                content = found.read()
+            found = self.ask(leaving_out="range" if fault is Fault.WHOLE else "")
             if fault is Fault.DONE_AND_500:
-                return self.answer(500, b"")
+                return self.answer(Answer(500))
             if fault is Fault.DONE_AND_CLOSED:
                 return self.hang_up()
-            told = {name: value for name, value in found.headers.items() if name.lower() not in _OWN}
-            length = found.headers.get("Content-Length") if self.command == "HEAD" else None
+            content = found.content
             if self.command == "GET" and fault is Fault.SHORTER:
-                content = content[: len(content) // 2]
+                found = replace(found, content=content[: len(content) // 2])
             if self.command == "GET" and fault is Fault.LONGER:
-                content += b"more"
+                found = replace(found, content=content + b"more")
             half = fault is Fault.HALF and self.command == "GET"
-            return self.answer(found.status, content, told, length, half=half)
-
-        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward
-
-        def answer(
-            self,
-            status: int,
-            content: bytes,
-            headers: Mapping[str, str] | None = None,
-            length: str | None = None,
-            *,
-            half: bool = False,
-        ) -> None:
-            self.send_response(status)
-            for name, value in (headers or {}).items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", length or str(len(content)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content[: len(content) // 2] if half else content)
-            self.close_connection = self.close_connection or half
+            return self.answer(found, len(content) // 2 if half else None)
 
         def hang_up(self) -> None:
             self.close_connection = True
 
-        def log_message(self, *rest: Any) -> None:
-            pass
-
-    return Proxy
-
-
-_OWN = {"transfer-encoding", "content-length", "connection"}
+    return Faulty
