@@ -31,6 +31,9 @@ _PUT = {
     "hdfs": "hdfs dfs -put LOCAL/VERSION {url}/",
     "viewfs": "hdfs dfs -put LOCAL/VERSION {url}/",
 }
+_MODELS = ("MODEL_BASE_PATH", "--model-base-path", "base_path")
+"""How arguments are called that name a published model."""
+_BUCKETS = {"s3": "BUCKET", "gs": "BUCKET", "az": "CONTAINER"}
 _SAME = {"s3a": "s3://{rest}", "s3n": "s3://{rest}", "gcs": "gs://{rest}"}
 _AZURE = re.compile(r"([^@/]+)@([^./]+)[^/]*/?(.*)", re.DOTALL)
 """What follows `abfss://` and `wasbs://`: container, account, path."""
@@ -50,6 +53,8 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
     if scheme == "file":
         return _of_file_url(what, text, rest, is_whole=isinstance(place, str))
     url = without_secrets(f"{scheme}://{rest}").rstrip("/")
+    if scheme in _BUCKETS and not rest.partition("/")[0]:
+        raise UsageError(f"{what} {text}: expected {scheme}://{_BUCKETS[scheme]}/PATH, or a local path")
     if what == "--out" and Url.parse(text) is not None:
         raise UsageError(
             f"{what} {url}: only local paths are read and written here",
@@ -59,7 +64,9 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
     raise UsageError(
         f"{what} {url}: only local paths are read and written",
         cause=f"{scheme}:// names a store elsewhere",
-        hint=_copy(scheme, url, writes=what == "--out"),
+        hint=f"copy it here first: export-model pull {url} LOCAL"
+        if what.endswith(_MODELS) and Url.parse(text) is not None
+        else _copy(scheme, url, writes=what == "--out"),
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from exporter.errors import ServerError, UsageError
-from exporter.local_paths import local_path
+from exporter.local_paths import checkpoint_parser, local_path
 from exporter.progress import count
 from exporter.terminal import completion
 from exporter.terminal.edge import (
@@ -60,8 +60,9 @@ Examples:
 
 _STATUS_HELP = """Show a model's versions on a server: their states and positions.
 
-With --published, the model base path as this machine sees it, also: the hold, how many deltas and training
-steps each version is behind, and how old the values are that it serves (since they were published).
+With --published, the model base path as this machine sees it, or its URL, also: the hold, how many deltas
+and training steps each version is behind, and how old the values are that it serves (since they were
+published).
 
 The exit code is 7 unless a version is AVAILABLE.
 
@@ -109,7 +110,9 @@ def status(
     published: Annotated[
         Path | None,
         Option(
-            metavar="MODEL_BASE_PATH", help="Also show how far each version is behind what is published here."
+            metavar="MODEL_BASE_PATH",
+            parser=checkpoint_parser("--published"),
+            help="Also show how far each version is behind what is published here; also s3://, gs://, az://.",
         ),
     ] = None,
     deadline: Deadline = 10.0,

@@ -10,6 +10,7 @@ from typing import Any
 from exporter.errors import ServerError
 from exporter.publish.timeline import Timeline
 from exporter.terminal.output import Output
+from exporter.transfer.opened import opened
 from serving.behind import PublishedModel, VersionStanding, ask, compare
 from serving.client import ModelClient
 from serving.documents import ModelStatus, Published, ServedVersion
@@ -21,13 +22,14 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
 
     Raises:
         ServerError: the server does not answer, or no version is available.
-        NotUpdatable, ManifestError: what is published cannot be read.
+        NotUpdatable, ManifestError, CheckpointError: what is published cannot be read.
     """
     statuses = client.status()
-    target = None if published is None else PublishedModel.read(published)
-    found = ask(client, statuses)
-    if target is not None:
-        found = compare(found, target)
+    found, target = ask(client, statuses), None
+    if published is not None:
+        with opened(published, read_only=True) as model:
+            target = PublishedModel.read(model.path)
+            found = compare(found, target)
     now = datetime.now(UTC)
     document = ModelStatus(
         address=client.address,
@@ -120,7 +122,8 @@ def _behind(one: VersionStanding) -> str:
         return ""
     if one.behind_deltas == 0:
         return "no"
-    steps = f", {one.behind_steps} steps" if one.behind_steps else ""
+    ahead = one.behind_steps is not None and one.behind_steps < 0  # of what was rolled back
+    steps = f", {abs(one.behind_steps)} steps{' ahead' * ahead}" if one.behind_steps else ""
     return f"{one.behind_deltas} delta{'s' * (one.behind_deltas > 1)}{steps}"
 
 

@@ -46,7 +46,8 @@ SERVING_SHARES = {
     "exporter.delta.chunk_digest",
     "exporter.delta.spans",
     "exporter.golden",
-    # The agent fetches what its servers read.
+    # The agent fetches what its servers read, and what is published is read where it is.
+    "exporter.transfer.opened",
     "exporter.transfer.pull",
     "exporter.transfer.push",
 }

@@ -234,6 +234,13 @@ def test_a_server_that_is_not_there(bucket: Bucket, monkeypatch: pytest.MonkeyPa
     assert SECRET not in ran.err + ran.out
 
 
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:9000", "store", "ftp://store", "http://", "http:// s"])
+def test_an_endpoint_that_is_no_url(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    ran = export_model("inspect", bucket.url("runs"))
+    assert (ran.code, "AWS_ENDPOINT_URL is no address of a store" in ran.err) == (2, True), ran.err
+
+
 def test_keys_that_are_no_file_names(bucket: Bucket, tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "train")
     trainer.save()

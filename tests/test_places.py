@@ -24,6 +24,7 @@ IN_STORES = {
     ("export-model", "out"),
     ("inspect", "path"),
     ("doctor", "ckpt_dir"),
+    ("status", "published"),
     *((command, "model") for command in ("merge", "rollback", "resume", "verify", "history", "doctor")),
 }
 """What checkpoints and published models are named by."""
@@ -101,6 +102,12 @@ def test_other_commands_refuse_stores(
     assert "only local paths" in ran.error["message"]
 
 
+@pytest.mark.parametrize("url", ["s3://", "s3:///m", "gs://", "az:///"])
+def test_a_url_without_a_bucket(url: str) -> None:
+    ran = export_model("inspect", url, "--json")
+    assert (ran.code, f"PATH {url}: expected {url[:2]}://" in ran.error["message"]) == (2, True), ran.err
+
+
 @pytest.mark.parametrize(
     ("url", "known"),
     [
@@ -151,7 +158,7 @@ def test_serve_model_refuses_stores() -> None:
     ran = run_app(serving_cli.app, "run", "gs://bucket/m")
     assert ran.code == 2
     assert "error: MODEL_BASE_PATH gs://bucket/m: only local paths" in ran.err
-    assert "hint:  copy it here first: gcloud storage cp -r gs://bucket/m LOCAL" in ran.err
+    assert "hint:  copy it here first: export-model pull gs://bucket/m LOCAL" in ran.err
     ran = run_app(
         serving_cli.app, "predict", "127.0.0.1:1", "--model", "m", "--json-input", "gs://bucket/request.json"
     )

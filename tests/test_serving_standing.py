@@ -15,11 +15,13 @@ from exporter.options import ExportRequest
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
+from exporter.transfer.push import plan_push, push
 from serving.behind import PublishedModel, VersionStanding, compare
 from serving.cli import app
 from serving.server import ModelServer
 from serving.server_options import ServerOptions
 from serving.status import VersionState, VersionStatus
+from tests.support.object_stores import Bucket
 from tests.support.printed_documents import checked
 from tests.support.setting import Setting, followed
 from tests.test_holds import MODEL, request_of, save
@@ -63,6 +65,13 @@ def test_a_version_tells_where_it_stands(server: ModelServer) -> None:
     assert "--published" in call("status", server.address, "--model", "ranker").stderr
 
 
+def test_what_is_published_in_a_store(server: ModelServer, request_: ExportRequest, bucket: Bucket) -> None:
+    push(plan_push(request_.out, bucket.url("m")))
+    found, here = (status(server, "--published", place) for place in (bucket.url("m"), request_.out))
+    assert found["published"] == here["published"]
+    assert found["versions"][0]["behind_deltas"] == 2
+
+
 def test_how_far_behind_and_how_old(server: ModelServer, request_: ExportRequest) -> None:
     document = status(server, "--published", request_.out)
     (version,) = document["versions"]
@@ -86,6 +95,10 @@ def test_a_hold_and_a_rollback(server: ModelServer, request_: ExportRequest) -> 
     assert document["published"]["hold"] == 31
     (version,) = document["versions"]
     assert (version["position"], version["behind_deltas"]) == (30, 1), "to the hold, no further"
+    assert (
+        "1 delta, 10 steps"
+        in call("status", server.address, "--model", "ranker", "--published", request_.out).stdout
+    )
     call("update", server.address, "--model", "ranker")
     (version,) = status(server, "--published", request_.out)["versions"]
     assert (version["position"], version["behind_deltas"], version["behind_steps"]) == (31, 0, 20)

@@ -421,6 +421,15 @@ def test_what_cannot_be_pushed_or_pulled(machine: Machine, url: str, tmp_path: P
     assert export_model("pull", url, tmp_path / "here", "--interval", "2").code == 2
 
 
+def test_a_pull_into_the_trainers_directory(machine: Machine, url: str, tmp_path: Path) -> None:
+    pushed(machine.model, url)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-1"')
+    ran = export_model("pull", url, tmp_path / "train")
+    assert (ran.code, "is a directory of checkpoints" in ran.err) == (2, True), ran.err
+    assert [path.name for path in (tmp_path / "train").iterdir()] == ["checkpoint"]
+
+
 def _await_position(process: subprocess.Popen[str], position: int) -> None:
     """It may look while a push goes on."""
     assert process.stdout is not None and process.stderr is not None

@@ -8,6 +8,7 @@ URL is opened, not before.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -341,7 +342,7 @@ def _open(url: Url) -> ObjectStore:
             f"{url}: reading object stores needs a library that is not installed",
             hint="pip install 'export-model[stores]'",
         ) from None
-    plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
+    plain = any(_endpoint(name).startswith("http://") for name in _ENDPOINTS)
     options: Any = {
         "client_options": {"connect_timeout": _CONNECT, "timeout": _REQUEST, "allow_http": plain},
         "retry_config": {"max_retries": _RETRIES, "retry_timeout": _RETRY},
@@ -352,6 +353,21 @@ def _open(url: Url) -> ObjectStore:
         if url.scheme == "gs":
             return store.GCSStore(url.bucket, **options)
         return store.AzureStore(url.bucket, **options)
+
+
+def _endpoint(name: str) -> str:
+    """What a variable says; obstore panics at an address without a scheme.
+
+    Raises:
+        UsageError: it is no URL.
+    """
+    text = os.environ.get(name, "")
+    if text and re.fullmatch(r"https?://[^\s/?#@]+(/\S*)?", text) is None:
+        raise UsageError(
+            f"{name} is no address of a store: expected https://HOST or http://HOST:PORT",
+            hint=f"{name}=http://127.0.0.1:9000 names one on this machine",
+        )
+    return text
 
 
 def _object(listed: Any) -> RemoteObject:

@@ -80,7 +80,7 @@ def command(json_: bool, quiet: bool, debug: bool) -> Iterator[Output]:
     except ExportError as error:
         _finish(sink, error, debug)
     except KeyboardInterrupt:
-        _finish(sink, _Interrupted("interrupted"), debug)
+        _finish(sink, Interrupted("interrupted"), debug)
     except BrokenPipeError:  # the reader of stdout has gone (`| head`): nothing is left to say
         silence(sys.stdout)
         raise click.exceptions.Exit(Exit.FAILURE) from None
@@ -105,7 +105,7 @@ def watch_ended(sink: Output, why: str) -> None:
     sink.note(f"the watch has ended: {why}")
 
 
-class _Interrupted(ExportError):
+class Interrupted(ExportError):
     """SIGINT or SIGTERM."""
 
     exit_code = Exit.INTERRUPTED

@@ -18,9 +18,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
-from exporter.errors import CheckpointNotFound, ForeignLineage, PositionMoved
+from exporter.errors import CheckpointNotFound, ForeignLineage, PositionMoved, UsageError
 from exporter.files import make_directories, remove_tree, sync, write_durably, writing
 from exporter.layout import (
+    CHECKPOINT_STATE_FILE,
     DELTA_NAME,
     HOLD_FILE,
     MANIFEST_FILE,
@@ -76,6 +77,7 @@ def pull(
         PositionMoved: this directory and the store have gone on from each other in different ways.
         VerificationError: what was fetched is damaged.
         TargetBusy: another pull works in the directory.
+        UsageError: the local directory is that of checkpoints.
         DiskFull, PublishError: the local directory cannot be written; nothing is half-published.
     """
     place = parse(url)
@@ -86,6 +88,7 @@ def pull(
         raise CheckpointNotFound(
             f"there is no model at {place}", hint=f"publish one: export-model push MODEL {place}"
         )
+    _require_own_directory(model)
     with writing(model):
         make_directories(model)
     with model_lock(model, _LOCK_SECONDS, PULL_LOCK_FILE):
@@ -97,6 +100,15 @@ def pull(
     size = sum(item.bytes_ for item in fetched)
     paths = tuple(item.path for item in fetched)
     return Pulled(paths, removed, incomplete, size, position, stored)
+
+
+def _require_own_directory(model: Path) -> None:
+    if (model / CHECKPOINT_STATE_FILE).is_file():
+        raise UsageError(
+            f"{model} is a directory of checkpoints",
+            cause="versions, deltas and unfinished work would lie among the trainer's files",
+            hint=f"name a directory of the model's own: {model / 'served'}",
+        )
 
 
 class _Pull:

@@ -124,9 +124,9 @@ def parse(url: str) -> Url:
     """
     found = Url.parse(url)
     if found is None or not found.path:
-        known = in_store(url)
+        known, shown = in_store(url), without_secrets(str(found or url))
         raise UsageError(
-            f"{without_secrets(url)}: expected s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL",
+            f"{shown}: expected s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL",
             hint="credentials come from the environment, and other stores are mounted or copied to"
             if known is None
             else f"write {without_secrets(known)}",
