@@ -15,8 +15,9 @@ longest free first: a step that has looked a key up still writes to the key's ro
 New keys are given rows by one caller at a time (`tf.CriticalSection`, that is `MutexLock`); a worker that
 finds all of its keys takes no lock. That kernel has a fault: a waiter that is cancelled, as its worker died,
 opens the lock that another one holds. Then two callers may be given the same row, or one key two. The
-first costs one gradient and heals as said above; of the second, one row stays unused, and so do rows that a
-worker was taking from keys when it died. They are found when there is no other row left.
+first costs one gradient and heals as said above, and the key that lost its row is noted as removed; of the
+second, one row stays unused, and so do rows that a worker was taking from keys when it died. They are found
+when there is no other row left.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class KeyIndex:
             gone, rows = tf.boolean_mask(keys, rows >= 0), tf.boolean_mask(rows, rows >= 0)
             removed = self.index.remove(gone)
             with _after(removed):
-                done = [*also(rows), self._note_removed(gone, rows)]
+                done = [*also(rows), self._note_removed(gone)]
             with _after(*done):
                 given, first, last = tf.unstack(self.cursors.read_value())
                 count = tf.size(rows, tf.int64)
@@ -152,8 +153,11 @@ class KeyIndex:
             keys = tf.gather(self.row_keys, rows)
             return tf.equal(self._lookup(keys), rows), keys
 
-    def restore(self, keys: Tensor, rows: Tensor) -> Any:
-        """The operation that gives these keys these rows, and no others any."""
+    def restore(self, keys: Tensor, rows: Tensor, also: Callable[[], list[Any]] = list) -> Any:
+        """The operation that gives these keys these rows, and no others any.
+
+        `also` gives operations that are run before the index leads to the rows.
+        """
         import tensorflow as tf
 
         fits = tf.debugging.assert_less(
@@ -163,11 +167,12 @@ class KeyIndex:
         )
 
         def replace() -> Tensor:
-            imported = tf.raw_ops.LookupTableImportV2(
-                table_handle=self.index.resource_handle, keys=keys, values=rows
-            )
-            named = self.row_keys.assign(tf.scatter_nd(rows[:, tf.newaxis], keys, [self.capacity]))
-            forgotten = self.removed.remove(self.removed.export()[0])
+            with _after(*also()):
+                imported = tf.raw_ops.LookupTableImportV2(
+                    table_handle=self.index.resource_handle, keys=keys, values=rows
+                )
+                named = self.row_keys.assign(tf.scatter_nd(rows[:, tf.newaxis], keys, [self.capacity]))
+                forgotten = self.removed.remove(self.removed.export()[0])
             with _after(imported, named, forgotten, *self._restore_free(rows)):
                 return tf.constant(0)
 
@@ -175,11 +180,15 @@ class KeyIndex:
             return self.locked(replace)
 
     def lay_over(self, keys: Tensor, rows: Tensor, removed: Tensor) -> Any:
-        """The operation that takes away keys and gives others, or the same, rows of their own."""
+        """The operation that takes away keys and gives others, or the same, rows of their own.
+
+        Keys that have these rows lose them, and are noted as removed: other workers may have met new keys.
+        """
         import tensorflow as tf
 
         def change() -> Tensor:
-            left = self.find(removed)
+            left = tf.concat([self.find(removed), self.find(keys)], 0)
+            lost = self._others_with(rows, keys)
             given, first, last = tf.unstack(self.cursors.read_value())
             free = tf.gather(self.free, (first + tf.range(last - first)) % self.capacity)
             most = tf.reduce_max(tf.concat([given[tf.newaxis], rows + 1], 0))
@@ -187,9 +196,10 @@ class KeyIndex:
             for changed, value in ((free, 1), (tf.boolean_mask(left, left >= 0), 1), (rows, 0)):
                 values = tf.fill([tf.size(changed)], tf.constant(value, tf.int64))
                 is_free = tf.tensor_scatter_nd_update(is_free, changed[:, tf.newaxis], values)
-            with _after(is_free):
+            with _after(is_free, lost):
                 gone = self.index.remove(removed)
-            with _after(gone):
+                forgotten = self._forget(lost)
+            with _after(gone, *forgotten):
                 named = self.row_keys.scatter_update(tf.IndexedSlices(keys, rows))
             with _after(named):
                 inserted = self.index.insert(keys, rows)
@@ -230,7 +240,7 @@ class KeyIndex:
     def _add(self, keys: Tensor) -> Tensor:
         """Rows for those keys that still have none, and the rows of all; one caller at a time.
 
-        A row has everything before the index leads to it, and is marked as changed before.
+        A row has everything before the index leads to it, and is marked as changed after.
         """
         import tensorflow as tf
 
@@ -247,15 +257,32 @@ class KeyIndex:
         with _after(fits):
             used = tf.gather(self.free, (first + tf.range(again)) % self.capacity)
             rows = tf.concat([given + tf.range(fresh), used], 0)
+            lost = self._others_with(rows, new)
+        with _after(lost):
             ready = [self.row_keys.scatter_update(tf.IndexedSlices(new, rows)), self._reset(used)]
         with _after(*ready):
             counted = self.cursors.assign(tf.stack([given + fresh, first + again, last]))
+        with _after(counted):
+            inserted = self.index.insert(new, rows)
+        with _after(inserted):
             ones = tf.ones_like(rows, tf.uint8)
             marked = self.changed.scatter_update(tf.IndexedSlices(ones, rows))
-        with _after(counted, marked):
-            inserted = self.index.insert(new, rows)
-        with _after(inserted):  # whatever others do meanwhile, every key has a row
+            forgotten = self._forget(lost)
+        with _after(marked, *forgotten):  # whatever others do meanwhile, every key has a row
             return tf.tensor_scatter_nd_update(found, tf.where(found < 0), rows)
+
+    def _others_with(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """The keys that have these rows now, and are to lose them to these keys."""
+        import tensorflow as tf
+
+        named = tf.gather(self.row_keys, rows)
+        return tf.boolean_mask(named, tf.equal(self._lookup(named), rows) & tf.not_equal(named, keys))
+
+    def _forget(self, keys: Tensor) -> list[Any]:
+        """Operations that take keys out of the index, and note that."""
+        removed = self.index.remove(keys)
+        with _after(removed):
+            return [removed, self._note_removed(keys)]
 
     def _find_lost_rows(self, count: Tensor) -> Any:
         """Find out anew which rows are free, if there seem to be fewer than these."""
@@ -269,16 +296,15 @@ class KeyIndex:
 
         return tf.cond(count > self.capacity - given + last - first, find, lambda: tf.constant(0))
 
-    def _note_removed(self, keys: Tensor, rows: Tensor) -> Any:
-        """Remember keys, if anybody asks for them: nobody else would ever forget them."""
+    def _note_removed(self, keys: Tensor) -> Any:
+        """Remember keys, if anybody asks for them: nobody else would ever forget them.
+
+        Without a branch: where the caller's worker has died, no function is called any more.
+        """
         import tensorflow as tf
 
-        def note() -> Tensor:
-            noted = self.removed.insert(keys, rows)
-            with _after(noted):
-                return tf.constant(0)
-
-        return tf.cond(self.is_recorded, note, lambda: tf.constant(0))
+        noted = tf.boolean_mask(keys, tf.fill([tf.size(keys)], self.is_recorded.read_value()))
+        return self.removed.insert(noted, tf.zeros_like(noted))
 
     def _restore_free(self, rows: Tensor) -> list[Any]:
         """Assignments by which all rows but these are free."""

@@ -116,10 +116,12 @@ class TrainableTable(TableLookups):
     def _restore(self, keys: Tensor, rows: Tensor, values: Tensor) -> Any:
         import tensorflow as tf
 
+        def put() -> list[Any]:
+            with tf.control_dependencies([self.values.assign(self._start)]):
+                return [self.values.scatter_update(tf.IndexedSlices(values, rows))]
+
         with self._at_home(), self._upkeep():
-            restored = self.index.restore(keys, rows)
-            with tf.control_dependencies([restored, self.values.assign(self._start)]):
-                return self.values.scatter_update(tf.IndexedSlices(values, rows))
+            return self.index.restore(keys, rows, put)
 
     def _slots(self) -> list[Variable]:
         import tensorflow as tf

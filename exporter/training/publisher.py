@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -19,6 +20,7 @@ from msgspec.structs import replace
 
 from exporter.errors import PublishError, UsageError
 from exporter.increments.history import CheckpointMarker
+from exporter.increments.increment import StoredIncrement
 from exporter.training.collector import CheckpointSource, Collector, RowSource
 from exporter.training.event_time import EventClock
 from exporter.training.restore import overlay
@@ -77,7 +79,8 @@ class Publisher:
         if not is_restored and self._full is not None and self._full.id.step <= step:
             self._begin_at(self._full)
         self._timer.reset()
-        self._timer.update_last_triggered_step(self._tip.step if self._tip else step)
+        if not is_restored or self._own == restored:  # else an increment is due at once
+            self._timer.update_last_triggered_step(self._tip.step if self._tip else step)
         return is_restored
 
     def is_due(self, step: int) -> bool:
@@ -188,15 +191,22 @@ class Publisher:
         collector = self._collector
         overlay(session, chain, collector.tracked, collector.accesses, collector.tables.values())
         log.info("increments: restored %s and %d increments", restored.prefix, len(chain))
-        if self._full is None or self._full.id == restored.id:
-            self._stand(continued(history, chain[-1]), restored)
-            return True
-        # The saver was faster, and workers even faster: what it saved is not what was restored. Increments go
-        # on from there, so the next one holds what was laid over it.
+        self._stand(continued(history, chain[-1]), restored)
+        if self._full is not None and self._full.id != restored.id:
+            self._stand_beside(self._full, chain)
+        return True
+
+    def _stand_beside(self, full: FullCheckpoint, chain: Sequence[StoredIncrement]) -> None:
+        """Take up a full checkpoint that the session's saver wrote before the chain was laid over its state.
+
+        It holds what other workers did since the session restored its variables, and nothing of the chain.
+        The next increment holds both. So it leads on from the chain's end and from this checkpoint.
+        """
         for stored in chain:
             self._collector.touch(stored)
-        self._begin_at(self._full)
-        return True
+        self._own = full
+        if self._tip is not None:
+            self._note(full, self._tip, is_equal=False)
 
     def _begin_at(self, full: FullCheckpoint) -> None:
         history = self._store.history()

@@ -8,12 +8,13 @@ that were given to keys, and of keys that were removed. It is collected in this 
     R  keys and values of all these rows that are in use
 
 and an increment's removed keys go before its rows are written. *Claim*: after the last collection, the
-increments overlaid in order give the table, but for what the next collection will tell. *Proof.* Take a key's
-last change. If it was given a row: the row has its values and its flag before the index leads to it. Either F
-finds the flag, and R the key; or the next F does. A K that tells of the key, as it was removed before, finds
-its new row, too, or comes before that is given. If it was removed: it is noted after the index lost it. If R
-still finds it, the note comes after this K, and the next K tells; else R leaves it out, and this K or the
-next tells.
+increments overlaid in order give the table, but for what the next collection will tell. *Proof.* Take a
+key's last change. If it was given a row: the row has its values before the index leads to it, and its flag
+after. If F finds the flag, R finds the key; else the next F does. A K that tells of the key, as it was
+removed before, finds its new row, too, or comes before that is given. If it was removed: it is noted after
+the index lost it. If R still finds it, the note comes after this K, and the next K tells; else R leaves it
+out, and this K or the next tells. A key that lost its row to another, by the lock's fault or as a session
+laid increments over what others had met, is noted as removed.
 """
 
 from __future__ import annotations

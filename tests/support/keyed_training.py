@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from exporter.checkpoint.tensor_bundle import read_array, read_catalog
 from exporter.increments.increment import StoredIncrement
 from exporter.tables import DynamicTable, TrainableTable
 from exporter.training import IncrementHook
-from tests.support.training_graphs import OPTIMIZERS
+from tests.support.training_graphs import OPTIMIZERS, Meanwhile
 
 v1 = tf.compat.v1
 
@@ -54,6 +54,13 @@ class KeyedSession:
         return {int(key): row.tobytes() for key, row in zip(keys, values, strict=True)}
 
 
+Work = Callable[[KeyedSession], None]
+
+
+def idle(_: KeyedSession) -> None:
+    """Other workers do nothing."""
+
+
 @dataclass
 class KeyedTraining:
     """Sessions of one training in `directory`."""
@@ -64,24 +71,35 @@ class KeyedTraining:
     save_increment_steps: int = 3
     save_checkpoint_steps: int = 12
     options: dict[str, Any] = field(default_factory=dict)
+    master: str = ""
+    """A server that keeps the variables when a session ends."""
 
     @contextmanager
-    def session(self) -> Iterator[KeyedSession]:
-        """A monitored session with an `IncrementHook`."""
+    def session(self, meanwhile: tuple[Work, Work] = (idle, idle)) -> Iterator[KeyedSession]:
+        """A monitored session with an `IncrementHook`.
+
+        `meanwhile` is what other workers do between what the session restores and its own first full
+        checkpoint, and between that and what increments restore.
+        """
         with tf.Graph().as_default():
             v1.set_random_seed(1)
             table, nodes = self._graph()
             hook = IncrementHook(
                 self.directory, save_increment_steps=self.save_increment_steps, **self.options
             )
+            first, second = (
+                Meanwhile(lambda raw, do=do: do(KeyedSession(raw, table, nodes))) for do in meanwhile
+            )
             with v1.train.MonitoredTrainingSession(
+                self.master,
                 checkpoint_dir=str(self.directory),
                 save_checkpoint_steps=self.save_checkpoint_steps,
                 save_checkpoint_secs=None,
                 save_summaries_steps=None,
                 save_summaries_secs=None,
                 log_step_count_steps=None,
-                hooks=[hook],
+                chief_only_hooks=[first],  # before the saver's
+                hooks=[second, hook],
             ) as session:
                 yield KeyedSession(session, table, nodes)
 

@@ -27,6 +27,16 @@ LAZY = sorted(OPTIMIZERS.keys() - {"adam"})
 """Those that move only the rows that were looked up."""
 
 
+class Meanwhile(v1.train.SessionRunHook):  # type: ignore[misc]  # TensorFlow is untyped
+    """Does something while a session is being made, in a session that knows no hooks, as other workers do."""
+
+    def __init__(self, work: Callable[[Any], None]) -> None:
+        self._work = work
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        self._work(session)
+
+
 @dataclass(frozen=True)
 class Training:
     """A graph to train, made anew for each session. `build` returns what is run in every step."""
@@ -35,6 +45,8 @@ class Training:
     build: Callable[[], Any]
     save_checkpoint_steps: int = 10
     save_increment_steps: int = 3
+    master: str = ""
+    """A server that keeps the variables when a session ends."""
 
     def run(self, steps: int, **options: Any) -> Path:
         """Train `steps` steps in a session of its own; the last full checkpoint."""
@@ -46,22 +58,34 @@ class Training:
         return Path(newest)
 
     @contextmanager
-    def session(self, before: bool = False, **options: Any) -> Iterator[tuple[Any, Any]]:
-        """A monitored session and what to run in it; `before` puts the hook before the saver's."""
+    def session(
+        self, before: bool = False, meanwhile: tuple[int, int] = (0, 0), **options: Any
+    ) -> Iterator[tuple[Any, Any]]:
+        """A monitored session and what to run in it; `before` puts the hook before the saver's.
+
+        `meanwhile` are steps of other workers between what the session restores and its own first full
+        checkpoint, and between that and what increments restore.
+        """
         with tf.Graph().as_default():
             v1.set_random_seed(1)
             step = v1.train.get_or_create_global_step()
             with tf.control_dependencies(tf.nest.flatten(self.build())):
                 train_op = v1.assign_add(step, 1)
             hook = IncrementHook(self.directory, save_increment_steps=self.save_increment_steps, **options)
+            first, second = (
+                Meanwhile(lambda raw, steps=steps: [raw.run(train_op) for _ in range(steps)])
+                for steps in meanwhile
+            )
             with v1.train.MonitoredTrainingSession(
+                self.master,
                 checkpoint_dir=str(self.directory),
                 save_checkpoint_steps=self.save_checkpoint_steps,
                 save_checkpoint_secs=None,
                 save_summaries_steps=None,
                 save_summaries_secs=None,
                 log_step_count_steps=None,
-                **{"chief_only_hooks" if before else "hooks": [hook]},
+                chief_only_hooks=[first, *([hook] if before else [])],  # before the saver's
+                hooks=[second, *([] if before else [hook])],
             ) as session:
                 yield session, train_op
 
