@@ -13,7 +13,8 @@ from exporter.checkpoint.embedding_variables import count_blocks, embedding_vari
 from exporter.checkpoint.tensor_bundle import memory_map, read_array, read_catalog
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.mapping.extras import ExtraKind, classify_extras
-from exporter.tables.lay_out import TablePlan, lay_out
+from exporter.tables.lay_out import lay_out
+from exporter.tables.table_plan import TablePlan
 from tests.support.bundles import write
 from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full

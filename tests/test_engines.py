@@ -20,7 +20,8 @@ import pytest
 from msgspec import structs
 
 from exporter.bundle.move import Move, Segment
-from exporter.catalog import SliceSpec
+from exporter.catalog import SliceSpec, TensorRef
+from exporter.checkpoint.admission import EVERYONE
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.compare_task import Compare, Side
 from exporter.delta.format import ChangeKind, ServedVariable
@@ -30,6 +31,11 @@ from exporter.jobs.engines import process
 from exporter.jobs.engines.choose import choose_engine
 from exporter.jobs.execute import OPERATIONS, decode, encode
 from exporter.jobs.task import Input
+from exporter.storage.output_directory import open_directory
+from exporter.tables.geometry import TableGeometry
+from exporter.tables.key_ranges import KeyRanges
+from exporter.tables.partition_keys import KeyRun, Partition
+from exporter.tables.place_keys import Place, RangeRun, Section
 from exporter.verify.checksum import Checksum
 from exporter.version import __version__
 from exporter.wire.dtypes import DType
@@ -137,8 +143,11 @@ def test_every_operation_and_whatever_goes_wrong(
     for key, count in weather.seen.items():
         assert "/403/" not in key[1] or count == 1, "nobody asks that again"
     done = [each.receipt for each in outcomes if each.receipt]
-    assert len({receipt.read for receipt in done}) == 2, "the same whatever happened on the way"
-    assert runs.outputs() == {"table", "table.json", "compared", "compared.json"}
+    assert len({(receipt.task, receipt.read, receipt.wrote, receipt.rows) for receipt in done}) == 5, (
+        "the same whatever happened on the way"
+    )
+    names = {"table", "compared", "sorted", "placed"}
+    assert runs.outputs() == names | {f"{name}.json" for name in names}
     written = [key for key in bucket.keys("") if key.endswith("/out/table")]
     assert sorted(written) == sorted(f"{fault}/out/table" for fault in SURVIVED)
 
@@ -170,10 +179,12 @@ class WeatherOfKeys(Weather):
 def on_files(runs: EngineRuns, full: Path) -> Iterator[tuple[str, bytes]]:
     """What works end with, and the works; what is done twice is asked for twice."""
     source = Input.of(runs.shard)
+    of_index = list(indexing(runs, source, str(runs.kept)))
     for _ in range(2):
         yield "ok", reading(runs, source)
         yield "ok", writing(runs, source, str(runs.kept))
         yield "ok", comparing(runs, source, str(runs.kept))
+        yield from (("ok", work) for work in of_index)
     yield "CheckpointChanged", reading(runs, Input(source.place, source.size, "1"))
     yield "DiskFull", writing(runs, source, str(full))
     yield "UsageError", reading(runs, source).replace(__version__.encode(), b"0.0.1")
@@ -203,6 +214,26 @@ def writing(runs: EngineRuns, source: Input, directory: str) -> bytes:
     wanted = runs.table_range()
     segment = Segment("t", DType.FLOAT, DType.FLOAT, wanted.size // 4, (wanted,), False, (1,), False)
     return encode(Move(name="table", inputs=(source,), segments=(segment,)), directory, keep=True)
+
+
+def indexing(runs: EngineRuns, source: Input, directory: str) -> Iterator[bytes]:
+    """A table's bytes, taken for keys, are sorted, and what was sorted before is placed in an index."""
+    stored = read_catalog(runs.prefix).tensors["t00"]
+    assert stored.extent is not None
+    count = stored.extent.size // 8
+    ref = TensorRef("keys", DType.INT64, (count,), structs.replace(stored.extent, shard=0))
+    ranges = KeyRanges.of(TableGeometry.for_keys(count), count)
+    runs_of_keys = (KeyRun(ranges, ref, 0, count, 0),)
+    sort = Partition(
+        name="sorted", inputs=(source,), checkpoint="c", runs=runs_of_keys, admission=EVERYONE, step=None
+    )
+    yield encode(sort, directory, keep=True)
+    sort.run(open_directory(str(runs.directory)))
+    run = RangeRun("t", ranges, 0, 1, (Section(0, 0, (count,)),), (("keys", count),))
+    sorted_keys = Input.of(runs.directory / "sorted")
+    yield encode(
+        Place(name="placed", inputs=(sorted_keys,), checkpoint="c", runs=(run,)), directory, keep=True
+    )
 
 
 def comparing(runs: EngineRuns, source: Input, directory: str) -> bytes:

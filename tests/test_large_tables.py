@@ -15,7 +15,8 @@ from exporter.checkpoint.tensor_bundle import check_values, memory_map, read_arr
 from exporter.integer_sets import among
 from exporter.tables.change_index import ArrayState, change_index, find_rows
 from exporter.tables.geometry import PARTS
-from exporter.tables.lay_out import TablePlan, lay_out
+from exporter.tables.lay_out import lay_out
+from exporter.tables.table_plan import TablePlan
 from tests.support.budget import thorough
 from tests.support.deeprec import Ev, write_large
 
@@ -25,7 +26,7 @@ def build(checkpoint: Path, directory: Path) -> tuple[TablePlan, ArrayState]:
     catalog = read_catalog(checkpoint)
     plan = TablePlan.of("t", embedding_variables(catalog)["t"], np.zeros((1, 1), np.float32), 0.25)
     directory.mkdir()
-    written = lay_out(catalog, [plan]).write(directory, EVERYONE)
+    written, _ = lay_out(catalog, [plan]).write(directory, EVERYONE)
     seeds, rows, keys, values = (written.tensors[f"t/{part}"] for part in PARTS)
     for ref in (seeds, rows):
         check_values(written, ref)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from exporter.pipeline.full import Exported, export
 from exporter.publish.delta_log import read_log
 from exporter.publish.made_from import PublishedAlready
 from exporter.tables import DynamicTable, dynamic_embedding
-from exporter.tables.build_index import build_index
-from exporter.tables.geometry import INDEX_ROWS, PARTS
+from exporter.tables.geometry import PARTS
+from exporter.tables.place_keys import Piece, place_ranges
 from tests.support.deeprec import Ev, write_full
 
 Array = np.ndarray[Any, Any]
@@ -205,16 +205,13 @@ def test_answers_are_verified_with_tables_in_the_graph(tmp_path: Path, cast: tup
 def test_an_index_that_leads_astray_is_found_before_it_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def astray(geometry: Any, count: int, blocks: Any, put: Any, scratch: Any) -> None:
-        def put_astray(part: str, first: int, elements: Array) -> None:
-            filled = elements[elements != geometry.empty_row]
-            if part == INDEX_ROWS:
-                elements[elements != geometry.empty_row] = np.roll(filled, 1)
-            put(part, first, elements)
+    def astray(*asked: Any) -> Iterator[Piece]:
+        for piece in place_ranges(*asked):
+            is_filled = piece.rows != asked[0].geometry.empty_row
+            piece.rows[is_filled] = np.roll(piece.rows[is_filled], 1)
+            yield piece
 
-        build_index(geometry, count, blocks, put_astray, scratch)
-
-    monkeypatch.setattr("exporter.tables.lay_out.build_index", astray)
+    monkeypatch.setattr("exporter.tables.place_keys.place_ranges", astray)
     with pytest.raises(VerificationError, match="expected row 0"):
         export_table(tmp_path, Ev.random(5000, DIM), lookup())
     assert not (tmp_path / "model" / "7").exists()

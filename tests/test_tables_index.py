@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from exporter.errors import TableFull
-from exporter.tables.build_index import KeyTwice
 from exporter.tables.change_index import (
     ArrayState,
     IndexChange,
@@ -17,6 +16,7 @@ from exporter.tables.change_index import (
     live_rows,
 )
 from exporter.tables.geometry import EMPTY_KEY, PARTS, TableGeometry, keys_of
+from exporter.tables.place_keys import KeyTwice
 from tests.support.dynamic_values import built_index
 
 Array = np.ndarray[Any, Any]
@@ -98,20 +98,21 @@ def test_small_tables(count: int) -> None:
 def test_a_table_of_several_ranges_holds_every_key(monkeypatch: pytest.MonkeyPatch, range_keys: int) -> None:
     keys = np.random.default_rng(3).permutation(np.arange(20_000, dtype=np.int64) * 977)
     geometry = TableGeometry.for_keys(len(keys))
-    monkeypatch.setattr("exporter.tables.build_index.RANGE_KEYS", range_keys)
+    monkeypatch.setattr("exporter.tables.key_ranges.RANGE_KEYS", range_keys)
     state = new_table(geometry, keys)
     assert_holds(geometry, state, {int(key): row for row, key in enumerate(keys)})
-    again = new_table(geometry, keys)
-    assert np.array_equal(state.index_rows, again.index_rows), "whichever thread was quicker"
-    assert np.array_equal(state.index_seeds, again.index_seeds)
+    for run in (2, 4, 6):
+        seeds, rows = built_index(geometry, keys, run=run)
+        assert np.array_equal(state.index_rows, rows), "however ranges are divided"
+        assert np.array_equal(state.index_seeds, seeds)
 
 
 def test_keys_that_are_left_out_are_in_no_slot_and_still_must_not_occur_twice() -> None:
     keys = np.arange(5000, dtype=np.int64) * 31
     geometry = TableGeometry.for_keys(len(keys))
-    rows = np.where(keys % 2, np.arange(5000), -1)
+    rows = np.where(keys % 2, np.arange(5000), ~np.arange(5000))
     state = ArrayState(*built_index(geometry, keys, rows), np.append(keys, [0] * (geometry.capacity - 5000)))
-    assert np.array_equal(find_rows(geometry, state, keys), rows)
+    assert np.array_equal(find_rows(geometry, state, keys), np.maximum(rows, -1))
     with pytest.raises(KeyTwice, match="key 62 occurs twice"):
         built_index(geometry, np.append(keys, 62), np.append(rows, 5000))
 

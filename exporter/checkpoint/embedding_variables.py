@@ -205,12 +205,12 @@ def key_blocks(catalog: Catalog, variable: EmbeddingVariable) -> Iterator[tuple[
     """
     begin = 0
     for part in variable.parts:
-        offsets = None if part.offsets is None else _read_offsets(catalog, part.keys, part.offsets)
+        offsets = None if part.offsets is None else read_offsets(catalog, part.keys, part.offsets)
         first = 0
         for block in read_blocks(catalog, part.keys, _BLOCK):
             keys = block.astype(np.int64, copy=False)
             if part.offsets is not None and offsets is not None:
-                _check_buckets(catalog, part.offsets, offsets - first, keys)
+                check_buckets(catalog, part.offsets, offsets - first, keys)
             yield begin + first, keys
             first += len(keys)
         begin += part.rows
@@ -236,7 +236,7 @@ def bucket_sizes(catalog: Catalog, variable: EmbeddingVariable) -> Array:
     sizes = np.zeros(BUCKETS, np.int64)
     for part in variable.parts:
         if part.offsets is not None:
-            offsets = _read_offsets(catalog, part.keys, part.offsets)
+            offsets = read_offsets(catalog, part.keys, part.offsets)
             sizes += offsets[1:] - offsets[:-1]
         else:
             sizes += np.bincount(read_array(catalog, part.keys) % BUCKETS, minlength=BUCKETS)
@@ -361,11 +361,15 @@ def check_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef, keys
     Raises:
         CorruptFile: they do not, or the checksum of the offsets is wrong.
     """
-    _check_buckets(catalog, offsets_ref, _read_offsets(catalog, ref, offsets_ref), keys)
+    check_buckets(catalog, offsets_ref, read_offsets(catalog, ref, offsets_ref), keys)
 
 
-def _check_buckets(catalog: Catalog, offsets_ref: TensorRef, offsets: Array, keys: Array) -> None:
-    """See that a run of keys is in its buckets; `offsets` count from the first key of the run."""
+def check_buckets(catalog: Catalog, offsets_ref: TensorRef, offsets: Array, keys: Array) -> None:
+    """See that a run of keys is in its buckets; `offsets` count from the first key of the run.
+
+    Raises:
+        CorruptFile: one is not.
+    """
     expected = np.repeat(np.arange(BUCKETS, dtype=np.int16), np.diff(np.clip(offsets, 0, len(keys))))
     wrong = np.flatnonzero(_buckets_of(keys) != expected)
     if len(wrong):
@@ -374,8 +378,13 @@ def _check_buckets(catalog: Catalog, offsets_ref: TensorRef, offsets: Array, key
         raise CorruptFile(f"{what} places key {key} in bucket {bucket}, it belongs in {key % BUCKETS}")
 
 
-def _read_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef) -> Array:
-    """int64 [1001]: where each bucket begins among the keys of `ref`, and where the last one ends."""
+def read_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef) -> Array:
+    """int64 [1001]: where each bucket begins among the keys of `ref`, and where the last one ends.
+
+    Raises:
+        CorruptFile: they do not fit the keys, or their checksum is wrong.
+        CheckpointChanged: the shard vanished or shrank since the catalog was read.
+    """
     offsets: Array = read_array(catalog, offsets_ref).astype(np.int64)
     rows = ref.shape[0]
     if offsets[0] != 0 or offsets[-1] != rows or (np.diff(offsets) < 0).any():

@@ -25,6 +25,8 @@ OPERATIONS = {
     "compare": "exporter.delta.compare_task:Compare",
     "checksum": "exporter.verify.checksum:Checksum",
     "move": "exporter.bundle.move:Move",
+    "partition": "exporter.tables.partition_keys:Partition",
+    "place": "exporter.tables.place_keys:Place",
 }
 """Where the class of each operation is: in the room that plans it, which imports this one."""
 

@@ -28,7 +28,8 @@ from exporter.layout import JOBS_DIRECTORY, RECEIPTS_DIRECTORY
 from exporter.options import DEFAULT_TASK_BYTES, EngineName, Jobs
 from exporter.progress import NoProgress, Progress
 from exporter.storage import mirror
-from exporter.storage.output_directory import Directory, open_directory
+from exporter.storage.mirror import Mirror
+from exporter.storage.output_directory import Directory, StoreDirectory, open_directory
 
 _FORMAT = 1
 _LOOKS = 16  # receipts that are asked for at a time
@@ -88,6 +89,7 @@ class Job:
         self._runner = runner
         self._used: UsedJob | None = None
         self._receipts: Generator[Receipt, None, None] | None = None
+        self._outlived_by: Mirror | None = None
         self._place = scratch
         if self.is_kept:
             self._place = f"{runner.kept}/{plan_digest(tasks)[:32]}"
@@ -99,14 +101,27 @@ class Job:
         """Whether its directory is its own, and outlives a command that fails."""
         return bool(self._runner.kept and self.tasks)
 
-    def receipts(self, progress: Progress | None = None) -> Generator[Receipt, None, None]:
+    def receipts(
+        self, progress: Progress | None = None, tasks: Sequence[Task] | None = None
+    ) -> Generator[Receipt, None, None]:
         """Receipts in the order of the tasks. Closing the iterator, or the job, cancels what has not begun.
+
+        A plan in which tasks read what others wrote is done in turns: `tasks` are those of one.
 
         Raises:
             ExportError: the first error that a task ended with, whatever it was.
         """
-        self._receipts = self._run(progress or NoProgress())
+        self._receipts = self._run(self.tasks if tasks is None else tasks, progress or NoProgress())
         return self._receipts
+
+    def keep_until_stored(self, path: Path) -> None:
+        """Have a job in a store removed only when what is below a path is in its own, if that is in one.
+
+        What the job wrote was read to make it: whoever goes on after an upload that was killed finds it.
+        """
+        found = mirror.find(path)
+        if found is not None and isinstance(self.directory, StoreDirectory):
+            self._outlived_by = found[0]
 
     def __enter__(self) -> Job:
         return self
@@ -117,14 +132,17 @@ class Job:
         used, self._used = self._used, None
         if used is None:
             return
-        if not self.directory.is_stood_for and (kind is None or issubclass(kind, _OVER)):
+        if kind is None and self._outlived_by is not None:
+            self._outlived_by.spent.add(self.directory.place)
+            used.leave()
+        elif not self.directory.is_stood_for and (kind is None or issubclass(kind, _OVER)):
             used.remove()
             remove_abandoned(self._runner.kept)
         else:
             used.leave()
 
-    def _run(self, progress: Progress) -> Generator[Receipt, None, None]:
-        tasks, keep, place = self.tasks, self.is_kept, self._place and self.directory.place
+    def _run(self, tasks: Sequence[Task], progress: Progress) -> Generator[Receipt, None, None]:
+        keep, place = self.is_kept, self._place and self.directory.place
         found = _known(tasks, self.directory) if keep else {}
         left = [task for task in tasks if task.name not in found]
         progress.advance(sum(task.bytes_ for task in tasks if task.name in found))

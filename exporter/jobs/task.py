@@ -22,6 +22,9 @@ from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.output_directory import Directory, new_file
 from exporter.storage.url import Url
 
+ZEROS = "zeros:"
+"""The name of a file of zeros alone, and the place of such an input: nobody needs to see it to read them."""
+
 
 class Range(Struct, frozen=True, array_like=True):
     """`size` bytes from `offset` of a task's input of this number."""
@@ -49,6 +52,8 @@ class Input(Struct, frozen=True, array_like=True):
             CheckpointChanged: it is no longer there.
             CheckpointError: it cannot be reached.
         """
+        if path.name == ZEROS:
+            return cls(ZEROS, shard_status(path).st_size, "")
         if (found := mirror.find(path)) is not None and not found[0].is_made_here(found[1]):
             store, each = found[0].url, found[0].listed(found[1])
             return cls(str(Url(store.scheme, store.bucket, each.key)), each.size, each.tag or "")
@@ -65,9 +70,12 @@ class Input(Struct, frozen=True, array_like=True):
             DiskFull, PublishError: the sparse file cannot be written.
         """
         url = Url.parse(self.place)
-        if url is not None:
+        if url is not None or self.place == ZEROS:
             with new_file(scratch) as (descriptor, path):
                 os.truncate(descriptor, self.size)
+                if url is None:
+                    yield path
+                    return
                 found = RemoteObject(url.path, self.size, self.tag or None, 0.0)
                 pieces = [(each.offset, each.offset + each.size, each.offset) for each in ranges]
                 _reader(url.scheme, url.bucket).copy(found, descriptor, pieces, path)
@@ -102,7 +110,7 @@ class Receipt(Struct, frozen=True):
     """What a task did: the plain crc32c of each range that it read, and of each that it wrote.
 
     `written` are the bytes of its output, 0 without one, and `tag` is the output's, as in `Input`. `rows`
-    counts what the operation counts.
+    counts what the operation counts, and `counts` are its numbers where one is not enough.
     """
 
     task: str
@@ -111,6 +119,7 @@ class Receipt(Struct, frozen=True):
     written: int = 0
     tag: str = ""
     rows: int = 0
+    counts: tuple[int, ...] = ()
 
 
 class Task(Struct, frozen=True, kw_only=True):

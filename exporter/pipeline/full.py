@@ -77,9 +77,7 @@ def execute(
     digest = planned.digest
     permit = partial(require_new, request, planned.checkpoint, digest)
     with Staging(request.out) as staging, ExitStack() as jobs:
-        planned, variables = _write_variables(planned, staging, progress)
-        if variables.job is not None:
-            jobs.push(variables.job)
+        planned, variables = _write_variables(planned, staging, jobs, progress)
         planned.checkpoint.require_same_files()
         state = _state(planned, not_backwards=not_backwards)
         base = _updatable(planned, staging, state) if request.updates else None
@@ -147,25 +145,35 @@ def export(
 
 
 def _write_variables(
-    planned: Plan, staging: Staging, progress: ProgressFactory
+    planned: Plan, staging: Staging, jobs: ExitStack, progress: ProgressFactory
 ) -> tuple[Plan, VariablesReport]:
-    """Write `variables/`; what is in no tensor bundle goes into one first, from which the plan goes on."""
+    """Write `variables/`; what is in no tensor bundle goes into one first, from which the plan goes on.
+
+    The jobs that do it are left with the stack.
+    """
     data, catalog = planned.request.data, planned.catalog
+    runner, index_work = Runner.of(planned.request.jobs, planned.request.out), (0, 0)
     if not catalog.is_bundle:
         if data is DataMode.LINK:
             raise LinkRefused(f"{catalog.prefix} is not a tensor bundle: its bytes are written anew")
         planned, data = _in_bundle(planned, staging.path.with_name("source"), progress), DataMode.AUTO
     elif planned.layout is not None:
-        laid_out = write_tables(
-            planned.layout, planned.mapping, planned.rules, staging.path.with_name("tables")
-        )
-        planned = replace(planned, mapping=laid_out)
+        admission, scratch = planned.rules.admission, staging.path.with_name("tables")
+        index_work = planned.layout.index_job(admission, runner.task_bytes).size_of_work
+        with progress("indexes", index_work[1]) as bar:
+            tables = write_tables(planned.layout, planned.mapping, admission, scratch, runner, bar)
+        jobs.push(tables.job)
+        tables.job.keep_until_stored(planned.request.out)
+        planned = replace(planned, mapping=tables.mapping)
     with progress("variables", planned.mapping.bytes_) as bar:
-        runner = Runner.of(planned.request.jobs, planned.request.out)
         made = staging.path.parent
         variables = write_variables(
             planned.mapping, staging.path, data=data, runner=runner, made=made, progress=bar
         )
+    if variables.job is not None:
+        jobs.push(variables.job)
+    tasks, size = variables.work
+    variables = replace(variables, work=(tasks + index_work[0], size + index_work[1]))
     if not catalog.is_bundle:
         variables = as_rewritten(variables, catalog.prefix, catalog.family)
     return planned, variables

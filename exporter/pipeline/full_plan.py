@@ -72,10 +72,15 @@ class Plan(Struct, frozen=True, dict=True):
 
     @cached_property
     def work(self) -> tuple[int, int]:
-        """How many tasks write values, and how many bytes they read."""
+        """How many tasks write values, and how many bytes they read; of indexes, about."""
         if not self.catalog.is_bundle:
             return 0, 0
-        return size_of_work(self.mapping, self.request.out, self.request.jobs.task_bytes)
+        most = self.request.jobs.task_bytes
+        tasks, size = size_of_work(self.mapping, self.request.out, most)
+        if self.layout is not None:
+            more, read = self.layout.index_job(self.rules.admission, most).size_of_work
+            tasks, size = tasks + more, size + read
+        return tasks, size
 
     @property
     def ignored(self) -> tuple[Extra, ...]:

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.admission import Admission
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables
 from exporter.errors import CheckpointError, MissingTensors, ShapeMismatch, UsageError
 from exporter.files import writing
@@ -22,11 +24,21 @@ from exporter.graph.inference_graph import (
     PartitionStrategy,
 )
 from exporter.increments.told_tables import keys_to_come
+from exporter.jobs.runner import Job, Runner
 from exporter.mapping.build import MappingRules, VariableMapping, build_mapping
 from exporter.mapping.unmatched import Leftover, Unmatched, find_unmatched
-from exporter.tables.lay_out import TableLayout, TablePlan, lay_out
+from exporter.progress import Progress
+from exporter.tables.lay_out import TableLayout, lay_out
+from exporter.tables.table_plan import TablePlan
 
 DEFAULT_HEAD_ROOM = 0.25
+
+
+class WrittenTables(Struct, frozen=True):
+    """A mapping to tensors that are there now, and the job that built indexes."""
+
+    mapping: VariableMapping
+    job: Job
 
 
 def lay_out_tables(
@@ -82,20 +94,28 @@ def map_laid_out(
 
 
 def write_tables(
-    layout: TableLayout, mapping: VariableMapping, rules: MappingRules, directory: Path
-) -> VariableMapping:
-    """The mapping with the index of its tables in a shard under `directory`, which is made.
+    layout: TableLayout,
+    mapping: VariableMapping,
+    admission: Admission,
+    directory: Path,
+    runner: Runner,
+    progress: Progress,
+) -> WrittenTables:
+    """Write what the tables of a mapping need beside the checkpoint's own tensors.
+
+    What is new is written under `directory`, which is made, or where the runner keeps jobs.
 
     Raises:
         CheckpointError: keys are damaged, occur twice, or changed.
         TableFull: keys crowd in the index.
         PublishError: the target cannot be written.
+        ExportError: any other of a task's; the engine gave up.
     """
     with writing(directory):
         directory.mkdir()
-    catalog = layout.write(directory, rules.admission)
+    catalog, job = layout.write(directory, admission, runner, progress)
     sources = tuple(replace(item, tensor=catalog.tensors[item.tensor.name]) for item in mapping.sources)
-    return replace(mapping, catalog=catalog, sources=sources)
+    return WrittenTables(replace(mapping, catalog=catalog, sources=sources), job)
 
 
 def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:

@@ -45,6 +45,8 @@ class Mirror:
         self._fetched: dict[str, Ranges] = {}
         self._inodes: dict[str, int] = {}
         self._stand_ins: dict[int, tuple[RemoteObject, Ranges]] = {}  # by inode: they may be renamed
+        self.spent: set[str] = set()
+        """Directories of jobs in a store that are needed no more once what is here is in its store."""
         self._lock = threading.Lock()
         self._is_prefix = not is_directory and not any(self._reader.below(url.path))
         self.url = url.parent if self._is_prefix and url.path else url

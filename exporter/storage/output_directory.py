@@ -76,6 +76,14 @@ class Directory(Protocol):
             DiskFull, PublishError: the path cannot be written.
         """
 
+    def as_local(self) -> Path:
+        """A local directory with what is there now; objects of a store are fetched when they are read.
+
+        Raises:
+            CheckpointError: they cannot be listed.
+            DiskFull, PublishError: the directory cannot be made.
+        """
+
     def remove(self) -> None:
         """Remove everything in it, as far as that is possible.
 
@@ -149,6 +157,10 @@ class LocalDirectory:
         with _naming(path):
             path.hardlink_to(self._path / name)
 
+    def as_local(self) -> Path:
+        """See `Directory`."""
+        return self._path
+
     def remove(self) -> None:
         """See `Directory`."""
         shutil.rmtree(self._path, ignore_errors=True)
@@ -201,6 +213,12 @@ class StoreDirectory:
             return
         with _naming(path), path.open("xb") as file:
             self._store.copy(found, file.fileno(), [(0, size, 0)], path)
+
+    def as_local(self) -> Path:
+        """See `Directory`."""
+        path = mirror.local(Path(self.place))
+        mirror.refresh(path)
+        return path
 
     def remove(self) -> None:
         """See `Directory`."""

@@ -203,7 +203,9 @@ class RemoteModel:
     def _remove_jobs(self) -> None:
         """Remove what tasks wrote, now that the store has copied it to where it is published."""
         for key in {each.key.rpartition("/")[0] for each in self._mirror.stand_ins}:
-            StoredJob(str(replace(self.url, path=key)), is_begun=True).remove()
+            self._mirror.spent.add(str(replace(self.url, path=key)))
+        while self._mirror.spent:
+            StoredJob(self._mirror.spent.pop(), is_begun=True).remove()
 
     def _put_residuals(self) -> None:
         """Before a delta is published: what it holds back is there when it is."""

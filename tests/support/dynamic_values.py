@@ -9,8 +9,9 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.graph.inference_graph import GraphDynamicTable
-from exporter.tables.build_index import build_index
-from exporter.tables.geometry import EMPTY_KEY, INDEX_ROWS, INDEX_SEEDS, TableGeometry
+from exporter.tables.geometry import EMPTY_KEY, INDEX_ROWS, INDEX_SEEDS, TableGeometry, hashes_of
+from exporter.tables.key_ranges import KeyRanges
+from exporter.tables.place_keys import place_ranges
 
 Array = np.ndarray[Any, Any]
 
@@ -28,8 +29,13 @@ class Rows(Struct, eq=False):
         return np.array(found, self.values.dtype).reshape(-1, self.values.shape[1])
 
 
-def built_index(geometry: TableGeometry, keys: Array, rows: Array | None = None) -> tuple[Array, Array]:
-    """The elements of `index_seeds` and `index_rows` for some keys, by default at the rows from 0 on."""
+def built_index(
+    geometry: TableGeometry, keys: Array, rows: Array | None = None, run: int = 1 << 16
+) -> tuple[Array, Array]:
+    """The elements of `index_seeds` and `index_rows` for some keys, by default at the rows from 0 on.
+
+    `~row` is the row of a key that is not served; `run` ranges are placed by themselves.
+    """
     rows = np.arange(len(keys)) if rows is None else rows
     parts = {
         INDEX_SEEDS: np.zeros(geometry.groups, np.int64),
@@ -39,8 +45,19 @@ def built_index(geometry: TableGeometry, keys: Array, rows: Array | None = None)
     def put(part: str, first: int, elements: Array) -> None:
         parts[part][first : first + len(elements)] = elements
 
-    blocks = ((rows[at : at + 1000], keys[at : at + 1000]) for at in range(0, len(keys), 1000))
-    build_index(geometry, len(keys), blocks, put)
+    ranges = KeyRanges.of(geometry, len(keys))
+    hashed = hashes_of(keys)
+    owners = ranges.of_hashes(hashed)
+
+    def keys_of_range(number: int, most: int) -> tuple[Array, Array]:
+        found = np.flatnonzero(owners == number)[:most]
+        return hashed[found], rows[found].astype(np.int32)
+
+    for start in range(0, ranges.count, run):
+        stop = min(start + run, ranges.count)
+        for piece in place_ranges(ranges, start, stop, keys_of_range):
+            parts[INDEX_SEEDS][piece.group : piece.group + len(piece.seeds)] = piece.seeds
+            parts[INDEX_ROWS][piece.slot : piece.slot + len(piece.rows)] = piece.rows
     assert (parts[INDEX_ROWS] >= 0).all(), "every slot was written"
     return parts[INDEX_SEEDS], parts[INDEX_ROWS]
 

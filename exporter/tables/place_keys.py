@@ -1,0 +1,277 @@
+"""The task of placing sorted keys in the slots of an index; see `key_ranges` and `partition_keys`.
+
+A task places a run of ranges, about 40 MB at a time, and gets by without what other tasks place: the range
+behind its last one is the first of another run, and begins in empty slots. So it places the beginning of that
+range, too, as the other task does, and only then its own last range around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import numpy as np
+from msgspec import Struct
+
+from exporter.errors import CheckpointChanged, CorruptFile, TableFull, os_error
+from exporter.jobs.task import Range, Receipt, Task
+from exporter.storage.output_directory import Directory, new_file
+from exporter.tables.crowding import table_full
+from exporter.tables.geometry import WINDOW, keys_of
+from exporter.tables.key_ranges import KEY_BYTES, KeyRanges
+from exporter.tables.partition_keys import read_at, write_at
+from exporter.tables.spread import Crowded, spread
+from exporter.wire.crc32c import chunks_of, extend
+
+Array = np.ndarray[Any, Any]
+KeysOfRange = Callable[[int, int], tuple[Array, Array]]
+"""Hashes and rows of a range's keys by its number, or of so many of them; `~row` if a key is not served."""
+
+_CHUNK_GROUPS = 1 << 16
+
+
+class KeyTwice(Exception):
+    """A key occurs twice in one table, in two rows."""
+
+    def __init__(self, key: int, rows: Sequence[int]) -> None:
+        super().__init__(f"key {key} occurs twice")
+        self.key, self.rows = key, rows
+
+
+class Section(Struct, frozen=True, array_like=True):
+    """Where keys of a run of ranges are: in an input from `offset` on, `counts` of each range."""
+
+    input: int
+    offset: int
+    counts: tuple[int, ...]
+
+
+class RangeRun(Struct, frozen=True):
+    """Ranges `start`, an even number, to `stop` of a table.
+
+    The sections have the keys in the order of their rows, and those of the range behind. `stored` are the
+    tensors that keys come from, each with its number of rows.
+    """
+
+    table: str
+    ranges: KeyRanges
+    start: int
+    stop: int
+    sections: tuple[Section, ...]
+    stored: tuple[tuple[str, int], ...]
+
+    @property
+    def end(self) -> int:
+        """The first range whose keys are not read."""
+        return min(self.stop + 1, self.ranges.count)
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """The first group and how many follow: what the run has of `index_seeds`."""
+        return self.start * self.ranges.groups, (self.stop - self.start) * self.ranges.groups
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """The first slot and how many follow: what the run has of `index_rows`."""
+        first = self.start * self.ranges.slots + (WINDOW if self.start else 0)
+        return first, self.stop * self.ranges.slots + WINDOW - first
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of seeds and slots."""
+        return 8 * self.groups[1] + 4 * self.slots[1]
+
+
+class Place(Task, frozen=True, kw_only=True):
+    """Write seeds and slots of runs of ranges, one behind another. The receipt has the checksums of each.
+
+    Raises:
+        CorruptFile: a key occurs twice, served or not.
+        TableFull: the keys crowd in a few places of an index.
+    """
+
+    operation: ClassVar[str] = "place"
+
+    checkpoint: str
+    runs: tuple[RangeRun, ...]
+
+    def run(self, directory: Directory) -> Receipt:
+        """See `Task`."""
+        with ExitStack() as stack, new_file(directory.scratch) as (target, path):
+            files = [stack.enter_context(self._open(number, directory)) for number in range(len(self.inputs))]
+            wrote: list[int] = []
+            offset = 0
+            try:
+                for run in self.runs:
+                    wrote += self._place(run, files, target, offset)
+                    offset += run.written_bytes
+            except OSError as error:
+                raise os_error(error, path) from error
+            tag = directory.put_file(self.name, path)
+        keys = sum(sum(section.counts) for run in self.runs for section in run.sections)
+        return Receipt(self.name, (), tuple(wrote), offset, tag, keys)
+
+    def _open(self, number: int, directory: Directory) -> Any:
+        sections = (each for run in self.runs for each in run.sections if each.input == number)
+        wanted = (Range(number, each.offset, KEY_BYTES * sum(each.counts)) for each in sections)
+        return self.inputs[number].open(wanted, directory.scratch)
+
+    def _place(self, run: RangeRun, files: Sequence[int], target: int, offset: int) -> tuple[int, int]:
+        """The checksums of the seeds and slots, which go to the target."""
+        sorted_keys = _SortedKeys(self, run, files)
+        slots_at = offset + 8 * run.groups[1]
+        try:
+            for piece in place_ranges(run.ranges, run.start, run.stop, sorted_keys.read):
+                write_at(target, offset + 8 * (piece.group - run.groups[0]), piece.seeds)
+                write_at(target, slots_at + 4 * (piece.slot - run.slots[0]), piece.rows)
+        except KeyTwice as error:
+            raise self._twice(run, error) from None
+        except TableFull as error:
+            error.message = f"table {run.table!r}: {error.message}"
+            raise
+        ends = slots_at, offset + run.written_bytes
+        return _crc(target, offset, ends[0]), _crc(target, *ends)
+
+    def _twice(self, run: RangeRun, error: KeyTwice) -> CorruptFile:
+        bounds = np.cumsum([rows for _, rows in run.stored])
+        places = np.searchsorted(bounds, sorted(error.rows)[:2], side="right")
+        names = [run.stored[place][0] for place in places]
+        where = f"twice in {names[0]!r}" if names[0] == names[-1] else f"in {names[0]!r} and in {names[1]!r}"
+        return CorruptFile(f"{self.checkpoint}: key {error.key} is {where}")
+
+
+class Piece(Struct, frozen=True, eq=False):
+    """Seeds from a group on, and rows of slots from a slot on."""
+
+    group: int
+    seeds: Array
+    slot: int
+    rows: Array
+
+
+def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) -> Iterator[Piece]:
+    """Seeds and slots of the ranges `start`, an even number, to `stop`; see `RangeRun.slots`.
+
+    Raises:
+        KeyTwice: a key occurs twice, served or not.
+        TableFull: the keys crowd in a few places of the index.
+    """
+    placing = _Placing(ranges, keys)
+    empty = np.full(WINDOW, ranges.geometry.empty_row, np.int32)
+    ends = dict.fromkeys(range(start, stop + 1), empty)  # the windows that neighbours share
+    for number in range(start, stop, 2):
+        seeds, area = placing.place(number, empty, empty)
+        ends[number], ends[number + 1] = area[:WINDOW].copy(), area[-WINDOW:].copy()
+        yield _inner(ranges, number, seeds, area)
+    if stop < ranges.count:
+        _, area = placing.place(stop, empty, empty, only_first=True)
+        ends[stop] = area[:WINDOW].copy()
+    for number in range(start + 1, stop, 2):
+        seeds, area = placing.place(number, ends[number], ends[number + 1])
+        ends[number], ends[number + 1] = area[:WINDOW].copy(), area[-WINDOW:].copy()
+        yield _inner(ranges, number, seeds, area)
+    none = np.empty(0, np.int64)
+    for number in range(start + 1 if start else 0, stop + 1):
+        yield Piece(start * ranges.groups, none, number * ranges.slots, ends[number])
+
+
+def _inner(ranges: KeyRanges, number: int, seeds: Array, area: Array) -> Piece:
+    slots = np.ascontiguousarray(area[WINDOW:-WINDOW])
+    return Piece(number * ranges.groups, seeds, number * ranges.slots + WINDOW, slots)
+
+
+class _Placing(Struct, frozen=True):
+    """Places the keys of ranges."""
+
+    ranges: KeyRanges
+    keys: KeysOfRange
+
+    def place(
+        self, number: int, before: Array, behind: Array, *, only_first: bool = False
+    ) -> tuple[Array, Array]:
+        """The seeds of a range's groups, and its slots, around those that its neighbours have in common ones.
+
+        With `only_first` the first slots alone are right.
+        """
+        ranges, geometry = self.ranges, self.ranges.geometry
+        hashed, rows, counts = self._by_groups(number)
+        area = np.full(ranges.slots + WINDOW, geometry.empty_row, np.int32)
+        area[:WINDOW], area[-WINDOW:] = before, behind
+        occupied = area != geometry.empty_row
+        chosen = np.empty(ranges.groups, np.int64)
+        key, stop = 0, min(_CHUNK_GROUPS, ranges.groups) if only_first else ranges.groups
+        for begin in range(0, stop, _CHUNK_GROUPS):
+            part = counts[begin : begin + _CHUNK_GROUPS]
+            end, last = begin + len(part), key + int(part.sum())
+            window = slice(begin * geometry.stride, end * geometry.stride + WINDOW)
+            windows = np.arange(len(part)) * geometry.stride
+            try:
+                seeds, slots = spread(keys_of(hashed[key:last]), part, windows, occupied[window])
+            except Crowded as error:
+                raise self._refused(number, error) from None
+            area[window][slots] = rows[key:last]
+            chosen[begin:end], key = seeds, last
+        return chosen, area
+
+    def _by_groups(self, number: int) -> tuple[Array, Array, Array]:
+        """Hashes and rows of a range's served keys, ordered by groups, and how many each group has."""
+        hashed, rows = self.keys(number, self.ranges.room + 1)
+        if len(hashed) > self.ranges.room:
+            raise self._refused(number, Crowded(keys_of(hashed)))
+        is_left_out = rows < 0
+        if is_left_out.any():
+            ordered = np.sort(hashed)
+            twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+            if len(twice):
+                raise self._twice(number, int(keys_of(ordered[twice[:1]])[0]))
+            hashed, rows = hashed[~is_left_out], rows[~is_left_out]
+        groups = self.ranges.geometry.group_of_hash(hashed) - number * self.ranges.groups
+        # Numbers below groups, in one word: much quicker than to sort numbers by groups.
+        packed = groups.view(np.uint64) << np.uint64(32)
+        packed |= np.arange(len(rows), dtype=np.uint64)
+        packed.sort()
+        order = (packed & np.uint64(0xFFFFFFFF)).view(np.int64)
+        counts = np.bincount(groups, minlength=self.ranges.groups)
+        return hashed.take(order), rows.take(order), counts
+
+    def _refused(self, number: int, crowded: Crowded) -> KeyTwice | TableFull:
+        if crowded.twice is not None:
+            return self._twice(number, crowded.twice)
+        return table_full(self.ranges.geometry, crowded.keys)
+
+    def _twice(self, number: int, key: int) -> KeyTwice:
+        hashed, rows = self.keys(number, self.ranges.room + 1)
+        found = rows[keys_of(hashed) == key]
+        return KeyTwice(key, np.where(found < 0, ~found, found).tolist())
+
+
+class _SortedKeys(Struct, frozen=True):
+    """Reads keys of a run's ranges from what was sorted."""
+
+    task: Place
+    run: RangeRun
+    files: Sequence[int]
+
+    def read(self, number: int, most: int) -> tuple[Array, Array]:
+        """See `KeysOfRange`."""
+        place = number - self.run.start
+        count = sum(section.counts[place] for section in self.run.sections)
+        hashed, rows, done = np.empty(min(count, most), np.uint64), np.empty(min(count, most), np.int32), 0
+        for section in self.run.sections:
+            stored = section.counts[place]
+            last = min(done + stored, most)
+            begin = section.offset + KEY_BYTES * sum(section.counts[:place])
+            for array, offset in ((hashed, begin), (rows, begin + 8 * stored)):
+                if not read_at(self.files[section.input], offset, array[done:last]):
+                    input_ = self.task.inputs[section.input].place
+                    raise CheckpointChanged(f"{input_} became shorter after it was written")
+            done = last
+        return hashed, rows
+
+
+def _crc(descriptor: int, start: int, stop: int) -> int:
+    crc = 0
+    for chunk in chunks_of(descriptor, start, stop - start):
+        crc = extend(crc, chunk)
+    return crc

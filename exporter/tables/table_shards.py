@@ -1,0 +1,251 @@
+"""Make tensors of what the tasks of an index job wrote; see `index_job`.
+
+In a file system it is joined with the room for more rows, which is a hole, and the default rows in one new
+shard, so that a server reads each tensor in one piece. In a store it stays where it is: the tasks that
+write the version read it there, and zeros nowhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
+from exporter.checkpoint.source_shard import open_shard
+from exporter.errors import CheckpointChanged, os_error
+from exporter.jobs.task import ZEROS
+from exporter.storage.output_directory import Directory, new_file
+from exporter.tables.geometry import EMPTY_KEY, KEYS, PARTS, VALUES
+from exporter.tables.index_job import Piece
+from exporter.tables.partition_keys import write_at
+from exporter.tables.table_plan import TablePlan, rows_of
+from exporter.wire.crc32c import chunks_of, combine, extend, mask
+
+Array = np.ndarray[Any, Any]
+
+
+def join_pieces(
+    catalog: Catalog,
+    tables: Sequence[TablePlan],
+    pieces: Iterable[Piece],
+    directory: Directory,
+    home: Directory,
+) -> Catalog:
+    """The catalog with its last shard in `home`: what the tasks wrote into `directory`, and all the rest.
+
+    The shard is named by its contents. Whoever goes on with the job finds it there.
+
+    Raises:
+        PublishError: the target cannot be written; DiskFull if there is no space.
+    """
+    number, size = len(catalog.shards) - 1, catalog.shard_sizes[-1]
+    new = {ref.name: _NewElements(ref, number) for table in tables for ref in _tensors(catalog, table)}
+    digest = hashlib.sha256()
+    for table in tables:
+        for part, first, tail in _tails(table):
+            new[f"{table.name}/{part}"].put(first, tail)
+            digest.update(tail.tobytes())
+    for piece in pieces:
+        new[f"{piece.table}/{piece.part}"].join(piece)
+    tensors = {name: elements.with_crc() for name, elements in new.items()}
+    digest.update(msgspec.json.encode(list(tensors.values())))
+    name = f"tables-{digest.hexdigest()[:16]}.data"
+    if home.look(name) is None:
+        with new_file(home.scratch) as (descriptor, path):
+            try:
+                with _Objects(directory) as objects:
+                    for elements in new.values():
+                        elements.write(descriptor, objects)
+                os.ftruncate(descriptor, size)
+            except OSError as error:
+                raise os_error(error, path) from error
+            home.put_file(name, path)
+    known = {**catalog.tensors, **tensors}
+    return replace(catalog, tensors=known, shards=(*catalog.shards[:-1], home.as_local() / name))
+
+
+def show_pieces(
+    catalog: Catalog,
+    tables: Sequence[TablePlan],
+    pieces: Sequence[Piece],
+    directory: Directory,
+    scratch: Path,
+) -> Catalog:
+    """The catalog with what tasks wrote as shards of their own, beside a small one with what is left.
+
+    Room for more rows is read from a file of zeros in `scratch`, which workers need not see (`Input`).
+
+    Raises:
+        CheckpointError, PublishError: the store cannot be read or written.
+    """
+    first = len(catalog.shards) - 1
+    objects = {name: first + n for n, name in enumerate(sorted({piece.object for piece in pieces}))}
+    rest, zeros = first + len(objects), first + len(objects) + 1
+    content, tensors, longest = bytearray(), dict(catalog.tensors), 0
+    for table in tables:
+        tails = {part: (row, elements) for part, row, elements in _tails(table)}
+        for ref in _tensors(catalog, table):
+            part = ref.name.rpartition("/")[2]
+            slices = [each for each in ref.slices if each.extent is not None and each.extent.shard < first]
+            slices += _slices(ref, table, part, pieces, objects)
+            if part in tails:
+                row, elements = tails[part]
+                held = sum(each.spec.lengths[0] for each in slices)
+                hole = (row - held) * (elements.nbytes // len(elements))
+                longest = max(longest, hole)
+                raw = _raw(elements)
+                if hole:
+                    extent = Extent(zeros, 0, hole, mask(zeros_crc(hole)))
+                    slices.append(SliceRef(rows_of(ref.shape, held, row - held), extent))
+                extent = Extent(rest, len(content), raw.size, mask(extend(0, raw)))
+                slices.append(SliceRef(rows_of(ref.shape, row, len(elements)), extent))
+                content += raw.tobytes()
+            is_whole = len(slices) == 1
+            tensors[ref.name] = replace(
+                ref,
+                extent=slices[0].extent if is_whole else None,
+                slices=() if is_whole else tuple(slices),
+            )
+    name = f"tables-{hashlib.sha256(content).hexdigest()[:16]}.data"
+    if directory.look(name) is None:  # else its tag would change, and with it the plan of what reads it
+        directory.put(name, bytes(content))
+    shown = directory.as_local()
+    holes = scratch / ZEROS
+    with holes.open("xb") as file:
+        file.truncate(longest)
+    paths = [*(shown / each for each in objects), shown / name, holes]
+    return replace(
+        catalog,
+        tensors=tensors,
+        shards=(*catalog.shards[:-1], *paths),
+        shard_sizes=(*catalog.shard_sizes[:-1], *(path.stat().st_size for path in paths)),
+    )
+
+
+def _tensors(catalog: Catalog, table: TablePlan) -> Iterator[TensorRef]:
+    return (catalog.tensors[f"{table.name}/{part}"] for part in PARTS)
+
+
+def _tails(table: TablePlan) -> Iterator[tuple[str, int, Array]]:
+    """The last rows of keys and values: part, first row, elements."""
+    geometry, variable = table.geometry, table.variable
+    keys = np.zeros(geometry.capacity - geometry.cursor_row, np.int64)
+    keys[0], keys[-1] = variable.rows, EMPTY_KEY
+    yield KEYS, geometry.cursor_row, keys
+    yield VALUES, geometry.first_default, table.defaults.astype(variable.value_dtype.numpy)
+
+
+def _slices(
+    ref: TensorRef, table: TablePlan, part: str, pieces: Iterable[Piece], objects: Mapping[str, int]
+) -> Iterator[SliceRef]:
+    """What the tasks wrote of a tensor."""
+    for piece in pieces:
+        if (piece.table, piece.part) == (table.name, part):
+            extent = Extent(objects[piece.object], piece.offset, piece.size, mask(piece.crc))
+            yield SliceRef(rows_of(ref.shape, piece.first, piece.count), extent)
+
+
+class _Objects:
+    """Open descriptors of what tasks wrote into a local directory."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._root = directory.as_local()
+        self._open = ExitStack()
+        self._descriptors: dict[str, int] = {}
+
+    def __enter__(self) -> _Objects:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def copy(self, piece: Piece, descriptor: int, offset: int) -> None:
+        """Copy a piece to an offset of an open file."""
+        name = piece.object
+        if name not in self._descriptors:
+            self._descriptors[name] = self._open.enter_context(open_shard(self._root / name))
+        end = offset + piece.size
+        for chunk in chunks_of(self._descriptors[name], piece.offset, piece.size):
+            write_at(descriptor, offset, np.frombuffer(chunk, np.uint8))
+            offset += len(chunk)
+        if offset != end:
+            raise CheckpointChanged(f"{self._root / name} became shorter after it was written")
+
+
+class _Written(Struct, frozen=True, eq=False):
+    """Bytes of a tensor: how many, their plain crc32c, and the bytes or where they are."""
+
+    size: int
+    crc: int
+    source: Array | Piece
+
+
+class _NewElements:
+    """The elements of a tensor that lie in the new shard; what nobody writes is a hole of zeros."""
+
+    def __init__(self, ref: TensorRef, shard: int) -> None:
+        self._ref = ref
+        (self._extent,) = (extent for extent in ref.extents if extent.shard == shard)
+        self._element_bytes = int(np.prod(ref.shape[1:])) * ref.dtype.numpy.itemsize
+        self._first = ref.shape[0] - self._extent.size // max(1, self._element_bytes)
+        self._written: dict[int, _Written] = {}
+
+    def put(self, first: int, elements: Array) -> None:
+        """Have some elements, once."""
+        raw = _raw(elements)
+        self._written[self._begin(first)] = _Written(raw.size, extend(0, raw), raw)
+
+    def join(self, piece: Piece) -> None:
+        """Have those that a task wrote, once."""
+        self._written[self._begin(piece.first)] = _Written(piece.size, piece.crc, piece)
+
+    def write(self, descriptor: int, objects: _Objects) -> None:
+        """Write them into the shard."""
+        for begin, each in self._written.items():
+            offset = self._extent.offset + begin
+            if isinstance(each.source, Piece):
+                objects.copy(each.source, descriptor, offset)
+            else:
+                write_at(descriptor, offset, each.source)
+
+    def with_crc(self) -> TensorRef:
+        """The tensor with the checksum of what is written."""
+        crc = end = 0
+        for begin, each in sorted(self._written.items()):
+            crc = combine(combine(crc, zeros_crc(begin - end), begin - end), each.crc, each.size)
+            end = begin + each.size
+        rest = self._extent.size - end
+        extent = replace(self._extent, crc32c=mask(combine(crc, zeros_crc(rest), rest)))
+        if self._ref.extent is not None:
+            return replace(self._ref, extent=extent)
+        known = self._extent
+        slices = (replace(item, extent=extent) if item.extent == known else item for item in self._ref.slices)
+        return replace(self._ref, slices=tuple(slices))
+
+    def _begin(self, first: int) -> int:
+        return (first - self._first) * self._element_bytes
+
+
+def _raw(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def zeros_crc(size: int) -> int:
+    """The plain crc32c of `size` zeros; none of them is read."""
+    crc, done = 0, 0
+    block_crc, block = extend(0, b"\0"), 1
+    while size:
+        if size & 1:
+            crc, done = combine(crc, block_crc, block), done + block
+        block_crc, block = combine(block_crc, block_crc, block), block * 2
+        size >>= 1
+    return crc
