@@ -107,6 +107,20 @@ class Updates(Struct, frozen=True):
     """Whether deltas with NaN or infinity are refused."""
 
 
+_OTHERWISE = {
+    "digest": "--with-digest",
+    "finite": "--require-finite",
+    "renames": "--rename",
+    "casts": "--cast",
+    "strategies": "--partition-strategy",
+}
+
+
+def option_of(name: str) -> str:
+    """The option of the command line that sets a rule, or a way to take deltas, of this name."""
+    return _OTHERWISE.get(name) or f"--{name.replace('_', '-')}"
+
+
 class ExportRequest(Struct, frozen=True):
     """Everything a full export is told; the fields are the options of `export-model`.
 

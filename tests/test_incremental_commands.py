@@ -258,7 +258,8 @@ def test_a_base_that_takes_deltas_in_another_way_is_not_silently_kept(setting: L
     assert (ran.error["error"], ran.code) == ("SchemaChanged", 5)
     assert "--full-on-mismatch" in ran.error["hint"]
     ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr", "--stamp")
-    assert "stamp was False, is True" in ran.err
+    assert "--stamp was False, is True" in ran.err
+    assert setting.export("--plain").code == 2
     assert setting.export().code == 0, "options that say nothing mean those of the base"
 
 
@@ -420,3 +421,11 @@ def test_a_model_that_goes_back_is_told(tmp_path: Path) -> None:
     ran = export_model("--ckpt-dir", log.train, "--out", log.model, "--incr")
     assert f"note          {back}" in ran.out
     assert log.export().document["notes"] == []
+
+
+@pytest.mark.parametrize(
+    "options", [("--stamp",), ("--with-digest", "--verify", "none"), ("--isolation", "row")]
+)
+def test_how_deltas_are_taken_is_no_matter_of_a_plain_version(setting: Log, options: tuple[str, ...]) -> None:
+    ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, *options)
+    assert (ran.code, "go with --incr and --updatable" in ran.err) == (2, True), ran.err

@@ -25,6 +25,7 @@ from exporter.cli.export_help import (
 )
 from exporter.cli.job_flags import LOCALLY, JobFlags
 from exporter.cli.notify import Servers
+from exporter.cli.option_pairs import Given
 from exporter.cli.root_options import refuse_root_options
 from exporter.cli.stop_options import stop_when
 from exporter.errors import UsageError
@@ -373,18 +374,16 @@ def export(
             updates=updates if updatable or incr else None,
             jobs=job_flags.jobs(),
         )
-        if not incr and (min_change or delta_dtype or rebase or full_on_mismatch or check_graph or notify):
-            options = "--min-change, --delta-dtype, --rebase, --full-on-mismatch, --check-graph and --notify"
-            raise UsageError(f"{options} go with --incr")
+        options_of_incr = min_change or delta_dtype or rebase or full_on_mismatch or check_graph or notify
         servers = Servers(notify, access)
         servers.check()
-        if again and (watch or (incr and not updatable)):
-            raise UsageError("--again publishes one version: it does not go with --watch and --incr")
         if not math.isfinite(min_change):
             raise UsageError(f"--min-change {min_change} is not a distance", hint="as in --min-change 0.001")
         stop = stop_when(stop_after, stop_count, stop_step, stop_idle)
-        if not watch and stop != StopWhen():
-            raise UsageError("--stop-after, --stop-count, --stop-step and --stop-idle go with --watch")
+        given = Given(
+            bool(options_of_incr), updates != Updates(), stop != StopWhen(), again=again, plain=plain
+        )
+        given.check(incr=incr, updatable=updatable, watch=watch)
         sink.json_lines = watch
         if not any_role and not (role := node_role()).is_chief:
             from exporter.cli.stand_by import stand_by

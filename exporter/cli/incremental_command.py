@@ -240,6 +240,8 @@ def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
     what = "nothing" if planned.is_nothing else f"the delta {planned.span}"
     status = Status.NOTHING_TO_DO if planned.is_nothing else Status.PLANNED
     lines = [*_plan_lines(planned), labelled("would write", f"{what} under {planned.log.path}")]
+    if how.rebase:
+        lines.append(labelled("new base", "the base and all deltas, unless the newest base stands there"))
     sink.result(_document(planned, status, dry_run=True), lines)
     for note in planned.notes:
         sink.note(f"note: {note}")

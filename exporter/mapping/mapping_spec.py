@@ -29,6 +29,7 @@ from exporter.mapping.build import (
     cast_for,
 )
 from exporter.mapping.table_sources import stored_names
+from exporter.options import option_of
 from exporter.tables.geometry import PARTS
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import Count, DocumentError, DtypeLabel, Shape, Text, doc
@@ -143,7 +144,9 @@ class MappingSpec(Struct, frozen=True):
         if differing:
             raise SchemaChanged(
                 "the base was exported with other rules",
-                cause="; ".join(f"{name} was {was[name]!r}, is {now[name]!r}" for name in differing),
+                cause="; ".join(
+                    f"{option_of(name)} was {was[name]!r}, is {now[name]!r}" for name in differing
+                ),
             )
 
     def document(self) -> MappingSpecDocument:

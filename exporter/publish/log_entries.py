@@ -14,7 +14,7 @@ from exporter.errors import SchemaChanged
 from exporter.graph.origin import GraphOrigin
 from exporter.increments.trained import TrainerVersion
 from exporter.mapping.mapping_spec import MappingSpec, MappingSpecDocument
-from exporter.options import Updates
+from exporter.options import Updates, option_of
 from exporter.wire.json_documents import Count, DocumentError, Id, doc
 
 
@@ -68,7 +68,7 @@ class BaseEntry(Struct, frozen=True):
         if differing:
             raise SchemaChanged(
                 "the base was exported with other update options",
-                cause="; ".join(f"{name} was {was[name]}, is {now[name]}" for name in differing),
+                cause="; ".join(f"{option_of(name)} was {was[name]}, is {now[name]}" for name in differing),
             )
 
     def document(self) -> BaseDocument:

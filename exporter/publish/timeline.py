@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from exporter.delta.spans import Position
 from exporter.errors import ManifestError, NotUpdatable
 from exporter.layout import DELTAS_DIRECTORY
+from exporter.publish.absent import nothing_published
 from exporter.publish.delta_log import LogDelta, list_deltas, read_log
 from exporter.publish.log_entries import BaseEntry, DeltaEntry, DeltaOrigin
 from exporter.publish.manifest import Manifest
@@ -93,7 +94,7 @@ def read_timeline(model: Path) -> Timeline:
     """
     versions = [child for child in version_dirs(model) if child.has_manifest]
     if not versions:
-        raise NotUpdatable(f"nothing is published under {model}")
+        raise nothing_published(model)
     log, at, is_canary = None, None, False
     events = [_version(child) for child in versions]
     try:
