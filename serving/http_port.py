@@ -87,9 +87,16 @@ class HttpPort:
 
 def _quiet_server(*arguments: Any, **options: Any) -> Any:
     """A server that logs what cheroot prints: clients that went away are none of the operator's business."""
-    from cheroot import wsgi
+    from cheroot import server, wsgi
+
+    from serving.http_framing import Request
+
+    class Connection(server.HTTPConnection):
+        RequestHandlerClass = Request
 
     class Server(wsgi.Server):
+        ConnectionClass = Connection
+
         def error_log(self, msg: str = "", level: int = logging.INFO, traceback: bool = False) -> None:
             if isinstance(sys.exception(), ssl.SSLError):  # somebody without a certificate, or a scanner
                 level, traceback = logging.DEBUG, False

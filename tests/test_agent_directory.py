@@ -36,6 +36,36 @@ def test_what_was_removed_is_forgotten(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(fresh._commits) <= 2
 
 
+def test_another_model_in_the_same_place_is_read_anew(tmp_path: Path) -> None:
+    """Somebody removed the model and exported again: the same names, another lineage."""
+    known = ModelDirectory(Setting(tmp_path).model)
+    lineages, places = [], []
+    for _ in range(2):
+        followed(tmp_path, range(11, 13), published=12)
+        listed = known.read()
+        ((lineage, log),) = listed.logs.items()
+        assert (listed.problem, log.newest) == ("", 12)
+        assert known.commit(lineage, 12) is not None
+        lineages.append(lineage)
+        places.append(known.places())
+        for name in ("model", "train"):
+            (tmp_path / name).rename(tmp_path / f"{name}-{len(lineages)}")
+        assert known.read().problem
+    assert lineages[0] != lineages[1]
+    assert places[0].keys() == places[1].keys()
+    assert places[0] != places[1], "what watches the first directories has to watch the others now"
+
+
+def test_another_model_without_deltas_lacks_none(tmp_path: Path) -> None:
+    followed(tmp_path, range(11, 13), published=12)
+    known = ModelDirectory(Setting(tmp_path).model)
+    assert not known.read().problem
+    for name in ("model", "train"):
+        (tmp_path / name).rename(tmp_path / f"{name}-before")
+    followed(tmp_path, (), published=0)
+    assert not known.read().problem
+
+
 def test_locks_and_what_is_staged_wake_nobody(tmp_path: Path) -> None:
     """Else each publication would have the directory listed several times."""
     stop, woken = threading.Event(), []

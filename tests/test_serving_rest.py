@@ -38,6 +38,8 @@ from tools.reference.rest import HTTP_OUTCOMES, HttpOutcome
 WAIT_SECONDS = 60
 X = [[1.0, 2.0], [3.0, 4.0]]
 MODEL = "/v1/models/ranker"
+PREDICT = b"POST /v1/models/ranker:predict HTTP/1.1\r\nHost: h\r\n"
+CHUNKED = PREDICT + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 class Answer:
@@ -49,6 +51,24 @@ class Answer:
     @property
     def json(self) -> Any:
         return json.loads(self.body)
+
+
+class Raw(http.client.HTTPResponse):
+    """A response on a connection that goes on to the next one."""
+
+    def _close_conn(self) -> None:
+        pass
+
+
+def answers(link: socket.socket) -> Iterator[Answer]:
+    """All that the server says until it closes the connection."""
+    link.settimeout(WAIT_SECONDS)
+    stream = link.makefile("rb")
+    while stream.peek(1):
+        response = Raw(link, method="POST")
+        response.fp = stream
+        response.begin()
+        yield Answer(response)
 
 
 class Web:
@@ -380,6 +400,53 @@ class TestHttp:
         parts = (body[n : n + 7] for n in range(0, len(body), 7))
         connection.request("POST", "/v1/models/ranker:predict", parts, encode_chunked=True)
         assert Answer(connection.getresponse()).json == {"predictions": [[0.1, 0.2], [0.3, 0.4]]}
+
+    def test_a_long_body_of_short_chunks(self, server: ModelServer) -> None:
+        body = json.dumps({"instances": X}).encode() + b" " * (2 << 20)
+        chunk = 1 << 10
+        parts = (body[n : n + chunk] for n in range(0, len(body), chunk))
+        connection = http.client.HTTPConnection("127.0.0.1", server.rest_port or 0, timeout=WAIT_SECONDS)
+        connection.request("POST", "/v1/models/ranker:predict", parts, encode_chunked=True)
+        assert Answer(connection.getresponse()).code == 200
+
+    def test_trailers_and_extensions_of_chunks(self, server: ModelServer) -> None:
+        body = json.dumps({"instances": X}).encode()
+        chunks = b"%x;a=b\r\n%s\r\n0\r\nX-Sum: 1\r\n\r\n" % (len(body), body)
+        with socket.create_connection(("127.0.0.1", server.rest_port or 0), WAIT_SECONDS) as link:
+            link.sendall((CHUNKED + chunks) * 2 + b"\r\n")
+            link.shutdown(socket.SHUT_WR)
+            assert [answer.code for answer in answers(link)] == [200, 200]
+
+    @pytest.mark.parametrize(
+        "request_",
+        [
+            PREDICT + b"Content-Length: -1\r\n\r\n{}",
+            PREDICT + b"Content-Length: +2\r\n\r\n{}",
+            PREDICT + b"Content-Length: 2\r\nContent-Length: 30\r\n\r\n{}",
+            PREDICT + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            PREDICT + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            PREDICT.replace(b"1.1", b"1.0") + b"Connection: Keep-Alive\r\nTransfer-Encoding: chunked\r\n\r\n",
+            CHUNKED + b"zz\r\n",
+            CHUNKED + b"-1\r\n",
+            CHUNKED + b"0x2\r\n{}\r\n0\r\n\r\n",
+            CHUNKED + b"2\r\n{}}",
+            CHUNKED + b"0\r\nX\n\r\n",
+            CHUNKED + b"2" * 5000,
+        ],
+    )
+    def test_a_request_without_a_certain_end_ends_its_connection(
+        self, server: ModelServer, request_: bytes
+    ) -> None:
+        with socket.create_connection(("127.0.0.1", server.rest_port or 0), WAIT_SECONDS) as link:
+            link.sendall(request_ + b"GET /v1/models/ranker HTTP/1.1\r\n\r\n" * 2)
+            (answer,) = answers(link)
+        assert answer.code == 400
+
+    def test_chunks_that_are_too_many(self, server: ModelServer) -> None:
+        with socket.create_connection(("127.0.0.1", server.rest_port or 0), WAIT_SECONDS) as link:
+            link.sendall(CHUNKED + b"%x\r\n" % ((512 << 20) + 1))
+            (answer,) = answers(link)
+        assert answer.code == 413
 
     def test_a_bomb_of_gzip(self, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rest, "MAX_BODY_BYTES", 1 << 20)

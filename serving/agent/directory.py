@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Collection
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from stat import S_ISDIR
 
 from msgspec import Struct
 
 from exporter.delta.spans import Span
 from exporter.errors import ExportError, ManifestError, NotUpdatable
-from exporter.layout import DELTAS_DIRECTORY
+from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE
 from exporter.publish.delta_log import LogBase, LogDelta, list_deltas, log_path
 from exporter.publish.hold import Hold
 from exporter.publish.log_entries import DeltaOrigin
@@ -35,16 +37,29 @@ class Commit(Struct, frozen=True):
     event_time: datetime | None = None
 
 
+class _File(Struct, frozen=True):
+    """Tells a file from another one that takes its name."""
+
+    inode: int
+    modified_ns: int
+    bytes_: int
+
+    @classmethod
+    def of(cls, path: Path) -> _File:
+        status = path.stat()
+        return cls(status.st_ino, status.st_mtime_ns, status.st_size)
+
+
 class ModelDirectory:
-    """One model base path. `read` lists it; what was read of a manifest is kept, for it never changes, and
-    forgotten with what it is of.
+    """One model base path. `read` lists it; what was read of a manifest is kept as long as its file is the
+    same one: somebody may remove a model, and export another one to its path.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._bases: dict[Path, LogBase | None] = {}
-        self._deltas: dict[Path, dict[tuple[int, int], tuple[Span, Commit]]] = {}
+        self._bases: dict[Path, tuple[_File, LogBase | None]] = {}
+        self._deltas: dict[str, dict[tuple[int, int], tuple[Span, Commit]]] = {}
         self._commits: dict[tuple[str, int], Commit] = {}
         self._rollbacks: dict[tuple[str, int], Rollback] = {}
         self._was_seen = False
@@ -63,28 +78,32 @@ class ModelDirectory:
 
     def size(self, lineage: str, spans: tuple[Span, ...]) -> int:
         """The bytes of deltas that were listed."""
-        directory = self.log_path(lineage)
-        known = {} if directory is None else self._deltas.get(directory, {})
+        known = self._deltas.get(lineage, {})
         listed = (known.get((span.start, span.end)) for span in spans)
         return sum(found[1].bytes_ for found in listed if found is not None)
 
     def log_path(self, lineage: str) -> Path | None:
         """The directory of a log's deltas, which need not exist; None if no base of it was read."""
-        for base in list(self._bases.values()):
+        for _, base in list(self._bases.values()):
             if base is not None and base.manifest.lineage == lineage:
                 return log_path(self.path, base.entry.log)
         return None
 
-    def places(self) -> tuple[Path, ...]:
-        """The directories in which something appears when something is published."""
+    def places(self) -> dict[Path, int]:
+        """The directories in which something appears when something is published, and which ones they are:
+        another one in the same place has another number.
+        """
         deltas = self.path / DELTAS_DIRECTORY
         found = [self.path, deltas]
-        try:
-            with os.scandir(deltas) as entries:
-                found += [Path(entry.path) for entry in entries if entry.is_dir()]
-        except OSError:
-            pass
-        return tuple(place for place in found if place.is_dir())
+        with suppress(OSError), os.scandir(deltas) as entries:
+            found += [Path(entry.path) for entry in entries if entry.is_dir()]
+        places = {}
+        for place in found:
+            with suppress(OSError):
+                status = place.stat()
+                if S_ISDIR(status.st_mode):
+                    places[place] = status.st_ino
+        return places
 
     def _read(self) -> Published:
         if not self.path.is_dir():
@@ -105,6 +124,7 @@ class ModelDirectory:
             base = self._base(child.path)
             if base is not None and base.manifest.lineage and base.manifest.lineage not in logs:
                 logs[base.manifest.lineage] = self._log(base, base.manifest.lineage)
+        self._deltas = {lineage: self._deltas[lineage] for lineage in logs}
         return Published(logs, versions[0].version)
 
     def _lost_deltas(self, newest: Path) -> Path | None:
@@ -113,7 +133,7 @@ class ModelDirectory:
         if base is None:
             return None
         directory = log_path(self.path, base.entry.log)
-        return directory if self._deltas.get(directory) and not directory.is_dir() else None
+        return directory if self._deltas.get(base.manifest.lineage or "") and not directory.is_dir() else None
 
     def _forget_bases(self, listed: Collection[Path]) -> None:
         if not self._bases.keys() <= {*listed}:
@@ -121,29 +141,32 @@ class ModelDirectory:
 
     def _base(self, path: Path) -> LogBase | None:
         """A version that takes deltas; None if it does not, or cannot be read (which `doctor` explains)."""
-        if path not in self._bases:
-            try:
-                base = LogBase.read(path)
-            except NotUpdatable:
-                self._bases[path] = None
-                return None
-            except ManifestError:
-                return None
-            self._bases[path] = base
-            commit = Commit(base.manifest.created, base.at.step, 0, base.entry.trained.newest_event)
-            self._remember(base.manifest.lineage or "", base.at.position, commit)
-        return self._bases[path]
+        try:
+            file = _File.of(path / MANIFEST_FILE)
+            known = self._bases.get(path)
+            if known is not None and known[0] == file:
+                return known[1]
+            base = LogBase.read(path)
+        except NotUpdatable:
+            self._bases[path] = file, None
+            return None
+        except (FileNotFoundError, ManifestError):
+            return None
+        self._bases[path] = file, base
+        commit = Commit(base.manifest.created, base.at.step, 0, base.entry.trained.newest_event)
+        self._remember(base.manifest.lineage or "", base.at.position, commit)
+        return base
 
     def _log(self, base: LogBase, lineage: str) -> PublishedLog:
         directory = log_path(self.path, base.entry.log)
         limit, is_canary = _read_hold(Hold(directory))  # before the listing: see `subgraph.list_deltas`
-        known, listed = self._deltas.get(directory, {}), {}
+        known, listed = self._deltas.get(lineage, {}), {}
         for delta in list_deltas(directory):
             place = delta.start, delta.end
             found = known.get(place) or self._read_delta(delta, lineage)
             if found is not None:
                 listed[place] = found
-        self._deltas[directory] = listed
+        self._deltas[lineage] = listed
         spans = (span for span, _ in listed.values())
         rollback = None if limit is None or is_canary else self._rollbacks.get((lineage, limit))
         return PublishedLog(lineage, tuple(spans), limit, is_canary, base.at.position, rollback)

@@ -20,6 +20,8 @@ _OPEN = frozenset({"/healthz", "/livez", "/readyz"})
 
 
 _THREADS = 8
+_LARGEST_BODY_BYTES = 64 << 10
+"""Nothing is read from a body; what follows on the connection has to be skipped, though."""
 _REQUEST_S = 10.0
 """A few clients that dawdle delay probes by no more than this, and the rollout by nothing."""
 
@@ -106,7 +108,14 @@ def serving(site: Site, host: str, port: int, tls: HttpTls | None = None) -> Ite
         ServerError: the address cannot be listened on.
     """
     listening = HttpPort(
-        site, host, port, option="--port", threads=_THREADS, tls=tls, request_seconds=_REQUEST_S
+        site,
+        host,
+        port,
+        option="--port",
+        threads=_THREADS,
+        max_body_bytes=_LARGEST_BODY_BYTES,
+        tls=tls,
+        request_seconds=_REQUEST_S,
     )
     try:
         yield listening.port

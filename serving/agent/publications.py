@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from msgspec import Struct
@@ -83,7 +83,7 @@ class Publications:
         self._journal.write(Event(what, message, self.model.name))
 
 
-def changes(places: Sequence[Path], stop: threading.Event, poll_s: float) -> Iterator[None]:
+def changes(places: Iterable[Path], stop: threading.Event, poll_s: float) -> Iterator[None]:
     """Yield whenever something may have changed in one of the directories, and at least every `poll_s`.
 
     The kernel tells of changes on local disks; on network file systems it tells of one's own alone, so that

@@ -14,7 +14,7 @@ from tools.reference.markdown import code, code_block, table, text
 
 _COMMON = ("--json", "--quiet", "--debug", "--help", "-V")
 """Options that are told once on a page, not for each of its commands."""
-_NOTE = re.compile(r"\s*\[((?:default: |required|x[<>]=|\S+<=x).*)\]$")
+_NOTE = re.compile(r"\s*\[((?:default: |required|x[<>]=|\S+<=x)(?:(?!\]  \[).)*)\]$")
 _ARGUMENT_TYPE = re.compile(r" <[^>]*>$")
 
 
@@ -44,19 +44,20 @@ def page(root: App, name: str) -> str:
     context = _context(root, name)
     names = list(root.list_commands(context))
     linked = ", ".join(f"[{sub}](#{name}-{sub})" for sub in names)
-    parts = [f"# {name}\n", *_command(root, context, "[OPTIONS] [COMMAND ...]"), f"Commands: {linked}.\n"]
+    parts = [f"# {name}\n", *_command(root, context, "[OPTIONS] [COMMAND ...]", 2), f"Commands: {linked}.\n"]
     shared = {option.long_name: option for option in _options(root, context)}
     for sub in names:
         command = root.get_command(context, sub)
         inner = _context(command, f"{name} {sub}")
-        parts += [f"## {name} {sub}\n", *_command(command, inner, "[OPTIONS]")]
+        parts += [f"## {name} {sub}\n", *_command(command, inner, "[OPTIONS]", 3)]
         shared |= {option.long_name: option for option in _options(command, inner)}
     rows = (shared[option].row() for option in _COMMON)
     parts += ["## Options of every command\n", _option_table(rows)]
     return "\n".join(parts)
 
 
-def _command(command: Any, context: Any, usage: str) -> Iterator[str]:
+def _command(command: Any, context: Any, usage: str, level: int) -> Iterator[str]:
+    """A command's part of a page; `level` is that of its heading for options, if they have several groups."""
     options = [option for option in _options(command, context) if option.long_name not in _COMMON]
     arguments = [option for option in options if option.is_argument]
     yield code_block(" ".join((context.info_name, usage, *(argument.name for argument in arguments))))
@@ -65,10 +66,10 @@ def _command(command: Any, context: Any, usage: str) -> Iterator[str]:
         yield table(("argument", "what it is"), (argument.row()[:2] for argument in arguments))
     groups = list(_groups([option for option in options if not option.is_argument]))
     if len(groups) > 1:
-        yield "## Options\n"
+        yield f"{'#' * level} Options\n"
     for heading, rows in groups:
         if heading != OTHER:
-            yield f"### {heading}\n"
+            yield f"{'#' * level}# {heading}\n"
         yield _option_table(option.row() for option in rows)
 
 
