@@ -241,11 +241,11 @@ def comparing(runs: EngineRuns, source: Input, directory: str) -> bytes:
     catalog = read_catalog(runs.prefix)
     old, new = (catalog.tensors[name] for name in ("t00", "t01"))
     box = SliceSpec.whole(old.shape)
+    rows = old.shape[0]
     sides = [
-        Side.of(RowReader("t", catalog, each, box, each.dtype, SliceOrder()), number)
+        Side.of(RowReader("t", catalog, each, box, each.dtype, SliceOrder()), 0, rows, number)
         for number, each in enumerate((old, new))
     ]
-    rows = old.shape[0]
     task = Compare(
         name="compared",
         inputs=(source, source),

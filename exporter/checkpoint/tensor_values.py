@@ -47,11 +47,11 @@ def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -
         UnsupportedFormat: strings and variants have no array on disk.
         CheckpointChanged: the shard vanished or shrank since the catalog was read.
     """
-    extent, shape = _stored(ref, part)
+    extent, shape = stored_extent(ref, part)
     if ref.dtype.itemsize is None:
         raise UnsupportedFormat(f"{ref.name!r} is a {ref.dtype.label} tensor: it cannot be mapped")
     with _open_extent(catalog, extent) as fd:
-        raw = _map_bytes(fd, extent)
+        raw = map_bytes(fd, extent)
     return raw.view(ref.dtype.numpy).reshape(shape)
 
 
@@ -85,7 +85,7 @@ def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]
         CorruptFile: the checksum is wrong.
         CheckpointChanged: the shard vanished or shrank since the catalog was read.
     """
-    extent, shape = _stored(ref, None)
+    extent, shape = stored_extent(ref, None)
     check_values(catalog, ref)
     with _open_extent(catalog, extent) as fd:
         elements, itemsize = math.prod(shape), ref.dtype.numpy.itemsize
@@ -102,13 +102,13 @@ def check_values(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None)
         CorruptFile: they differ.
         CheckpointChanged: the shard vanished or shrank since the catalog was read.
     """
-    extent, shape = _stored(ref, part)
+    extent, shape = stored_extent(ref, part)
     place = _Place(catalog.path_of(extent), ref.name)
     with _open_extent(catalog, extent) as fd:
         if ref.dtype is DType.STRING:
-            found = _string_crc(_map_bytes(fd, extent), math.prod(shape), place)
+            found = _string_crc(map_bytes(fd, extent), math.prod(shape), place)
         elif ref.dtype is DType.VARIANT:
-            found = _variant_crc(_map_bytes(fd, extent), math.prod(shape), place)
+            found = _variant_crc(map_bytes(fd, extent), math.prod(shape), place)
         else:
             found = mask(_crc(chunks_of(fd, extent.offset, extent.size)))
     _compare(found, extent, place)
@@ -134,14 +134,20 @@ def _open_extent(catalog: Catalog, extent: Extent) -> Iterator[int]:
         yield fd
 
 
-def _stored(ref: TensorRef, part: SliceRef | None) -> tuple[Extent, tuple[int, ...]]:
+def stored_extent(ref: TensorRef, part: SliceRef | None) -> tuple[Extent, tuple[int, ...]]:
+    """Where a tensor or a slice of it lies, and its shape.
+
+    Raises:
+        ValueError: it is not stored in one piece.
+    """
     extent, shape = (ref.extent, ref.shape) if part is None else (part.extent, part.spec.lengths)
     if extent is None:
         raise ValueError(f"{ref.name!r} is stored in slices: name one of those that are there")
     return extent, shape
 
 
-def _map_bytes(fd: int, extent: Extent) -> Array:
+def map_bytes(fd: int, extent: Extent) -> Array:
+    """The bytes of an extent of an open shard as a read-only map."""
     if extent.size == 0:  # nothing to map, and mmap refuses
         return np.empty(0, np.uint8)
     start = extent.offset - extent.offset % mmap.ALLOCATIONGRANULARITY
@@ -153,7 +159,7 @@ def _read_extent(catalog: Catalog, ref: TensorRef, extent: Extent, shape: tuple[
     path = catalog.path_of(extent)
     with _open_extent(catalog, extent) as fd:
         if ref.dtype is DType.STRING:
-            return _read_strings(_map_bytes(fd, extent), extent, shape, _Place(path, ref.name))
+            return _read_strings(map_bytes(fd, extent), extent, shape, _Place(path, ref.name))
         if ref.dtype.itemsize is None:
             raise UnsupportedFormat(f"{path}: {ref.name!r} is a {ref.dtype.label} tensor: it cannot be read")
         data = np.empty(extent.size, np.uint8)

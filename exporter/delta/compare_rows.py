@@ -48,6 +48,7 @@ class TableRows:
     """The rows of a table, or those from `rows[0]` to `rows[1]`, in two states.
 
     Where hashes of the old rows are `known`, old bytes are read only in the blocks whose hashes differ.
+    Without `checksums` those of `Found` are 0.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class TableRows:
         hasher: BlockHasher,
         known: Array | None = None,
         rows: tuple[int, int] | None = None,
+        *,
+        checksums: bool = True,
     ) -> None:
         self._old, self._new, self._name, self._hasher = old, new, variable.name, hasher
         self._first, self._stop = rows or (0, variable.shape[0])
@@ -65,6 +68,7 @@ class TableRows:
         self.block = block_rows(self.row_bytes)
         self.known = known
         self.is_old_as_known = True
+        self._checksums = checksums
 
     @property
     def blocks(self) -> int:
@@ -73,7 +77,9 @@ class TableRows:
 
     def _crc(self, state: Snapshot, start: int, stop: int) -> int:
         stored = state.stored[self._name]
-        return 0 if stored.extent is None else extend(0, _bytes_of(stored.rows(start, stop)))
+        if not self._checksums or stored.extent is None:
+            return 0
+        return extend(0, _bytes_of(stored.rows(start, stop)))
 
     def chunks(self, most: int = 0) -> Iterator[tuple[int, int]]:
         """Whole blocks of all rows, as ranges (start, stop) of about `most` bytes, by default a chunk."""

@@ -18,25 +18,29 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog, SliceSpec, TensorRef
+from exporter.catalog import Catalog, Extent, SliceSpec, TensorRef
+from exporter.checkpoint.source_shard import open_shard
+from exporter.checkpoint.tensor_values import map_bytes
 from exporter.delta.compare_rows import Found, TableRows, differing_rows
-from exporter.delta.format import Rows, ServedVariable
+from exporter.delta.format import ServedVariable
 from exporter.delta.row_hashes import BlockHasher, without_rows
-from exporter.delta.row_reader import RowReader, SliceOrder
+from exporter.delta.row_reader import RowReader, SliceOrder, overlaps
 from exporter.delta.snapshot import Snapshot
+from exporter.delta.stored_checksums import StoredChecksums
 from exporter.integer_sets import among, distinct
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range, Receipt, Task
 from exporter.storage.output_directory import Directory, new_file
-from exporter.wire.crc32c import combine
+from exporter.wire.crc32c import extend
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 
 
 class Side(Struct, frozen=True):
-    """A `RowReader` as a value; `shards` are the numbers of its catalog's, in the order of the task's inputs.
+    """A `RowReader` as a value, for some of its rows.
 
+    `shards` are the numbers of its catalog's that these rows lie in, in the order of the task's inputs;
     `first` is the number of the task's first input that is of this side.
     """
 
@@ -49,10 +53,16 @@ class Side(Struct, frozen=True):
     first: int
 
     @classmethod
-    def of(cls, reader: RowReader, first: int) -> Side:
-        """The value of a reader."""
-        shards = tuple(sorted({run.extent.shard for run in reader.runs}))
-        return cls(reader.tensor, reader.box, reader.dtype, reader.order, reader.part, shards, first)
+    def of(cls, reader: RowReader, start: int, stop: int, first: int) -> Side:
+        """The value of a reader, which can read rows `start` to `stop`."""
+        whole = cls(reader.tensor, reader.box, reader.dtype, reader.order, reader.part, (), first)
+        extents = {extent for extent, _, _ in whole.stored(start, stop)}
+        tensor = reader.tensor
+        if not reader.order.gather:  # else slices count
+            slices = tuple(part for part in tensor.slices if part.extent in extents)
+            tensor = replace(tensor, slices=slices)
+        shards = {extent.shard for extent in (extents if tensor is not reader.tensor else tensor.extents)}
+        return replace(whole, tensor=tensor, shards=tuple(sorted(shards)))
 
     def reader(self, name: str, paths: Sequence[Path]) -> RowReader:
         """The reader, of shards at other paths."""
@@ -61,27 +71,39 @@ class Side(Struct, frozen=True):
         catalog = Catalog("", Path(), {}, known, ())
         return RowReader(name, catalog, self.tensor, self.box, self.dtype, self.order, self.part)
 
-    def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """The bytes that served rows `start` to `stop` are made of, and whose checksum is taken."""
+    def stored(self, start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
+        """The bytes that served rows `start` to `stop` are made of: of which extents, from where, how many.
+
+        Of rows that follow each other, ranges do.
+        """
         low, high = self.box.starts[0] + start, self.box.starts[0] + stop
         if self.order.scatter:
             low, high = start * self.order.scatter, stop * self.order.scatter
         whole = [(SliceSpec.whole(self.tensor.shape), self.tensor.extent)]
-        stored = [(part.spec, part.extent) for part in self.tensor.slices] or whole
-        for spec, extent in stored:
-            if extent is None:
+        slices = sorted(self.tensor.slices, key=lambda part: part.spec.starts)
+        stored = [(part.spec, part.extent) for part in slices] or whole
+        for number, (spec, extent) in enumerate(stored):
+            if extent is None or (self.order == SliceOrder() and not overlaps(spec, self.box)):
                 continue
-            first, last = max(low - spec.starts[0], 0), min(high - spec.starts[0], spec.lengths[0])
+            first, last = low - spec.starts[0], high - spec.starts[0]
             if self.order.gather:
-                first, last = low // self.order.gather, min(-(-high // self.order.gather), spec.lengths[0])
+                first, last = (-((number - each) // self.order.gather) for each in (low, high))
+            first, last = (min(max(each, 0), spec.lengths[0]) for each in (first, last))
             row = math.prod(spec.lengths[1:]) * (self.tensor.dtype.itemsize or 0)
-            if first < last:
-                number = self.first + self.shards.index(extent.shard)
-                yield Range(number, extent.offset + first * row, (last - first) * row)
+            if first < last and row:
+                yield extent, first * row, (last - first) * row
+
+    def ranges(self, start: int, stop: int) -> Iterator[Range]:
+        """The same as ranges of the task's inputs."""
+        for extent, first, size in self.stored(start, stop):
+            yield Range(self.first + self.shards.index(extent.shard), extent.offset + first, size)
 
 
 class Compare(Task, frozen=True, kw_only=True):
-    """Compare rows `start` to `stop`, whole blocks of them. The receipt has the checksums of new and old."""
+    """Compare rows `start` to `stop`, whole blocks of them.
+
+    The receipt has the checksums of what `Side.stored` says of them, of the old side and then of the new one.
+    """
 
     operation: ClassVar[str] = "compare"
 
@@ -94,8 +116,7 @@ class Compare(Task, frozen=True, kw_only=True):
 
     def run(self, directory: Directory) -> Receipt:
         """See `Task`."""
-        name, new_crc, old_crc = self.variable.name, 0, 0
-        found: list[Found] = []
+        name, found = self.variable.name, list[Found]()
         with ExitStack() as stack:
             ranges = [*self.old.ranges(self.start, self.stop), *self.new.ranges(self.start, self.stop)]
             paths = [
@@ -105,11 +126,13 @@ class Compare(Task, frozen=True, kw_only=True):
                 for number, each in enumerate(self.inputs)
             ]
             old, new = (Snapshot({name: side.reader(name, paths)}) for side in (self.old, self.new))
-            rows = TableRows(old, new, self.variable, BlockHasher(self.seed), rows=(self.start, self.stop))
-            for each in map(rows.compare, rows.chunks()):
-                new_crc = combine(new_crc, each.new_crc, each.bytes_)
-                old_crc = combine(old_crc, each.old_crc, each.bytes_)
-                found.append(each)
+            hasher, chosen = BlockHasher(self.seed), (self.start, self.stop)
+            rows = TableRows(old, new, self.variable, hasher, rows=chosen, checksums=False)
+            crcs = [_Checksums(side, paths) for side in (self.old, self.new)]
+            for chunk in rows.chunks():
+                found.append(rows.compare(chunk))
+                for side in crcs:
+                    side.read(*chunk)
         with new_file(directory.scratch) as (descriptor, path):
             with os.fdopen(os.dup(descriptor), "wb") as file:
                 for field in ("hashes", "ids", "values"):
@@ -118,7 +141,30 @@ class Compare(Task, frozen=True, kw_only=True):
                 size = file.tell()
             tag = directory.put_file(self.name, path)
         count = sum(len(each.ids) for each in found)
-        return Receipt(self.name, (new_crc, old_crc), (), size, tag, count)
+        read = [crc for side in crcs for crc in side.of(self.start, self.stop)]
+        return Receipt(self.name, tuple(read), (), size, tag, count)
+
+
+class _Checksums:
+    """The checksums of one side's extents, as far as rows of them were read."""
+
+    def __init__(self, side: Side, paths: Sequence[Path]) -> None:
+        self._side, self._paths = side, paths
+        self._maps: dict[Extent, Array] = {}
+        self._crcs: dict[Extent, int] = {}
+
+    def of(self, start: int, stop: int) -> list[int]:
+        """Those of the extents that these served rows, which were read, are made of."""
+        return [self._crcs[extent] for extent, _, _ in self._side.stored(start, stop)]
+
+    def read(self, start: int, stop: int) -> None:
+        """Read what served rows `start` to `stop` are made of, while it is in the processor's cache."""
+        for extent, first, size in self._side.stored(start, stop):
+            if extent not in self._maps:
+                path = self._paths[self._side.first + self._side.shards.index(extent.shard)]
+                with open_shard(path) as descriptor:
+                    self._maps[extent] = map_bytes(descriptor, extent)
+            self._crcs[extent] = extend(self._crcs.get(extent, 0), self._maps[extent][first : first + size])
 
 
 class TaskComparison:
@@ -141,10 +187,12 @@ class TaskComparison:
     ) -> None:
         self._old, self._new, self._hasher, self._runner = old, new, hasher, runner
         self._rows = {table.name: TableRows(old, new, table, hasher) for table in tables}
+        self._inputs: dict[Path, Input] = {}
         self._tasks = [
             task for number, table in enumerate(tables) for task in self._tasks_of(table, f"{number:05d}")
         ]
         self._next = iter(self._tasks)
+        self._checksums = StoredChecksums(old), StoredChecksums(new)
         self._job = runner.job(self._tasks, os.fspath(scratch / "compared"))
         self._receipts = self._job.receipts()
 
@@ -164,35 +212,60 @@ class TaskComparison:
         """
         return self._found(name, self._rows[name]) if name in self._rows else None
 
+    def check(self) -> None:
+        """Compare the checksums of what tasks have read, and of what else the tables are made of.
+
+        Raises:
+            CorruptFile: one differs.
+            CheckpointChanged: a file vanished or shrank.
+        """
+        for side in self._checksums:
+            side.check(self._rows)
+
     def _found(self, name: str, rows: TableRows) -> Iterator[Found]:
-        touched = _touched(self._old, name), _touched(self._new, name)
+        touched = self._old.touched(name), self._new.touched(name)
         for _ in rows.chunks(self._runner.task_bytes):
             task, receipt = next(self._next), next(self._receipts)
             found = _read(self._job.directory, receipt, task, rows)
+            self._note(task, receipt)
             yield _with_layers(found, task, self._old, self._new, touched)
+
+    def _note(self, task: Compare, receipt: Receipt) -> None:
+        """Take the checksums of a receipt."""
+        crcs = iter(receipt.read)
+        for side, state, known in zip(
+            (task.old, task.new), (self._old, self._new), self._checksums, strict=True
+        ):
+            runs = {run.extent: run for run in state.stored[task.variable.name].runs}
+            for extent, start, size in side.stored(task.start, task.stop):
+                known.add(runs[extent], start, size, next(crcs))
 
     def _tasks_of(self, variable: ServedVariable, name: str) -> Iterator[Compare]:
         old, new = self._old.stored[variable.name], self._new.stored[variable.name]
-        inputs = _inputs(old), _inputs(new)
-        sides = Side.of(old, 0), Side.of(new, len(inputs[0]))
         rows = self._rows[variable.name]
+        paths = [{run.extent.shard: run.path for run in side.runs} for side in (old, new)]
         for number, (start, stop) in enumerate(rows.chunks(self._runner.task_bytes)):
+            before = Side.of(old, start, stop, 0)
+            after = Side.of(new, start, stop, len(before.shards))
+            shards = [paths[0][shard] for shard in before.shards] + [
+                paths[1][shard] for shard in after.shards
+            ]
             yield Compare(
                 name=f"{name}-{number:06d}",
-                inputs=(*inputs[0], *inputs[1]),
-                bytes_=2 * (stop - start) * rows.row_bytes,
+                inputs=tuple(map(self._input, shards)),
+                bytes_=sum(size for side in (before, after) for _, _, size in side.stored(start, stop)),
                 variable=variable,
-                old=sides[0],
-                new=sides[1],
+                old=before,
+                new=after,
                 start=start,
                 stop=stop,
                 seed=self._hasher.seed,
             )
 
-
-def _inputs(reader: RowReader) -> tuple[Input, ...]:
-    shards = {run.extent.shard: run.path for run in reader.runs}
-    return tuple(Input.of(shards[number]) for number in sorted(shards))
+    def _input(self, path: Path) -> Input:
+        if path not in self._inputs:
+            self._inputs[path] = Input.of(path)
+        return self._inputs[path]
 
 
 def _read(directory: Directory, receipt: Receipt, task: Compare, rows: TableRows) -> Found:
@@ -203,15 +276,8 @@ def _read(directory: Directory, receipt: Receipt, task: Compare, rows: TableRows
         content = np.fromfile(path, np.uint8)
     hashes, ids, values = np.split(content, np.cumsum([8 * blocks, 8 * receipt.rows]))
     typed = values.view(task.variable.dtype.numpy).reshape(receipt.rows, *shape)
-    new_crc, old_crc = receipt.read
     size = count * rows.row_bytes
-    return Found(ids.view(np.int64), typed, hashes.view(np.uint64), new_crc, old_crc, size)
-
-
-def _touched(state: Snapshot, name: str) -> Array:
-    """The rows of a table that changes lie over, ascending."""
-    ids = [change.ids for layer in state.layers if isinstance(change := layer.get(name), Rows)]
-    return distinct(np.concatenate([np.empty(0, np.int64), *ids]))
+    return Found(ids.view(np.int64), typed, hashes.view(np.uint64), 0, 0, size)
 
 
 def _with_layers(

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct, field
 
-from exporter.delta.compare_rows import Found, TableRows
+from exporter.delta.compare_rows import Found, TableRows, differing_rows
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.row_hashes import BlockHasher, HashIndex
 from exporter.delta.row_spill import RowSpill
 from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile
+from exporter.integer_sets import distinct
 from exporter.progress import NoProgress, Progress
 from exporter.wire.crc32c import combine, mask
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from exporter.jobs.runner import Runner
 
 Array = np.ndarray[Any, Any]
+
+_ROWS_AT_ONCE = 1 << 16
+_STORE_CHUNK_BYTES = 64 << 20  # of a store: many requests are under way at a time
 
 _AHEAD = 2  # chunks in work for each thread: enough to keep it busy, few enough to bound memory
 
@@ -49,7 +53,8 @@ class Compared(Struct, frozen=True):
 class Comparison(Struct, frozen=True):
     """How to compare: `known` are hashes of the old state; `scratch` is a directory for large results.
 
-    With a `runner` tables are compared by its tasks, not by threads of this process.
+    With a `runner` tables are compared by its tasks, not by threads of this process. If only `changes` are
+    asked for, not hashes, then nothing is read of what both states are made of.
     """
 
     scratch: Path
@@ -58,6 +63,7 @@ class Comparison(Struct, frozen=True):
     workers: int = 0
     progress: Progress = field(default_factory=NoProgress)
     runner: Runner | None = None
+    changes: bool = False
 
 
 def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compared:
@@ -81,10 +87,15 @@ def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compa
         pool = stack.enter_context(ThreadPoolExecutor(how.workers or len(os.sched_getaffinity(0)), "diff"))
         tasks = None if how.runner is None else stack.enter_context(_tasks(old, new, schema, hasher, how))
         for variable in schema.variables:
-            if variable.kind is ChangeKind.DENSE:
+            change: Change | None
+            if how.changes and _is_shared(old, new, variable):
+                change = _changed_since(old, new, variable, how.scratch)
+                size = math.prod(variable.shape) * (variable.dtype.itemsize or 0)
+                how.progress.advance(size)
+            elif variable.kind is ChangeKind.DENSE:
                 value = new.whole(variable.name)
                 is_same = same_bits(old.whole(variable.name), value)
-                change: Change | None = None if is_same else value
+                change = None if is_same else value
                 size = value.size * (variable.dtype.itemsize or 0)
                 how.progress.advance(size)
             else:
@@ -94,6 +105,8 @@ def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compa
             total += size
             if change is not None:
                 changes[variable.name] = change
+        if tasks is not None:
+            tasks.check()
     _complete(changes, new, schema)
     return Compared(changes, hashes, total)
 
@@ -110,8 +123,33 @@ def _tasks(
         for variable in schema.variables
         if variable.kind is not ChangeKind.DENSE
         and not (old.replaces(variable.name) or new.replaces(variable.name))
+        and not (how.changes and _is_shared(old, new, variable))
     ]
     return TaskComparison(old, new, tables, hasher, how.runner, how.scratch)
+
+
+def _is_shared(old: Snapshot, new: Snapshot, variable: ServedVariable) -> bool:
+    """True if a variable can only differ in the rows of changes that lie over the same bytes."""
+    name, layers = variable.name, (*old.layers, *new.layers)
+    if any(name in layer and not isinstance(layer[name], Rows) for layer in layers):
+        return False
+    return old.is_stored_as(new, name)
+
+
+def _changed_since(old: Snapshot, new: Snapshot, variable: ServedVariable, scratch: Path) -> Change | None:
+    """What differs in a variable that both states have the same bytes of, but for the changes over these."""
+    name = variable.name
+    ids = distinct(np.concatenate([old.touched(name), new.touched(name)]))
+    if variable.kind is ChangeKind.DENSE:
+        value = new.whole(name) if len(ids) else None
+        return None if value is None or same_bits(old.whole(name), value) else value
+    with RowSpill(variable, scratch) as spill:
+        for start in range(0, len(ids), _ROWS_AT_ONCE):
+            some = ids[start : start + _ROWS_AT_ONCE]
+            values = new.rows_at(name, some)
+            differ = differing_rows(old.rows_at(name, some), values)
+            spill.add(some[differ], values[differ])
+        return spill.rows()
 
 
 def diff_lookups(old: Snapshot, new: Snapshot, schema: Schema) -> dict[str, Change]:
@@ -163,17 +201,25 @@ class _Table:
     def run(self, pool: ThreadPoolExecutor, tasks: TaskComparison | None) -> tuple[Rows | None, Array]:
         """The changed rows, and the hashes of all; found by tasks, or by threads here."""
         by_tasks = None if tasks is None else tasks.found(self._name)
-        rows = self._rows
+        rows, chunks = self._rows, self._rows.chunks()
+        if by_tasks is None:
+            self._new.stored[self._name].fetch()
+            if rows.known is None:
+                self._old.stored[self._name].fetch()
+            elif self._old.stored[self._name].is_remote:
+                chunks = rows.chunks(_STORE_CHUNK_BYTES)
         hashes = np.empty(rows.blocks, np.uint64)
         at = new_crc = old_crc = 0
         with RowSpill(self._variable, self._how.scratch) as spill:
-            for found in by_tasks or _in_order(pool, rows.compare, rows.chunks()):
+            for found in by_tasks or _in_order(pool, rows.compare, chunks):
                 new_crc = combine(new_crc, found.new_crc, found.bytes_)
                 old_crc = combine(old_crc, found.old_crc, found.bytes_)
                 hashes[at : at + len(found.hashes)] = found.hashes
                 at += len(found.hashes)
                 spill.add(found.ids, found.values)
                 self._how.progress.advance(found.bytes_)
+            if by_tasks is not None:
+                return spill.rows(), hashes  # whose checksums are compared when all tables are through
             self._check(self._new, new_crc)
             if rows.known is None:
                 self._check(self._old, old_crc)
@@ -196,7 +242,7 @@ class _Table:
                 hint=state.hint,
             )
         else:
-            state.note_checked(self._name)
+            state.note_checked(stored.runs)
 
 
 def _in_order(

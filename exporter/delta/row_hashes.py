@@ -10,6 +10,7 @@ checksum guards it, and whatever is wrong with it, or of an earlier release, mea
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 from collections.abc import Mapping
@@ -46,6 +47,11 @@ class BlockHasher(Struct, frozen=True):
         import secrets
 
         return cls(secrets.randbits(63))
+
+    @classmethod
+    def of(cls, name: str) -> BlockHasher:
+        """The hasher whose seed is made of a name, for those who have to come by the same one."""
+        return cls(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1)
 
     def hash_rows(self, rows: Array) -> Array:
         """uint64 [blocks] of rows [n, ...], n > 0; the last block may be short."""

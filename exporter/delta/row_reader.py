@@ -21,10 +21,12 @@ from msgspec import Struct
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.cast_values import cast_values
-from exporter.checkpoint.tensor_bundle import check_values, memory_map, read_array
+from exporter.checkpoint.row_map import RowMap
+from exporter.checkpoint.tensor_bundle import check_values, read_array
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
 from exporter.errors import CorruptFile
 from exporter.mapping.build import TensorSource
+from exporter.storage import mirror
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
@@ -73,14 +75,28 @@ class RowReader(Struct, frozen=True, dict=True):
         )
         for number, piece in enumerate(self._pieces):
             if not columns and piece.spec.is_full:  # quickly: of an index, many elements are asked for
-                return self._cast(piece.values[natural])
+                return self._cast(piece.values.at(natural))
             inside, offsets = self._in_piece(natural, number, piece)
             if len(inside):
                 if piece.spec.lengths[1:] == self.box.full_shape[1:]:
-                    values[inside] = piece.values[offsets][:, *columns]
+                    values[inside] = piece.values.at(offsets)[:, *columns]
                 else:
                     self._copy_columns(values, inside, piece, offsets)
         return self._cast(values)
+
+    def fetch(self) -> None:
+        """Fetch everything that the values are made of, for who is going to read it all from a store.
+
+        Raises:
+            CheckpointChanged, CheckpointError, DiskFull, PublishError: it cannot be fetched.
+        """
+        for piece in self._pieces:
+            piece.values.fetch()
+
+    @property
+    def is_remote(self) -> bool:
+        """True if the values are read from an object store."""
+        return any(mirror.find(run.path) is not None for run in self.runs)
 
     def whole(self) -> Array:
         """All values, checksums verified; strings as `bytes` in an object array."""
@@ -106,7 +122,7 @@ class RowReader(Struct, frozen=True, dict=True):
         if self.tensor.extent is not None:
             yield StoredRun(self.catalog.path_of(self.tensor.extent), self.tensor.extent)
         for part in self.tensor.slices:
-            if part.extent is not None and (self.order != SliceOrder() or _overlaps(part.spec, self.box)):
+            if part.extent is not None and (self.order != SliceOrder() or overlaps(part.spec, self.box)):
                 yield StoredRun(self.catalog.path_of(part.extent), part.extent, part)
 
     @property
@@ -118,11 +134,11 @@ class RowReader(Struct, frozen=True, dict=True):
     def _pieces(self) -> list[_Piece]:
         if self.tensor.extent is not None:
             whole = SliceSpec.whole(self.tensor.shape)
-            return [_Piece(whole, memory_map(self.catalog, self.tensor))]
+            return [_Piece(whole, RowMap(self.catalog, self.tensor))]
         stored = (part for part in self.tensor.slices if part.extent is not None)
         ordered = sorted(stored, key=lambda part: part.spec.starts)
-        needed = [p for p in ordered if self.order != SliceOrder() or _overlaps(p.spec, self.box)]
-        return [_Piece(part.spec, memory_map(self.catalog, self.tensor, part)) for part in needed]
+        needed = [p for p in ordered if self.order != SliceOrder() or overlaps(p.spec, self.box)]
+        return [_Piece(part.spec, RowMap(self.catalog, self.tensor, part)) for part in needed]
 
     def _in_piece(self, natural: Array, number: int, piece: _Piece) -> tuple[Array, Array]:
         """Which of the natural rows lie in a piece, and where in it."""
@@ -141,10 +157,10 @@ class RowReader(Struct, frozen=True, dict=True):
         )
         values, filled = None, 0
         for piece in self._pieces:
-            if not _overlaps(piece.spec, region):
+            if not overlaps(piece.spec, region):
                 continue
             source, target = _intersection(piece.spec, region)
-            found = piece.values[source]
+            found = piece.values.box(source)
             if found.shape == region.lengths:
                 return found
             values = np.empty(region.lengths, self.tensor.dtype.numpy) if values is None else values
@@ -162,10 +178,10 @@ class RowReader(Struct, frozen=True, dict=True):
         wide = SliceSpec(
             spec.full_shape, (0, *self.box.starts[1:]), (spec.full_shape[0], *self.box.lengths[1:])
         )
-        if _overlaps(spec, wide):
+        if overlaps(spec, wide):
             source, target = _intersection(spec, wide)
             index: tuple[Any, ...] = (into, *target[1:])
-            values[index] = piece.values[offsets][:, *source[1:]]
+            values[index] = piece.values.at(offsets)[:, *source[1:]]
 
     def _cast(self, values: Array) -> Array:
         return cast_values(values, self.dtype, self.name)
@@ -206,7 +222,7 @@ def check_stored(
 
 class _Piece(Struct, frozen=True):
     spec: SliceSpec
-    values: Array
+    values: RowMap
 
 
 def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
@@ -295,7 +311,8 @@ def _natural(source: TensorSource, stored: Array) -> Array:
     return np.asarray((stored - starts[piece]) * source.gather_parts + piece)
 
 
-def _overlaps(a: SliceSpec, b: SliceSpec) -> bool:
+def overlaps(a: SliceSpec, b: SliceSpec) -> bool:
+    """True if two boxes have an element in common."""
     return all(
         start < other + many and other < start + count
         for start, count, other, many in zip(a.starts, a.lengths, b.starts, b.lengths, strict=True)

@@ -19,7 +19,8 @@ from msgspec import Struct, field
 from exporter.delta.format import Change, Rows
 from exporter.delta.row_reader import RowReader, StoredRun, check_stored
 from exporter.errors import CheckpointError
-from exporter.integer_sets import among
+from exporter.integer_sets import among, distinct
+from exporter.storage import mirror
 
 Array = np.ndarray[Any, Any]
 
@@ -56,9 +57,27 @@ class Snapshot(Struct, frozen=True, eq=False):
         """Skip the checksums of these variables: they are known to be right."""
         self._trusted.update(runs)
 
-    def note_checked(self, name: str) -> None:
-        """Note that a variable's checksums were verified while its values were streamed."""
-        self._checked.update(self.stored[name].runs)
+    def note_checked(self, runs: Iterable[StoredRun]) -> None:
+        """Note that checksums were verified while values were streamed."""
+        self._checked.update(runs)
+
+    def touched(self, name: str) -> Array:
+        """The rows of a table that changes lie over, ascending."""
+        ids = [change.ids for layer in self.layers if isinstance(change := layer.get(name), Rows)]
+        return distinct(np.concatenate([np.empty(0, np.int64), *ids]))
+
+    def is_stored_as(self, other: Snapshot, name: str) -> bool:
+        """True if a variable is made of the same bytes in both, but for what lies over them."""
+        a, b = self.stored[name], other.stored[name]
+        runs = list(a.runs), list(b.runs)
+        is_same = (a.box, a.dtype, a.order, a.part) == (b.box, b.dtype, b.order, b.part)
+        return (
+            is_same
+            and [(run.extent, run.part) for run in runs[0]] == [(run.extent, run.part) for run in runs[1]]
+            and all(
+                mirror.is_same_file(x, y) for x, y in {(x.path, y.path) for x, y in zip(*runs, strict=True)}
+            )
+        )
 
     def replaces(self, name: str) -> bool:
         """True if a variable is replaced as a whole by a change that lies over it."""

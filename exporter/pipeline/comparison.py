@@ -122,7 +122,7 @@ def compare(a: Side, b: Side, runner: Runner | None = None) -> Differences:
     """
     with tempfile.TemporaryDirectory() as scratch:
         sides = _as_bundle(a, Path(scratch) / "a"), _as_bundle(b, Path(scratch) / "b")
-        return _compare(*sides, Comparison(Path(scratch), hasher=_HASHER, runner=runner))
+        return _compare(*sides, Comparison(Path(scratch), hasher=_HASHER, runner=runner, changes=True))
 
 
 def _as_bundle(side: Side, directory: Path) -> Side:

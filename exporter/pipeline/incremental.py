@@ -391,8 +391,11 @@ def _all_changes(
     known = read_index(log.path / HASHES_DIRECTORY, **_state_of(log))
     spec = log.base.entry.mapping_spec
     with progress("compare", trainer.mapping.bytes_) as bar:
+        runner = _runner(planned.request)
         hasher = known.hasher if known else BlockHasher.fresh()
-        how = Comparison(scratch, known, hasher, progress=bar, runner=_runner(planned.request))
+        if known is None and runner is not None:  # else no job would be gone on with
+            hasher = BlockHasher.of(f"{log.lineage} {log.at.position}")
+        how = Comparison(scratch, known, hasher, progress=bar, runner=runner)
         found = diff(published(), trainer.state(), ordinary(log.schema, spec), how)
     tables = table_changes(log, trainer, scratch)
     hashes = HashIndex(log.lineage, planned.position, hasher, found.hashes, state="")

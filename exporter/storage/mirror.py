@@ -322,6 +322,24 @@ def find(path: Path) -> tuple[Mirror, str] | None:
     return None
 
 
+def is_same_file(a: Path, b: Path) -> bool:
+    """True if two paths lead to one file, or stand for one object; False also if that cannot be told."""
+    if a == b:
+        return True
+    found = find(a), find(b)
+    if found[0] is not None and found[1] is not None:
+        if any(mirror.is_made_here(name) for mirror, name in (found[0], found[1])):
+            return False
+        with suppress(CheckpointChanged):
+            objects = [mirror.listed(name) for mirror, name in (found[0], found[1])]
+            places = [(mirror.url.scheme, mirror.url.bucket) for mirror, _ in (found[0], found[1])]
+            return places[0] == places[1] and objects[0] == objects[1] and objects[0].tag is not None
+    if found == (None, None):
+        with suppress(OSError):
+            return a.samefile(b)
+    return False
+
+
 def refresh(path: Path) -> None:
     """List again what a path stands for, if it is a mirror's."""
     if (found := find(path)) is not None:
