@@ -359,7 +359,7 @@ class PublishError(ExportError):
 class TargetNotWritable(PublishError):
     """No permission, a read-only file system, or not a directory."""
 
-    default_hint = "choose a directory you may write with --out"
+    default_hint = "choose a directory that you may write, or make this one writable"
 
 
 class DiskFull(PublishError):

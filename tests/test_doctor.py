@@ -310,6 +310,7 @@ def test_another_user_cannot_publish_and_reads_what_doctor_says(place: Place) ->
     (found,) = as_user(65534, look)  # type: ignore[misc]  a list, as `look` makes it
     assert found[0] == "permissions"
     assert "uid 65534) cannot publish" in found[1]
+    assert "belongs to uid 0" in found[1]
     closed_file(place)
     file = place.model / "10" / "saved_model.pb"
     assert as_user(65534, lambda: os.access(file, os.R_OK)) is False

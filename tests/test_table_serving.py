@@ -175,6 +175,7 @@ def test_a_full_table_is_an_error_by_hand_and_a_new_base_for_a_watch(trainer: De
         export_incremental(request(trainer))
     based = export_incremental(request(trainer), is_watching=True)
     assert isinstance(based, Exported)
+    assert "a new base, not a delta: table 'item' is full" in based.plan.notes[0]
     delta = export_incremental(request(trainer), is_watching=True)
     assert isinstance(delta, ExportedDelta)
     log = read_log(request(trainer).out)

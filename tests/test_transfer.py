@@ -23,6 +23,7 @@ from exporter.errors import (
     PositionMoved,
     PublishError,
     TargetBusy,
+    TargetNotWritable,
     UsageError,
     VerificationError,
 )
@@ -419,6 +420,17 @@ def test_what_cannot_be_pushed_or_pulled(machine: Machine, url: str, tmp_path: P
         with pytest.raises(UsageError, match="expected s3://"):
             plan_push(machine.model, wrong)
     assert export_model("pull", url, tmp_path / "here", "--interval", "2").code == 2
+
+
+def test_a_model_that_is_read_only_is_pushed(
+    machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise TargetNotWritable("cannot write")
+
+    monkeypatch.setattr("exporter.transfer.push.remember", refused)
+    pushed(machine.model, url)
+    assert pull(url, tmp_path / "here").position == read_log(machine.model).at.position
 
 
 def test_a_pull_into_the_trainers_directory(machine: Machine, url: str, tmp_path: Path) -> None:

@@ -138,12 +138,16 @@ def _not_writable(model: Path) -> Iterator[Finding]:
     for path in (model, model / LOCK_FILE, model / DELTAS_DIRECTORY, *logs):
         need = os.W_OK | (os.X_OK if path.is_dir() else 0)
         if path.exists() and not os.access(path, need):
-            yield Finding(
-                Check.PERMISSIONS,
-                Level.WARNING,
-                f"this user (uid {os.getuid()}) cannot publish: {path} belongs to uid {path.stat().st_uid}",
-                command("sudo", "-u", f"#{path.stat().st_uid}", "export-model", "doctor", model),
-            )
+            said, helps = f"this user (uid {os.getuid()}) cannot publish", command("ls", "-ld", path)
+            owner = path.stat().st_uid
+            if os.statvfs(path).f_flag & os.ST_RDONLY:
+                why, helps = "is on a read-only file system", command("findmnt", "-T", path)
+            elif owner != os.getuid():
+                why = f"belongs to uid {owner}"
+                helps = command("sudo", "-u", f"#{owner}", "export-model", "doctor", model)
+            else:
+                why = f"has mode {stat.S_IMODE(path.stat().st_mode):04o}"
+            yield Finding(Check.PERMISSIONS, Level.WARNING, f"{said}: {path} {why}", helps)
             return
 
 

@@ -257,17 +257,17 @@ def export_incremental(
             planned = plan_incremental(request, is_watching=is_watching)
             done = execute_incremental(planned, progress)
             break
-        except TableFull:
+        except TableFull as error:
             if not (full_on_mismatch or is_watching) or has_room(planned.log, planned.trainer):
                 raise
-            return export_base(request, progress, not_backwards=True)
+            return _new_log(request, progress, error)
         except PositionMoved:
             if attempt == _ATTEMPTS:
                 raise
-        except PositionError:
+        except PositionError as error:
             if not full_on_mismatch:
                 raise
-            return export_base(request, progress, not_backwards=True)
+            return _new_log(request, progress, error)
         except CheckpointChanged:
             if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [mirror.local(request.ckpt_dir)]:
                 raise
@@ -276,6 +276,13 @@ def export_incremental(
     if done.published is None:
         return done
     return replace(done, warnings=(*done.warnings, *_tidied(done.plan.log, done.published)))
+
+
+def _new_log(request: ExportRequest, progress: ProgressFactory, why: PositionError) -> Exported:
+    """Publish a base in the place of a delta; its notes say why."""
+    done = export_base(request, progress, not_backwards=True)
+    said = f"a new base, not a delta: {why.message}" + (f" ({why.cause})" if why.cause else "")
+    return replace(done, plan=replace(done.plan, target_notes=(said, *done.plan.target_notes)))
 
 
 def _tidied(log: DeltaLog, published: PublishedDelta) -> tuple[ExportError, ...]:

@@ -7,11 +7,12 @@ hold back, and are lifted after everything else.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
 
-from exporter.errors import ForeignLineage, NotUpdatable, PositionMoved, UsageError
+from exporter.errors import ForeignLineage, NotUpdatable, PositionMoved, TargetNotWritable, UsageError
 from exporter.layout import MANIFEST_FILE
 from exporter.local_paths import in_store, without_secrets
 from exporter.progress import ProgressFactory, no_progress
@@ -107,13 +108,19 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
     with progress("uploading", plan.bytes_) as bar:
         for item in plan.upload:
             carrier.publish(model, item, stored.holds | plan.holds, bar)
-            remember(model, url, carrier.head)
+            _remember(model, url, carrier.head)
     if carrier.shown != plan.holds or (plan.remove and not plan.upload):
         carrier.settle(plan.holds)
-    remember(model, url, carrier.head)
+    _remember(model, url, carrier.head)
     for path in plan.remove:
         remove_stored(store, url, stored, path)
     return plan
+
+
+def _remember(model: Path, url: Url, head: Head) -> None:
+    """Keep the head for the next push; a model that is read-only here loses nothing that it names."""
+    with suppress(TargetNotWritable):
+        remember(model, url, head)
 
 
 def parse(url: str) -> Url:
