@@ -16,7 +16,8 @@ from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.tensor_bundle import check_values, read_array, read_catalog
 from exporter.errors import CorruptFile, TableFull
 from exporter.jobs.engines.local import LocalEngine
-from exporter.jobs.runner import LOCAL, Job, Runner
+from exporter.jobs.runner import LOCAL, Job, Runner, plan_digest
+from exporter.storage import mirror
 from exporter.tables.geometry import EMPTY_KEY, INDEX_ROWS, INDEX_SEEDS, KEYS, PARTS, VALUES, keys_of
 from exporter.tables.lay_out import TableLayout, lay_out
 from exporter.tables.partition_keys import Partition
@@ -102,7 +103,7 @@ def test_however_the_work_is_divided(
     assert len({path.read_bytes() for path in done}) == 1 and len({path.name for path in done}) == 1
     assert len(done) == 2, "what tasks wrote is removed"
     tasks, _ = layout.index_job(EVERYONE, task_bytes).size_of_work
-    assert tasks == {200: 408, 4000: 39, 30_000: 8, 1 << 26: 2}[task_bytes]
+    assert tasks == {200: 408, 4000: 39, 30_000: 8, 1 << 26: 6}[task_bytes]
 
 
 def test_a_job_in_a_store(
@@ -128,6 +129,24 @@ def test_a_job_in_a_store(
     with same:
         pass
     assert not bucket.names()
+
+
+def test_a_checkpoint_in_a_store_makes_the_same_plan_in_every_process(
+    tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is wrong with it is told by its URL, though each has a mirror of its own."""
+    write_full(tmp_path / "model.ckpt-7", {"t": Ev.random(50, DIM)}, step=7)
+    damage_tensor(tmp_path / "model.ckpt-7", "t/part_0-partition_offset")
+    bucket.upload(tmp_path)
+    plans = []
+    for _ in range(2):
+        monkeypatch.setattr(mirror, "_CHECKPOINTS", {})
+        layout = laid_out(mirror.local(Path(bucket.url())) / "model.ckpt-7")
+        plans.append(plan_digest(layout.index_job(EVERYONE, 1000).plan))
+    assert plans[0] == plans[1]
+    with pytest.raises(CorruptFile) as caught:
+        layout.write(tmp_path, EVERYONE)
+    assert caught.value.message.startswith(f"{bucket.url('model.ckpt-7')}.data-00000-of-00001 is damaged")
 
 
 @pytest.mark.parametrize("operation", [Partition, Place])

@@ -21,10 +21,21 @@ from exporter.layout import INPUTS_DIRECTORY, JOBS_DIRECTORY, RECEIPTS_DIRECTORY
 from exporter.storage import mirror
 from exporter.transfer import carrier
 from exporter.transfer.pull import pull
+from tests.support.budget import thorough
 from tests.support.commands import export_model
+from tests.support.deeprec import Ev, write_full
 from tests.support.deeprec_models import INPUTS, OUTPUTS, Trainer
+from tests.support.engine_runs import python_of, wait_until
 from tests.support.object_stores import Bucket
 
+BY_KEYS = """
+import tensorflow as tf
+from exporter.tables import DynamicTable
+
+def serving():
+    ids = tf.compat.v1.placeholder(tf.int64, [None], name="ids")
+    return {"ids": ids}, {"rows": DynamicTable("emb", 4).lookup(ids)}
+"""
 ROWS, WIDTH, TABLES = 4000, 16, 6
 BASE = "models/tables"
 MODEL = f"""
@@ -179,6 +190,40 @@ def test_what_the_command_itself_made_for_its_tasks(
     assert not [key for key in bucket.names() if JOBS_DIRECTORY in key]
     pull(bucket.url(BASE), tmp_path / "here")
     assert_right(tmp_path / "here")
+
+
+@thorough
+@pytest.mark.parametrize("engine", ["local", "dask"])
+def test_an_index_of_keys_is_built_in_the_store(
+    bucket: Bucket, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, engine: str
+) -> None:
+    """By workers that see the bucket alone; killed when some tasks are done, and gone on with by threads."""
+    table = Ev.random(300_000, 4)
+    write_full(tmp_path / "train" / "model.ckpt-7", {"emb": table}, parts=2, step=7)
+    bucket.upload(tmp_path / "train", "train")
+    (tmp_path / "model.py").write_text(BY_KEYS)
+    command = ["--ckpt-dir", bucket.url("train"), "--model", f"{tmp_path / 'model.py'}:serving"]
+    command += ["--task-size", "256KiB", "--out"]
+    python = python_of(engine, tmp_path_factory)
+    begun = [python, "-m", "exporter", *command, bucket.url(BASE), "--engine", engine, "--workers", "2"]
+    with subprocess.Popen(begun, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        wait_until(
+            lambda: process.poll() is not None or sum("/receipts/keys-" in key for key in bucket.names()) > 2,
+            "some keys are sorted",
+        )
+        process.kill()
+    done = {key for key in bucket.names() if "/receipts/" in key}
+    assert len(done) > 2 and not [key for key in bucket.names() if key.endswith("manifest.json")]
+    ran = export_model(*command, bucket.url(BASE), "--json")
+    assert ran.code == 0, ran.err
+    assert not [key for key in bucket.names() if JOBS_DIRECTORY in key]
+    pull(bucket.url(BASE), tmp_path / "here")
+    local = export_model(*command, str(tmp_path / "local"), "--json")
+    assert local.code == 0, local.err
+    here, there = (read_catalog(tmp_path / each / "7" / VARIABLES_PREFIX) for each in ("here", "local"))
+    for name in here.tensors:
+        found, expected = (read_array(catalog, catalog.tensors[name]) for catalog in (here, there))
+        np.testing.assert_array_equal(found, expected, strict=True)
 
 
 def test_tables_by_keys_go_to_a_store_as_to_a_directory(bucket: Bucket, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ stored, and `Place` what was sorted. Small tables share tasks, large ones are di
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
@@ -22,6 +23,7 @@ from exporter.errors import CorruptFile
 from exporter.jobs.runner import Job
 from exporter.jobs.task import Input, Receipt, Task
 from exporter.progress import Progress
+from exporter.storage import mirror
 from exporter.tables.geometry import INDEX_ROWS, INDEX_SEEDS, KEYS, TableGeometry
 from exporter.tables.key_ranges import KEY_BYTES, KeyRanges
 from exporter.tables.partition_keys import KeyRun, Partition
@@ -33,6 +35,10 @@ T = TypeVar("T")
 
 _LEAST_RANGES = 16
 """Of a run that is placed, if there are as many: some of the range behind it are placed twice."""
+
+
+_LEAST_RUNS = 4
+"""Of a table that has enough ranges for them: so that a few threads have something to do."""
 
 
 class IndexedTable(Struct, frozen=True):
@@ -69,11 +75,14 @@ class IndexJob:
     ) -> None:
         self._catalog = catalog
         self._checksums = _Checksums(catalog)
+        self._shown = mirror.shown(os.fspath(catalog.prefix))  # the local path is another in each process
         self._inputs: dict[int, Input] = {}
         runs = [_Run(table, run) for table in tables for run in _key_runs(table, admission, task_bytes)]
         self._sorted = list(_batches(runs, lambda each: each.run.part(each.run.keys).size, task_bytes))
         places = chain.from_iterable(_Wanted.of_table(table, task_bytes) for table in tables)
-        self._placed = list(_batches(places, lambda each: each.bytes_, task_bytes))
+        self._placed = list(
+            _batches(places, lambda each: each.bytes_ if each.is_whole else task_bytes, task_bytes)
+        )
         self.partitions = [
             self._partition(number, batch, admission) for number, batch in enumerate(self._sorted)
         ]
@@ -132,7 +141,7 @@ class IndexJob:
             name=f"keys-{number:05d}",
             inputs=tuple(self._inputs[shard] for shard in shards),
             bytes_=sum(found.size for run in runs for found in run.ranges_read),
-            checkpoint=str(self._catalog.prefix),
+            checkpoint=self._shown,
             runs=runs,
             admission=admission,
             step=self._catalog.step,
@@ -154,7 +163,7 @@ class IndexJob:
             name=f"index-{number:05d}",
             inputs=tuple(inputs),
             bytes_=sum(wanted.bytes_ for wanted in batch),
-            checkpoint=str(self._catalog.prefix),
+            checkpoint=self._shown,
             runs=tuple(runs),
         )
 
@@ -172,13 +181,18 @@ class _Wanted(Struct, frozen=True):
     run: RangeRun
     bytes_: int
 
+    @property
+    def is_whole(self) -> bool:
+        """True if it is all ranges of the table, so that others may share its task."""
+        return self.run.stop - self.run.start == self.run.ranges.count
+
     @classmethod
     def of_table(cls, table: IndexedTable, task_bytes: int) -> Iterator[_Wanted]:
         """All ranges of a table, in runs of an even number."""
         ranges, stored = table.ranges, tuple((part.keys.name, part.rows) for part in table.variable.parts)
         bytes_of_range = max(1, KEY_BYTES * table.variable.rows // ranges.count)
         most = max(_LEAST_RANGES, task_bytes // bytes_of_range)
-        runs = -(-ranges.count // most)
+        runs = max(-(-ranges.count // most), min(_LEAST_RUNS, ranges.count // _LEAST_RANGES))
         step = -(-ranges.count // runs // 2) * 2
         for start in range(0, ranges.count, step):
             stop = min(start + step, ranges.count)

@@ -21,7 +21,7 @@ from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.admission import Admission
 from exporter.checkpoint.embedding_variables import check_buckets, read_offsets
 from exporter.checkpoint.source_shard import open_shard
-from exporter.errors import CheckpointChanged, os_error
+from exporter.errors import CheckpointChanged, CheckpointError, os_error
 from exporter.jobs.task import Range, Receipt, Task
 from exporter.storage.output_directory import Directory, new_file
 from exporter.tables.geometry import hashes_of
@@ -140,6 +140,11 @@ class Partition(Task, frozen=True, kw_only=True):
                     one.sort()
                 except OSError as error:
                     raise os_error(error, path) from error
+                except CheckpointError as error:
+                    # The name of a file that was fetched says nothing.
+                    for file, each in zip(files, self.inputs, strict=True):
+                        error.message = error.message.replace(os.fspath(file), each.place)
+                    raise
                 sorting.append(one)
                 offset += run.written_bytes
             os.ftruncate(target, offset)
