@@ -25,6 +25,7 @@ from exporter.checkpoint.admission import EVERYONE
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.compare_task import Compare, Side
 from exporter.delta.format import ChangeKind, ServedVariable
+from exporter.delta.merge_task import Merge, MergedRows
 from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.errors import EngineFailed, UsageError
 from exporter.jobs.engines import process
@@ -143,11 +144,12 @@ def test_every_operation_and_whatever_goes_wrong(
     for key, count in weather.seen.items():
         assert "/403/" not in key[1] or count == 1, "nobody asks that again"
     done = [each.receipt for each in outcomes if each.receipt]
-    assert len({(receipt.task, receipt.read, receipt.wrote, receipt.rows) for receipt in done}) == 5, (
+    assert len({(receipt.task, receipt.read, receipt.wrote, receipt.rows) for receipt in done}) == 6, (
         "the same whatever happened on the way"
     )
-    names = {"table", "compared", "sorted", "placed"}
+    names = {"table", "compared", "sorted", "placed", "merged"}
     assert runs.outputs() == names | {f"{name}.json" for name in names}
+    assert (runs.kept / "merged").read_bytes() == (runs.kept / "table").read_bytes()
     written = [key for key in bucket.keys("") if key.endswith("/out/table")]
     assert sorted(written) == sorted(f"{fault}/out/table" for fault in SURVIVED)
 
@@ -185,6 +187,7 @@ def on_files(runs: EngineRuns, full: Path) -> Iterator[tuple[str, bytes]]:
         yield "ok", writing(runs, source, str(runs.kept))
         yield "ok", comparing(runs, source, str(runs.kept))
         yield from (("ok", work) for work in of_index)
+        yield "ok", merging(runs, source, str(runs.kept))
     yield "CheckpointChanged", reading(runs, Input(source.place, source.size, "1"))
     yield "DiskFull", writing(runs, source, str(full))
     yield "UsageError", reading(runs, source).replace(__version__.encode(), b"0.0.1")
@@ -257,6 +260,14 @@ def comparing(runs: EngineRuns, source: Input, directory: str) -> bytes:
         seed=7,
     )
     return encode(task, directory, keep=True)
+
+
+def merging(runs: EngineRuns, source: Input, directory: str) -> bytes:
+    """The rows of a base that no delta changed."""
+    ref = read_catalog(runs.prefix).tensors["t00"]
+    variable = ServedVariable("t", ref.dtype, ref.shape, ChangeKind.TABLE)
+    section = MergedRows(variable, 0, ref.shape[0], (), (runs.table_range(),))
+    return encode(Merge(name="merged", inputs=(source,), sections=(section,)), directory, keep=True)
 
 
 @pytest.fixture

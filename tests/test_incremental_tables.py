@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from exporter.delta.format import Change, ChangeKind, Schema, ServedVariable, TableContents, TableSide
 from exporter.errors import NotServable, SchemaChanged
-from exporter.options import DeltaDtype, ExportRequest, Isolation, Updates
+from exporter.options import DeltaDtype, ExportRequest, Isolation, Jobs, Updates
 from exporter.pipeline import updatable
 from exporter.pipeline.comparison import compare, parse_side
 from exporter.pipeline.full import export
@@ -146,8 +146,9 @@ def test_positions_merge_go_back_and_become_a_base(tmp_path: Path) -> None:
             asked = trainer.asked()["x"].tolist()
             assert [entries.get(key, [-1, -1, -1]) for key in asked] == expected["y"].tolist()
 
-        merged = merge(model)
+        merged = merge(model, jobs=Jobs(task_bytes=1))
         assert merged is not None
+        assert merged.tasks > 1
         assert lagging.update()["deltas"] == 1
         assert_answers(lagging, trainer, known[13])
 
@@ -160,7 +161,7 @@ def test_positions_merge_go_back_and_become_a_base(tmp_path: Path) -> None:
         steady.update()
         assert_answers(steady, trainer, known[13])
 
-    rebased = rebase(model)
+    rebased = rebase(model, jobs=Jobs(task_bytes=1))
     assert rebased is not None
     with served(model, rebased.published.version) as fresh:
         assert_answers(fresh, trainer, known[13])

@@ -13,7 +13,7 @@ import pytest
 from exporter.catalog import Catalog, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import check_values
 from exporter.errors import TableFull, TruncatedFile, UsageError
-from exporter.options import ExportRequest, Updates
+from exporter.options import ExportRequest, Jobs, Updates
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import Exported
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
@@ -94,7 +94,9 @@ def test_a_server_follows_increments_and_full_checkpoints(trainer: DeepRecTraine
     with loaded(done.published.path) as server:
         server.update()
         assert_serves(server, trainer)
-    log_maintenance.merge(request(trainer).out)
+    merged = log_maintenance.merge(request(trainer).out, jobs=Jobs(task_bytes=1))
+    assert merged is not None
+    assert merged.tasks > 20, "its tensors are slices"
     with loaded(done.published.path) as server:
         assert server.update()["deltas"] == 1
         assert_serves(server, trainer)
@@ -153,7 +155,7 @@ def test_a_base_that_was_rebased_serves_the_same(trainer: DeepRecTrainer, casts:
     trainer.train()
     trainer.increment()
     export_incremental(request(trainer, casts=casts))
-    assert rebase(request(trainer).out) is not None
+    assert rebase(request(trainer).out, jobs=Jobs(task_bytes=1)) is not None
     keys = np.array(sorted(trainer.tables["emb/user"]), np.int64)
     newest = read_log(request(trainer).out).base.path
     with loaded(first.published.path) as old, loaded(newest) as new:

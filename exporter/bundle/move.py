@@ -17,6 +17,7 @@ from msgspec import Struct
 from exporter.checkpoint.cast_values import cast_values
 from exporter.errors import CheckpointChanged, os_error
 from exporter.jobs.task import Range, Receipt, Task
+from exporter.jobs.written_run import WrittenRun
 from exporter.storage.output_directory import Directory, new_file
 from exporter.wire import crc32c
 from exporter.wire.dtypes import DType
@@ -86,7 +87,7 @@ class Move(Task, frozen=True, kw_only=True):
                 ]
                 runs = []
                 for count in segment.counts:
-                    runs.append(_Run(target, offset))
+                    runs.append(WrittenRun(target, offset))
                     offset += count * segment.row_bytes
                 try:
                     _deal(segment, _rows(segment, sources), runs)
@@ -124,7 +125,7 @@ def _cut(rows: int, most: int) -> Iterator[int]:
         yield min(most, rows - start)
 
 
-def _deal(segment: Segment, blocks: Iterable[Array], runs: Sequence[_Run]) -> None:
+def _deal(segment: Segment, blocks: Iterable[Array], runs: Sequence[WrittenRun]) -> None:
     first = 0
     ends = np.cumsum([0, *segment.counts])
     for block in blocks:
@@ -158,23 +159,3 @@ class _Source:
         self.crc = crc32c.extend(self.crc, data)
         self._at += size
         return np.frombuffer(data, self._segment.dtype.numpy).reshape(count, self._segment.width)
-
-
-class _Run:
-    """A place in the shard that fills from its beginning, and the checksum of what was written."""
-
-    def __init__(self, descriptor: int, offset: int) -> None:
-        self._descriptor = descriptor
-        self._offset = offset
-        self.crc = 0
-
-    def write(self, values: Array) -> None:
-        """Append values."""
-        view = np.ascontiguousarray(values).reshape(-1).view(np.uint8)  # no copy of what lies in order
-        view.flags.writeable = False  # or crc32c refuses it
-        self.crc = crc32c.extend(self.crc, view)
-        data = view.data
-        while data:
-            written = os.pwrite(self._descriptor, data, self._offset)
-            self._offset += written
-            data = data[written:]

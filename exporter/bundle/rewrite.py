@@ -15,43 +15,18 @@ from msgspec.structs import replace
 from exporter.bundle.move import Move, Segment
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.errors import CorruptFile, MappingError
+from exporter.jobs.division import DIVIDED, WHOLE, batches
 from exporter.jobs.task import Input, Range, Receipt
 from exporter.mapping.build import TensorSource
 from exporter.wire import crc32c
-from exporter.wire.dtypes import DType
-
-# RestoreV2 joins and cuts slices of these types alone; of others it reads a slice only as it is stored
-# (HANDLE_COPY in BundleReader::GetSliceValue, tensorflow/core/util/tensor_bundle/tensor_bundle.cc).
-_JOINABLE = {
-    DType.FLOAT,
-    DType.DOUBLE,
-    DType.BFLOAT16,
-    DType.INT8,
-    DType.INT16,
-    DType.INT32,
-    DType.INT64,
-    DType.UINT8,
-    DType.BOOL,
-    DType.COMPLEX64,
-    DType.COMPLEX128,
-    DType.QINT8,
-    DType.QUINT8,
-    DType.QINT32,
-    DType.INT4,
-    DType.UINT4,
-}
+from exporter.wire.dtypes import JOINABLE, DType
 
 
 def is_needed(source: TensorSource) -> bool:
     """True if the source's bytes cannot be served as they are stored."""
     if source.is_verbatim:
-        return source.tensor.dtype not in _JOINABLE and not _is_stored_as_served(source)
+        return source.tensor.dtype not in JOINABLE and not _is_stored_as_served(source)
     return True
-
-
-_WHOLE, _DIVIDED = 16, 4
-"""A table of more bytes than this many tasks read is divided into pieces of so many: a server reads a table
-faster in one piece, and two workers write one faster in two."""
 
 
 class Piece(Struct, frozen=True):
@@ -65,6 +40,10 @@ class Piece(Struct, frozen=True):
     segment: Segment
     boxes: tuple[SliceSpec, ...]
     extents: tuple[Extent, ...]
+
+
+def _bytes_of(piece: Piece) -> int:
+    return piece.segment.bytes_
 
 
 def divide(source: TensorSource, task_bytes: int) -> Iterator[Piece]:
@@ -84,10 +63,10 @@ def divide(source: TensorSource, task_bytes: int) -> Iterator[Piece]:
         return
     count = tensor.shape[0] if tensor.shape else 1
     step = max(1, count)
-    if source.dtype in _JOINABLE and tensor.shape and tensor.bytes_ > _WHOLE * task_bytes:
+    if source.dtype in JOINABLE and tensor.shape and tensor.bytes_ > WHOLE * task_bytes:
         turn = math.lcm(source.gather_parts or 1, source.scatter_parts or 1)
         row_bytes = max(1, tensor.bytes_ // max(1, count))
-        step = max(1, _DIVIDED * task_bytes // row_bytes // turn) * turn
+        step = max(1, DIVIDED * task_bytes // row_bytes // turn) * turn
     for start in range(0, max(1, count), step):
         yield _rows(source, outputs, start, min(start + step, count))
 
@@ -101,7 +80,7 @@ def tasks_for(
         CheckpointChanged: a source is no longer there.
     """
     inputs: dict[int, Input] = {}
-    for batch in _batches(pieces, task_bytes):
+    for batch in batches(pieces, task_bytes, _bytes_of):
         used = sorted({each.input for piece in batch for each in piece.segment.sources})
         for shard in used:
             if shard not in inputs:
@@ -124,7 +103,7 @@ def size_of_tasks(pieces: Iterable[Piece], task_bytes: int) -> tuple[int, int]:
     """How many tasks write the pieces, and how many bytes they read."""
     sizes = [
         sum(each.size for piece in batch for each in piece.segment.sources)
-        for batch in _batches(pieces, task_bytes)
+        for batch in batches(pieces, task_bytes, _bytes_of)
     ]
     return len(sizes), sum(sizes)
 
@@ -251,25 +230,12 @@ def _in_order(tensor: TensorRef) -> list[tuple[SliceSpec, Extent]]:
     return sorted(stored, key=lambda pair: pair[0].starts)
 
 
-def _batches(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        if batch and size + piece.segment.bytes_ > most:
-            yield batch
-            batch, size = [], 0
-        batch.append(piece)
-        size += piece.segment.bytes_
-    if batch:
-        yield batch
-
-
 def _moves_rows(source: TensorSource) -> bool:
     """False if every stored box is served as it is, or may be left for RestoreV2 to join and cut."""
     if not source.gather_parts and not source.scatter_parts:
         if _is_stored_as_served(source):
             return False
-        if not _has_whole_rows(source) and source.dtype in _JOINABLE:
+        if not _has_whole_rows(source) and source.dtype in JOINABLE:
             return False
     if not _has_whole_rows(source):
         raise MappingError(

@@ -25,7 +25,7 @@ from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.bundle_writer import BundleWriter, encode_index, index_path, shard_path
 from exporter.checkpoint.slice_keys import WHOLE, overlap, slice_key
 from exporter.checkpoint.sstable import Entry, read_table
-from exporter.checkpoint.tensor_values import check_values, memory_map, read_array
+from exporter.checkpoint.tensor_values import check_tensor, check_values, memory_map, read_array
 from exporter.errors import (
     CheckpointChanged,
     CheckpointError,
@@ -42,6 +42,7 @@ from exporter.wire.dtypes import DType
 __all__ = [
     "BundleWriter",
     "Index",
+    "check_tensor",
     "check_values",
     "encode_index",
     "index_path",

@@ -114,6 +114,17 @@ def check_values(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None)
     _compare(found, extent, place)
 
 
+def check_tensor(catalog: Catalog, ref: TensorRef) -> None:
+    """As `check_values`, of everything that is stored of a tensor.
+
+    Raises:
+        CorruptFile, CheckpointChanged: as `check_values`.
+    """
+    for part in ref.slices or (None,):
+        if part is None or part.extent is not None:
+            check_values(catalog, ref, part)
+
+
 def encode_strings(strings: Iterable[bytes]) -> tuple[bytes, int]:
     """The bytes on disk of a string tensor and its masked crc."""
     strings = list(strings)

@@ -114,7 +114,9 @@ def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebas
 
     try:
         return how.target.carry(
-            lambda: rebase(request.out, keep=request.keep, despite_hold=request.despite_hold)
+            lambda: rebase(
+                request.out, keep=request.keep, despite_hold=request.despite_hold, jobs=request.jobs
+            )
         )
     except ExportError as error:
         if done.published is not None:

@@ -45,6 +45,7 @@ def merge(
         bool,
         Option(help="With --rebase: publish the base although the model is held."),
     ] = False,
+    job_flags: Annotated[JobFlags, Options()] = LOCALLY,
     dry_run: DryRunFlag = False,
     json_: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -58,22 +59,26 @@ def merge(
       export-model merge models/ranker --from 900 --to 1200
       export-model merge models/ranker --rebase --keep 2
       export-model merge models/ranker --dry-run
+      export-model merge s3://bucket/models/ranker --engine ray --engine-address ray://head:10001
     """
     with command(json_, quiet, debug) as sink, opened(model, read_only=dry_run) as target:
         from exporter.cli import render_log
         from exporter.pipeline import log_maintenance
         from exporter.pipeline import rebase as bases
 
-        path = target.path
+        path, jobs, bar = target.path, job_flags.jobs(), sink.progress
         if rebase and dry_run:
-            render_log.rebasing(bases.plan_rebase(path, despite_hold=despite_hold), sink)
+            render_log.rebasing(bases.plan_rebase(path, despite_hold=despite_hold, jobs=jobs), sink)
         elif rebase:
-            based = target.carry(lambda: bases.rebase(path, keep=keep, despite_hold=despite_hold))
+            based = target.carry(
+                lambda: bases.rebase(path, keep=keep, despite_hold=despite_hold, jobs=jobs, progress=bar)
+            )
             render_log.rebased(based, sink)
         elif dry_run:
-            render_log.merging(log_maintenance.plan_merge(path, from_, to), sink)
+            render_log.merging(log_maintenance.plan_merge(path, from_, to, jobs), sink)
         else:
-            render_log.merged(target.carry(lambda: log_maintenance.merge(path, from_, to)), sink)
+            done = target.carry(lambda: log_maintenance.merge(path, from_, to, jobs, bar))
+            render_log.merged(done, sink)
 
 
 def rollback(

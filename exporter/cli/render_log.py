@@ -39,7 +39,7 @@ def merging(plan: Merging | None, sink: Output) -> None:
         sink.result(Merge(dry_run=True, status=Status.NOTHING_TO_DO), [_NOTHING_TO_MERGE])
         return
     lines = [
-        labelled("would merge", count(len(plan.parts), "delta")),
+        labelled("would merge", f"{count(len(plan.parts), 'delta')}, by {count(plan.tasks, 'task')}"),
         labelled("would publish", str(plan.path)),
     ]
     sink.result(_merge(plan, Status.PLANNED, None), lines)
@@ -54,6 +54,7 @@ def _merge(merger: Merged | Merging, status: Status, size: int | None) -> Merge:
         position=merger.span.end,
         merged=[delta.path.name for delta in merger.parts],
         bytes=size,
+        tasks=merger.tasks,
     )
 
 
@@ -70,6 +71,7 @@ def rebased(done: Rebased | None, sink: Output) -> None:
         position=published.position,
         step=published.manifest.step,
         deltas=done.deltas,
+        tasks=done.tasks,
         versions_removed=published.removed,
         versions_kept=[KeptVersion(kept.version, kept.reason) for kept in published.kept],
     )
@@ -95,9 +97,12 @@ def rebasing(plan: Rebasing | None, sink: Output) -> None:
         position=plan.at.position,
         step=plan.at.step,
         deltas=plan.deltas,
+        tasks=plan.tasks,
     )
     lines = [
-        labelled("would merge", f"the base and {count(plan.deltas, 'delta')}"),
+        labelled(
+            "would merge", f"the base and {count(plan.deltas, 'delta')}, by {count(plan.tasks, 'task')}"
+        ),
         labelled("would publish", str(plan.path)),
     ]
     sink.result(document, lines)

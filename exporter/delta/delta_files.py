@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_array, read_catalog
@@ -26,7 +27,7 @@ from exporter.delta.format import (
     ServedVariable,
     check_lookups,
 )
-from exporter.delta.packing import LARGEST_SCALE, SMALLEST_SCALE, PackedRows, Packing, RowValues
+from exporter.delta.packing import LARGEST_SCALE, SMALLEST_SCALE, PackedRows, Packing, RowValues, SlicedRows
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.options import DeltaDtype
 from exporter.wire.dtypes import DType
@@ -55,21 +56,30 @@ def write_delta(
     tensors = [(v, list(_tensors(v, changes.get(v.name)))) for v in schema.variables]
     rows = sum(len(change.ids) for change in changes.values() if isinstance(change, Rows))
     with BundleWriter(prefix) as writer:
-        writer.add(POSITION_KEY, _position(header, rows))
-        writer.add(LINEAGE_KEY, np.array(header.lineage.encode(), object))
-        writer.add(SCHEMA_KEY, np.array(header.schema_digest.encode(), object))
+        for key, array in header_tensors(header, rows).items():
+            writer.add(key, array)
         for variable, arrays in tensors:
             _add(writer, variable, arrays, header.packing)
     return writer.tensors
 
 
-def read_delta(prefix: Path, schema: Schema) -> Delta:
-    """The delta at `prefix`, its structure checked against `schema`; the values' checksums are not read.
+class DeltaTensors(Struct, frozen=True):
+    """A delta as its index tells of it: of each variable that changed its tensors, as `tensor_keys` names
+    them. Values were not read.
+    """
+
+    header: DeltaHeader
+    catalog: Catalog
+    tensors: Mapping[str, tuple[TensorRef, ...]]
+
+
+def read_tensors(prefix: Path, schema: Schema) -> DeltaTensors:
+    """The delta at `prefix`, its index and header checked against `schema`.
 
     Raises:
         CheckpointError: it cannot be read, see errors.py.
         UnsupportedFormat: it is not a delta, of another version, or made for other variables.
-        CorruptFile: a checksum, a row number or the number of rows is wrong, or a tensor is of no variable.
+        CorruptFile: a checksum or the number of rows is wrong, or a tensor is of no variable.
     """
     catalog = read_catalog(prefix)
     header, rows = _header(catalog)
@@ -78,17 +88,40 @@ def read_delta(prefix: Path, schema: Schema) -> Delta:
             f"{prefix} was made for other variables",
             cause=f"its schema is {header.schema_digest[:12]}, expected {schema.digest[:12]}",
         )
-    changes = ((v.name, _change(catalog, v, header.packing)) for v in schema.variables)
-    found = {name: change for name, change in changes if change is not None}
+    found = {variable.name: _refs(catalog, variable, header.packing) for variable in schema.variables}
+    tensors = {name: refs for name, refs in found.items() if refs}
     _check_nothing_else(catalog, schema, header.packing)
+    held = sum(tensors[v.name][0].shape[0] for v in schema.variables if v.is_table and v.name in tensors)
+    if held != rows:
+        raise CorruptFile(f"{prefix} is damaged: it declares {rows} rows and holds {held}")
+    return DeltaTensors(header, catalog, tensors)
+
+
+def read_delta(prefix: Path, schema: Schema) -> Delta:
+    """The delta at `prefix`, its structure checked against `schema`; the values' checksums are not read.
+
+    Raises:
+        CheckpointError, UnsupportedFormat: as `read_tensors`.
+        CorruptFile: that, or a row number is wrong.
+    """
+    return with_values(read_tensors(prefix, schema), schema)
+
+
+def with_values(read: DeltaTensors, schema: Schema) -> Delta:
+    """The changes that the tensors of a delta hold, as memory maps.
+
+    Raises:
+        CorruptFile: a row number is wrong, or the contents of a lookup table do not fit each other.
+        CheckpointError: a file cannot be read, see errors.py.
+    """
+    catalog = read.catalog
+    variables = [variable for variable in schema.variables if variable.name in read.tensors]
     try:
+        found = {v.name: _change(catalog, v, read.tensors[v.name]) for v in variables}
         check_lookups(schema, found)
     except ValueError as exc:
-        raise CorruptFile(f"{prefix} is damaged: {exc}") from exc
-    delta = Delta(header, catalog, found)
-    if delta.rows != rows:
-        raise CorruptFile(f"{prefix} is damaged: it declares {rows} rows and holds {delta.rows}")
-    return delta
+        raise CorruptFile(f"{catalog.prefix} is damaged: {exc}") from exc
+    return Delta(read.header, catalog, found)
 
 
 def _check_nothing_else(catalog: Catalog, schema: Schema, packing: DeltaDtype | None) -> None:
@@ -99,11 +132,16 @@ def _check_nothing_else(catalog: Catalog, schema: Schema, packing: DeltaDtype | 
         raise CorruptFile(f"{catalog.prefix} is damaged: it holds {unknown[0]!r}, which is of no variable")
 
 
-def _position(header: DeltaHeader, rows: int) -> Array:
+def header_tensors(header: DeltaHeader, rows: int) -> dict[str, Array]:
+    """The tensors that say what a delta is, whose tables have so many rows together."""
     flags = Flag.EXACT_BASE if header.exact_base else Flag(0)
     flags |= PACKINGS[header.packing] if header.packing else Flag(0)
     fields = (FORMAT_VERSION, header.from_position, header.to_position, header.step, flags, rows)
-    return np.array(fields, np.int64)
+    return {
+        POSITION_KEY: np.array(fields, np.int64),
+        LINEAGE_KEY: np.array(header.lineage.encode(), object),
+        SCHEMA_KEY: np.array(header.schema_digest.encode(), object),
+    }
 
 
 def _header(catalog: Catalog) -> tuple[DeltaHeader, int]:
@@ -138,7 +176,7 @@ def _ref(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]
     fits = len(ref.shape) == len(shape) and all(
         wanted in (None, size) for wanted, size in zip(shape, ref.shape, strict=True)
     )
-    if ref.dtype is not dtype or not fits or ref.extent is None:
+    if ref.dtype is not dtype or not fits or not _is_whole(ref):
         wanted = ", ".join("n" if size is None else str(size) for size in shape)
         raise CorruptFile(
             f"{catalog.prefix} is damaged: {key!r} is {ref.dtype.label}{list(ref.shape)}, "
@@ -147,33 +185,54 @@ def _ref(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]
     return ref
 
 
-def _change(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None) -> Change | None:
+def tensor_keys(variable: ServedVariable, packing: DeltaDtype | None) -> tuple[str, ...]:
+    """The names of a variable's tensors: ids, values, and those of packed rows; or the value."""
+    return (*variable.keys, *(tensor.key for tensor in variable.packed(packing)))
+
+
+def _is_whole(ref: TensorRef) -> bool:
+    """True if a tensor is there, as one or in slices of its first dimension."""
+    return ref.is_complete and all(
+        part.extent is not None and part.spec.lengths[1:] == ref.shape[1:] for part in ref.slices
+    )
+
+
+def _refs(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None) -> tuple[TensorRef, ...]:
+    """The tensors of `tensor_keys`, none if the variable did not change."""
     refs = [
         _ref(catalog, key, dtype, (None, *(variable.element_shape if key == variable.keys[-1] else ())))
         for key, dtype in zip(variable.keys, variable.dtypes, strict=True)
     ]
     if refs[-1].shape[0] == 0 and refs[0].shape[0] == 0:
-        return None
-    if variable.kind is ChangeKind.DENSE:
-        if refs[0].shape[0] != 1:
-            raise CorruptFile(f"{catalog.prefix} is damaged: {refs[0].shape[0]} values of {variable.name!r}")
+        return ()
+    if not variable.is_table and refs[0].shape[0] != 1:
+        raise CorruptFile(f"{catalog.prefix} is damaged: {refs[0].shape[0]} values of {variable.name!r}")
+    packed = variable.packed(packing)
+    if variable.is_table and not packed and refs[0].shape != refs[1].shape[:1]:
+        ids, rows = refs[0].shape[0], refs[1].shape[0]
+        raise CorruptFile(f"{catalog.prefix} is damaged: {variable.name!r}: int64[{ids}] ids for {rows} rows")
+    extra = [_ref(catalog, each.key, each.dtype, (None, *each.element_shape)) for each in packed]
+    if any(ref.extent is None for ref in ([] if variable.is_table and not packed else [*refs, *extra])):
+        raise CorruptFile(f"{catalog.prefix} is damaged: tensors of {variable.name!r} are in slices")
+    return (*refs, *extra)
+
+
+def _change(catalog: Catalog, variable: ServedVariable, refs: Sequence[TensorRef]) -> Change:
+    if not variable.is_table:
         return _array(catalog, refs[0])[0, ...]
-    ids, exact = _array(catalog, refs[0]), _array(catalog, refs[1])
-    try:
-        values = _unpacked(catalog, variable, exact, packing) if variable.packed(packing) else exact
-        _check_ids(variable, ids, values)
-    except ValueError as exc:
-        raise CorruptFile(f"{catalog.prefix} is damaged: {exc}") from exc
+    ids = _array(catalog, refs[0])
+    if refs[1].extent is None:
+        values: RowValues = SlicedRows(_slices(catalog, refs[1]))
+    elif len(refs) > len(variable.keys):
+        values = _unpacked(catalog, variable, refs[1:])
+    else:
+        values = _array(catalog, refs[1])
+    _check_ids(variable, ids, values)
     return Rows(ids, values)
 
 
-def _unpacked(
-    catalog: Catalog, variable: ServedVariable, values: Array, packing: DeltaDtype | None
-) -> PackedRows:
-    places, codes, *scales = (
-        memory_map(catalog, _ref(catalog, tensor.key, tensor.dtype, (None, *tensor.element_shape)))
-        for tensor in variable.packed(packing)
-    )
+def _unpacked(catalog: Catalog, variable: ServedVariable, refs: Sequence[TensorRef]) -> PackedRows:
+    values, places, codes, *scales = (memory_map(catalog, ref) for ref in refs)
     rows = len(places) + len(codes)
     if len(places) != len(values):
         raise ValueError(f"{variable.name!r}: {len(places)} places for {len(values)} exact rows")
@@ -188,7 +247,13 @@ def _unpacked(
 
 
 def _array(catalog: Catalog, ref: TensorRef) -> Array:
+    if ref.extent is None:
+        return np.concatenate(_slices(catalog, ref))
     return read_array(catalog, ref) if ref.dtype is DType.STRING else memory_map(catalog, ref)
+
+
+def _slices(catalog: Catalog, ref: TensorRef) -> list[Array]:
+    return [memory_map(catalog, ref, part) for part in sorted(ref.slices, key=lambda part: part.spec.starts)]
 
 
 def _add(
@@ -198,7 +263,7 @@ def _add(
     extra = variable.packed(packing)
     if not extra or packing is None:
         for key, dtype, array in zip(variable.keys, variable.dtypes, arrays, strict=True):
-            if isinstance(array, PackedRows):
+            if isinstance(array, PackedRows | SlicedRows):
                 writer.add_chunks(key, dtype, array.shape, array.pieces())
             else:
                 writer.add(key, array)

@@ -1,7 +1,8 @@
-"""The format of deltas, version 1: what changed between two positions, as a tensor bundle of one shard.
+"""The format of deltas, version 1: what changed between two positions, as a tensor bundle.
 
-A delta is `delta.index` and `delta.data-00000-of-00001` in `<model>/deltas/<log>/<from>-<to>/`; positions
-have 20 digits, are below 10**18, and `from < to`. It is tied to a log by its *lineage* and to the served
+A delta is `delta.index` and `delta.data-00000-of-00001` in `<model>/deltas/<log>/<from>-<to>/`, or several
+shards if it is a large merger, in which the ids and values of a table may lie in slices; positions have 20
+digits, are below 10**18, and `from < to`. It is tied to a log by its *lineage* and to the served
 variables by their *schema*. It always holds the same tensors, so that a graph can name them beforehand:
 
     delta/position   int64 [6]   version (1), from, to, step, flags, rows (of all tables together)
@@ -55,7 +56,7 @@ import math
 from collections.abc import Iterable, Mapping
 from enum import IntFlag, StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from msgspec import Struct, convert
@@ -156,6 +157,11 @@ class ServedVariable(Struct, frozen=True):
         is_open = self.shape[:1] == (OPEN,)
         if is_open is not (self.contents is not None) or (is_open and self.kind is not ChangeKind.DENSE):
             raise ValueError(f"{self.name!r} has shape {list(self.shape)} and is {self.kind.value}")
+
+    @property
+    def is_table(self) -> bool:
+        """True if it changes by rows."""
+        return self.kind is ChangeKind.TABLE
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -318,6 +324,24 @@ class Rows(Struct, frozen=True):
 
     ids: Array
     values: RowValues
+
+
+class Slices(Protocol):
+    """Rows that are asked for once each, in their order."""
+
+    def __getitem__(self, which: slice, /) -> Array: ...
+
+
+class SortedRows(Protocol):
+    """Rows of a table: `ids` int64 [n], strictly increasing, and their values."""
+
+    @property
+    def ids(self) -> Array:
+        """Their numbers."""
+
+    @property
+    def values(self) -> Slices:
+        """[n, ...]."""
 
 
 Change = Rows | Array

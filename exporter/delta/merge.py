@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from exporter.delta.format import Change, ChangeKind, Rows, Schema
+from exporter.delta.format import Change, ChangeKind, Rows, Schema, SortedRows
 from exporter.delta.row_spill import RowSpill
 from exporter.delta.snapshot import Changes, Snapshot
 
@@ -41,7 +41,7 @@ def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> d
             merged[variable.name] = tables[0]
             continue
         with RowSpill(variable, scratch) as spill:
-            for ids, values in _newest_rows(tables):
+            for ids, values in newest_rows(tables):
                 spill.add(ids, values)
             if (rows := spill.rows()) is not None:
                 merged[variable.name] = rows
@@ -68,26 +68,33 @@ def fold_whole(layers: Sequence[Changes], schema: Schema, old: Snapshot) -> tupl
     return tuple(folded)
 
 
-def _newest_rows(tables: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
-    """Ids and values in ascending order, in ranges of ids that hold a bounded number of rows."""
+def newest_rows(tables: Sequence[SortedRows]) -> Iterator[tuple[Array, Array]]:
+    """Ids and values in ascending order, in ranges of ids that hold a bounded number of rows.
+
+    Of rows of one id those of the last table count.
+    """
     newest_first = [table for table in reversed(tables) if len(table.ids)]
     starts = [0] * len(newest_first)
     while any(start < len(table.ids) for start, table in zip(starts, newest_first, strict=True)):
         limit = _range_end(newest_first, starts)
         ends = [int(np.searchsorted(table.ids, limit)) for table in newest_first]
-        pieces = list(zip(newest_first, starts, ends, strict=True))
+        pieces = [piece for piece in zip(newest_first, starts, ends, strict=True) if piece[1] < piece[2]]
         ids = np.concatenate([table.ids[start:end] for table, start, end in pieces])
         values = np.concatenate([table.values[start:end] for table, start, end in pieces])
-        unique, first = np.unique(ids, return_index=True)  # the first of equals is the newest
-        yield unique, values[first]
+        if len(pieces) == 1:
+            yield ids, values
+        else:
+            unique, first = np.unique(ids, return_index=True)  # the first of equals is the newest
+            yield unique, values[first]
         starts = ends
 
 
-def _range_end(tables: Sequence[Rows], starts: Sequence[int]) -> int:
-    """An id up to which at most `_ROWS_AT_ONCE` rows of each table follow, and of one of them so many."""
+def _range_end(tables: Sequence[SortedRows], starts: Sequence[int]) -> int:
+    """An id up to which few enough rows follow: of one table its share of `_ROWS_AT_ONCE`, of no one more."""
+    share = max(1, _ROWS_AT_ONCE // len(tables))
     ends = [
-        int(table.ids[start + _ROWS_AT_ONCE])
+        int(table.ids[start + share])
         for table, start in zip(tables, starts, strict=True)
-        if start + _ROWS_AT_ONCE < len(table.ids)
+        if start + share < len(table.ids)
     ]
     return min(ends, default=1 << 62)

@@ -17,7 +17,7 @@ shrink.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -119,8 +119,49 @@ class PackedRows:
         return self[:].astype(dtype or self.dtype, copy=False)
 
 
-RowValues = Array | PackedRows
-"""Rows in memory or in a map of a file, or packed."""
+class SlicedRows:
+    """Rows that lie in several arrays, one behind another; asked for by slice or by places."""
+
+    def __init__(self, parts: Sequence[Array]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+        self.dtype = parts[0].dtype
+        self.shape = (int(self._ends[-1]), *parts[0].shape[1:])
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, which: slice | Array) -> Array:
+        if isinstance(which, slice):
+            start, stop, step = which.indices(len(self))
+            if start >= stop:
+                return np.empty((0, *self.shape[1:]), self.dtype)
+            first, last = np.searchsorted(self._ends, (start, stop - 1), side="right")
+            if first == last and step == 1:  # a view
+                before = self._before(int(first))
+                return np.asarray(self._parts[first][start - before : stop - before])
+            which = np.arange(start, stop, step)
+        places = np.asarray(which)
+        rows = np.empty((len(places), *self.shape[1:]), self.dtype)
+        owners = np.searchsorted(self._ends, places, side="right")
+        for number in np.unique(owners).tolist():
+            mine = owners == number
+            rows[mine] = self._parts[number][places[mine] - self._before(number)]
+        return rows
+
+    def pieces(self) -> Iterator[Array]:
+        """All rows, a bounded number at a time."""
+        return (self[start : start + _ROWS_AT_ONCE] for start in _starts(len(self)))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.asarray(np.concatenate(self._parts).astype(dtype or self.dtype, copy=False))
+
+    def _before(self, number: int) -> int:
+        return int(self._ends[number]) - len(self._parts[number])
+
+
+RowValues = Array | PackedRows | SlicedRows
+"""Rows in memory or in a map of a file, in several of them, or packed."""
 
 
 class Packing(Struct, frozen=True):

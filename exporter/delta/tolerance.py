@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from exporter.checkpoint.tensor_bundle import check_values
+from exporter.checkpoint.tensor_bundle import check_tensor
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.delta_files import read_delta, write_delta
 from exporter.delta.deviation import LeftOut, Rounded
@@ -127,7 +127,7 @@ def load_residual(
     try:
         found = read_delta(directory / f"{RESIDUAL_PREFIX}{position}-{state}", schema)
         for ref in found.catalog.tensors.values():
-            check_values(found.catalog, ref)
+            check_tensor(found.catalog, ref)
     except CheckpointError:
         return None
     header = found.header

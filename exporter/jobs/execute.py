@@ -22,6 +22,7 @@ from exporter.version import __version__
 from exporter.wire.json_documents import decoder
 
 OPERATIONS = {
+    "merge": "exporter.delta.merge_task:Merge",
     "compare": "exporter.delta.compare_task:Compare",
     "checksum": "exporter.verify.checksum:Checksum",
     "move": "exporter.bundle.move:Move",

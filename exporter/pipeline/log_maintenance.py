@@ -32,29 +32,28 @@ the canary is judged again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.delta.format import Delta
+from exporter.delta.format import DeltaHeader
 from exporter.delta.invert import restoring
-from exporter.delta.merge import merge_changes
+from exporter.delta.merge_deltas import DeltaMerger
 from exporter.delta.spans import Position, Span, SpanLike, merge_due, merged, plan_chain
 from exporter.errors import (
-    CheckpointError,
     ManifestError,
     ModelHeld,
     PositionError,
     PositionMoved,
-    VerificationError,
 )
 from exporter.files import remove_tree, writing
-from exporter.options import DeltaDtype
+from exporter.layout import DELTA_NAME
+from exporter.options import DeltaDtype, Jobs
 from exporter.pipeline import republish
+from exporter.pipeline.merge_runner import runner_for
 from exporter.pipeline.republish import RollbackPlan, RollbackResult
 from exporter.pipeline.restoration import (
     Restoration,
@@ -65,18 +64,17 @@ from exporter.pipeline.restoration import (
     rollback_plan,
     since,
 )
+from exporter.pipeline.undisturbed import undisturbed
+from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import PublishedDelta as Published
 from exporter.publish.commit import Staging, UnderLock, model_lock, next_delta_position
-from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
-from exporter.publish.delta_publication import Publication, publish_changes
+from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, read_log
+from exporter.publish.delta_publication import Publication, header_of, publish_changes, publish_written
 from exporter.publish.log_entries import DeltaOrigin
 from exporter.publish.permission import binding
 from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
 
-T = TypeVar("T")
-
-RACE_SECONDS = 60.0
-"""How long an operator's command tries again while others remove what it reads."""
+LOCALLY = Jobs()
 
 
 class Merged(Struct, frozen=True):
@@ -84,6 +82,7 @@ class Merged(Struct, frozen=True):
 
     parts: tuple[LogDelta, ...]
     published: Published
+    tasks: int
 
     @property
     def path(self) -> Path:
@@ -96,7 +95,13 @@ class Merged(Struct, frozen=True):
         return merged(self.parts)
 
 
-def merge(model: Path, start: int | None = None, end: int | None = None) -> Merged | None:
+def merge(
+    model: Path,
+    start: int | None = None,
+    end: int | None = None,
+    jobs: Jobs = LOCALLY,
+    progress: ProgressFactory = no_progress,
+) -> Merged | None:
     """Merge the deltas that lead from `start` (by default the newest base) to `end` (by default the newest).
 
     None if a single delta, or none, leads there.
@@ -109,20 +114,23 @@ def merge(model: Path, start: int | None = None, end: int | None = None) -> Merg
 
     def merge_all(log: DeltaLog) -> Merged | None:
         run = _run(log, start, end)
-        return None if len(run) < 2 else merge_run(log, run)
+        return None if len(run) < 2 else merge_run(log, run, jobs, progress)
 
     return undisturbed(model, merge_all)
 
 
 class Merging(Struct, frozen=True):
-    """A merger as it is planned: the deltas that become one, and its place."""
+    """A merger as it is planned: the deltas that become one, its place, and how many tasks write it."""
 
     parts: tuple[LogDelta, ...]
     span: Span
     path: Path
+    tasks: int
 
 
-def plan_merge(model: Path, start: int | None = None, end: int | None = None) -> Merging | None:
+def plan_merge(
+    model: Path, start: int | None = None, end: int | None = None, jobs: Jobs = LOCALLY
+) -> Merging | None:
     """What `merge` would do now; the deltas are read and checked, and nothing is written.
 
     Raises:
@@ -138,7 +146,9 @@ def plan_merge(model: Path, start: int | None = None, end: int | None = None) ->
         span = merged(run)
         _require_on_way(model, span)
         path = delta_path(log, span)
-        return None if path.exists() else Merging(run, span, path)
+        if path.exists():
+            return None
+        return Merging(run, span, path, _merger(log, run, path, jobs)[0].tasks)
 
     return undisturbed(model, plan)
 
@@ -147,50 +157,38 @@ def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, .
     return log.chain(log.base.at.position if start is None else start, end)
 
 
-def undisturbed(
-    model: Path, action: Callable[[DeltaLog], T], *, clock: Callable[[], float] = time.monotonic
-) -> T:
-    """What an operator's command does with a log, again if others removed what it was reading.
-
-    Raises:
-        PositionMoved: they did so again and again, for `RACE_SECONDS`.
-        ExportError: as `action`.
-    """
-    deadline = clock() + RACE_SECONDS
-    while True:
-        log = read_log(model)
-        try:
-            return action(log)
-        except (CheckpointError, PositionMoved, VerificationError) as error:
-            if not isinstance(error, PositionMoved) and all(delta.path.exists() for delta in log.deltas):
-                raise
-            if clock() >= deadline:
-                what = f"others published and tidied under {model} for {RACE_SECONDS:g} s"
-                raise PositionMoved(
-                    f"{what}: it could not be read in between", cause=error.message
-                ) from error
-
-
-def merge_run(log: DeltaLog, run: Sequence[LogDelta]) -> Merged | None:
+def merge_run(
+    log: DeltaLog, run: Sequence[LogDelta], jobs: Jobs = LOCALLY, progress: ProgressFactory = no_progress
+) -> Merged | None:
     """Merge neighbouring deltas; None if their merger is published already."""
-    newest = run[-1]
-    with Staging(log.model) as staging, writing(staging.path):
-        opened = [log.open(delta) for delta in run]
-        changes = merge_changes([delta.changes for delta in opened], log.schema, _scratch(staging))
-        span = merged(run)
-        what = Publication(
-            span,
-            newest.at.step,
-            DeltaOrigin.MERGE,
-            newest.entry.trained,
-            packing=_packing(opened),
-            state=newest.manifest.state_id,
-        )
-        how = UnderLock(permit=lambda: _require_on_way(log.model, span))
+    with Staging(log.model) as staging, writing(staging.path), ExitStack() as stack:
+        merger, what = _merger(log, run, staging.path, jobs)
+        with progress("merging", merger.bytes_) as bar:
+            rows = merger.write(stack, runner_for(jobs, log.model, merger.tasks), bar)
+        how = UnderLock(permit=lambda: _require_on_way(log.model, what.span))
         try:
-            return Merged(tuple(run), publish_changes(log, staging, changes, what, last=None, under_lock=how))
+            published = publish_written(log, staging, rows, what, last=None, under_lock=how)
         except PositionMoved:
             return None
+        return Merged(tuple(run), published, merger.tasks)
+
+
+def _merger(
+    log: DeltaLog, run: Sequence[LogDelta], directory: Path, jobs: Jobs
+) -> tuple[DeltaMerger, Publication]:
+    """What writes the merger of deltas into a directory, and what it says of itself."""
+    newest, parts = run[-1], [log.tensors(delta) for delta in run]
+    what = Publication(
+        merged(run),
+        newest.at.step,
+        DeltaOrigin.MERGE,
+        newest.entry.trained,
+        packing=_packing(part.header for part in parts),
+        state=newest.manifest.state_id,
+    )
+    header, hint = header_of(log, what), BROKEN_LOG_HINT
+    prefix = directory / DELTA_NAME
+    return DeltaMerger(prefix, log.schema, header, parts, task_bytes=jobs.task_bytes, hint=hint), what
 
 
 def _require_on_way(model: Path, span: Span) -> None:
@@ -379,7 +377,7 @@ def _restore(log: DeltaLog, staging: Staging, restoration: Restoration) -> Publi
         trained,
         back_to=to,
         before=last if restoration.before is None else restoration.before,
-        packing=_packing(taken_back),
+        packing=_packing(delta.header for delta in taken_back),
         reason=restoration.reason,
         canary=restoration.canary,
     )
@@ -387,9 +385,9 @@ def _restore(log: DeltaLog, staging: Staging, restoration: Restoration) -> Publi
     return publish_changes(log, staging, changes, what, last=last, under_lock=how)
 
 
-def _packing(deltas: Sequence[Delta]) -> DeltaDtype | None:
+def _packing(headers: Iterable[DeltaHeader]) -> DeltaDtype | None:
     """How the newest of these that is packed is: what is made of them holds rows that pack so, too."""
-    return next((delta.header.packing for delta in reversed(deltas) if delta.header.packing), None)
+    return next((header.packing for header in reversed(list(headers)) if header.packing), None)
 
 
 def _scratch(staging: Staging) -> Path:

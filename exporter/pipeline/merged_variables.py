@@ -1,4 +1,4 @@
-"""Write the variables of a base anew, with changes laid over them: merged deltas, or increments."""
+"""Write the variables of a base anew, with a trainer's increments laid over them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ def write_merged(mapping_spec: MappingSpec, schema: Schema, state: Snapshot, bun
                 if variable.kind is ChangeKind.DENSE:
                     writer.add(source.key, state.whole(variable.name), part.part)
                 else:
-                    rows = _rows(state, variable)
+                    rows = row_blocks(state, variable)
                     writer.add_chunks(source.key, variable.dtype, variable.shape, rows, part.part)
 
 
-def _rows(state: Snapshot, variable: ServedVariable) -> Iterator[Array]:
+def row_blocks(state: Snapshot, variable: ServedVariable) -> Iterator[Array]:
+    """The rows of a table, a bounded number at a time."""
     row_bytes = max(1, int(np.prod(variable.shape[1:])) * variable.dtype.numpy.itemsize)
     step = max(1, _CHUNK_BYTES // row_bytes)
     for start in range(0, variable.shape[0], step):

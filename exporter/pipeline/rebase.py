@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.spans import Position
-from exporter.errors import ManifestError
+from exporter.errors import CorruptFile, ManifestError
 from exporter.files import copy_file, writing
 from exporter.graph.saved_model import read_saved_model
 from exporter.layout import (
@@ -26,10 +28,14 @@ from exporter.layout import (
     UPDATABLE_FILE,
     VARIABLES_PREFIX,
 )
-from exporter.pipeline.log_maintenance import undisturbed
-from exporter.pipeline.merged_variables import write_merged
+from exporter.options import Jobs
+from exporter.pipeline.log_maintenance import LOCALLY
+from exporter.pipeline.merge_runner import runner_for
+from exporter.pipeline.merged_base import BaseMerger
+from exporter.pipeline.undisturbed import undisturbed
+from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import Published, ReservedPosition, Staging, publish_version
-from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta
+from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta
 from exporter.publish.manifest import ManifestDraft, tensor_entries
 from exporter.publish.permission import Permission
 from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
@@ -43,21 +49,23 @@ FIRST_POSITION = "first_position"
 
 
 class Rebased(Struct, frozen=True):
-    """The new base, and how many deltas it holds."""
+    """The new base, how many deltas it holds, and how many tasks wrote it."""
 
     published: Published
     deltas: int
+    tasks: int
 
 
 class Rebasing(Struct, frozen=True):
-    """A new base as it is planned: its place, where it stands, and how many deltas it will hold."""
+    """A new base as it is planned: its place, where it stands, the deltas that it will hold, and tasks."""
 
     path: Path
     at: Position
     deltas: int
+    tasks: int
 
 
-def plan_rebase(model: Path, *, despite_hold: bool = False) -> Rebasing | None:
+def plan_rebase(model: Path, *, despite_hold: bool = False, jobs: Jobs = LOCALLY) -> Rebasing | None:
     """What `rebase` would do now; the deltas are read and checked, the base's values are not.
 
     Raises:
@@ -70,13 +78,21 @@ def plan_rebase(model: Path, *, despite_hold: bool = False) -> Rebasing | None:
         if log.base.at.position >= at.position:
             return None
         log.state(at.position)
-        deltas = len(log.chain(log.base.at.position, at.position))
-        return Rebasing(model / str(at.position), at, deltas)
+        chain = log.chain(log.base.at.position, at.position)
+        path = model / str(at.position)
+        return Rebasing(path, at, len(chain), _merger(log, chain, path, jobs).tasks)
 
     return undisturbed(model, plan)
 
 
-def rebase(model: Path, *, keep: int | None = None, despite_hold: bool = False) -> Rebased | None:
+def rebase(
+    model: Path,
+    *,
+    keep: int | None = None,
+    despite_hold: bool = False,
+    jobs: Jobs = LOCALLY,
+    progress: ProgressFactory = no_progress,
+) -> Rebased | None:
     """Publish a base at the newest position of the log; None if the newest base stands there already.
 
     Deltas that are published meanwhile lead on from it. Servers load a base by themselves: under a canary's
@@ -90,18 +106,30 @@ def rebase(model: Path, *, keep: int | None = None, despite_hold: bool = False) 
     """
     permission = Permission(despite_hold)
     permission.check(model, takes_deltas=True)
-    return undisturbed(model, lambda log: _rebase(log, keep, permission))
+    return undisturbed(model, lambda log: _rebase(log, keep, permission, jobs, progress))
 
 
-def _rebase(log: DeltaLog, keep: int | None, permission: Permission) -> Rebased | None:
+def _rebase(
+    log: DeltaLog,
+    keep: int | None,
+    permission: Permission,
+    jobs: Jobs = LOCALLY,
+    progress: ProgressFactory = no_progress,
+) -> Rebased | None:
     model, base, newest = log.model, log.base, _newest_approved(log)
     at, trained = newest.at, newest.entry.trained
     if base.at.position >= at.position:
         return None
     chain = log.chain(base.at.position, at.position)
-    verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))
-    with Staging(model) as staging, writing(staging.path):
-        write_merged(base.entry.mapping_spec, log.schema, log.state(at.position), staging.path)
+    with Staging(model) as staging, writing(staging.path), ExitStack() as stack:
+        merger = _merger(log, chain, staging.path, jobs)
+        with progress("merging", merger.bytes_) as bar:
+            try:
+                runner = runner_for(jobs, model, merger.tasks)
+                merger.write(stack, runner, lambda: log.state(at.position), bar)
+            except CorruptFile:
+                verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))  # says what is wrong with a base
+                raise
         _copy_graph(base.path, staging.path, at.position, at.step or 0)
         catalog = read_catalog(staging.path / VARIABLES_PREFIX)
         verify_files(staging.path, tensor_entries(catalog))
@@ -116,7 +144,20 @@ def _rebase(log: DeltaLog, keep: int | None, permission: Permission) -> Rebased 
         )
         place = ReservedPosition(at.position, last=at.position, is_passed=True)
         published = publish_version(staging, draft, place=place, keep=keep, permission=permission)
-        return Rebased(published, len(chain))
+        return Rebased(published, len(chain), merger.tasks)
+
+
+def _merger(log: DeltaLog, chain: Sequence[LogDelta], bundle: Path, jobs: Jobs) -> BaseMerger:
+    """What writes the variables of the log's base with deltas laid over them."""
+    return BaseMerger(
+        bundle,
+        log.base.entry.mapping_spec,
+        log.schema,
+        log.base.stored(),
+        [log.tensors(delta) for delta in chain],
+        task_bytes=jobs.task_bytes,
+        hint=BROKEN_LOG_HINT,
+    )
 
 
 def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:

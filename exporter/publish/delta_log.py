@@ -17,8 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.tensor_bundle import check_values, read_catalog
-from exporter.delta.delta_files import read_delta
+from exporter.checkpoint.tensor_bundle import check_tensor, read_catalog
+from exporter.delta.delta_files import DeltaTensors, read_tensors, with_values
 from exporter.delta.format import Delta, Schema, log_name, span_name
 from exporter.delta.row_reader import RowReader, served_in
 from exporter.delta.snapshot import Snapshot
@@ -216,7 +216,23 @@ class DeltaLog(Struct, frozen=True, dict=True):
             raise
 
     def _open(self, delta: LogDelta) -> Delta:
-        found = read_delta(delta.path / DELTA_NAME, self.schema)
+        return with_values(self._tensors(delta), self.schema)
+
+    def tensors(self, delta: LogDelta) -> DeltaTensors:
+        """The delta's tensors, whose values are not read.
+
+        Raises:
+            CheckpointError: it is damaged, see errors.py.
+            ForeignLineage, SchemaChanged: it is of another log.
+        """
+        try:
+            return self._tensors(delta)
+        except CheckpointError as error:
+            error.hint = BROKEN_LOG_HINT
+            raise
+
+    def _tensors(self, delta: LogDelta) -> DeltaTensors:
+        found = read_tensors(delta.path / DELTA_NAME, self.schema)
         header = found.header
         if (header.from_position, header.to_position) != (delta.start, delta.end):
             raise CorruptFile(f"{delta.path} leads from {header.from_position} to {header.to_position}")
@@ -291,7 +307,7 @@ def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) ->
     if only is not None:
         names = {key for variable in schema.variables if variable.name in only for key in variable.keys}
     for name in names:
-        check_values(delta.catalog, delta.catalog.tensors[name])
+        check_tensor(delta.catalog, delta.catalog.tensors[name])
 
 
 def _check_listed(catalog: Catalog, manifest: Manifest) -> None:

@@ -43,6 +43,20 @@ class Publication(Struct, frozen=True):
     canary: bool = False
 
 
+def header_of(log: DeltaLog, what: Publication) -> DeltaHeader:
+    """What the delta says of itself in its files."""
+    span = what.span
+    return DeltaHeader(
+        log.lineage,
+        log.schema.digest,
+        span.start,
+        span.end,
+        what.step or 0,
+        exact_base=span.exact_base,
+        packing=what.packing,
+    )
+
+
 def publish_changes(
     log: DeltaLog,
     staging: Staging,
@@ -60,24 +74,30 @@ def publish_changes(
     Raises:
         PositionMoved, TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
     """
-    span, trained = what.span, what.trained
-    header = DeltaHeader(
-        log.lineage,
-        log.schema.digest,
-        span.start,
-        span.end,
-        what.step or 0,
-        exact_base=span.exact_base,
-        packing=what.packing,
-    )
-    prefix = staging.path / DELTA_NAME
     with writing(staging.path):
-        write_delta(prefix, log.schema, header, changes)
-    written = read_catalog(prefix)
+        write_delta(staging.path / DELTA_NAME, log.schema, header_of(log, what), changes)
     if check is not None:
-        check(written)
+        check(read_catalog(staging.path / DELTA_NAME))
+    return publish_written(log, staging, count_rows(changes), what, last=last, under_lock=under_lock)
+
+
+def publish_written(
+    log: DeltaLog,
+    staging: Staging,
+    rows: int,
+    what: Publication,
+    *,
+    last: int | None,
+    under_lock: UnderLock = TAKING_THE_LOCK,
+) -> PublishedDelta:
+    """Publish the delta of so many rows that lies in a staging directory, with `header_of` as its header.
+
+    Raises:
+        PositionMoved, TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
+    """
+    span, trained = what.span, what.trained
     draft = ManifestDraft(
-        tensors=tensor_entries(written),
+        tensors=tensor_entries(read_catalog(staging.path / DELTA_NAME)),
         source=Origin(log.base.manifest.source.directory, trained.checkpoint.name),
         exporter=__version__,
         step=what.step,
@@ -88,7 +108,7 @@ def publish_changes(
             log=log.base.entry.log,
             schema=log.schema.digest,
             made=what.made,
-            rows=count_rows(changes),
+            rows=rows,
             trained=trained,
             parts=span.merged_count,
             exact_base=span.exact_base,

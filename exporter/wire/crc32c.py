@@ -59,12 +59,12 @@ def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
         yield chunk
 
 
-def read_into(fd: int, offset: int, buffer: Bytes) -> int:
+def read_into(fd: int, offset: int, buffer: Bytes, crc: int = 0) -> int:
     """Fill a buffer from an open file from `offset`; ends early where the file does.
 
-    The plain crc32c of what was read, taken while it is in a core's cache.
+    The plain crc32c of what `crc` covers followed by what was read, taken while it is in a core's cache.
     """
-    crc = position = 0
+    position = 0
     while position < len(buffer):
         count = os.preadv(fd, [buffer.data[position : position + CHUNK]], offset + position)
         if not count:

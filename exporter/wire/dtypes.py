@@ -94,3 +94,25 @@ def _numpy(dtype: DType) -> np.dtype[Any]:
 
         dtype_ = np.dtype(getattr(ml_dtypes, name))
     return dtype_
+
+
+# RestoreV2 joins and cuts slices of these types alone; of others it reads a slice only as it is stored
+# (HANDLE_COPY in BundleReader::GetSliceValue, tensorflow/core/util/tensor_bundle/tensor_bundle.cc).
+JOINABLE = {
+    DType.FLOAT,
+    DType.DOUBLE,
+    DType.BFLOAT16,
+    DType.INT8,
+    DType.INT16,
+    DType.INT32,
+    DType.INT64,
+    DType.UINT8,
+    DType.BOOL,
+    DType.COMPLEX64,
+    DType.COMPLEX128,
+    DType.QINT8,
+    DType.QUINT8,
+    DType.QINT32,
+    DType.INT4,
+    DType.UINT4,
+}

@@ -28,6 +28,8 @@ class Merge(Struct, frozen=True, kw_only=True):
     """The directories of the deltas that it holds."""
     bytes: int | None = None
     """The size of its files; null while it is not written."""
+    tasks: int = 0
+    """How many tasks write it."""
 
 
 class Rebase(Struct, frozen=True, kw_only=True):
@@ -45,6 +47,8 @@ class Rebase(Struct, frozen=True, kw_only=True):
     """The training step of its values."""
     deltas: int | None = None
     """How many deltas were merged with the base before."""
+    tasks: int = 0
+    """How many tasks write its values."""
     versions_removed: Sequence[int] | None = None
     """Versions that `--keep` removed; null while that is not decided."""
     versions_kept: Sequence[KeptVersion] | None = None

@@ -1,0 +1,27 @@
+"""Divide work into tasks of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+WHOLE, DIVIDED = 16, 4
+"""A table of more bytes than this many tasks read is divided into pieces of so many: a server reads a table
+faster in one piece, and two workers write one faster in two."""
+
+
+def batches(pieces: Iterable[T], most: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Neighbouring pieces of at most so many bytes together, or one that has more."""
+    batch: list[T] = []
+    size = 0
+    for piece in pieces:
+        more = size_of(piece)
+        if batch and size + more > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += more
+    if batch:
+        yield batch

@@ -1,0 +1,32 @@
+"""Bytes that a task writes one after another, and their checksum."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from exporter.wire import crc32c
+
+Array = np.ndarray[Any, Any]
+
+
+class WrittenRun:
+    """A place in a file that fills from its beginning, and the checksum of what was written."""
+
+    def __init__(self, descriptor: int, offset: int) -> None:
+        self._descriptor = descriptor
+        self._offset = offset
+        self.crc = 0
+
+    def write(self, values: Array) -> None:
+        """Append values."""
+        view = np.ascontiguousarray(values).reshape(-1).view(np.uint8)  # no copy of what lies in order
+        view.flags.writeable = False  # or crc32c refuses it
+        self.crc = crc32c.extend(self.crc, view)
+        data = view.data
+        while data:
+            written = os.pwrite(self._descriptor, data, self._offset)
+            self._offset += written
+            data = data[written:]
