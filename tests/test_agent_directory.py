@@ -12,6 +12,7 @@ from exporter.publish.retention import retire_deltas
 from serving.agent import directory
 from serving.agent.directory import ModelDirectory
 from serving.agent.publications import changes
+from serving.agent.view import stands_at
 from tests.support.setting import Setting, followed
 
 
@@ -63,7 +64,12 @@ def test_another_model_without_deltas_lacks_none(tmp_path: Path) -> None:
     for name in ("model", "train"):
         (tmp_path / name).rename(tmp_path / f"{name}-before")
     followed(tmp_path, (), published=0)
-    assert not known.read().problem
+    found = known.read()
+    assert not found.problem
+    assert found.newest_log is not None
+    assert stands_at(found.newest_log) == found.newest_log.base > found.newest_log.newest, (
+        "nothing but a base"
+    )
 
 
 def test_locks_and_what_is_staged_wake_nobody(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from exporter.cli.documents import logs as documents
 from exporter.cli.log_commands import ModelArgument
 from exporter.local_paths import checkpoint_parser
+from exporter.storage.url import Url
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
 from exporter.terminal.markup import escape, labelled
 from exporter.terminal.output import Output
@@ -159,7 +160,7 @@ def _lines(
     at = f", position {found.at}" if found.at else ""
     yield labelled("model", f"{seen.model}: {count(found.versions, 'version')}{deltas}{at}")
     asked = [
-        *([f"checkpoints in {ckpt_dir}"] if ckpt_dir else []),
+        *([f"checkpoints in {Url.parse(str(ckpt_dir)) or ckpt_dir}"] if ckpt_dir else []),
         *(replica.address for replica in replicas),
     ]
     if asked:

@@ -246,7 +246,8 @@ def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
         lines.append(labelled("new base", "the base and all deltas, unless the newest base stands there"))
     sink.result(_document(planned, status, dry_run=True), lines)
     for note in planned.notes:
-        sink.note(f"note: {note}")
+        if note != planned.goes_back:  # which is among the lines
+            sink.note(f"note: {note}")
 
 
 def _dry_run_base(request: ExportRequest, sink: Output) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -190,20 +190,25 @@ def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: da
     decided = published.decided()
     workers = fleet.workers_of(publications.model.name)
     observed = [worker.observed for worker in workers]
-    newest = _newest_log(workers, published)
+    log = published.newest_log
     return ModelView(
         publications.model.name,
         str(publications.model.path),
         published.problem,
         published.newest_version,
-        None if newest is None or newest.newest < 0 else newest.newest,
-        None if newest is None else newest.limit,
+        None if log is None else stands_at(log),
+        None if log is None else log.limit,
         rollout.quarantined(observed, decided),
         rollout.needs_base(observed, decided),
         tuple(_replica(worker, publications.directory, now) for worker in workers),
         _canary(canaries, publications, now),
-        None if published.newest_log is None else published.newest_log.rollback,
+        None if log is None else log.rollback,
     )
+
+
+def stands_at(log: rollout.PublishedLog) -> int:
+    """Where somebody is who loads the newest base of a log, and takes what the hold allows."""
+    return max(log.newest, log.base)
 
 
 def _canary(canaries: Canaries, publications: Publications, now: datetime) -> CanaryView | None:
@@ -240,11 +245,6 @@ def _doing(action: Action | None) -> tuple[str | None, str]:
             return None, "another agent decides, or none can"
         case _:
             return None, "decides"
-
-
-def _newest_log(workers: Sequence[Worker], published: Published) -> rollout.PublishedLog | None:
-    """The log that reaches furthest."""
-    return max(published.logs.values(), key=lambda log: log.newest, default=None)
 
 
 def _replica(worker: Worker, directory: ModelDirectory, now: datetime) -> ReplicaView:
