@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ from exporter.publish.retention import retire_deltas
 from serving.agent import directory
 from serving.agent.directory import ModelDirectory
 from serving.agent.publications import changes
-from serving.agent.view import stands_at
-from tests.support.setting import Setting, followed
+from serving.agent.rollout import Version
+from serving.agent.view import stands_at, superseded_s
+from serving.status import VersionState
+from tests.support.logs import Serving, publish_base
+from tests.support.setting import FIRST, Setting, followed
 
 
 def test_what_was_removed_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +74,31 @@ def test_another_model_without_deltas_lacks_none(tmp_path: Path) -> None:
     assert stands_at(found.newest_log) == found.newest_log.base > found.newest_log.newest, (
         "nothing but a base"
     )
+
+
+def test_a_log_that_was_begun_supersedes_versions_of_others(tmp_path: Path) -> None:
+    trainer = followed(tmp_path, range(11, 13), published=12)
+    model = Setting(tmp_path).model
+    known = ModelDirectory(model)
+    (old,) = known.read().logs.values()
+    trainer.save()
+    publish_base(trainer, Serving(), model)
+    found = known.read()
+    new = found.newest_log
+    assert new is not None
+    assert new.lineage != old.lineage
+    begun = known.begun(new.lineage)
+    assert begun is not None
+    for lineage, number, state, position, expected in (
+        (old.lineage, FIRST, VersionState.AVAILABLE, 12, 60.0),
+        ("of nowhere", new.base, VersionState.AVAILABLE, new.base, 60.0),
+        ("", FIRST - 1, VersionState.AVAILABLE, None, 60.0),  # a plain version before
+        (new.lineage, new.base, VersionState.AVAILABLE, new.base, 0.0),
+        ("", new.base + 1, VersionState.AVAILABLE, None, None),  # a plain version after
+        ("", new.base, VersionState.LOADING, None, None),
+    ):
+        version = Version(number, state, position, lineage=lineage)
+        assert superseded_s(version, found, known, begun + timedelta(seconds=60)) == expected
 
 
 def test_locks_and_what_is_staged_wake_nobody(tmp_path: Path) -> None:

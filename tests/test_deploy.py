@@ -146,7 +146,7 @@ def test_prometheus_takes_the_rules() -> None:
 
 def every_metric() -> str:
     """The text of a fleet about which everything is known."""
-    version = VersionView(1, "AVAILABLE", 5, 5, 0, 0.0, 1.0, 2.0, "")
+    version = VersionView(1, "AVAILABLE", 5, 5, 0, 0.0, 1.0, 2.0, "", 0.0)
     replica = ReplicaView("m", "h:1", True, "", (version,), Audited(5, 1), PaceView(0.1, 0.01, 0.02))
     canary = CanaryView(5, 0.0, None, "")
     model = ModelView("m", "/m", "", 1, 5, None, (), False, (replica,), canary)

@@ -76,6 +76,13 @@ class ModelDirectory:
         """What was published at a position of a log, the first of several."""
         return self._commits.get((lineage, position))
 
+    def begun(self, lineage: str) -> datetime | None:
+        """When the first of a log's bases was published that are there; None if none was read."""
+        bases = [base for _, base in list(self._bases.values()) if base is not None]
+        return min(
+            (base.manifest.created for base in bases if base.manifest.lineage == lineage), default=None
+        )
+
     def size(self, lineage: str, spans: tuple[Span, ...]) -> int:
         """The bytes of deltas that were listed."""
         known = self._deltas.get(lineage, {})

@@ -121,6 +121,12 @@ class _Standing:
             "Since the newest event that a version was trained on; absent where the trainer does not tell.",
             *by_version,
         )
+        superseded = gauge(
+            "superseded_seconds",
+            "Since a base was published that begins a new log, while the newest version that is available is "
+            "of another.",
+            *of_replica,
+        )
         pause = gauge("pause_seconds", "The pause between two deltas that pacing chose.", *of_replica)
         probes = gauge(
             "probe_p99_seconds", "The p99 of probes, by what the replica did meanwhile.", *of_replica, "state"
@@ -156,6 +162,8 @@ class _Standing:
                     ):
                         if seconds is not None:
                             probes.add_metric([model.name, replica.address, state], seconds)
+                if replica.served is not None and replica.served.superseded_s is not None:
+                    superseded.add_metric([model.name, replica.address], replica.served.superseded_s)
                 for version in replica.versions:
                     labels = [model.name, replica.address, str(version.number)]
                     for metric, value in (
@@ -169,5 +177,5 @@ class _Standing:
                         if value is not None:
                             metric.add_metric(labels, value)
         yield from (visible, published, wanted, quarantined, worst, oldest, last_event, up, right)
-        yield from (position, step, behind, stale, age, event_age, pause, probes)
+        yield from (position, step, behind, stale, age, event_age, superseded, pause, probes)
         yield from (rolled_back, waiting, approved, failing)

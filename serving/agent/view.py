@@ -24,7 +24,9 @@ class VersionView(Struct, frozen=True):
 
     `served_age_s`: since what it serves was published. `event_age_s`: since the newest event happened that it
     was trained on, None if the trainer does not tell. `stale_s`: since the oldest delta was published that
-    it has yet to take, 0 if there is none. None where a version takes no deltas, or nobody knows.
+    it has yet to take, 0 if there is none. `superseded_s`: since a log was begun that goes on instead of this
+    version's, so that only another version can be fresh; 0 if it is of the log that goes on. None where a
+    version takes no deltas, or nobody knows.
     """
 
     number: int
@@ -36,6 +38,7 @@ class VersionView(Struct, frozen=True):
     served_age_s: float | None
     event_age_s: float | None
     message: str
+    superseded_s: float | None = None
 
 
 class PaceView(Struct, frozen=True):
@@ -294,7 +297,24 @@ def _version(version: Version, published: Published, directory: ModelDirectory, 
         served_age,
         event_age,
         version.message,
+        superseded_s(version, published, directory, now),
     )
+
+
+def superseded_s(
+    version: Version, published: Published, directory: ModelDirectory, now: datetime
+) -> float | None:
+    """See `VersionView`."""
+    newest = published.newest_log
+    if newest is None or version.state is not VersionState.AVAILABLE:
+        return None
+    if version.lineage == newest.lineage:
+        return 0.0
+    is_of_no_log = version.position is not None and version.lineage not in published.logs
+    begun = directory.begun(newest.lineage)
+    if begun is None or not (is_of_no_log or version.number <= newest.base):
+        return None
+    return _since(begun, now)
 
 
 def _since(created: datetime, now: datetime) -> float:
