@@ -121,28 +121,29 @@ class Unchanged(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Path, tuple[tuple[int, ...], T]] = {}
+        self._kept: dict[str, tuple[tuple[int, ...], T]] = {}
         self._bytes = 0
 
-    def of(self, path: Path, read: Callable[[], T]) -> T:
+    def of(self, path: str | Path, read: Callable[[Path], T]) -> T:
         """What `read` makes of a file, or made of it before: then the file is not even opened.
 
         Of a symbolic link, the file that it leads to counts.
         """
         try:
-            found = path.stat()
+            found = os.stat(path)  # noqa: PTH116  a `Path` costs more than the call, and there are thousands
         except OSError:
-            return read()  # which says what is wrong
+            return read(Path(path))  # which says what is wrong
+        name = os.fspath(path)
         looks = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        kept = self._kept.get(path)
+        kept = self._kept.get(name)
         if kept is not None and kept[0] == looks:
             return kept[1]
-        value = read()
+        value = read(Path(path))
         is_settled = time.time_ns() - max(looks[-2:]) > _SETTLED_NS
         if is_settled and found.st_size <= _MOST_KEPT_BYTES // 16:
             if self._bytes + found.st_size > _MOST_KEPT_BYTES:
                 self._kept, self._bytes = {}, 0
-            self._kept[path] = (looks, value)
+            self._kept[name] = (looks, value)
             self._bytes += found.st_size
         return value
 

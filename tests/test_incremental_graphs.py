@@ -17,10 +17,12 @@ from msgspec.structs import replace
 from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta.format import Rows
 from exporter.errors import NotServable
+from exporter.graph.editor import _merge_constants
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.options import Isolation
 from exporter.subgraph.make_updatable import make_updatable, schema_of
+from exporter.wire.protos import message_class
 from tests.support.graph_runs import v1_graph
 from tests.support.trained import export, inference_graph, train
 from tests.support.updatable import (
@@ -506,3 +508,16 @@ def test_an_update_has_few_nodes_for_each_table(tmp_path: Path) -> None:
         return sum(len(f.node_def) for f in library if f.signature.name.startswith("incremental_update"))
 
     assert nodes(30) - nodes(10) <= 20 * 28
+
+
+def test_constants_that_a_function_returns_stay_defined() -> None:
+    """Equal constants become one, also where there are many and several of them are results."""
+    function = message_class("FunctionDef")()
+    for number in range(60):
+        node = function.node_def.add(name=f"Const_{number}", op="Const")
+        node.attr["value"].tensor.int_val.append(number % 2)
+        function.ret[f"const_{number}"] = f"Const_{number}:output:0"
+    _merge_constants(function)
+    assert {node.name for node in function.node_def} == {"Const_0", "Const_1"}
+    assert {reference.partition(":")[0] for reference in function.ret.values()} == {"Const_0", "Const_1"}
+    assert len(function.ret) == 60

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import ml_dtypes
@@ -336,6 +339,55 @@ def test_a_damaged_merged_delta_is_gone_around(server: Loaded, model: Model) -> 
     damage(model.publish(100, 120, random_changes(model.schema, seed=1)), "truncated data")
     assert server.update()["status"] == "current: at 120"
     assert_holds(server, model, 120)
+
+
+def test_a_damaged_step_is_gone_around(server: Loaded, model: Model) -> None:
+    """Also where it is the one delta that leads from here to the position that is asked for."""
+    model.evolve(100, 110)
+    model.evolve(110, 120)
+    damage(model.publish(100, 120, random_changes(model.schema, seed=1)), "truncated data")
+    assert server.update(120) == {
+        "position": 120,
+        "step": 1200,
+        "rows": 20,
+        "deltas": 2,
+        "status": "reached: 120",
+    }
+    assert_holds(server, model, 120)
+
+
+@contextmanager
+def listings(directory: Path) -> Iterator[Callable[[], int]]:
+    """Tells how often a directory was listed since it was last asked; the kernel says so."""
+    libc = ctypes.CDLL(None)
+    events = libc.inotify_init1(os.O_NONBLOCK)
+    libc.inotify_add_watch(events, os.fsencode(directory), 0x1)  # IN_ACCESS of <sys/inotify.h>
+
+    def count() -> int:
+        try:
+            return len(os.read(events, 1 << 16)) // 16
+        except BlockingIOError:
+            return 0
+
+    try:
+        yield count
+    finally:
+        os.close(events)
+
+
+def test_a_step_to_a_named_position_lists_nothing(server: Loaded, model: Model) -> None:
+    """Its cost does not grow with the deltas that are kept."""
+    for start in (100, 110, 120, 130):
+        model.evolve(start, start + 10)
+    server.update(110)
+    with listings(model.log) as listed:
+        assert server.update(120)["deltas"] == 1
+        assert listed() == 0
+        assert server.update(140)["deltas"] == 2, "no single delta leads there"
+        assert listed() > 0
+        assert server.update()["status"] == "current: at 140"
+        assert listed() > 0
+    assert_holds(server, model, 140)
 
 
 def test_a_chain_stops_before_its_damaged_end(server: Loaded, model: Model) -> None:

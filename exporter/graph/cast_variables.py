@@ -85,7 +85,7 @@ class _FunctionBody(Struct):
             for position, reference in enumerate(consumer.input):
                 if reference.startswith(before):
                     consumer.input[position] = after + reference.removeprefix(before)
-        for name, reference in self.function.ret.items():
+        for name, reference in dict(self.function.ret).items():
             if reference.startswith(before):
                 self.function.ret[name] = after + reference.removeprefix(before)
 

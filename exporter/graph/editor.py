@@ -195,7 +195,7 @@ def _merge_constants(function: Proto) -> None:
     for node in nodes:
         for index, reference in enumerate(node.input):
             node.input[index] = _with_producer(reference, merged)
-    for name, reference in function.ret.items():
+    for name, reference in dict(function.ret).items():  # a map that is written to must not be iterated over
         function.ret[name] = _with_producer(reference, merged)
     kept_nodes = [type(node).FromString(node.SerializeToString()) for node in nodes]
     del function.node_def[:]

@@ -122,7 +122,7 @@ def require_function(found: BuilderFile, where: str, name: str) -> None:
     Raises:
         BuilderError: it is not there, or the file is no Python.
     """
-    bound, functions = _bound.of(found.path, lambda: _bound_names(_parse(found.path)))
+    bound, functions = _bound.of(found.path, lambda path: _bound_names(_parse(path)))
     if bound is not None and name.split(".")[0] not in bound:
         raise no_function(where, name, functions)
 

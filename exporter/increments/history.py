@@ -31,7 +31,8 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
+from heapq import nlargest
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
@@ -148,6 +149,10 @@ class History(Struct, frozen=True, dict=True):
         """The highest generation so far, 0 without increments."""
         return max((stored.increment.generation for stored in self.increments), default=0)
 
+    def written_last(self, count: int) -> list[StoredIncrement]:
+        """The increments that were written last."""
+        return nlargest(count, self.increments, lambda s: (s.increment.generation, s.increment.to_step))
+
     def find(self, increment: str) -> StoredIncrement | None:
         """The increment with an id."""
         return self._by_id.get(increment)
@@ -155,6 +160,10 @@ class History(Struct, frozen=True, dict=True):
     def markers_of(self, checkpoint: CheckpointId) -> tuple[CheckpointMarker, ...]:
         """The markers of a full checkpoint with the same content."""
         return tuple(found for found in self.markers if found.checkpoint == checkpoint)
+
+    def leads_on_from(self, checkpoint: CheckpointId) -> bool:
+        """True if an increment leads on, or may lead on, from a full checkpoint."""
+        return bool(self._children(checkpoint, surely=False))
 
     def after(self, checkpoint: CheckpointId) -> tuple[StoredIncrement, ...]:
         """The increments that lead on from a full checkpoint, in order; of two forks the younger one.
@@ -271,34 +280,31 @@ def read_history(ckpt_dir: Path) -> History:
         return History()
     except OSError as error:
         raise CheckpointError(f"cannot list {directory}", cause=str(error)) from None
-    manifests = [directory / name / MANIFEST_FILE for name in names if _NAME.fullmatch(name)]
-    markers = [directory / name for name in names if name.endswith(".json") and not name.startswith(".")]
-    return History(
-        tuple(
-            StoredIncrement(path.parent, found) for path, found in _read(manifests, _increments, from_json)
-        ),
-        tuple(found for _, found in _read(markers, _markers, CheckpointMarker.from_json)),
-    )
+    manifests = [f"{directory}/{name}/{MANIFEST_FILE}" for name in names if _NAME.fullmatch(name)]
+    markers = [f"{directory}/{name}" for name in names if name.endswith(".json") and not name.startswith(".")]
+    return History(tuple(_read(manifests, _increments, _stored)), tuple(_read(markers, _markers, _marker)))
 
 
-_increments: Unchanged[Increment] = Unchanged()
+_increments: Unchanged[StoredIncrement] = Unchanged()
 _markers: Unchanged[CheckpointMarker] = Unchanged()
 
 
-def _read(
-    paths: list[Path], known: Unchanged[T], parse: Callable[[bytes, Path], T]
-) -> Iterator[tuple[Path, T]]:
+def _read(paths: list[str], known: Unchanged[T], read: Callable[[Path], T]) -> Iterator[T]:
     """What each file that is still there holds; a watch reads them again and again."""
     for path in paths:
         try:
-            found = known.of(path, partial(_parse, parse, path))
+            found = known.of(path, read)
         except FileNotFoundError:
             continue
-        yield path, found
+        yield found
 
 
-def _parse(parse: Callable[[bytes, Path], T], path: Path) -> T:
-    return parse(_text(path), path)
+def _stored(manifest: Path) -> StoredIncrement:
+    return StoredIncrement(manifest.parent, from_json(_text(manifest), manifest))
+
+
+def _marker(path: Path) -> CheckpointMarker:
+    return CheckpointMarker.from_json(_text(path), path)
 
 
 def _text(path: Path) -> bytes:

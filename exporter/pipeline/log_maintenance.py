@@ -235,7 +235,7 @@ def tidy(
     log = read_log(model)
     if log.held.binds:  # what is held may still be taken back, delta by delta
         return (), RetiredDeltas()
-    while run := merge_due(_approved(log := read_log(model))):
+    while run := merge_due(_approved(log)):
         try:
             merger = merge_run(log, run)
         except ModelHeld:
@@ -243,6 +243,7 @@ def tidy(
         if merger is None:
             break
         done.append(merger)
+        log = read_log(model)
     if not removes:
         return tuple(done), RetiredDeltas()
     with model_lock(model):

@@ -105,7 +105,7 @@ def read_trainer(
     digest = catalog.index_digest or index_digest(catalog.prefix)
     full = CheckpointId(catalog.prefix.name, catalog.step or 0, digest)
     history = read_history(catalog.prefix.parent)
-    is_ours = bool(history.after(full) or history.markers_of(full))
+    is_ours = history.leads_on_from(full) or bool(history.markers_of(full))
     deeprec = None if is_ours else read_increment(catalog)
     if deeprec is not None:
         plan = plan_deeprec_changes(published, full, deeprec, within)
@@ -118,7 +118,7 @@ def read_trainer(
 def _is_increment_due(prefix: Path, history: History) -> bool:
     """True while the trainer, as often as it has written increments lately, may still write the next one."""
     try:
-        times = sorted(stored.path.stat().st_mtime for stored in history.increments)[-_LATELY:]
+        times = sorted(stored.path.stat().st_mtime for stored in history.written_last(_LATELY))
         age = time.time() - index_path(prefix).stat().st_mtime
     except FileNotFoundError:
         return False

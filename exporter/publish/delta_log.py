@@ -172,7 +172,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
                 found.append(base)
         return tuple(found)
 
-    @property
+    @cached_property
     def newest(self) -> LogBase | LogDelta:
         """What leads to, or is, the newest position."""
         last = max(self.deltas, key=lambda delta: (delta.end, delta.start), default=None)

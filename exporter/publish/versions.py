@@ -7,6 +7,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -27,6 +28,8 @@ _manifests: Unchanged[Manifest] = Unchanged()
 _INT64 = range(-(1 << 63), 1 << 63)
 _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 _DELTA = re.compile(r"([0-9]{20})-([0-9]{20})", re.ASCII)
+_MOST_NAMES = 1 << 16
+"""Of deltas that are parsed once: a watch lists the same thousands several times for each that it adds."""
 
 
 class VersionDir(Struct, frozen=True):
@@ -133,11 +136,11 @@ def read_manifest(directory: Path) -> Manifest:
     Raises:
         ManifestError: there is none, it cannot be read, it is too long or it is not a valid manifest.
     """
-    return _manifests.of(directory / MANIFEST_FILE, lambda: _read(directory))
+    return _manifests.of(directory / MANIFEST_FILE, _read)
 
 
-def _read(directory: Path) -> Manifest:
-    with _open_manifest(directory) as (descriptor, path):
+def _read(manifest: Path) -> Manifest:
+    with _open_manifest(manifest.parent) as (descriptor, path):
         return _parse(descriptor, path, from_json)
 
 
@@ -199,12 +202,18 @@ def delta_names(log: Path) -> list[tuple[str, int, int]]:
     A symbolic link to a directory is one, because it is one for servers: their graph cannot tell. What they
     would apply and an exporter did not see would be published a second time, with other values.
     """
-    found = []
-    for entry in _entries(log):
-        match = _DELTA.fullmatch(entry.name)
-        if match and int(match[1]) < int(match[2]) < POSITION_LIMIT and entry.is_dir():
-            found.append((entry.name, int(match[1]), int(match[2])))
-    return sorted(found, key=lambda delta: delta[1:])
+    found = [named for entry in _entries(log) if (named := _delta_named(entry.name)) and entry.is_dir()]
+    return sorted(found)  # of so many digits each, names sort as their numbers do
+
+
+@lru_cache(maxsize=_MOST_NAMES)
+def _delta_named(name: str) -> tuple[str, int, int] | None:
+    """A delta's name, and where it starts and ends; None for any other name."""
+    match = _DELTA.fullmatch(name)
+    if match is None:
+        return None
+    start, end = int(match[1]), int(match[2])
+    return (name, start, end) if start < end < POSITION_LIMIT else None
 
 
 def _delta_positions(deltas: Path) -> Iterator[int]:

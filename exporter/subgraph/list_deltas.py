@@ -35,12 +35,17 @@ class ListedDeltas(Struct, frozen=True):
     hold: Tensor
     unlisted: Tensor
 
+    @property
+    def as_list(self) -> list[Tensor]:
+        """The fields in order."""
+        return [getattr(self, name) for name in self.__struct_fields__]
+
 
 def list_published(base: Tensor, log: str) -> ListedDeltas:
     """What the directory of a log holds; whatever is not a delta's name or the hold file is ignored."""
     import tensorflow as tf
 
-    directory = tf.strings.join([base, DELTAS_DIRECTORY, log], separator="/")
+    directory = _log_directory(base, log)
     paths, hold = _list_and_hold(directory)
     ends = tf.strings.substr(tf.strings.join(["/" + _NO_DELTA, paths]), -_NAME_LENGTH - 1, _NAME_LENGTH + 1)
     listed = tf.boolean_mask(ends, tf.strings.regex_full_match(ends, _DELTA))
@@ -54,6 +59,37 @@ def list_published(base: Tensor, log: str) -> ListedDeltas:
         tf.size(paths) > 0, lambda: tf.constant(False), lambda: tf.equal(tf.size(_list(base)), 0)
     )
     return ListedDeltas(directory, names, starts, stops, hold, is_gone)
+
+
+def list_step(base: Tensor, log: str, start: Tensor, end: Tensor) -> tuple[Tensor, ListedDeltas]:
+    """Whether the delta `start-end` is published, and a listing of it alone.
+
+    For a call from `start` to the named position `end` it is what the whole log's listing would choose, at a
+    cost that does not depend on how many deltas there are. Such calls do not ask for the hold.
+    """
+    import tensorflow as tf
+
+    directory = _log_directory(base, log)
+    digits = (tf.strings.as_string(p, width=_POSITION_DIGITS, fill="0") for p in (start, end))
+    name = tf.strings.join(list(digits), separator="-")
+    whole = tf.strings.join([_within(directory, ""), name, "/" + MANIFEST_FILE])
+    in_store = tf.strings.regex_full_match(directory, _STORE)
+    paths = _match(tf.where(in_store, whole, tf.strings.regex_replace(whole, "/[^/]*$", ""))[None])
+    step = ListedDeltas(
+        directory,
+        names=tf.stack([name, _NO_DELTA]),
+        starts=tf.stack([start, tf.zeros_like(start)]),
+        ends=tf.stack([end, tf.zeros_like(end)]),
+        hold=tf.constant(NO_LIMIT, tf.int64),
+        unlisted=tf.constant(False),
+    )
+    return tf.size(paths) > 0, step
+
+
+def _log_directory(base: Tensor, log: str) -> Tensor:
+    import tensorflow as tf
+
+    return tf.strings.join([base, DELTAS_DIRECTORY, log], separator="/")
 
 
 def _list(directory: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from exporter.subgraph.list_deltas import NO_LIMIT, ListedDeltas, list_published
+from exporter.subgraph.list_deltas import NO_LIMIT, ListedDeltas, list_published, list_step
 from exporter.subgraph.read_delta import Expected, read_delta
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign
 from exporter.subgraph.turns import one_at_a_time
@@ -68,28 +68,30 @@ class UpdateProgress(Struct, frozen=True):
 class Outlook(Struct, frozen=True):
     """The situation that an update finds; `limit` is how far it may go.
 
-    `explicit` is false if it is to go as far as it can.
+    `explicit` is false if it is to go as far as it can. `is_step` is true if only the delta was looked for
+    that leads from the position to the wanted one.
     """
 
     start: UpdateProgress
     published: ListedDeltas
     explicit: Tensor
     limit: Tensor
+    is_step: Tensor
 
     @classmethod
-    def of(cls, wanted: Tensor, state: UpdateState, rules: UpdateRules) -> Outlook:
-        """Read the position and list the log."""
+    def of(cls, wanted: Tensor, state: UpdateState, rules: UpdateRules, may_step: Tensor) -> Outlook:
+        """Read the position, and list the log as far as need be."""
         import tensorflow as tf
 
         position = state.read_position()
-        published = list_published(state.read_base(), rules.log)
         explicit = tf.not_equal(wanted, NO_LIMIT)
+        published, is_step = _list(wanted, position, state, rules, may_step & explicit)
         limit = tf.where(explicit, wanted, published.hold)
         refused = tf.zeros_like(published.ends, tf.bool)
         zero = tf.zeros([], tf.int64)
         choice = _choose(published, limit, position, refused)
         start = UpdateProgress(choice, position, refused, tf.constant(""), zero, zero, tf.constant(False))
-        return cls(start, published, explicit, limit)
+        return cls(start, published, explicit, limit, is_step)
 
     def result(self, end: UpdateProgress) -> tuple[Tensor, Tensor]:
         """Position, step, unfinished target, rows and deltas (int64 [5]); why the update stopped there."""
@@ -128,8 +130,7 @@ def _update_in_turn(
     import tensorflow as tf
 
     def run(limits: Tensor) -> tuple[Tensor, Tensor]:
-        outlook = Outlook.of(limits[0], state, rules)  # whatever was true before the turn may not be now
-        numbers, status = outlook.result(_follow(outlook, state, target, rules))
+        numbers, status = _look_and_follow(limits[0], state, target, rules)
         with tf.control_dependencies([numbers]):
             warmed = assign(state.warm, tf.constant(True))
         with tf.control_dependencies([warmed]):
@@ -139,12 +140,50 @@ def _update_in_turn(
         numbers, status = one_at_a_time(rules.queue, run, wanted[tf.newaxis])
         return tf.ensure_shape(numbers[0], [5]), tf.ensure_shape(status[0], [])
 
-    outlook = Outlook.of(wanted, state, rules)
+    outlook = Outlook.of(wanted, state, rules, tf.constant(True))
     has_work = (outlook.start.choice >= 0) | tf.not_equal(outlook.start.position[2], SETTLED)
     # The first call has its turn in any case, so that warming it up prepares all of it.
     is_cold = tf.logical_not(state.read_warm())
     numbers, status = tf.cond(has_work | is_cold, take_turn, lambda: outlook.result(outlook.start))
     return numbers, status
+
+
+def _look_and_follow(
+    wanted: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules
+) -> tuple[Tensor, Tensor]:
+    """See `Outlook.result`; the whole log is listed where a single step does not do, or is refused."""
+    import tensorflow as tf
+
+    def look(may_step: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        outlook = Outlook.of(wanted, state, rules, may_step)  # what was true before the turn may not be now
+        end = _follow(outlook, state, target, rules)
+        again = outlook.is_step & tf.reduce_any(end.refused)
+        return tf.constant(False), again, *outlook.result(end)
+
+    _, _, numbers, status = tf.while_loop(
+        lambda _, again, *__: again,
+        look,
+        [tf.constant(True), tf.constant(True), tf.zeros([5], tf.int64), tf.constant("")],
+        parallel_iterations=1,
+    )
+    return numbers, status
+
+
+def _list(
+    wanted: Tensor, position: Tensor, state: UpdateState, rules: UpdateRules, may_step: Tensor
+) -> tuple[ListedDeltas, Tensor]:
+    """What is published, and whether that is the one delta from the position to the wanted one."""
+    import tensorflow as tf
+
+    base = state.read_base()
+    is_there, step = list_step(base, rules.log, position[0], wanted)
+    is_step = may_step & (wanted > position[0]) & is_there
+    found = tf.cond(
+        is_step,
+        lambda: [tf.identity(field) for field in step.as_list],
+        lambda: list_published(base, rules.log).as_list,
+    )
+    return ListedDeltas(*found), is_step
 
 
 def _choose(published: ListedDeltas, limit: Tensor, position: Tensor, refused: Tensor) -> Tensor:
