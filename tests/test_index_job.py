@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from exporter.checkpoint.tensor_bundle import check_values, read_array, read_cat
 from exporter.errors import CorruptFile, TableFull
 from exporter.jobs.engines.local import LocalEngine
 from exporter.jobs.runner import LOCAL, Job, Runner, plan_digest
+from exporter.jobs.task import ZEROS, Input
 from exporter.storage import mirror
 from exporter.tables.geometry import EMPTY_KEY, INDEX_ROWS, INDEX_SEEDS, KEYS, PARTS, VALUES, keys_of
 from exporter.tables.lay_out import TableLayout, lay_out
 from exporter.tables.partition_keys import Partition
 from exporter.tables.place_keys import Place
 from exporter.tables.table_plan import TablePlan
+from tests.support.budget import times
 from tests.support.deeprec import Ev, write_full
 from tests.support.dynamic_values import built_index
 from tests.support.logs import damage_tensor
@@ -87,7 +90,7 @@ def break_off(job: Job) -> None:
         raise RuntimeError("killed")
 
 
-@pytest.mark.parametrize("task_bytes", [200, 4000, 30_000, 1 << 26])
+@pytest.mark.parametrize("task_bytes", [4000, 30_000, 1 << 26])
 def test_however_the_work_is_divided(
     tmp_path: Path, layout: TableLayout, monkeypatch: pytest.MonkeyPatch, task_bytes: int
 ) -> None:
@@ -103,7 +106,7 @@ def test_however_the_work_is_divided(
     assert len({path.read_bytes() for path in done}) == 1 and len({path.name for path in done}) == 1
     assert len(done) == 2, "what tasks wrote is removed"
     tasks, _ = layout.index_job(EVERYONE, task_bytes).size_of_work
-    assert tasks == {200: 408, 4000: 39, 30_000: 8, 1 << 26: 6}[task_bytes]
+    assert tasks == {4000: 39, 30_000: 8, 1 << 26: 6}[task_bytes]
 
 
 def test_a_job_in_a_store(
@@ -184,6 +187,34 @@ def test_a_job_that_breaks_off_is_gone_on_with(
     assert again.shards[-1] == shard and shard.stat().st_mtime_ns == changed, (
         "plans that read it are the same"
     )
+
+
+@pytest.mark.parametrize("where", ["here", "store"])
+def test_two_commands_do_one_job_at_once(
+    tmp_path: Path, layout: TableLayout, monkeypatch: pytest.MonkeyPatch, bucket: Bucket, where: str
+) -> None:
+    """Each may find a task done by the other, or write its output over the other's while that is read."""
+    monkeypatch.setattr("exporter.tables.index_job._LEAST_RANGES", 2)
+    kept = str(tmp_path / "jobs") if where == "here" else bucket.url("jobs")
+    for turn in range(times(3)):
+        start = threading.Barrier(2)
+
+        def write(number: int, turn: int = turn, start: threading.Barrier = start) -> tuple[Catalog, Job]:
+            scratch = tmp_path / f"{turn}-{number}"
+            scratch.mkdir()
+            start.wait()
+            return layout.write(scratch, EVERYONE, Runner(LocalEngine(2), 30_000, kept))
+
+        with ThreadPoolExecutor(2) as pool:
+            written = list(pool.map(write, (1, 2)))
+        for catalog, _ in written:
+            assert_right(layout, catalog)
+        inputs = [
+            [Input.of(path) for path in catalog.shards[1:] if path.name != ZEROS] for catalog, _ in written
+        ]
+        assert inputs[0][-1] == inputs[1][-1], "what both made has one tag"
+        for _, job in written:
+            job.__exit__(None, None, None)
 
 
 def test_keys_that_are_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,8 @@ def test_an_export_that_is_killed_is_gone_on_with(
         process.send_signal(signal.SIGKILL)
     is_killed = process.returncode != 0  # on a busy machine it may be through before we look
     before = [key for key in bucket.names() if RECEIPTS_DIRECTORY in key]
-    assert before or not is_killed
+    is_published = f"{BASE}/7/manifest.json" in bucket.names()  # then its job may be removed already
+    assert before or is_published or not is_killed
     assert f"{BASE}/7/manifest.json" not in bucket.names() or when != "some receipts" or not is_killed
     ran = export_model(*command)
     assert ran.code == 0, ran.err

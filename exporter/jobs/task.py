@@ -37,7 +37,8 @@ class Range(Struct, frozen=True, array_like=True):
 class Input(Struct, frozen=True, array_like=True):
     """A file (absolute path) or an object (URL) as it was when the task was planned.
 
-    `tag` is the store's entity tag; of a file the time of its last change, in ns.
+    `tag` is the store's entity tag; of a file the time of its last change, in ns. What a task of the same job
+    wrote has none: whoever does the task again writes the same.
     """
 
     place: str
@@ -97,7 +98,7 @@ class Input(Struct, frozen=True, array_like=True):
             yield descriptor
 
     def _require_same(self, status: os.stat_result) -> None:
-        if (status.st_size, str(status.st_mtime_ns)) != (self.size, self.tag):
+        if (status.st_size, str(status.st_mtime_ns)) != (self.size, self.tag or str(status.st_mtime_ns)):
             raise CheckpointChanged(f"{self.place} was replaced or written to after the work was planned")
 
 

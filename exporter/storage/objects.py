@@ -134,7 +134,7 @@ class ObjectReader:
 
         if start >= stop:
             return memoryview(b"")
-        options: Any = {"range": (start, stop), "if_match": found.tag}
+        options: Any = {"range": (start, stop), **({"if_match": found.tag} if found.tag else {})}
 
         def content() -> memoryview:
             got = memoryview(obstore.get(self._store, found.key, options=options).bytes())

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from exporter.errors import os_error
 from exporter.storage import mirror
 from exporter.storage.objects import ObjectWriter, RemoteObject
@@ -35,6 +37,13 @@ class Directory(Protocol):
 
     def put_file(self, name: str, path: Path) -> str:
         """Make a file of `scratch` the object of this name, and return its tag; the file may be gone then.
+
+        Raises:
+            DiskFull, PublishError: the directory cannot be written.
+        """
+
+    def put_new(self, name: str, path: Path) -> None:
+        """Make a file of `scratch` an object, unless there is one of this name, which keeps its tag.
 
         Raises:
             DiskFull, PublishError: the directory cannot be written.
@@ -78,6 +87,8 @@ class Directory(Protocol):
 
     def as_local(self) -> Path:
         """A local directory with what is there now; objects of a store are fetched when they are read.
+
+        They are not pinned by their tags: tasks that are done again write the same.
 
         Raises:
             CheckpointError: they cannot be listed.
@@ -124,6 +135,11 @@ class LocalDirectory:
             target.parent.mkdir(parents=True, exist_ok=True)
             path.replace(target)
             return str(target.stat().st_mtime_ns)
+
+    def put_new(self, name: str, path: Path) -> None:
+        """See `Directory`."""
+        with _naming(self._path / name), suppress(FileExistsError):
+            (self._path / name).hardlink_to(path)
 
     def put(self, name: str, content: bytes) -> None:
         """See `Directory`."""
@@ -184,6 +200,12 @@ class StoreDirectory:
         """See `Directory`."""
         return self._store.upload(self._key(name), path)
 
+    def put_new(self, name: str, path: Path) -> None:
+        """See `Directory`."""
+        with _naming(path):
+            content = path.read_bytes()
+        self._store.create(self._key(name), content)
+
     def put(self, name: str, content: bytes) -> None:
         """See `Directory`."""
         self._store.put(self._key(name), content)
@@ -216,9 +238,12 @@ class StoreDirectory:
 
     def as_local(self) -> Path:
         """See `Directory`."""
-        path = mirror.local(Path(self.place))
-        mirror.refresh(path)
-        return path
+        base = f"{self._url.path}/"
+        found = {each.key.removeprefix(base): each for each in self._store.below(self._url.path)}
+        shown = mirror.Mirror(self._url, is_directory=True)
+        shown.show({name: replace(each, tag=None) for name, each in found.items() if "/" not in name})
+        mirror.register(shown)
+        return shown.path
 
     def remove(self) -> None:
         """See `Directory`."""

@@ -113,7 +113,7 @@ class IndexJob:
         with closing(job.receipts(progress, self.partitions)) as receipts:
             for batch, receipt in zip(self._sorted, receipts, strict=True):
                 self._checksums.compare(batch, receipt)
-                source = Input(f"{place}/{receipt.task}", receipt.written, receipt.tag)
+                source = Input(f"{place}/{receipt.task}", receipt.written, "")
                 counts, wide, offset = np.array(receipt.counts, np.int64), iter(receipt.wrote), 0
                 for table, run in ((each.table, each.run) for each in batch):
                     own, counts = np.split(counts, [run.ranges.count])

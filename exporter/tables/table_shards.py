@@ -68,7 +68,7 @@ def join_pieces(
                 os.ftruncate(descriptor, size)
             except OSError as error:
                 raise os_error(error, path) from error
-            home.put_file(name, path)
+            home.put_new(name, path)
     known = {**catalog.tensors, **tensors}
     return replace(catalog, tensors=known, shards=(*catalog.shards[:-1], home.as_local() / name))
 
@@ -116,8 +116,9 @@ def show_pieces(
                 slices=() if is_whole else tuple(slices),
             )
     name = f"tables-{hashlib.sha256(content).hexdigest()[:16]}.data"
-    if directory.look(name) is None:  # else its tag would change, and with it the plan of what reads it
-        directory.put(name, bytes(content))
+    with new_file(scratch) as (descriptor, path):
+        write_at(descriptor, 0, np.frombuffer(content, np.uint8))
+        directory.put_new(name, path)  # its tag would change, and with it the plan of what reads it
     shown = directory.as_local()
     holes = scratch / ZEROS
     with holes.open("xb") as file:
