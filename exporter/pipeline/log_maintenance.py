@@ -53,6 +53,7 @@ from exporter.files import remove_tree, writing
 from exporter.layout import DELTA_NAME
 from exporter.options import DeltaDtype, Jobs
 from exporter.pipeline import republish
+from exporter.pipeline.given_up import past_given_up, position_of_merger
 from exporter.pipeline.merge_runner import runner_for
 from exporter.pipeline.republish import RollbackPlan, RollbackResult
 from exporter.pipeline.restoration import (
@@ -114,6 +115,9 @@ def merge(
 
     def merge_all(log: DeltaLog) -> Merged | None:
         run = _run(log, start, end)
+        if len(run) > 1 and end is None:
+            log = past_given_up(log, delta_path(log, merged(run)))
+            run = _run(log, start, end)
         return None if len(run) < 2 else merge_run(log, run, jobs, progress)
 
     return undisturbed(model, merge_all)
@@ -148,7 +152,10 @@ def plan_merge(
         path = delta_path(log, span)
         if path.exists():
             return None
-        return Merging(run, span, path, _merger(log, run, path, jobs)[0].tasks)
+        tasks = _merger(log, run, path, jobs)[0].tasks
+        if end is None and (position := position_of_merger(log, path)) != span.end:
+            run, span = (*run, LogDelta(log.path, span.end, position)), Span(span.start, position)
+        return Merging(run, span, delta_path(log, span), tasks)
 
     return undisturbed(model, plan)
 

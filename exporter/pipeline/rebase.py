@@ -29,6 +29,7 @@ from exporter.layout import (
     VARIABLES_PREFIX,
 )
 from exporter.options import Jobs
+from exporter.pipeline.given_up import past_given_up, position_of_merger
 from exporter.pipeline.log_maintenance import LOCALLY
 from exporter.pipeline.merge_runner import runner_for
 from exporter.pipeline.merged_base import BaseMerger
@@ -79,8 +80,10 @@ def plan_rebase(model: Path, *, despite_hold: bool = False, jobs: Jobs = LOCALLY
             return None
         log.state(at.position)
         chain = log.chain(log.base.at.position, at.position)
-        path = model / str(at.position)
-        return Rebasing(path, at, len(chain), _merger(log, chain, path, jobs).tasks)
+        position = position_of_merger(log, model / str(at.position)) if at == log.at else at.position
+        path, deltas = model / str(position), len(chain) + (position != at.position)
+        tasks = _merger(log, chain, path, jobs).tasks
+        return Rebasing(path, Position(position, at.step), deltas, tasks)
 
     return undisturbed(model, plan)
 
@@ -117,9 +120,12 @@ def _rebase(
     progress: ProgressFactory = no_progress,
 ) -> Rebased | None:
     model, base, newest = log.model, log.base, _newest_approved(log)
-    at, trained = newest.at, newest.entry.trained
-    if base.at.position >= at.position:
+    if base.at.position >= newest.at.position:
         return None
+    if newest.at == log.at:
+        log = past_given_up(log, model / str(newest.at.position))
+        newest = _newest_approved(log)
+    at, trained = newest.at, newest.entry.trained
     chain = log.chain(base.at.position, at.position)
     with Staging(model) as staging, writing(staging.path), ExitStack() as stack:
         merger = _merger(log, chain, staging.path, jobs)

@@ -116,13 +116,22 @@ class Taken(Struct, frozen=True):
 
 def taken(model: Path) -> Taken:
     """The numbers that nothing may be published under."""
-    try:
-        names = [PurePosixPath(line).name for line in (model / TAKEN_FILE).read_text().splitlines()]
-    except OSError:
-        return Taken()
+    names = [PurePosixPath(path).name for path in _taken_paths(model)]
     ends = [int(match[2]) for name in names if (match := _DELTA.fullmatch(name))]
     numbers = [number for name in names if (number := served_version(name)) is not None]
     return Taken(max(numbers, default=None), max(ends, default=None))
+
+
+def is_taken(model: Path, path: Path) -> bool:
+    """True if nothing may be published at a path of the model."""
+    return path.relative_to(model).as_posix() in _taken_paths(model)
+
+
+def _taken_paths(model: Path) -> list[str]:
+    try:
+        return (model / TAKEN_FILE).read_text().splitlines()
+    except OSError:
+        return []
 
 
 def greatest(*numbers: int | None) -> int | None:
