@@ -86,8 +86,9 @@ class Waiting:
         ends = {
             (version.number, span.end)
             for version, log in pairs
-            for span in log.deltas
-            if version.position is not None and version.position < span.end <= log.newest
+            if version.position is not None
+            for span in log.beyond(version.position)
+            if span.end <= log.newest
         }
         self._since = {end: self._since.get(end, now) for end in ends}
         return now - min(self._since.values(), default=now)

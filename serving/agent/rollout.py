@@ -18,7 +18,9 @@ graph itself plans how it gets to a position, by the same rule as `plan_chain`.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -45,7 +47,7 @@ class Rollback(Struct, frozen=True):
     reason: str
 
 
-class PublishedLog(Struct, frozen=True):
+class PublishedLog(Struct, frozen=True, dict=True):
     """A log at one moment: its deltas, and the position that nobody passes unasked.
 
     `limit` is None without a hold; -1 for a hold that cannot be read, which stops everybody. `is_canary`: it
@@ -70,21 +72,28 @@ class PublishedLog(Struct, frozen=True):
         As the graph itself plans: the one that leads furthest goes first, of several the smallest.
         """
         chain: list[Span] = []
-        while True:
-            fitting = [
-                span
-                for span in self.deltas
-                if span.accepts(position) and span not in without and self._allows(span.end)
-            ]
-            if not fitting:
-                return tuple(chain)
+        while fitting := self.fitting(position, without):
             chain.append(max(fitting, key=lambda span: (span.end, span.start)))
             position = chain[-1].end
+        return tuple(chain)
+
+    def fitting(self, position: int, without: Collection[Span] = ()) -> list[Span]:
+        """The deltas within the limit that a state at `position` may take."""
+        beyond = (span for span in self.beyond(position) if self._allows(span.end))
+        return [span for span in beyond if span.accepts(position) and span not in without]
+
+    def beyond(self, position: int) -> Sequence[Span]:
+        """The deltas that lead further than a position: of thousands that are kept, as a rule few."""
+        return self._by_end[bisect_right(self._by_end, position, key=lambda span: span.end) :]
+
+    @cached_property
+    def _by_end(self) -> list[Span]:
+        return sorted(self.deltas, key=lambda span: span.end)
 
     @property
     def newest(self) -> int:
         """The furthest position that the limit allows; -1 if there are no deltas within it."""
-        return max((span.end for span in self.deltas if self._allows(span.end)), default=-1)
+        return next((span.end for span in reversed(self._by_end) if self._allows(span.end)), -1)
 
     def _allows(self, position: int) -> bool:
         return self.limit is None or position <= self.limit
@@ -337,14 +346,7 @@ def smallest_step(log: PublishedLog, position: int, without: Collection[Span] = 
     Raises:
         ValueError: none leads on.
     """
-    return min(
-        (
-            span
-            for span in log.deltas
-            if span.accepts(position) and span not in without and (log.limit is None or span.end <= log.limit)
-        ),
-        key=lambda span: (span.end, -span.start),
-    )
+    return min(log.fitting(position, without), key=lambda span: (span.end, -span.start))
 
 
 def behind(version: Version, published: Published) -> tuple[Span, ...]:

@@ -282,9 +282,8 @@ def _version(version: Version, published: Published, directory: ModelDirectory, 
         if left:
             ahead = [
                 commit.created
-                for span in published.logs[version.lineage].deltas
-                if span.end > version.position
-                and (commit := directory.commit(version.lineage, span.end)) is not None
+                for span in published.logs[version.lineage].beyond(version.position)
+                if (commit := directory.commit(version.lineage, span.end)) is not None
             ]
             stale = max((_since(created, now) for created in ahead), default=0.0)
     return VersionView(
