@@ -170,6 +170,22 @@ def test_versions_are_taken_back(ranker: Path, ranker_graph: Path, url: str, tmp
                 assert (here / str(number) / path.relative_to(here / "20")).read_bytes() == path.read_bytes()
 
 
+def test_versions_without_deltas_are_compared(
+    ranker: Path, ranker_graph: Path, url: str, tmp_path: Path
+) -> None:
+    """A model stands for its newest version, `MODEL@N` for version N; in a store, too."""
+    model = tmp_path / "m"
+    export = ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", model]
+    assert [export_model(*export).code, export_model(*export, "--again").code] == [0, 0]
+    assert export_model("push", model, url).code == 0
+    first, second = (int(path.name) for path in sorted(model.iterdir()) if path.name.isdigit())
+    for a, b in ((f"{model}@{first}", url), (url, model / str(second)), (f"{url}@{first}", ranker)):
+        ran = export_model("diff", a, b, "--json")
+        assert (ran.code, ran.document["variables"]) == (0, []), ran.err
+        assert ran.document["compared"] > 0
+    assert export_model("diff", f"{model}@{second + 1}", url).code == 5
+
+
 def test_a_base_is_not_fetched_for_an_increment(
     followed_there: Trainer, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from exporter.delta.row_hashes import BlockHasher
 from exporter.delta.row_reader import RowReader, row_readers
 from exporter.delta.snapshot import Snapshot
 from exporter.delta.spans import Position
-from exporter.errors import UsageError
+from exporter.errors import NotUpdatable, UsageError
 from exporter.jobs.runner import Runner
 from exporter.layout import VARIABLES_PREFIX
 from exporter.local_paths import local_name
@@ -104,13 +104,12 @@ def parse_side(text: str) -> Side:
     if at and not Path(text).exists():
         if not position.isdecimal():
             raise UsageError(f"{text!r}: expected MODEL@POSITION")
-        return _of_log(read_log(Path(name)), int(position), text)
+        return _of_model(Path(name), int(position), text)
     path = Path(text)
     if index_path(path / VARIABLES_PREFIX).exists():
         return _of_catalog(read_catalog(path / VARIABLES_PREFIX), text)
     if path.is_dir() and any(child.has_manifest for child in version_dirs(path)):
-        log = read_log(path)
-        return _of_log(log, log.at.position, text)
+        return _of_model(path, None, text)
     return _of_catalog(open_checkpoint(path), text)
 
 
@@ -189,6 +188,19 @@ def _tables(side: Side, other: Side) -> dict[str, Keyed]:
     assert side.catalog is not None
     assert other.log is not None
     return tables_as_served(side.catalog, other.log)
+
+
+def _of_model(model: Path, position: int | None, label: str) -> Side:
+    """What is published at a position, or the newest; of versions that take no deltas, one of them."""
+    try:
+        log = read_log(model)
+    except NotUpdatable:
+        versions = (child for child in version_dirs(model) if child.has_manifest)
+        found = next((child for child in versions if position in (None, child.version)), None)
+        if found is None:
+            raise
+        return _of_catalog(read_catalog(found.path / VARIABLES_PREFIX), label)
+    return _of_log(log, log.at.position if position is None else position, label)
 
 
 def _of_log(log: DeltaLog, position: int, label: str) -> Side:
