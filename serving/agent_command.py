@@ -348,4 +348,8 @@ def _token(file: str) -> str:
         ) from error
     if not text:
         raise UsageError(f"--token-file {file} is empty", hint="write the token into it")
+    if not text.isprintable() or " " in text:  # no client could ever send it
+        raise UsageError(
+            f"--token-file {file} holds more than one word", hint="write the token alone into it"
+        )
     return text

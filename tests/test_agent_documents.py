@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
+
+import pytest
 
 from exporter.terminal.output import Output, OutputMode
 from serving.agent.journal import Event, What
 from serving.agent_command import _Teller
+from serving.cli import app
 from serving.documents import AgentStarted
+from tests.support.commands import run_app
 from tests.support.printed_documents import checked
 
 
@@ -23,3 +28,16 @@ def test_each_event_is_one_document_on_a_line() -> None:
     assert (started["what"], started["port"]) == ("started", 8600)
     assert (applied["replica"], applied["behind_seconds"]) == ("10.0.0.7:8500", 0.25)
     assert (targets["what"], targets["model"], targets["position"]) == ("targets", "", None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("\n", "is empty"), ("one two\n", "one word"), ("caf\xe9", "cannot be read")]
+)
+def test_a_token_that_no_client_could_send(content: str, message: str, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(content)
+    ran = run_app(
+        app, "agent", "--model-base-path", tmp_path, "--target", "h:1", "--token-file", token, "--json"
+    )
+    assert ran.code == 2
+    assert message in ran.error["message"]

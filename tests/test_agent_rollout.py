@@ -154,6 +154,8 @@ def test_a_refused_delta_that_was_healed_or_gone_around_is_forgotten() -> None:
     assert not stuck.answered([version(position=2)], 101.0).refusals
     assert stuck.answered([version(position=None, state=VersionState.LOADING)], 101.0).refusals
     assert stuck.answered([version(2, 1), version(1, 0)], 101.0).refusals, "the older one has yet to take it"
+    elsewhere = Version(9, VersionState.AVAILABLE, 9, 9, "another log")
+    assert not stuck.answered([elsewhere], 101.0).refusals, "a new base was published, and is served"
 
 
 def test_back_off_doubles_spreads_and_is_bounded() -> None:

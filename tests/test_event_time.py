@@ -34,6 +34,7 @@ TOLD: dict[str, tuple[Any, datetime | None]] = {
     "milliseconds": (NOON.timestamp() * 1000, None),
     "not a number": (float("nan"), None),
     "a text": ("yesterday", None),
+    "ahead of every clock": (datetime.max.replace(tzinfo=UTC), None),
 }
 
 
@@ -43,8 +44,16 @@ def test_a_function_tells_the_event_time(case: str, caplog: pytest.LogCaptureFix
     clock = EventClock(lambda: value)
     assert clock.read(None) == expected
     assert clock.read(None) == expected
-    is_wrong = case in ("no zone", "milliseconds", "not a number", "a text")
+    is_wrong = case in ("no zone", "milliseconds", "not a number", "a text", "ahead of every clock")
     assert len(caplog.records) == is_wrong, "it is said once"
+
+
+def test_clocks_may_differ_a_little(caplog: pytest.LogCaptureFixture) -> None:
+    """An event of next year would count as the newest one until then, whatever is trained meanwhile."""
+    ahead = iter([NOON + timedelta(minutes=4), NOON + timedelta(days=365), NOON + timedelta(days=366), NOON])
+    clock = EventClock(lambda: next(ahead), now=NOON.timestamp)
+    assert [clock.read(None) for _ in range(4)] == [NOON + timedelta(minutes=4), None, None, NOON]
+    assert len(caplog.records) == 1, "it is said once, whatever the time is"
 
 
 def test_a_function_that_fails_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:

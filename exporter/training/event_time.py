@@ -25,6 +25,9 @@ EventTime = Callable[[], Any] | Any
 """A function, or a variable or tensor that can be read at any time without side effects. Its value is a
 `datetime` with a time zone, or seconds since 1970 (of an array the largest); 0 and None: not known yet."""
 
+_MOST_AHEAD_S = 300.0
+"""How far clocks may differ. What is newer would count as the newest event until then, and hide all lag."""
+
 log = logging.getLogger(__name__)
 
 
@@ -50,7 +53,12 @@ class EventClock:
     def read(self, session: Session) -> datetime | None:
         """The event time of now; None if it is not known, or is no time."""
         try:
-            return _as_time(self._stepped_at if self._source is None else _value(self._source, session))
+            if self._source is None:
+                return _as_time(self._stepped_at)
+            found = _as_time(_value(self._source, session))
+            if found is not None and found.timestamp() > self._now() + _MOST_AHEAD_S:
+                raise ValueError(f"it lies more than {_MOST_AHEAD_S:g} seconds ahead of this machine's clock")
+            return found
         except Exception as error:  # noqa: BLE001 - the user's own code: a training does not end by it
             text = f"{type(error).__name__}: {error}"
             if text != self._warned:

@@ -200,13 +200,16 @@ class Observed(Struct, frozen=True):
 
     def _forget_passed(self) -> Observed:
         """Without the refusals of deltas that no version has yet to take: healed since, or gone around."""
-        kept = []
-        for refusal in self.refusals:
-            standing = [v for v in self.versions if v.lineage == refusal.lineage and v.position is not None]
-            if not standing or any(
-                refusal.delta.accepts(v.position) for v in standing if v.position is not None
-            ):
-                kept.append(refusal)
+        standing = [v for v in self.versions if v.position is not None]
+        kept = [
+            refusal
+            for refusal in self.refusals
+            if not standing  # it is starting, perhaps: nobody knows what it has yet to take
+            or any(
+                v.lineage == refusal.lineage and v.position is not None and refusal.delta.accepts(v.position)
+                for v in standing
+            )
+        ]
         return replace(self, refusals=tuple(kept))
 
 
