@@ -200,16 +200,13 @@ class Observed(Struct, frozen=True):
 
     def _forget_passed(self) -> Observed:
         """Without the refusals of deltas that no version has yet to take: healed since, or gone around."""
-        standing = [v for v in self.versions if v.position is not None]
-        kept = [
+        standing = [(v.lineage, v.position) for v in self.versions if v.position is not None]
+        kept = (
             refusal
             for refusal in self.refusals
-            if not standing  # it is starting, perhaps: nobody knows what it has yet to take
-            or any(
-                v.lineage == refusal.lineage and v.position is not None and refusal.delta.accepts(v.position)
-                for v in standing
-            )
-        ]
+            if not standing  # it starts, perhaps
+            or any(refusal.lineage == lineage and refusal.delta.accepts(at) for lineage, at in standing)
+        )
         return replace(self, refusals=tuple(kept))
 
 

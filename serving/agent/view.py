@@ -145,6 +145,8 @@ class FleetView(Struct, frozen=True):
         for model in self.models:
             if model.problem:
                 reasons.append(model.problem)
+            if not model.replicas:  # a name may stand for none, or for none yet
+                reasons.append(f"no replica of {model.name} is known")
             for replica in model.replicas:
                 where = f"{model.name} on {replica.address}"
                 if not replica.is_answering:

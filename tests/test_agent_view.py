@@ -1,0 +1,47 @@
+"""When the agent calls its replicas fresh."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from exporter.delta.chunk_digest import Chunk
+from serving.agent.audit import Audited
+from serving.agent.view import FleetView, ModelView, ReplicaView, VersionView
+
+
+def replica(stale_s: float | None = 0.0, *, state: str = "AVAILABLE", error: str = "") -> ReplicaView:
+    version = VersionView(1, state, 5, 5, 0, stale_s, 1.0, None, "")
+    return ReplicaView("m", "h:1", not error, error, (version,))
+
+
+READY = {
+    "fresh": ((replica(),), ()),
+    "behind, not for long": ((replica(29.0),), ()),
+    "behind for too long": ((replica(), replica(31.0)), ("m on h:1 is 31.0 s behind what is published",)),
+    "it takes no deltas": ((replica(None),), ()),
+    "nothing available": ((replica(state="LOADING"),), ("m on h:1 has no version available",)),
+    "no answer": ((replica(error="UNAVAILABLE"),), ("m on h:1 does not answer: UNAVAILABLE",)),
+    "another model": (
+        (replica(error="NOT_FOUND: m"),),
+        ("m on h:1 does not serve this model: NOT_FOUND: m",),
+    ),
+    "a name that stands for none": ((), ("no replica of m is known",)),
+}
+
+
+@pytest.mark.parametrize("case", READY)
+def test_a_fleet_is_ready(case: str) -> None:
+    replicas, expected = READY[case]
+    model = ModelView("m", "/m", "", 1, 5, None, (), False, replicas)
+    assert FleetView(datetime.now(UTC), (model,)).why_not_ready(30.0) == expected
+
+
+def test_what_differs_or_cannot_be_seen_is_not_ready() -> None:
+    found = Audited(5, 1, (Chunk("table", 0, 4),))
+    other = ReplicaView("m", "h:2", True, "", replica().versions, found)
+    model = ModelView("m", "/m", "/m does not exist", 1, 5, None, (), False, (replica(), other))
+    view = FleetView(datetime.now(UTC), (model,))
+    assert view.wrong() == ("m on h:2 does not hold what was published",)
+    assert view.why_not_ready(30.0) == (*view.wrong(), "/m does not exist")
