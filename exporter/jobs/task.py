@@ -87,6 +87,19 @@ class Input(Struct, frozen=True, array_like=True):
         yield path
         self._require_same(shard_status(path))
 
+    def fetch(self, wanted: Range, descriptor: int, offset: int, path: Path) -> bool:
+        """Fetch a range of an object to an offset of the open file at a path; false if the input is a file.
+
+        Raises:
+            CheckpointChanged, CheckpointError, DiskFull, PublishError: as `file`.
+        """
+        url = Url.parse(self.place)
+        if url is not None:
+            found = RemoteObject(url.path, self.size, self.tag or None, 0.0)
+            piece = (wanted.offset, wanted.offset + wanted.size, offset)
+            _reader(url.scheme, url.bucket).copy(found, descriptor, [piece], path)
+        return url is not None
+
     @contextmanager
     def open(self, ranges: Iterable[Range], scratch: Path) -> Iterator[int]:
         """A descriptor of `file`.

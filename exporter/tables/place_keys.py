@@ -8,12 +8,16 @@ range, too, as the other task does, and only then its own last range around it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import accumulate, islice
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from msgspec import Struct
 
+from exporter.checkpoint.source_shard import open_shard
 from exporter.errors import CheckpointChanged, CorruptFile, TableFull, os_error
 from exporter.jobs.task import Range, Receipt, Task
 from exporter.storage.output_directory import Directory, new_file
@@ -29,6 +33,7 @@ KeysOfRange = Callable[[int, int], tuple[Array, Array]]
 """Hashes and rows of a range's keys by its number, or of so many of them; `~row` if a key is not served."""
 
 _CHUNK_GROUPS = 1 << 16
+_FETCHED = 16  # sections that are fetched at a time
 
 
 class KeyTwice(Exception):
@@ -45,6 +50,11 @@ class Section(Struct, frozen=True, array_like=True):
     input: int
     offset: int
     counts: tuple[int, ...]
+
+    @property
+    def bytes_(self) -> int:
+        """Bytes of the keys."""
+        return KEY_BYTES * sum(self.counts)
 
 
 class RangeRun(Struct, frozen=True):
@@ -98,13 +108,12 @@ class Place(Task, frozen=True, kw_only=True):
 
     def run(self, directory: Directory) -> Receipt:
         """See `Task`."""
-        with ExitStack() as stack, new_file(directory.scratch) as (target, path):
-            files = [stack.enter_context(self._open(number, directory)) for number in range(len(self.inputs))]
+        with self._fetched(directory) as places, new_file(directory.scratch) as (target, path):
             wrote: list[int] = []
             offset = 0
             try:
-                for run in self.runs:
-                    wrote += self._place(run, files, target, offset)
+                for run, sections in zip(self.runs, places, strict=True):
+                    wrote += self._place(run, sections, target, offset)
                     offset += run.written_bytes
             except OSError as error:
                 raise os_error(error, path) from error
@@ -112,14 +121,25 @@ class Place(Task, frozen=True, kw_only=True):
         keys = sum(sum(section.counts) for run in self.runs for section in run.sections)
         return Receipt(self.name, (), tuple(wrote), offset, tag, keys)
 
-    def _open(self, number: int, directory: Directory) -> Any:
-        sections = (each for run in self.runs for each in run.sections if each.input == number)
-        wanted = (Range(number, each.offset, KEY_BYTES * sum(each.counts)) for each in sections)
-        return self.inputs[number].open(wanted, directory.scratch)
+    @contextmanager
+    def _fetched(self, directory: Directory) -> Iterator[list[list[_Located]]]:
+        """Where the sections of each run are; those of objects are fetched into one file, many at a time."""
+        with new_file(directory.scratch) as (descriptor, path), ThreadPoolExecutor(_FETCHED) as pool:
 
-    def _place(self, run: RangeRun, files: Sequence[int], target: int, offset: int) -> tuple[int, int]:
+            def fetch(section: Section, offset: int) -> _Located:
+                wanted, source = Range(0, section.offset, section.bytes_), self.inputs[section.input]
+                if source.fetch(wanted, descriptor, offset, path):
+                    return _Located(path, offset)
+                return _Located(Path(source.place), section.offset)
+
+            sections = [section for run in self.runs for section in run.sections]
+            offsets = [0, *accumulate(section.bytes_ for section in sections)]
+            places = pool.map(fetch, sections, offsets)
+            yield [list(islice(places, len(run.sections))) for run in self.runs]
+
+    def _place(self, run: RangeRun, places: Sequence[_Located], target: int, offset: int) -> tuple[int, int]:
         """The checksums of the seeds and slots, which go to the target."""
-        sorted_keys = _SortedKeys(self, run, files)
+        sorted_keys = _SortedKeys(run, places)
         slots_at = offset + 8 * run.groups[1]
         try:
             for piece in place_ranges(run.ranges, run.start, run.stop, sorted_keys.read):
@@ -246,26 +266,32 @@ class _Placing(Struct, frozen=True):
         return KeyTwice(key, np.where(found < 0, ~found, found).tolist())
 
 
-class _SortedKeys(Struct, frozen=True):
-    """Reads keys of a run's ranges from what was sorted."""
+class _Located(Struct, frozen=True):
+    """A file, and an offset in it."""
 
-    task: Place
+    path: Path
+    offset: int
+
+
+class _SortedKeys(Struct, frozen=True):
+    """Reads keys of ranges. Files are opened for each read: they may be more than a process may open."""
+
     run: RangeRun
-    files: Sequence[int]
+    places: Sequence[_Located]
 
     def read(self, number: int, most: int) -> tuple[Array, Array]:
         """See `KeysOfRange`."""
-        place = number - self.run.start
-        count = sum(section.counts[place] for section in self.run.sections)
-        hashed, rows, done = np.empty(min(count, most), np.uint64), np.empty(min(count, most), np.int32), 0
-        for section in self.run.sections:
-            stored = section.counts[place]
+        at = number - self.run.start
+        count = min(sum(section.counts[at] for section in self.run.sections), most)
+        hashed, rows, done = np.empty(count, np.uint64), np.empty(count, np.int32), 0
+        for section, place in zip(self.run.sections, self.places, strict=True):
+            stored = section.counts[at]
             last = min(done + stored, most)
-            begin = section.offset + KEY_BYTES * sum(section.counts[:place])
-            for array, offset in ((hashed, begin), (rows, begin + 8 * stored)):
-                if not read_at(self.files[section.input], offset, array[done:last]):
-                    input_ = self.task.inputs[section.input].place
-                    raise CheckpointChanged(f"{input_} became shorter after it was written")
+            begin = place.offset + KEY_BYTES * sum(section.counts[:at])
+            with open_shard(place.path) as descriptor:
+                for array, offset in ((hashed, begin), (rows, begin + 8 * stored)):
+                    if not read_at(descriptor, offset, array[done:last]):
+                        raise CheckpointChanged(f"{place.path} became shorter after it was written")
             done = last
         return hashed, rows
 
