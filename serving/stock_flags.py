@@ -8,8 +8,9 @@ done anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -37,7 +38,7 @@ class StockFlag(Struct, frozen=True):
     why: str = ""
     """What is different, or why it has no effect or is refused."""
     harmless: tuple[str, ...] = ()
-    """Values of a refused flag that ask for what is done anyway."""
+    """Values that ask for what is done anyway: nothing is said of them."""
 
     @property
     def own(self) -> str:
@@ -53,8 +54,8 @@ def _switch(name: str, why: str = "") -> StockFlag:
     return StockFlag(name, Treatment.SAME, is_boolean=True, why=why)
 
 
-def _ignored(name: str, why: str, *, is_boolean: bool = False) -> StockFlag:
-    return StockFlag(name, Treatment.IGNORED, is_boolean=is_boolean, why=why)
+def _ignored(name: str, why: str, *harmless: str, is_boolean: bool = False) -> StockFlag:
+    return StockFlag(name, Treatment.IGNORED, is_boolean=is_boolean, why=why, harmless=harmless)
 
 
 def _refused(name: str, why: str, *harmless: str, is_boolean: bool = False) -> StockFlag:
@@ -94,9 +95,9 @@ STOCK_FLAGS = (
     _same("tensorflow_intra_op_parallelism"),
     _same("tensorflow_inter_op_parallelism"),
     StockFlag("version", Treatment.SAME, "-V", is_boolean=True, why="of this program"),
-    _ignored("enable_batching", _ONE_BY_ONE, is_boolean=True),
-    _ignored("batching_parameters_file", _ONE_BY_ONE),
-    _ignored("enable_per_model_batching_parameters", _ONE_BY_ONE, is_boolean=True),
+    _ignored("enable_batching", _ONE_BY_ONE, "false", is_boolean=True),
+    _ignored("batching_parameters_file", f"{_ONE_BY_ONE}; mistakes in the file are errors", ""),
+    _ignored("enable_per_model_batching_parameters", _ONE_BY_ONE, "false", is_boolean=True),
     _ignored("num_load_threads", _ONE_LOADER),
     _ignored("num_unload_threads", _ONE_LOADER),
     _ignored("max_num_load_retries", _RETRIES),
@@ -127,13 +128,15 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments with this program's options for TF Serving's flags, and notes about flags without effect.
 
     Raises:
-        UsageError: a flag that is not served, or a value that it does not take.
+        UsageError: a flag that is not served, a value that it does not take, or a file with mistakes.
     """
     translated: list[str] = []
     notes: list[str] = []
+    ignored: dict[str, str] = {}
     for place, argument in enumerate(arguments):
         if argument == "--":
-            return [*translated, *arguments[place:]], notes
+            translated += arguments[place:]
+            break
         name, equals, value = argument.partition("=")
         flag = _BY_NAME.get(name.removeprefix("--").replace("_", "-")) if name.startswith("--") else None
         if flag is None:
@@ -142,21 +145,45 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             translated += _options(flag, value if equals else None)
         elif value not in flag.harmless or not equals:
             _require_whole(flag, has_value=bool(equals))
+            if flag.is_boolean:
+                _truth(flag, value if equals else None)
             if flag.treatment is Treatment.REFUSED:
                 raise UsageError(f"--{flag.name} is not supported", cause=flag.why, hint="leave it out")
+            ignored[flag.name] = value
             notes.append(f"--{flag.name} has no effect: {flag.why}")
+    _check_batching(ignored)
     return translated, notes
+
+
+def _check_batching(given: Mapping[str, str]) -> None:
+    """What the stock server refuses is a mistake here, too."""
+    file = given.get("batching_parameters_file")
+    if file is None:
+        return
+    if given.get("enable_batching", "false").lower() in _FALSE:
+        raise UsageError(
+            "--batching_parameters_file without --enable_batching",
+            cause="TF Serving refuses to start so",
+            hint="add --enable_batching, or leave the file out",
+        )
+    from serving.batching_parameters import check_batching_parameters
+
+    check_batching_parameters(Path(file))
 
 
 def _options(flag: StockFlag, value: str | None) -> Iterable[str]:
     if not flag.is_boolean:
         return [flag.own if value is None else f"{flag.own}={value}"]
+    if not _truth(flag, value):
+        return [flag.option_if_false] if flag.option_if_false else []
+    return [] if flag.option_if_false else [flag.own]
+
+
+def _truth(flag: StockFlag, value: str | None) -> bool:
     text = "true" if value is None else value.lower()
     if text not in (*_TRUE, *_FALSE):
         raise UsageError(f"--{flag.name}={value}: expected true or false")
-    if text in _FALSE:
-        return [flag.option_if_false] if flag.option_if_false else []
-    return [] if flag.option_if_false else [flag.own]
+    return text in _TRUE
 
 
 def _require_whole(flag: StockFlag, *, has_value: bool) -> None:

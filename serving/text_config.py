@@ -3,8 +3,8 @@
     server_key: "-----BEGIN PRIVATE KEY-----\\n..."
     client_verify: true
 
-Two of them are not part of the installed package, so their messages are made here
-(sources: tensorflow_serving/config/ssl_config.proto and monitoring_config.proto).
+Three of them are not part of the installed package, so their messages are made here (sources:
+tensorflow_serving/config/ssl_config.proto and monitoring_config.proto, session_bundle_config.proto).
 """
 
 from __future__ import annotations
@@ -28,7 +28,19 @@ _FIELDS: dict[str, dict[str, str]] = {
     },
     "PrometheusConfig": {"enable": "bool", "path": "string"},
     "MonitoringConfig": {"prometheus_config": "PrometheusConfig"},
+    "BatchingParameters": {
+        "max_batch_size": "Int64Value",
+        "batch_timeout_micros": "Int64Value",
+        "max_enqueued_batches": "Int64Value",
+        "num_batch_threads": "Int64Value",
+        "thread_pool_name": "StringValue",
+        "allowed_batch_sizes": "repeated int64",
+        "pad_variable_length_inputs": "bool",
+        "enable_large_batch_splitting": "BoolValue",
+        "max_execution_batch_size": "Int64Value",
+    },
 }
+_SCALARS = {"string": "TYPE_STRING", "bool": "TYPE_BOOL", "int64": "TYPE_INT64"}
 
 
 def read_text_config(option: str, path: Path, message: str, *, is_secret: bool = False) -> Proto:
@@ -37,7 +49,7 @@ def read_text_config(option: str, path: Path, message: str, *, is_secret: bool =
     Args:
         option: the option that names the file, for errors.
         path: the file.
-        message: its kind, as `message_class` takes it, or `SSLConfig` or `MonitoringConfig`.
+        message: its kind, as `message_class` takes it, or one of those that are made here.
         is_secret: say only where it is wrong, not what stands there.
 
     Raises:
@@ -63,19 +75,24 @@ def read_text_config(option: str, path: Path, message: str, *, is_secret: bool =
 
 @cache
 def _classes() -> dict[str, Any]:
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, wrappers_pb2
 
-    field = descriptor_pb2.FieldDescriptorProto
+    field, wrappers = descriptor_pb2.FieldDescriptorProto, wrappers_pb2.DESCRIPTOR
     file = descriptor_pb2.FileDescriptorProto(name="text_config.proto", package=_PACKAGE, syntax="proto3")
+    file.dependency.append(wrappers.name)
     for name, fields in _FIELDS.items():
         made = file.message_type.add(name=name)
         for number, (key, kind) in enumerate(fields.items(), 1):
-            added = made.field.add(name=key, number=number, label=field.LABEL_OPTIONAL)
-            if kind in _FIELDS:
-                added.type, added.type_name = field.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
+            repeated, _, one = kind.rpartition(" ")
+            label = field.LABEL_REPEATED if repeated else field.LABEL_OPTIONAL
+            added = made.field.add(name=key, number=number, label=label)
+            if one in _SCALARS:
+                added.type = getattr(field, _SCALARS[one])
             else:
-                added.type = field.TYPE_STRING if kind == "string" else field.TYPE_BOOL
+                package = _PACKAGE if one in _FIELDS else wrappers.package
+                added.type, added.type_name = field.TYPE_MESSAGE, f".{package}.{one}"
     pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(wrappers.serialized_pb)
     pool.AddSerializedFile(file.SerializeToString())
     return {
         name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))

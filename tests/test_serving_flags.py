@@ -58,6 +58,7 @@ def test_flags_are_listed_once() -> None:
         (["--enable_model_warmup"], []),
         (["--use_alts_credentials=false"], []),
         (["--platform_config_file="], []),
+        (["--enable_batching=false", "--batching_parameters_file="], []),
         (["--", "--model_name=x"], ["--", "--model_name=x"]),
         (["-q", "m"], ["-q", "m"]),
     ],
@@ -84,12 +85,72 @@ def test_what_has_no_effect_is_said() -> None:
         ("--platform_config_file", "--platform_config_file lacks its value"),
         ("--num_load_threads", "--num_load_threads lacks its value"),
         ("--enable_model_warmup=perhaps", "--enable_model_warmup=perhaps: expected true or false"),
+        ("--enable_batching=perhaps", "--enable_batching=perhaps: expected true or false"),
+        ("--batching_parameters_file=x", "--batching_parameters_file without --enable_batching"),
     ],
 )
 def test_refused_by_name(argument: str, text: str) -> None:
     with pytest.raises(UsageError) as caught:
         translate([argument])
     assert caught.value.message == text
+
+
+BATCHING = """
+max_batch_size { value: 128 }
+batch_timeout_micros { value: 0 }
+max_enqueued_batches { value: 1000000 }
+num_batch_threads { value: 8 }
+thread_pool_name { value: "batches" }
+allowed_batch_sizes: 32
+allowed_batch_sizes: 128
+pad_variable_length_inputs: true
+"""
+
+
+def test_batching_parameters_are_read(tmp_path: Path) -> None:
+    """Nothing is batched, so that answers are the same; what the stock server refuses is told."""
+    file = tmp_path / "batching.config"
+    file.write_text(BATCHING)
+    parsed, notes = translate([f"--batching_parameters_file={file}", "--enable_batching", "m"])
+    assert parsed == ["m"]
+    assert [note.partition(" has no effect")[0] for note in notes] == [
+        "--batching_parameters_file",
+        "--enable_batching",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("max_batch_size: 32", "line 1"),
+        ("batch_size { value: 3 }", 'has no field named "batch_size"'),
+        ("max_batch_size { value: 0 }", "max_batch_size is 0, expected at least 1"),
+        ("num_batch_threads { value: -1 }", "num_batch_threads is -1, expected at least 1"),
+        ("allowed_batch_sizes: [8, 16]", "is 16, max_batch_size 1000: they must be equal"),
+        ("allowed_batch_sizes: [16, 8, 1000]", "expected them to grow"),
+        (
+            "allowed_batch_sizes: [8, 2000] enable_large_batch_splitting { value: true }",
+            "is 2000, max_batch_size 1000: it must not be greater",
+        ),
+        (
+            "allowed_batch_sizes: [8, 16] enable_large_batch_splitting { value: true } "
+            "max_execution_batch_size { value: 32 }",
+            "is 16, max_execution_batch_size 32: they must be equal",
+        ),
+    ],
+)
+def test_mistakes_in_batching_parameters(tmp_path: Path, text: str, cause: str) -> None:
+    file = tmp_path / "batching.config"
+    file.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        translate(["--enable_batching=true", f"--batching_parameters_file={file}"])
+    assert str(file) in caught.value.message
+    assert cause in caught.value.cause
+
+
+def test_batching_parameters_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="none cannot be read"):
+        translate(["--enable_batching", f"--batching_parameters_file={tmp_path / 'none'}"])
 
 
 def test_refused_by_the_command() -> None:
