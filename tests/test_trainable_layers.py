@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from exporter.checkpoint.embedding_variables import embedding_variables
+from exporter.checkpoint.keras_archive import read_keras
+from exporter.errors import UsageError
 from exporter.increments.history import read_history
-from exporter.options import ExportRequest, Updates
+from exporter.options import ExportRequest, Updates, Verify
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
@@ -132,6 +135,46 @@ def test_what_was_saved_is_trained_on(tmp_path: Path, kind: str) -> None:
     assert rows_of(other) == rows_of(layer)
     fit(again, SEEN[3:30], 5)
     assert rows_of(other).keys() == set(SEEN[3:30].tolist())
+
+
+@pytest.mark.parametrize("kind", ["archive", "weights and builder"])
+def test_keras_own_files_are_exported(tmp_path: Path, kind: str) -> None:
+    """The archive's own model has the table that is served in the place of the one that is trained."""
+    made, layer = trained()
+    fit(made, SEEN[:20], 5)
+    layer.remove(SEEN[:5], made.optimizer)
+    path = tmp_path / ("m.weights.h5" if kind.startswith("weights") else "m.keras")
+    (made.save_weights if kind.startswith("weights") else made.save)(path)
+    built = {} if kind == "archive" else {"model": serving}
+    done = export(ExportRequest(path, tmp_path / "model", verify=Verify.OUTPUTS, **built))
+    assert done.published.manifest.step == 5
+    np.testing.assert_allclose(Server(done.published.path).scores(), answers(made), rtol=1e-6)
+    with pytest.raises(UsageError, match="not a tensor bundle: what changes in it cannot be followed"):
+        export_incremental(ExportRequest(path, tmp_path / "other", updates=Updates(), **built))
+
+
+def test_an_archive_of_combined_rows_and_several_tables(tmp_path: Path) -> None:
+    words = keras.Input((3,), dtype="int64", name="words")
+    users = keras.Input((1,), dtype="int64", name="users")
+    rows = [
+        trainable_embedding("vocabulary", DIM, 100, combiner="mean", default=2.0)(words),
+        keras.layers.Flatten()(trainable_embedding("a.b/users", DIM, 100, "float64")(users)),
+    ]
+    made = keras.Model([words, users], keras.layers.Dense(1)(keras.layers.Concatenate()(rows)))
+    made.compile("sgd", "mse")
+    asked = {"words": SEEN[:30].reshape(10, 3), "users": SEEN[:10, np.newaxis]}
+    made.fit(asked, np.ones((10, 1)), verbose=0)
+    made.save(tmp_path / "m.keras")
+    catalog = read_keras(tmp_path / "m.keras")
+    assert {name: table.rows for name, table in embedding_variables(catalog).items()} == {
+        "a.b/users": 10,
+        "vocabulary": 30,
+    }
+    done = export(ExportRequest(tmp_path / "m.keras", tmp_path / "model"))
+    served = tf.saved_model.load(str(done.published.path)).signatures["serving_default"]
+    some = {name: np.concatenate([ids, ids + 1]) for name, ids in asked.items()}  # and absent ones
+    (found,) = served(**{name: tf.constant(ids) for name, ids in some.items()}).values()
+    np.testing.assert_allclose(found, made(some, training=False), rtol=1e-6)
 
 
 def manager_of(made: Any, directory: Path) -> Any:

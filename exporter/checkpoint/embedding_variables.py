@@ -177,6 +177,14 @@ def name_in_object(name: str) -> str:
     return quote(name, safe="").replace(".", "%2E")
 
 
+def table_tensor(stored: str) -> str | None:
+    """The name of a table's tensor that an object stored, see `name_in_object`; None if it is no table's."""
+    for suffix in (KEYS, VALUES, VERSIONS, ROWS):
+        if stored.endswith(suffix):
+            return unquote(stored.removesuffix(suffix)) + suffix
+    return None
+
+
 def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
     """The admitted keys, int64 [rows], in stored order, part by part; row i of all values is that of key i.
 
@@ -316,7 +324,7 @@ class _Part:
 
     def _find(self, suffix: str) -> TensorRef | None:
         ref = self._catalog.tensors.get(self._stem + suffix)
-        if ref is not None and ref.extent is None:
+        if ref is not None and ref.extent is None and ref.content is None:
             raise CorruptFile(
                 f"{self._catalog.prefix}: {ref.name!r} is stored in slices, expected as a whole"
             )

@@ -5,6 +5,8 @@ Keras 3 stores a layer's values under the layer's class and number, whatever its
 `owner`. A sharded file's `.weights.json` maps such groups to files beside it. A `.keras` archive is a zip
 with `config.json` and `model.weights.h5`, which is read where it lies.
 (Source: keras/src/saving/saving_lib.py.)
+What a layer of `exporter.tables` stores, `layers/trainable_embedding/vars/user-keys` and its like, is called
+after the table alone: an embedding variable, as in other checkpoints.
 
 Legacy files, also those of Keras 2 and of TensorLayer, list the layers in `layer_names` and each layer's
 tensors, by the variables' names, in `weight_names`; optimizer slots are in `optimizer_weights`.
@@ -22,6 +24,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Naming, TensorRef
+from exporter.checkpoint.embedding_variables import table_tensor
 from exporter.checkpoint.file_range import FileRange
 from exporter.checkpoint.hdf5 import Dataset, FileContents, read_hdf5
 from exporter.checkpoint.zip_members import Member, read_members
@@ -240,6 +243,11 @@ def _tensor(dataset: Dataset) -> TensorRef:
     return TensorRef(dataset.path, dataset.dtype, dataset.shape, content=dataset.content)
 
 
+def _named_by_table(ref: TensorRef) -> TensorRef:
+    name = table_tensor(ref.name.rpartition(f"/{_VARS}/")[2])
+    return ref if name is None else replace(ref, name=name)
+
+
 def _catalog(
     path: Path,
     family: str,
@@ -248,7 +256,7 @@ def _catalog(
     naming: Naming = Naming.LAYERS,
 ) -> Catalog:
     found = {}
-    for ref in tensors:
+    for ref in map(_named_by_table, tensors):
         if ref.name in found:
             raise CorruptFile(f"{path} holds two tensors named {ref.name!r}")
         found[ref.name] = ref

@@ -19,6 +19,7 @@ from typing import Any
 from exporter.checkpoint.keras_archive import ModelConfig, read_config, unpack_assets
 from exporter.errors import BuilderError, CodeRefused, UsageError
 from exporter.graph.code_import import import_code
+from exporter.tables.embedding_layer import ServedEmbedding
 
 _OWN_PACKAGES = {"keras", "builtins", "keras_hub", "keras_cv", "keras_nlp", "tf_keras"}
 _CARRIES_CODE = {
@@ -29,6 +30,9 @@ _CARRIES_CODE = {
     "FlaxLayer": "pickled functions in the archive",
     "TFSMLayer": "a SavedModel in another place",
 }
+_TRAINED_TABLE, _SERVED_TABLE = "exporter>TrainableEmbedding", "exporter>ServedEmbedding"
+"""What a config calls `exporter.tables.trainable_embedding`, and what takes its place in a served model."""
+
 _CUSTOM_OBJECTS = "--custom-objects pkg.mod, or path/file.py"
 _MAX_DEPTH = 200
 
@@ -48,8 +52,11 @@ def archive_builder(path: Path, *, allow_code: bool = False, custom_objects: Ite
     if described is None:
         raise UsageError(f"{path} holds weights and no model", hint="name the model too: --model pkg.mod:fn")
     keras = _keras(described)
-    known = dict(_public_objects(custom_objects))
+    known = {_SERVED_TABLE: ServedEmbedding} | dict(_public_objects(custom_objects))
     config = _parsed(path, described)
+    for _, entry in _entries(config, "", 0):
+        if entry.get("registered_name") == _TRAINED_TABLE:  # by its name, as what is registered comes first
+            entry |= {"registered_name": _SERVED_TABLE, "class_name": ServedEmbedding.__name__}
     if allow_code:
         known |= dict(_public_objects(_named_modules(config)))
     else:
@@ -182,7 +189,9 @@ def _refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) 
                 hint="if you trust it: --allow-code; otherwise name a builder: --model pkg.mod:fn",
             )
         registered = entry.get("registered_name")
-        is_known = name in known or keras.saving.get_registered_object(str(registered or name)) is not None
+        registered_name = str(registered or name)
+        is_known = name in known or registered_name in known
+        is_known = is_known or keras.saving.get_registered_object(registered_name) is not None
         is_own = module is None and not _is_custom(registered, name)
         if not (is_known or is_own or str(module).partition(".")[0] in _OWN_PACKAGES):
             raise CodeRefused(

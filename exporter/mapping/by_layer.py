@@ -10,6 +10,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.errors import NoCertainMatch
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
@@ -30,6 +32,9 @@ _ORDERS = {
 
 _NO_LAYER = re.compile(r"^metrics/|(^|/)(optimizer|optimizer_weights|seed_generator(_[0-9]+)?)/")
 """What is no layer's value, or is not there in the files of each version of Keras."""
+
+_LAYERS_VALUE = re.compile(r"(^|/)vars/[^/]+$")
+"""What is a layer's value: tables by keys, which some layers store, have names of their own."""
 
 _DIRECTION = re.compile(r"(?:^|/)(forward|backward)_[^/]+/")
 _SHOWN = 6
@@ -62,6 +67,8 @@ def match_unnamed(
         return {}
     if catalog.naming is Naming.ORDER:
         return _by_order(list(wanted.values()), list(catalog.tensors.values()), by_order)
+    values = {name: ref for name, ref in catalog.tensors.items() if _LAYERS_VALUE.search(name)}
+    catalog = replace(catalog, tensors=values)
     if graph.layers:
         return _by_path(open_, graph.layers, catalog)
     found = _by_layer(open_, catalog)

@@ -157,7 +157,7 @@ def _write_variables(
         if data is DataMode.LINK:
             raise LinkRefused(f"{catalog.prefix} is not a tensor bundle: its bytes are written anew")
         planned, data = _in_bundle(planned, staging.path.with_name("source"), progress), DataMode.AUTO
-    elif planned.layout is not None:
+    if planned.layout is not None:
         admission, scratch = planned.rules.admission, staging.path.with_name("tables")
         index_work = planned.layout.index_job(admission, runner.task_bytes).size_of_work
         with progress("indexes", index_work[1]) as bar:
@@ -180,14 +180,20 @@ def _write_variables(
 
 
 def _in_bundle(planned: Plan, directory: Path, progress: ProgressFactory) -> Plan:
-    """The plan with the mapped tensors in a bundle under `directory`, which goes with the staging."""
-    mapping = planned.mapping
-    by_name = {source.tensor.name: source.tensor for source in mapping.sources}
-    tensors = list(by_name.values())  # one may be served cast, and kept as it is for a training graph
-    with progress("read", sum(ref.bytes_ for ref in tensors)) as bar:
-        catalog = write_bundle(mapping.catalog, tensors, directory / "model.ckpt", bar)
+    """The plan with what it needs in a bundle under `directory`, which goes with the staging."""
+    mapping, layout = planned.mapping, planned.layout
+    laid_out = layout.shapes if layout is not None else {}
+    # By name: one may be served cast, and kept as it is for a training graph.
+    needed = {item.tensor.name: item.tensor for item in mapping.sources if item.tensor.name not in laid_out}
+    if layout is not None:
+        needed |= {name: planned.catalog.tensors[name] for name in layout.stored_names}
+    with progress("read", sum(ref.bytes_ for ref in needed.values())) as bar:
+        catalog = write_bundle(planned.catalog, needed.values(), directory / "model.ckpt", bar)
+    if layout is not None:
+        layout = layout.with_source(catalog)
+        catalog = layout.catalog
     sources = tuple(replace(item, tensor=catalog.tensors[item.tensor.name]) for item in mapping.sources)
-    return replace(planned, mapping=replace(mapping, catalog=catalog, sources=sources))
+    return replace(planned, mapping=replace(mapping, catalog=catalog, sources=sources), layout=layout)
 
 
 def _updatable(planned: Plan, staging: Staging, state: BaseState) -> UpdatableBase:

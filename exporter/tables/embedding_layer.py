@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from exporter.tables.dynamic_table import DynamicTable
@@ -16,7 +17,28 @@ def dynamic_embedding(
     With a `combiner` ("sum", "mean" or "sqrtn") the rows along the last dimension of the ids are combined, as
     `tf.nn.embedding_lookup_sparse` does it; those of a dense tensor count all.
     """
-    table = DynamicTable(name, dim, dtype, default)
+    return _layer(DynamicTable(name, dim, dtype, default), combiner, name.replace("/", "_"))
+
+
+class ServedEmbedding:
+    """What takes the place of a `trainable_embedding` where a model is made from its config to be served."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Any:
+        """The layer of `dynamic_embedding` for a layer's config.
+
+        Raises:
+            ValueError: it is no such config.
+        """
+        missing = {"table", "dim", "dtype", "default", "combiner", "name"} - config.keys()
+        if missing:
+            raise ValueError(f"a trainable_embedding's config has no {', '.join(sorted(missing))}")
+        dtype = _keras().dtype_policies.get(config["dtype"]).variable_dtype
+        table = DynamicTable(config["table"], config["dim"], dtype, config["default"])
+        return _layer(table, config["combiner"], config["name"])
+
+
+def _layer(table: DynamicTable, combiner: str | None, name: str) -> Any:
     keras = _keras()
 
     class DynamicEmbedding(keras.layers.Layer):  # type: ignore[name-defined, misc]  # Keras is untyped
@@ -38,9 +60,9 @@ def dynamic_embedding(
 
         def compute_output_shape(self, input_shape: Any) -> Any:
             kept = input_shape if combiner is None else input_shape[:-1]
-            return (*kept, dim)
+            return (*kept, table.dim)
 
-    return DynamicEmbedding(name=name.replace("/", "_"), dtype=dtype, autocast=False)
+    return DynamicEmbedding(name=name, dtype=table.dtype.label, autocast=False)
 
 
 def _keras() -> Any:

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.admission import Admission
+from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.jobs.runner import LOCAL, Job, Runner
 from exporter.progress import Progress
 from exporter.storage.output_directory import LocalDirectory, open_directory
@@ -54,6 +55,18 @@ class TableLayout(Struct, frozen=True, eq=False):
         """The checkpoint's own tensors that are served as parts of tables."""
         parts = chain.from_iterable(table.variable.parts for table in self.tables)
         return frozenset(name for part in parts for name in (part.keys.name, part.values.name))
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """All tensors of the checkpoint that the tables are, or may be, read from."""
+        parts = chain.from_iterable(table.variable.parts for table in self.tables)
+        names = chain.from_iterable(part.tensor_names for part in parts)
+        return tuple(name for name in names if name in self.source.tensors)
+
+    def with_source(self, catalog: Catalog) -> TableLayout:
+        """The same tables laid out in another catalog, to which their tensors were copied."""
+        known = embedding_variables(catalog)
+        return lay_out(catalog, (replace(plan, variable=known[plan.variable.name]) for plan in self.tables))
 
     def index_job(self, admission: Admission, task_bytes: int) -> IndexJob:
         """The tasks that build the indexes.

@@ -76,7 +76,7 @@ class TablePlan(Struct, frozen=True, eq=False):
         slices, row = [], 0
         for ref in stored:
             if ref.shape[0]:
-                slices.append(SliceRef(rows_of(shape, row, ref.shape[0]), ref.extent))
+                slices.append(SliceRef(rows_of(shape, row, ref.shape[0]), ref.extent or _to_come(ref)))
                 row += ref.shape[0]
         rest = rows_of(shape, row, shape[0] - row)
         extent = place.take(int(np.prod(rest.lengths)) * (dtype.itemsize or 0))
@@ -96,6 +96,11 @@ class _Allocation(Struct):
         extent = Extent(self.shard, self.offset, size, 0)
         self.offset += -(-size // _ALIGNED) * _ALIGNED
         return extent
+
+
+def _to_come(ref: TensorRef) -> Extent:
+    """The extent of what is copied into a bundle before it is read: see `TableLayout.with_source`."""
+    return Extent(-1, 0, ref.bytes_, 0)
 
 
 def rows_of(shape: tuple[int, ...], first: int, count: int) -> SliceSpec:

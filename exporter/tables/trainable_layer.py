@@ -4,7 +4,7 @@
 
 Keys that `fit` meets get rows; `evaluate` and `predict` give absent keys `default`, as the served model does.
 `tf.train.Checkpoint` stores the table as an embedding variable, as `TrainableTable` is stored, so that an
-export finds it; `.keras` and `.weights.h5` files hold it, too, to train on from. The layer is for one
+export finds it; `.keras` and `.weights.h5` files hold it, too, under the same names. The layer is for one
 process: strategies with several replicas, or with parameter servers, are refused.
 """
 
@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
-from exporter.checkpoint.embedding_variables import name_in_object
+from exporter.checkpoint.embedding_variables import KEYS, ROWS, VALUES, name_in_object
 from exporter.errors import UsageError
 from exporter.tables.key_index import KeyIndex
 from exporter.wire.dtypes import DType
@@ -114,10 +114,11 @@ def trainable_embedding_class() -> Any:
 
         def save_own_variables(self, store: Any) -> None:
             for part, value in self.table._serialize_to_tensors().items():
-                store[part.removeprefix(f"{self.table.stem}-")] = value.numpy()
+                store[part] = value.numpy()
 
         def load_own_variables(self, store: Any) -> None:
-            self.table.load(store["keys"][:], store["rows"][:], store["values"][:])
+            keys, rows, values = (store[self.table.stem + part][:] for part in (KEYS, ROWS, VALUES))
+            self.table.load(keys, rows, values)
 
         def get_config(self) -> dict[str, Any]:
             kept = {part: getattr(self, part) for part in ("dim", "capacity", "default", "combiner")}

@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from msgspec import Struct
 
-from exporter.catalog import Catalog, SliceSpec, TensorRef
+from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.object_graph import TrackedVariable
 from exporter.checkpoint.tensor_values import read_array
@@ -35,7 +34,6 @@ from exporter.mapping.partial import Fit, PartialMapping, fit_partly
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 
-Array = np.ndarray[Any, Any]
 Variable = Any
 
 _SHOWN = 20
@@ -239,7 +237,7 @@ def _snake_case(name: str) -> str:
 
 
 def _load(fit: Fit, catalog: Catalog, variables: Mapping[str, Variable], session: Any) -> None:
-    whole = _value(catalog, fit.tensor)
+    whole = read_array(catalog, fit.tensor)  # in memory; checksums are verified where there are some
     for part in fit.variables:
         value, variable = whole[_box(part)], variables[part.node]
         if session is None:
@@ -253,10 +251,3 @@ def _box(variable: GraphVariable) -> tuple[slice, ...]:
         return ()
     spans: Iterator[tuple[int, int]] = zip(variable.part.starts, variable.part.lengths, strict=True)
     return tuple(slice(start, start + length) for start, length in spans)
-
-
-def _value(catalog: Catalog, ref: TensorRef) -> Array:
-    """One tensor in memory, checksums verified where there are some."""
-    if ref.content is None:
-        return read_array(catalog, ref)
-    return np.concatenate([*ref.content.blocks()]).reshape(ref.shape)
