@@ -215,8 +215,10 @@ def test_an_index_of_keys_is_built_in_the_store(
         process.kill()
     done = {key for key in bucket.names() if "/receipts/" in key}
     assert len(done) > 2 and not [key for key in bucket.names() if key.endswith("manifest.json")]
+    planned = export_model(*command, bucket.url(BASE), "--json", "--dry-run").document
     ran = export_model(*command, bucket.url(BASE), "--json")
     assert ran.code == 0, ran.err
+    assert ran.document["tasks"] == planned["tasks"] > 12
     assert not [key for key in bucket.names() if JOBS_DIRECTORY in key]
     pull(bucket.url(BASE), tmp_path / "here")
     local = export_model(*command, str(tmp_path / "local"), "--json")

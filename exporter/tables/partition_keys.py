@@ -147,7 +147,6 @@ class Partition(Task, frozen=True, kw_only=True):
                     raise
                 sorting.append(one)
                 offset += run.written_bytes
-            os.ftruncate(target, offset)
             tag = directory.put_file(self.name, path)
         return Receipt(
             self.name,

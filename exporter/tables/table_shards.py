@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.source_shard import open_shard
 from exporter.errors import CheckpointChanged, os_error
+from exporter.files import writing
 from exporter.jobs.task import ZEROS
 from exporter.storage.output_directory import Directory, new_file
 from exporter.tables.geometry import EMPTY_KEY, KEYS, PARTS, VALUES
@@ -89,8 +90,7 @@ def show_pieces(
     """
     first = len(catalog.shards) - 1
     objects = {name: first + n for n, name in enumerate(sorted({piece.object for piece in pieces}))}
-    rest, zeros = first + len(objects), first + len(objects) + 1
-    content, tensors, longest = bytearray(), dict(catalog.tensors), 0
+    rest, tensors = _Rest(first + len(objects)), dict(catalog.tensors)
     for table in tables:
         tails = {part: (row, elements) for part, row, elements in _tails(table)}
         for ref in _tensors(catalog, table):
@@ -98,38 +98,50 @@ def show_pieces(
             slices = [each for each in ref.slices if each.extent is not None and each.extent.shard < first]
             slices += _slices(ref, table, part, pieces, objects)
             if part in tails:
-                row, elements = tails[part]
-                held = sum(each.spec.lengths[0] for each in slices)
-                hole = (row - held) * (elements.nbytes // len(elements))
-                longest = max(longest, hole)
-                raw = _raw(elements)
-                if hole:
-                    extent = Extent(zeros, 0, hole, mask(zeros_crc(hole)))
-                    slices.append(SliceRef(rows_of(ref.shape, held, row - held), extent))
-                extent = Extent(rest, len(content), raw.size, mask(extend(0, raw)))
-                slices.append(SliceRef(rows_of(ref.shape, row, len(elements)), extent))
-                content += raw.tobytes()
-            is_whole = len(slices) == 1
-            tensors[ref.name] = replace(
-                ref,
-                extent=slices[0].extent if is_whole else None,
-                slices=() if is_whole else tuple(slices),
-            )
-    name = f"tables-{hashlib.sha256(content).hexdigest()[:16]}.data"
-    with new_file(scratch) as (descriptor, path):
-        write_at(descriptor, 0, np.frombuffer(content, np.uint8))
-        directory.put_new(name, path)  # its tag would change, and with it the plan of what reads it
-    shown = directory.as_local()
-    holes = scratch / ZEROS
-    with holes.open("xb") as file:
-        file.truncate(longest)
-    paths = [*(shown / each for each in objects), shown / name, holes]
+                slices += rest.behind(ref, sum(each.spec.lengths[0] for each in slices), *tails[part])
+            if len(slices) == 1:
+                tensors[ref.name] = replace(ref, extent=slices[0].extent, slices=())
+            else:
+                tensors[ref.name] = replace(ref, extent=None, slices=tuple(slices))
+    name, shown = rest.put(directory, scratch), directory.as_local()
+    paths = [*(shown / each for each in objects), shown / name, scratch / ZEROS]
     return replace(
         catalog,
         tensors=tensors,
         shards=(*catalog.shards[:-1], *paths),
         shard_sizes=(*catalog.shard_sizes[:-1], *(path.stat().st_size for path in paths)),
     )
+
+
+class _Rest:
+    """What no task writes: the last rows of keys and values in one shard, zeros before them in the next."""
+
+    def __init__(self, shard: int) -> None:
+        self._shard = shard
+        self._content = bytearray()
+        self._zeros = 0
+
+    def behind(self, ref: TensorRef, held: int, row: int, elements: Array) -> Iterator[SliceRef]:
+        """The slices of a tensor that follow its first rows: zeros, and elements from a row on."""
+        raw = _raw(elements)
+        if row > held:
+            size = (row - held) * (raw.size // len(elements))
+            self._zeros = max(self._zeros, size)
+            extent = Extent(self._shard + 1, 0, size, mask(zeros_crc(size)))
+            yield SliceRef(rows_of(ref.shape, held, row - held), extent)
+        extent = Extent(self._shard, len(self._content), raw.size, mask(extend(0, raw)))
+        yield SliceRef(rows_of(ref.shape, row, len(elements)), extent)
+        self._content += raw.tobytes()
+
+    def put(self, directory: Directory, scratch: Path) -> str:
+        """Make the two; the name of the first in the directory. Its tag stays, so plans that read it do."""
+        name = f"tables-{hashlib.sha256(self._content).hexdigest()[:16]}.data"
+        with writing(scratch), new_file(scratch) as (descriptor, path):
+            write_at(descriptor, 0, np.frombuffer(self._content, np.uint8))
+            directory.put_new(name, path)
+            with (scratch / ZEROS).open("xb") as file:
+                file.truncate(self._zeros)
+        return name
 
 
 def _tensors(catalog: Catalog, table: TablePlan) -> Iterator[TensorRef]:
