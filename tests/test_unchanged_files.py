@@ -12,6 +12,7 @@ from exporter.errors import ManifestError
 from exporter.increments import history
 from exporter.publish import versions
 from exporter.publish.delta_log import read_log
+from exporter.transfer import items
 from tests.support.setting import Setting, followed
 
 
@@ -46,6 +47,20 @@ def test_manifests_and_increments_that_are_as_they_were_are_parsed_once(
     for _ in range(2):
         look()
     assert len(parsed) == 2, "the one that looks otherwise, each time"
+
+
+def test_a_pull_parses_what_is_here_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed(tmp_path, range(11, 16), published=15)
+    setting = Setting(tmp_path)
+    before = items.local_items(setting.model)
+    parsed: list[bytes] = []
+    real = items.from_json
+    monkeypatch.setattr(items, "from_json", lambda content: (parsed.append(content), real(content))[1])
+    assert items.local_items(setting.model) == before
+    assert parsed == []
+    os.utime(setting.deltas[-1] / "manifest.json", ns=(1, 1))
+    assert items.local_items(setting.model) == before
+    assert len(parsed) == 1
 
 
 def test_a_manifest_that_is_damaged_after_it_was_read_is_found(tmp_path: Path) -> None:

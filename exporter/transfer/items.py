@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.errors import ManifestError
-from exporter.files import read_regular
+from exporter.files import Unchanged, read_regular
 from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
 from exporter.publish.manifest import Manifest, from_json
 from exporter.publish.versions import MAX_MANIFEST_BYTES, delta_names, version_dirs
@@ -97,12 +97,21 @@ def local_item(model: Path, path: Path) -> Item:
     Raises:
         ManifestError: its manifest is damaged.
     """
-    file = path / MANIFEST_FILE
+    manifest, content = _manifests.of(path / MANIFEST_FILE, _read_local)
+    return Item(path.relative_to(model).as_posix(), manifest, content)
+
+
+_manifests: Unchanged[tuple[Manifest, bytes]] = Unchanged()
+"""A pull that goes on looks at all that is here each time."""
+
+
+def _read_local(file: Path) -> tuple[Manifest, bytes]:
     try:
         content = read_regular(file, MAX_MANIFEST_BYTES)
     except OSError as error:
         raise ManifestError(f"{file} cannot be read", cause=error.strerror or str(error)) from None
-    return item_of(path.relative_to(model).as_posix(), content, str(path))
+    item = item_of("", content, str(file.parent))
+    return item.manifest, content
 
 
 def local_holds(model: Path) -> dict[str, bytes]:
