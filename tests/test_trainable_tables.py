@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from exporter.errors import UsageError
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.full import export
 from exporter.tables import DynamicTable, TrainableTable
@@ -180,3 +181,52 @@ def test_a_monitored_session_goes_on_where_it_ended(tmp_path: Path) -> None:
             found.append(session.run(trainer.rows, {trainer.ids: keys}))
     begun, trained, restored, _ = found
     assert restored.tobytes() == trained.tobytes() != begun.tobytes()
+
+
+def test_keys_that_were_not_seen_for_long_are_taken_away(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    with tf.Graph().as_default():
+        ids = v1.placeholder(tf.int64, [None])
+        table = TrainableTable("emb", DIM, 8, records_steps=True)
+        step = v1.train.get_or_create_global_step()
+        loss = tf.reduce_sum(table.lookup(ids) ** 2)
+        train = v1.train.AdagradOptimizer(0.1).minimize(loss, global_step=step)
+        gone, (_, keys) = table.remove_unseen(3), table.index.in_use()
+        saver, init = v1.train.Saver(), [v1.global_variables_initializer(), v1.tables_initializer()]
+        with v1.Session() as session:
+            session.run(init)
+
+            def fit(*seen: int) -> None:
+                session.run(train, {ids: seen})
+
+            def left() -> set[int]:
+                return set(session.run(keys).tolist())
+
+            for _ in range(3):  # steps 0 to 2
+                fit(1, 2, 3)
+            fit(3, 4)
+            assert session.run(gone) == 0  # at step 4
+            fit(3, 4)
+            fit(4)
+            assert session.run(gone) == 2 and left() == {3, 4}  # at step 6
+            for key in range(10, 16):
+                fit(key, 3, 4)
+            assert len(left()) == 8
+            assert session.run(gone) == 3 and left() == {3, 4, 13, 14, 15}  # at step 12
+            fit(20, 21)  # in rows that had other keys
+            assert session.run(gone) == 1 and left() == {3, 4, 14, 15, 20, 21}  # at step 13
+            prefix = saver.save(session, str(tmp_path / "model.ckpt"), global_step=13)
+        with v1.Session() as session:
+            session.run(init)
+            saver.restore(session, prefix)
+            assert session.run(gone) == 0  # ages count from now, step 13
+            for _ in range(4):
+                session.run(train, {ids: [3]})
+            assert session.run(gone) == 5 and left() == {3}  # at step 17
+    with tf.Graph().as_default(), pytest.raises(UsageError, match="does not know when"):
+        TrainableTable("emb", DIM, 8).remove_unseen(3)
+    with pytest.raises(UsageError, match=r"no table of .* has their versions") as caught:
+        export(ExportRequest(Path(prefix), tmp_path / "model", model=build, max_age_steps=3))
+    assert "remove_unseen" in caught.value.hint

@@ -57,7 +57,8 @@ class Admission(Struct, frozen=True):
                 raise UsageError(
                     f"{option} filters keys, and no table of {catalog.prefix.name} has their {what}",
                     hint=f"leave {option} out, or let the trainer record them "
-                    "(DeepRec: EmbeddingVariableOption with record_freq, record_version)",
+                    "(DeepRec: EmbeddingVariableOption with record_freq, record_version); a trainer of "
+                    "exporter.tables takes old keys away itself: TrainableTable.remove_unseen",
                 )
 
 

@@ -27,16 +27,27 @@ UPKEEP = "_table_upkeep"
 """The attribute of operations that write rows as the table itself sees fit; its index tells of those rows."""
 
 _FRESH_ROWS = 1024
+_UNKNOWN = -1
+"""Of a row: nobody knows at which step it was looked up last."""
 
 
 class TrainableTable(TableLookups):
     """Rows of `dim` numbers for up to `capacity` keys at a time, any 64-bit integers.
 
-    New rows have the values that `initializer` gives; `name` is what checkpoints call the table.
+    New rows have the values that `initializer` gives; `name` is what checkpoints call the table. With
+    `records_steps` it keeps, in 8 bytes a row, at which global step each key was looked up last, which
+    `remove_unseen` needs.
     """
 
     def __init__(
-        self, name: str, dim: int, capacity: int, dtype: str = "float32", initializer: Any = None
+        self,
+        name: str,
+        dim: int,
+        capacity: int,
+        dtype: str = "float32",
+        initializer: Any = None,
+        *,
+        records_steps: bool = False,
     ) -> None:
         import tensorflow as tf
 
@@ -57,6 +68,8 @@ class TrainableTable(TableLookups):
         with self._at_home():
             # The rows that begin anew begin with the values of these: all of them are not in memory any more.
             self._fresh = self._variable("fresh_rows", lambda: self._start[:_FRESH_ROWS])
+            unknown = tf.fill([capacity], tf.constant(_UNKNOWN, tf.int64))
+            self._seen = self._variable("seen", lambda: unknown) if records_steps else None
             self.index = KeyIndex(name, capacity, self._variable, self._at_home, self._begin_anew)
             saved[:] = others  # the keys are enough; without `checkpoint` each session would have its own
             # One at a time: a worker that has just seen no values would else take back what others changed.
@@ -89,6 +102,32 @@ class TrainableTable(TableLookups):
             distinct, _ = tf.unique(tf.reshape(tf.cast(keys, tf.int64), [-1]))
             return self.index.remove(distinct, begin_anew)
 
+    def remove_unseen(self, max_age_steps: int, slots: Iterable[Variable] | None = None) -> Any:
+        """Take keys away that were not looked up in this many global steps; how many these were.
+
+        Like `remove`, but it looks at all rows: run it now and then. Ages are not saved: after a restore they
+        count from when this is first run.
+
+        Raises:
+            UsageError: the table does not record steps.
+        """
+        import tensorflow as tf
+
+        if self._seen is None:
+            raise UsageError(
+                f"dynamic table {self.name!r} does not know when its keys were looked up last",
+                hint=f"TrainableTable({self.name!r}, ..., records_steps=True)",
+            )
+        step = self._step()
+        with self._at_home():
+            rows, keys = self.index.in_use()
+            seen = tf.gather(self._seen, rows)
+            begun = tf.boolean_mask(rows, seen < 0)
+            noted = self._seen.scatter_update(tf.IndexedSlices(tf.fill([tf.size(begun)], step), begun))
+            with tf.control_dependencies([noted]):
+                old = tf.boolean_mask(keys, (seen >= 0) & (seen < step - max_age_steps))
+        return self.remove(old, slots)
+
     def lay_over(self, keys: Tensor, rows: Tensor, values: Tensor, removed: Tensor) -> Any:
         """The operation that takes keys away and gives others rows and values."""
         import tensorflow as tf
@@ -105,19 +144,42 @@ class TrainableTable(TableLookups):
         keys, places = tf.unique(tf.reshape(ids, [-1]))
         with self._upkeep():
             found = self.index.find_or_add(keys)
+        if self._seen is not None:
+            steps = tf.fill([tf.size(found)], self._step())
+            with (
+                self._at_home(),
+                tf.control_dependencies([self._seen.scatter_update(tf.IndexedSlices(steps, found))]),
+            ):
+                found = tf.identity(found)
         return tf.reshape(tf.gather(found, places), tf.shape(ids))
+
+    def _step(self) -> Tensor:
+        import tensorflow as tf
+
+        return tf.cast(tf.convert_to_tensor(tf.compat.v1.train.get_or_create_global_step()), tf.int64)
 
     def _begin_anew(self, rows: Tensor) -> Any:
         import tensorflow as tf
 
         values = tf.gather(self._fresh, rows % min(_FRESH_ROWS, self.capacity))
-        return self.values.scatter_update(tf.IndexedSlices(values, rows))
+        with tf.control_dependencies(self._forget_steps(rows)):
+            return self.values.scatter_update(tf.IndexedSlices(values, rows))
+
+    def _forget_steps(self, rows: Tensor) -> list[Any]:
+        """Operations by which nobody knows when these rows were looked up."""
+        import tensorflow as tf
+
+        if self._seen is None:
+            return []
+        unknown = tf.fill([tf.size(rows)], tf.constant(_UNKNOWN, tf.int64))
+        return [self._seen.scatter_update(tf.IndexedSlices(unknown, rows))]
 
     def _restore(self, keys: Tensor, rows: Tensor, values: Tensor) -> Any:
         import tensorflow as tf
 
         def put() -> list[Any]:
-            with tf.control_dependencies([self.values.assign(self._start)]):
+            begun = [self.values.assign(self._start), *self._forget_steps(tf.range(self.capacity))]
+            with tf.control_dependencies(begun):
                 return [self.values.scatter_update(tf.IndexedSlices(values, rows))]
 
         with self._at_home(), self._upkeep():
@@ -167,7 +229,8 @@ class TrainableTable(TableLookups):
 
             return tf.cond(variable.is_initialized(), lambda: tf.constant(0), make)
 
-        return tf.stack(list(map(settled, (self.values, self._fresh, *self.index.variables))))
+        own = (self.values, self._fresh, *([] if self._seen is None else [self._seen]))
+        return tf.stack(list(map(settled, (*own, *self.index.variables))))
 
 
 def trainable_tables() -> tuple[TrainableTable, ...]:
