@@ -8,15 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
-from itertools import islice
 from typing import Any
 
+from exporter.jobs.engines.bundles import Bundles, execute_all
 from exporter.jobs.engines.process import Asked
-from exporter.jobs.execute import execute
 
 LIBRARY = "distributed"
 
-_AHEAD = 16  # works for each thread of a worker that are given to Dask: enough to keep it busy
+_AHEAD = 16  # calls for each thread of a worker that are given to Dask: enough to keep it busy
 
 
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
@@ -31,14 +30,21 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
             own |= {"n_workers": asked.cores, "threads_per_worker": 1, "local_directory": asked.files}
             scheduler = stack.enter_context(dask.LocalCluster(**own))
         client = stack.enter_context(dask.Client(scheduler))
-        calls = (client.submit(execute, work, pure=False, **options) for work in works)
         threads = sum(client.nthreads().values())
         ahead = (asked.workers if asked.address else 0) or _AHEAD * max(1, threads)
-        done = dask.as_completed(islice(calls, ahead))
+        bundles = Bundles(works)
+
+        def begun(count: int) -> list[Any]:
+            """The next calls, of which Dask is told at once."""
+            calls = bundles.take(count)
+            return client.map(execute_all, calls, pure=False, **options) if calls else []
+
+        done = dask.as_completed(begun(ahead))
         try:
             for batch in done.batches():
-                for future in batch:
-                    yield future.result()
-                done.update(islice(calls, len(batch)))
+                for outcomes, seconds in client.gather(batch):
+                    bundles.note(seconds)
+                    yield from outcomes
+                done.update(begun(len(batch)))
         finally:
             client.cancel(list(done.futures), force=True)

@@ -1,0 +1,35 @@
+"""Works that an engine is told of together, where telling it of one takes longer than the work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+
+from exporter.jobs.execute import execute
+
+_CALL_SECONDS = 0.05  # what a call should take
+_MOST_WORKS = 16  # of a call: they are lost together
+
+
+class Bundles:
+    """Works in calls of as many as take a moment, by what was done last: of long works each is a call."""
+
+    def __init__(self, works: Iterator[bytes]) -> None:
+        self._works = works
+        self._size = 1
+
+    def take(self, count: int) -> list[list[bytes]]:
+        """The next calls, so many at most."""
+        return [some for _ in range(count) if (some := list(islice(self._works, self._size)))]
+
+    def note(self, seconds: float) -> None:
+        """How long a work took that was done."""
+        self._size = max(1, min(_MOST_WORKS, int(_CALL_SECONDS / max(seconds, 1e-6))))
+
+
+def execute_all(works: list[bytes]) -> tuple[list[bytes], float]:
+    """The outcomes, and how long each took (s)."""
+    began = time.perf_counter()
+    outcomes = [execute(work) for work in works]
+    return outcomes, (time.perf_counter() - began) / len(works)
