@@ -232,6 +232,7 @@ def test_any_partition_becomes_any_other(
     table = np.random.default_rng(seed).normal(size=(rows, width)).astype(np.float32)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(move, "BLOCK_BYTES", block)
+        patch.setattr(move, "COPY_BYTES", block)
         write_parts(Path(name, "model.ckpt"), in_parts(table, stored, stored_by_mod), table.shape, seed)
         catalog = read_catalog(Path(name, "model.ckpt"))
         mapping = mapping_of(

@@ -5,15 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Generator, Iterable
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
-from exporter.bundle.move import Move
+from exporter.bundle import move
+from exporter.bundle.move import Move, Segment
 from exporter.bundle.variables import VariablesReport, write_variables
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
@@ -175,6 +180,33 @@ def test_tasks_are_values_that_survive_json(catalog: Catalog) -> None:
     other = structs.replace(task, bytes_=17)
     assert plan_digest([task]) == plan_digest([task]) != plan_digest([other])
     assert plan_digest([Move(name="a", segments=())]) != plan_digest([Checksum(name="a", ranges=())])
+
+
+@given(
+    read=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    cuts=st.lists(st.integers(0, 200), max_size=5),
+    buffer=st.sampled_from([1, 7, 1 << 20]),
+)
+def test_copied_bytes_have_their_checksums_however_they_are_cut(
+    read: list[int], cuts: list[int], buffer: int
+) -> None:
+    """Each byte is checked once; the checksums are those of every range read and of every run written."""
+    content = np.random.default_rng(0).bytes(sum(read))
+    ends = sorted(min(cut, len(content)) for cut in [0, *cuts, len(content)])
+    with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(move, "COPY_BYTES", buffer)
+        (Path(name) / "source").write_bytes(b"before" + content)
+        sources, at = [], 6
+        for size in read:
+            sources.append(Range(0, at, size))
+            at += size
+        counts = tuple(stop - start for start, stop in pairwise(ends))
+        segment = Segment("t", DType.UINT8, DType.UINT8, 1, tuple(sources), False, counts, False)
+        task = Move(name="out", inputs=(Input.of(Path(name) / "source"),), segments=(segment,))
+        receipt = decode(execute(encode(task, name, keep=False))).settle()
+        assert (Path(name) / "out").read_bytes() == content
+    assert receipt.read == tuple(extend(0, content[r.offset - 6 : r.offset - 6 + r.size]) for r in sources)
+    assert receipt.wrote == tuple(extend(0, content[start:stop]) for start, stop in pairwise(ends))
 
 
 def test_a_worker_imports_neither_tensorflow_nor_an_engine(catalog: Catalog) -> None:

@@ -27,6 +27,9 @@ Array = np.ndarray[Any, Any]
 BLOCK_BYTES = 1 << 20
 """Source bytes in memory at a time: what is checked and written is still in the processor's cache."""
 
+COPY_BYTES = 512 << 10
+"""The same where bytes are copied as they are, through one buffer."""
+
 
 class Segment(Struct, frozen=True, array_like=True):
     """Rows of one tensor that a shard gets.
@@ -55,6 +58,11 @@ class Segment(Struct, frozen=True, array_like=True):
         """Bytes that are written."""
         return sum(self.counts) * self.row_bytes
 
+    @property
+    def is_verbatim(self) -> bool:
+        """True if its runs are its sources as they are, whatever the ranges of each."""
+        return self.dtype is self.to and not (self.turns_in or self.turns_out)
+
 
 class Move(Task, frozen=True, kw_only=True):
     """Write a shard of segments. The receipt's checksums are those of all sources and runs, in order.
@@ -71,7 +79,7 @@ class Move(Task, frozen=True, kw_only=True):
     @property
     def is_verbatim(self) -> bool:
         """True if runs are sources as they are."""
-        return all(each.dtype is each.to and not (each.turns_in or each.turns_out) for each in self.segments)
+        return all(each.is_verbatim for each in self.segments)
 
     def run(self, directory: Directory) -> Receipt:
         """See `Task`."""
@@ -90,7 +98,10 @@ class Move(Task, frozen=True, kw_only=True):
                     runs.append(WrittenRun(target, offset))
                     offset += count * segment.row_bytes
                 try:
-                    _deal(segment, _rows(segment, sources), runs)
+                    if segment.is_verbatim:
+                        _copy(segment, sources, runs)
+                    else:
+                        _deal(segment, _rows(segment, sources), runs)
                 except OSError as error:
                     raise os_error(error, path) from error
                 read += [source.crc for source in sources]
@@ -101,6 +112,31 @@ class Move(Task, frozen=True, kw_only=True):
     def _open(self, number: int, directory: Directory) -> Any:
         ranges = (each for segment in self.segments for each in segment.sources if each.input == number)
         return self.inputs[number].open(ranges, directory.scratch)
+
+
+def _copy(segment: Segment, sources: Sequence[_Source], runs: Sequence[WrittenRun]) -> None:
+    """Copy bytes as they are: what is read has the checksum of what is written, which is taken once."""
+    buffer = np.empty(min(COPY_BYTES, max((source.size for source in sources), default=0)), np.uint8)
+    waiting = zip(runs, segment.counts, strict=True)
+    room = 0
+    for source in sources:
+        while source.left:
+            while not room:
+                run, count = next(waiting)
+                room = count * segment.row_bytes
+            size, crc = min(source.left, room), 0
+            for part in _cut(size, len(buffer)):
+                data = source.read(buffer[:part])
+                crc = crc32c.extend(crc, data)
+                run.put(data)
+            source.crc = _followed(source.crc, crc, source.done, size)
+            run.crc = _followed(run.crc, crc, run.done, size)
+            room -= size
+
+
+def _followed(crc: int, by: int, done: int, size: int) -> int:
+    """The checksum of `done` bytes, of which the last `size` have one of their own."""
+    return by if done == size else crc32c.combine(crc, by, size)
 
 
 def _rows(segment: Segment, sources: Sequence[_Source]) -> Iterator[Array]:
@@ -145,17 +181,27 @@ class _Source:
     def __init__(self, descriptor: int, place: str, segment: Segment, wanted: Range) -> None:
         self._descriptor, self._place = descriptor, place
         self._segment = segment
-        self._at = wanted.offset
-        self.size = wanted.size
+        self._offset = wanted.offset
+        self.size = self.left = wanted.size
         self.crc = 0
+
+    @property
+    def done(self) -> int:
+        """Bytes that were read."""
+        return self.size - self.left
 
     def rows(self, count: int) -> Array:
         """The next rows, [count, width]."""
+        data = np.empty(count * self._segment.width * self._segment.dtype.numpy.itemsize, np.uint8)
+        self.crc = crc32c.extend(self.crc, self.read(data))
+        return data.view(self._segment.dtype.numpy).reshape(count, self._segment.width)
+
+    def read(self, buffer: Array) -> Array:
+        """The next bytes, as many as the buffer has, which is made to hold them."""
         # A read, not a map: a file that shrinks under a map kills the process.
-        size = count * self._segment.width * self._segment.dtype.numpy.itemsize
-        data = os.pread(self._descriptor, size, self._at)
-        if len(data) != size:
+        if os.preadv(self._descriptor, [buffer.data], self._offset + self.done) != len(buffer):
             raise CheckpointChanged(f"{self._place} became shorter after its index was read")
-        self.crc = crc32c.extend(self.crc, data)
-        self._at += size
-        return np.frombuffer(data, self._segment.dtype.numpy).reshape(count, self._segment.width)
+        self.left -= len(buffer)
+        view = buffer.view()
+        view.flags.writeable = False  # or crc32c refuses it
+        return view

@@ -28,7 +28,7 @@ from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.source_shard import open_shard
 from exporter.checkpoint.sstable import varint
 from exporter.errors import CheckpointChanged, CorruptFile, UnsupportedFormat
-from exporter.wire.crc32c import CHUNK, chunks_of, extend, mask, read_into
+from exporter.wire.crc32c import CHUNK, crc_of, extend, mask, read_into
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
@@ -121,7 +121,7 @@ def check_values(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None)
         elif ref.dtype is DType.VARIANT:
             found = _variant_crc(map_bytes(fd, extent), math.prod(shape), place)
         else:
-            found = mask(_crc(chunks_of(fd, extent.offset, extent.size)))
+            found = mask(crc_of(fd, extent.offset, extent.size))
     _compare(found, extent, place)
 
 
@@ -272,10 +272,3 @@ def _crc_form(lengths: Array) -> bytes:
     if not lengths.size or lengths.max() < 1 << 32:
         return lengths.astype("<u4").tobytes()
     return b"".join(length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths.tolist())
-
-
-def _crc(chunks: Iterator[bytes]) -> int:
-    crc = 0
-    for chunk in chunks:
-        crc = extend(crc, chunk)
-    return crc

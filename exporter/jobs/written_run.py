@@ -18,6 +18,8 @@ class WrittenRun:
     def __init__(self, descriptor: int, offset: int) -> None:
         self._descriptor = descriptor
         self._offset = offset
+        self.done = 0
+        """Bytes that were written."""
         self.crc = 0
 
     def write(self, values: Array) -> None:
@@ -25,8 +27,12 @@ class WrittenRun:
         view = np.ascontiguousarray(values).reshape(-1).view(np.uint8)  # no copy of what lies in order
         view.flags.writeable = False  # or crc32c refuses it
         self.crc = crc32c.extend(self.crc, view)
-        data = view.data
-        while data:
-            written = os.pwrite(self._descriptor, data, self._offset)
-            self._offset += written
-            data = data[written:]
+        self.put(view)
+
+    def put(self, data: Array) -> None:
+        """Append bytes, whose checksum is the caller's to take."""
+        view = data.data
+        while view:
+            written = os.pwrite(self._descriptor, view, self._offset + self.done)
+            self.done += written
+            view = view[written:]

@@ -10,7 +10,7 @@ from pathlib import Path
 from exporter.errors import VerificationError
 from exporter.files import sync
 from exporter.publish.manifest import FileEntry
-from exporter.wire.crc32c import chunks_of, extend, mask
+from exporter.wire.crc32c import crc_of, mask
 
 _DATA_SHARD = re.compile(r".*\.data-[0-9]{5}-of-[0-9]{5}")
 
@@ -41,11 +41,8 @@ def _seal_file(bundle: Path, path: Path, mode: int) -> FileEntry:
 
 
 def _masked_crc(path: Path) -> int:
-    crc = 0
     with path.open("rb") as file:
-        for chunk in chunks_of(file.fileno(), 0, os.fstat(file.fileno()).st_size):
-            crc = extend(crc, chunk)
-    return mask(crc)
+        return mask(crc_of(file.fileno(), 0, os.fstat(file.fileno()).st_size))
 
 
 def _set_mode(path: Path, mode: int) -> None:

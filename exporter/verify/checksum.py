@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from exporter.jobs.task import Range, Receipt, Task
 from exporter.storage.output_directory import Directory
-from exporter.wire.crc32c import chunks_of, extend
+from exporter.wire.crc32c import crc_of
 
 
 class Checksum(Task, frozen=True, kw_only=True):
@@ -23,12 +23,6 @@ class Checksum(Task, frozen=True, kw_only=True):
             mine = [index for index, each in enumerate(self.ranges) if each.input == number]
             with source.open((self.ranges[index] for index in mine), directory.scratch) as descriptor:
                 for index in mine:
-                    crcs[index] = _crc(descriptor, self.ranges[index])
+                    wanted = self.ranges[index]
+                    crcs[index] = crc_of(descriptor, wanted.offset, wanted.size)
         return Receipt(self.name, read=tuple(crcs))
-
-
-def _crc(descriptor: int, wanted: Range) -> int:
-    crc = 0
-    for chunk in chunks_of(descriptor, wanted.offset, wanted.size):
-        crc = extend(crc, chunk)
-    return crc

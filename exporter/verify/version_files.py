@@ -19,7 +19,7 @@ from exporter.progress import NoProgress, Progress
 from exporter.publish.manifest import FileEntry, TensorEntry
 from exporter.publish.versions import read_manifest
 from exporter.verify.checksum import Checksum
-from exporter.wire.crc32c import chunks_of, combine, extend, mask
+from exporter.wire.crc32c import combine, crc_of, mask
 from exporter.wire.dtypes import DType
 
 _DAMAGED_HINT = "publish it again from the checkpoint; if the source is damaged, name an older one"
@@ -239,10 +239,7 @@ def _file_crc(path: Path, offset: int, size: int) -> int:
     """The plain crc32c of a range of a file; of less where the file ends earlier."""
     descriptor = open_regular(path)
     try:
-        crc = 0
-        for chunk in chunks_of(descriptor, offset, size):
-            crc = extend(crc, chunk)
-        return crc
+        return crc_of(descriptor, offset, size)
     finally:
         os.close(descriptor)
 

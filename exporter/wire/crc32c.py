@@ -59,6 +59,21 @@ def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
         yield chunk
 
 
+def crc_of(fd: int, offset: int, size: int) -> int:
+    """The plain crc32c of `size` bytes of an open file from `offset`; of less where the file ends.
+
+    One buffer serves all chunks, since the pages of a new one have to be made first.
+    """
+    buffer, crc, end = np.empty(min(CHUNK, size), np.uint8), 0, offset + size
+    while offset < end:
+        count = os.preadv(fd, [buffer.data[: end - offset]], offset)
+        if not count:
+            break
+        crc = extend(crc, buffer[:count])
+        offset += count
+    return crc
+
+
 def read_into(fd: int, offset: int, buffer: Bytes, crc: int = 0) -> int:
     """Fill a buffer from an open file from `offset`; ends early where the file does.
 

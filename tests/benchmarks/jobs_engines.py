@@ -31,6 +31,7 @@ from tests.benchmarks.job import Timer
 _MB = 1 << 20
 STORE_BYTES_S = 20e6
 """What a connection to the store that sleeps gets."""
+_PIECE = _MB // 2  # what comes at a time: a network does not hold everything back until the end
 
 
 def idle(timer: Timer, engine: str, tasks: str) -> dict[str, float]:
@@ -156,8 +157,11 @@ class _Sleeping(BaseHTTPRequestHandler):
         for name, value in told.items():
             self.send_header(name, value)
         self.end_headers()
-        time.sleep(size / STORE_BYTES_S)
-        self.wfile.write(_CONTENT[:size])
+        began = time.perf_counter()
+        for start in range(0, size, _PIECE):
+            stop = min(start + _PIECE, size)
+            time.sleep(max(0.0, began + stop / STORE_BYTES_S - time.perf_counter()))
+            self.wfile.write(_CONTENT[start:stop])
 
     def log_message(self, *rest: Any) -> None:
         """Say nothing."""
