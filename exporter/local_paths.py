@@ -65,7 +65,7 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
         f"{what} {url}: only local paths are read and written",
         cause=f"{scheme}:// names a store elsewhere",
         hint=f"copy it here first: export-model pull {url} LOCAL"
-        if what.endswith(_MODELS) and Url.parse(text) is not None
+        if any(name in what for name in _MODELS) and Url.parse(text) is not None
         else _copy(scheme, url, writes=what == "--out"),
     )
 

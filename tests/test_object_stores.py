@@ -222,7 +222,8 @@ def test_what_is_not_there(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> N
         assert bucket.url("runs" if place == "runs" else "") in ran.error["message"] + ran.error["hint"]
     ran = export_model("inspect", "s3://no-such-bucket-of-ours/x")
     assert ran.code == 3
-    assert "no-such-bucket-of-ours" in ran.err
+    assert "there is no s3://no-such-bucket-of-ours" in ran.err
+    assert "name a bucket that is there" in ran.err
 
 
 def test_a_server_that_is_not_there(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,17 @@ from msgspec.structs import replace
 
 from exporter import ExportRequest, StopWhen, Watching, watch
 from exporter.checkpoint.tensor_bundle import index_path, read_array, read_catalog, shard_path
-from exporter.errors import CheckpointChanged, CorruptFile, ExportError, MissingTensors, UsageError
+from exporter.errors import (
+    CheckpointChanged,
+    CheckpointNotFound,
+    CorruptFile,
+    ExportError,
+    MissingTensors,
+    UsageError,
+)
 from exporter.layout import WATCH_LOCK_FILE
 from exporter.options import DeltaDtype
+from exporter.pipeline.incremental import export_incremental
 from exporter.progress import NoProgress
 from exporter.publish.commit import model_lock
 from exporter.publish.made_from import newest_made_from
@@ -203,6 +211,8 @@ def test_the_graph_beside_a_checkpoint_is_waited_for(request_: ExportRequest, gr
     told: list[ExportError] = []
     assert one_look(request, told) == []
     assert "model.ckpt-10.meta" in told[0].message
+    with pytest.raises(CheckpointNotFound, match=r"model\.ckpt-10\.meta"):
+        export_incremental(request, is_watching=True)
     shutil.copy(graph, prefix.with_name("model.ckpt-10.meta"))
     assert one_look(request) == [10]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from exporter.checkpoint import open_checkpoint
 from exporter.errors import ManifestError, NotUpdatable
 from exporter.options import ExportRequest, Updates
 from exporter.progress import ProgressFactory, no_progress
@@ -23,17 +24,25 @@ def is_begun(request: ExportRequest) -> bool:
 
 
 def export_base(
-    request: ExportRequest, progress: ProgressFactory = no_progress, *, not_backwards: bool = False
+    request: ExportRequest,
+    progress: ProgressFactory = no_progress,
+    *,
+    not_backwards: bool = False,
+    is_watching: bool = False,
 ) -> Exported:
     """Begin a log by a full export; `not_backwards`: with the increments since, if more is served already.
+
+    A watch waits for the graph that a trainer writes last.
 
     Raises:
         ExportError: any of errors.py.
     """
-    from exporter.pipeline.full import (
-        export,
-    )  # the stages of a full export take as long to import as a delta to make
+    # The stages of a full export take as long to import as a delta to make.
+    from exporter.pipeline.full import export
+    from exporter.pipeline.trainer_graph import require_graph
 
+    if is_watching:
+        require_graph(request, open_checkpoint(request.ckpt_dir))
     return export(as_base(request), progress, not_backwards=not_backwards)
 
 

@@ -251,7 +251,7 @@ def export_incremental(
         ExportError: any of errors.py.
     """
     if not is_begun(request):
-        return export_base(request, progress)
+        return export_base(request, progress, is_watching=is_watching)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             planned = plan_incremental(request, is_watching=is_watching)
@@ -260,14 +260,14 @@ def export_incremental(
         except TableFull as error:
             if not (full_on_mismatch or is_watching) or has_room(planned.log, planned.trainer):
                 raise
-            return _new_log(request, progress, error)
+            return _new_log(request, progress, error, is_watching=is_watching)
         except PositionMoved:
             if attempt == _ATTEMPTS:
                 raise
         except PositionError as error:
             if not full_on_mismatch:
                 raise
-            return _new_log(request, progress, error)
+            return _new_log(request, progress, error, is_watching=is_watching)
         except CheckpointChanged:
             if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [mirror.local(request.ckpt_dir)]:
                 raise
@@ -278,9 +278,11 @@ def export_incremental(
     return replace(done, warnings=(*done.warnings, *_tidied(done.plan.log, done.published)))
 
 
-def _new_log(request: ExportRequest, progress: ProgressFactory, why: PositionError) -> Exported:
+def _new_log(
+    request: ExportRequest, progress: ProgressFactory, why: PositionError, *, is_watching: bool
+) -> Exported:
     """Publish a base in the place of a delta; its notes say why."""
-    done = export_base(request, progress, not_backwards=True)
+    done = export_base(request, progress, not_backwards=True, is_watching=is_watching)
     said = f"a new base, not a delta: {why.message}" + (f" ({why.cause})" if why.cause else "")
     return replace(done, plan=replace(done.plan, target_notes=(said, *done.plan.target_notes)))
 

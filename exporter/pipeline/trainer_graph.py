@@ -9,8 +9,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.families import V1_SHARD, describes_model
-from exporter.errors import UsageError
+from exporter.checkpoint.families import V1_SHARD, describes_model, is_archive
+from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
+from exporter.errors import CheckpointNotFound, UsageError
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.graph.keys import variable_keys
 from exporter.graph.metagraph import is_autodist, read_metagraph
@@ -31,6 +32,21 @@ def model_beside(catalog: Catalog) -> str | None:
         if path is not None and path.exists():
             return str(path)
     return str(catalog.prefix) if describes_model(catalog.prefix) else None
+
+
+def require_graph(request: ExportRequest, catalog: Catalog) -> None:
+    """Have a watch wait for the graph, which a Saver writes after all else, if nothing else is to be served.
+
+    Beside archives and objects none comes: planning says that it is missing.
+
+    Raises:
+        CheckpointNotFound: it is not there yet.
+    """
+    if request.model is not None or is_archive(catalog.prefix) or OBJECT_GRAPH in catalog.tensors:
+        return
+    if model_beside(catalog) is None:
+        prefix = catalog.prefix
+        raise CheckpointNotFound(f"there is no {prefix.name}.meta beside {prefix}, and no --model")
 
 
 def _meta(catalog: Catalog) -> Path:

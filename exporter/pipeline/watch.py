@@ -15,14 +15,10 @@ from typing import Protocol, TypeVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
-from exporter.checkpoint.families import is_archive
 from exporter.checkpoint.identity import Identity, Looks, look
-from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
 from exporter.errors import (
     CheckpointChanged,
-    CheckpointNotFound,
     ExportError,
     TargetBusy,
     UsageError,
@@ -34,7 +30,7 @@ from exporter.layout import WATCH_LOCK_FILE
 from exporter.options import ExportRequest, require_exact
 from exporter.pipeline.arrivals import Arrivals
 from exporter.pipeline.full import Exported, export
-from exporter.pipeline.trainer_graph import model_beside
+from exporter.pipeline.trainer_graph import require_graph
 from exporter.pipeline.watch_loop import EVERY_SECOND, Poll, Watching, follow
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import model_lock
@@ -102,7 +98,7 @@ class _Newest(Struct):
         if first and first == self._seen:
             return Poll(None, self._step)
         catalog = open_checkpoint(self.request.ckpt_dir)
-        self._require_graph(catalog)
+        require_graph(self.request, catalog)
         checkpoint = Identity.of(catalog)
         done = None
         if checkpoint.digest not in self._exported:
@@ -128,17 +124,6 @@ class _Newest(Struct):
                 done = self._export_unless_changed(checkpoint)
                 return done, done.plan.checkpoint.digest
         return None, checkpoint.digest
-
-    def _require_graph(self, catalog: Catalog) -> None:
-        """Wait for the graph, which a Saver writes after everything else, if nothing else is to be served.
-
-        Beside archives and objects none comes: planning says that it is missing.
-        """
-        if self.request.model is not None or is_archive(catalog.prefix) or OBJECT_GRAPH in catalog.tensors:
-            return
-        if model_beside(catalog) is None:
-            prefix = catalog.prefix
-            raise CheckpointNotFound(f"there is no {prefix.name}.meta beside {prefix}, and no --model")
 
     def _export_unless_changed(self, checkpoint: Identity) -> Exported:
         """Export it; what fails because the trainer prunes or replaces it is waited for."""

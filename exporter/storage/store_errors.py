@@ -66,12 +66,13 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
     from obstore import exceptions
 
     where = str(url) if key is None else f"{url.scheme}://{url.bucket}/{key}"
+    absent = CheckpointNotFound(f"there is no {where}", hint="name a bucket that is there")
     refused = CheckpointError(f"{where}: the store refuses these credentials", hint=_CREDENTIALS[url.scheme])
     try:
         yield
     except (exceptions.PreconditionError, FileNotFoundError) as error:
         if key is None:
-            raise CheckpointNotFound(f"there is no {where}", hint="name a bucket that is there") from None
+            raise absent from None
         gone = isinstance(error, FileNotFoundError)
         raise CheckpointChanged(
             f"{where} {'vanished' if gone else 'was replaced'} after it was listed"
@@ -90,6 +91,8 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
         said = _said(error)
         if said[:3] in ("401", "403"):
             raise refused from None
+        if said[:3] == "404" and key is None:
+            raise absent from None
         is_ill = said[:3] == "429" or said[:1] == "5"
         hint = _LATER if is_ill else _CREDENTIALS[url.scheme]
         raise CheckpointError(f"{where}: the store cannot be read", cause=said, hint=hint) from None
