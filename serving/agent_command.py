@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -253,7 +254,8 @@ def agent(
             pace=pace,
             rebuild=None if rebuild_config is None else read_rebuild_config(rebuild_config, names),
         )
-        journal.read_by(_Teller(sink))
+        tell = _Teller(sink)
+        journal.read_by(tell)
         rules = canary_rules(
             canary,
             {model.name: model.path for model in models},
@@ -279,10 +281,7 @@ def agent(
                 pulls,
             ):
                 threading.Thread(target=recorder.follow, args=(stop,), daemon=True).start()
-                shown = f"[{host}]" if ":" in host else host
-                sink.note(f"status page and metrics on http{'' if tls is None else 's'}://{shown}:{bound}/")
-                if sink.mode is OutputMode.JSON:
-                    sink.result(AgentStarted("started", host, bound))
+                tell.started(host, bound, "http" if tls is None else "https")
                 sleep_until_a_signal()
         except KeyboardInterrupt:
             raise SystemExit(int(Exit.INTERRUPTED)) from None
@@ -297,10 +296,18 @@ class _Teller:
         self._sink = sink
         self._is_lost = False
 
+    def started(self, host: str, port: int, scheme: str) -> None:
+        """Say where the own port is."""
+        self._told(partial(self._print_start, host, port, scheme))
+
     def __call__(self, event: Event) -> None:
-        """Print it. What cannot be written (a full disk, a closed pipe) is lost, which is said once."""
+        """Print it."""
+        self._told(partial(self._print, event))
+
+    def _told(self, say: Callable[[], None]) -> None:
+        """What cannot be written (a full disk, a closed pipe) is lost, which is said once."""
         try:
-            self._print(event)
+            say()
         except (ExportError, OSError) as error:
             if not self._is_lost:
                 why = error.cause if isinstance(error, ExportError) else error.strerror
@@ -308,6 +315,12 @@ class _Teller:
             self._is_lost = True
         else:
             self._is_lost = False
+
+    def _print_start(self, host: str, port: int, scheme: str) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        self._sink.note(f"status page and metrics on {scheme}://{shown}:{port}/")
+        if self._sink.mode is OutputMode.JSON:
+            self._sink.result(AgentStarted("started", host, port))
 
     def _print(self, event: Event) -> None:
         where = " ".join(part for part in (event.model, event.replica) if part)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from serving.agent.view import ReplicaView
@@ -28,6 +31,12 @@ def wait(happened: Callable[[], object]) -> None:
     while not happened():
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+def answers(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(url, timeout=DEADLINE_S):
+        return True
+    return False
 
 
 def events(log: Path) -> list[str]:
@@ -61,6 +70,22 @@ def test_events_that_a_full_disk_loses_are_said_once_and_later_ones_are_written(
 
         wait(more)
         assert set(events(out)) == {"unseen", "started", "failed"}, "each line is whole"
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(DEADLINE_S) == 0
+    finally:
+        agent.kill()
+        agent.wait()
+
+
+def test_an_agent_whose_output_cannot_be_written_starts_all_the_same(tmp_path: Path) -> None:
+    err = tmp_path / "err"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    agent = started(tmp_path, "--json", "--port", str(port), stdout=Path("/dev/full"), stderr=err)
+    try:
+        wait(lambda: "events are lost" in err.read_text())
+        wait(lambda: answers(f"http://127.0.0.1:{port}/healthz"))
+        time.sleep(0.2)  # it would have ended by now
         agent.send_signal(signal.SIGTERM)
         assert agent.wait(DEADLINE_S) == 0
     finally:

@@ -1,7 +1,8 @@
 """`--notify`: ask model servers to apply what was just published, and say what each of them did.
 
 For teams that run no agent. A server that does not answer is a warning: what is published stays published,
-and the next notification, or a server's own start, catches up.
+and the next notification, or a server's own start, catches up. One that keeps a watch waiting is left out for
+a while, and asked for a sign of life before it is waited for again: it must not hold back the others.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from exporter.cli.documents.exported import Notified
 from exporter.errors import CallFailed, ExportError, UsageError
@@ -17,6 +18,8 @@ from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 
 DEADLINE_S = 30.0
 _AT_A_TIME = 32
+_LEFT_OUT_S = 10.0
+_SIGN_OF_LIFE_S = 1.0
 
 
 class Servers(Struct, frozen=True):
@@ -24,6 +27,7 @@ class Servers(Struct, frozen=True):
 
     addresses: tuple[str, ...] = ()
     access: ServerAccess = WITHOUT_TLS
+    _hanging: dict[str, float] = field(default_factory=dict)  # until when each is left out
 
     def check(self) -> None:
         """Look at the files for TLS before anything is published.
@@ -46,26 +50,35 @@ class Servers(Struct, frozen=True):
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(min(_AT_A_TIME, len(self.addresses))) as pool:
-            return list(pool.map(partial(_notify, model=model, access=self.access), self.addresses))
+            return list(pool.map(partial(self._notify, model), self.addresses))
+
+    def _notify(self, model: str, address: str) -> Notified:
+        from serving.client import ModelClient
+        from serving.updates import update
+
+        began = time.monotonic()
+        if began < self._hanging.get(address, 0.0):
+            return Notified(address, None, 0.0, "not asked: it did not answer a moment ago")
+        position, problem = None, None
+        try:
+            with ModelClient(address, model, deadline_s=_SIGN_OF_LIFE_S, access=self.access) as client:
+                if address in self._hanging:
+                    client.status()
+                client.deadline_s = DEADLINE_S
+                done = update(client)
+            position = done.position
+            if done.is_stuck:
+                problem = done.status
+        except CallFailed as error:
+            problem = error.cause or error.message
+        except ExportError as error:
+            problem = error.message
+        ended = time.monotonic()
+        if position is None and ended - began >= _SIGN_OF_LIFE_S:
+            self._hanging[address] = ended + _LEFT_OUT_S
+        else:
+            self._hanging.pop(address, None)
+        return Notified(address, position, round(ended - began, 4), problem)
 
 
 NOBODY = Servers()
-
-
-def _notify(address: str, model: str, access: ServerAccess) -> Notified:
-    from serving.client import ModelClient
-    from serving.updates import update
-
-    began = time.monotonic()
-    position, problem = None, None
-    try:
-        with ModelClient(address, model, deadline_s=DEADLINE_S, access=access) as client:
-            done = update(client)
-        position = done.position
-        if done.is_stuck:
-            problem = done.status
-    except CallFailed as error:
-        problem = error.cause or error.message
-    except ExportError as error:
-        problem = error.message
-    return Notified(address, position, round(time.monotonic() - began, 4), problem)
