@@ -55,7 +55,7 @@ def test_a_server_reads_the_bucket_itself(
         assert row(server) == 30
 
         publish(request_, 40)
-        with killed_at(monkeypatch, ObjectWriter, ("create",), 2), pytest.raises(Killed):
+        with killed_at(monkeypatch, ObjectWriter, ("copy_if_there",), 0), pytest.raises(Killed):
             push(plan_push(request_.out, url))  # replaced the head, uploaded the files, and died
         names = {Path(key).name for key in [*gs_bucket.keys()] if f"-{40:020d}/" in key}
         assert {"delta.index", "delta.data-00000-of-00001"} < names

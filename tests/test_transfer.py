@@ -32,6 +32,7 @@ from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.log_maintenance import merge
 from exporter.publish.commit import model_lock
 from exporter.publish.delta_log import read_log
+from exporter.publish.staging import Staging
 from exporter.storage.objects import ObjectReader, ObjectWriter
 from exporter.transfer import pull as pulling
 from exporter.transfer.pull import pull
@@ -297,9 +298,8 @@ def test_while_a_rollback_is_pushed_nobody_moves(
     with killed_at(monkeypatch, ObjectWriter, ("upload",), 1), pytest.raises(Killed):
         pushed(machine.model, url)
     assert (pull(url, tmp_path / "here").position, read_log(tmp_path / "here").hold()) == (30, None)
-    with killed_at(monkeypatch, ObjectWriter, ("create",), 2) as calls, pytest.raises(Killed):
-        pushed(machine.model, url)
-    assert all(".probe-" in call for call in calls)  # what did not come is the manifest
+    with killed_at(monkeypatch, ObjectWriter, ("copy_if_there",), 0), pytest.raises(Killed):
+        pushed(machine.model, url)  # what did not come is the manifest
     pull(url, tmp_path / "here")
     assert not read_log(tmp_path / "here").held.content()[:1].isdigit()  # type: ignore[index]
     pushed(machine.model, url)
@@ -502,6 +502,56 @@ def test_a_pull_never_mixes_two_histories(
         assert (ran.code, ran.error["error"]) == (5, "PositionMoved"), ran.err
         assert f"export-model pull {url}" in ran.error["hint"]
         assert files(other) == before
+
+
+def test_a_canarys_rollback_in_a_copy_is_a_decision_about_its_servers(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    """The store knows nothing of it; the copy goes on with what leads its servers to the right values."""
+    copy = tmp_path / "copy"
+    pushed(machine.model, url)
+    pull(url, copy)
+    with Staging(copy) as staging:
+        read_log(copy).held.put(20, staging, canary=True)
+    assert export_model("rollback", copy, "--to", 20, "--if-canary", "--reason", "canary: NaN").code == 0
+    assert read_log(copy).hold() == 31
+    machine.go_on(40)
+    pushed(machine.model, url)
+    before = files(copy)
+    ran = export_model("pull", url, copy, "--prune", "--json")
+    assert (ran.code, ran.document["status"]) == (0, "nothing_to_do"), ran.err
+    assert ran.document["waiting"] == [f"deltas/{10:020d}/{30:020d}-{40:020d}"]
+    assert files(copy) == before, "a server at 31 has the values of 20, and would take the delta"
+    assert "waiting" in export_model("pull", url, copy).out
+    refused = export_model("push", copy, url, "--json")
+    assert (refused.code, refused.error["error"]) == (5, "PositionMoved"), refused.err
+
+    assert export_model("merge", url).code == 0
+    assert pull(url, copy).fetched == (f"deltas/{10:020d}/{10:020d}-{40:020d}",)
+    assert read_log(copy).hold() == 31, "until a person lifts it"
+    assert export_model("resume", copy).code == 0
+    log = read_log(copy)
+    assert log.approved == 31, "the canary is to approve what comes"
+    assert [(delta.start, delta.end) for delta in log.chain(31)] == [(10, 40)]
+    assert_same_bits(values_at(log), served_now(machine.trainer, Serving()))
+
+
+def test_a_rollback_of_the_store_is_that_which_a_canary_made_in_a_copy(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    pushed(machine.model, url)
+    pull(url, copy)
+    with Staging(copy) as staging:
+        read_log(copy).held.put(20, staging, canary=True)
+    assert export_model("rollback", copy, "--to", 20, "--if-canary", "--reason", "canary: NaN").code == 0
+    assert export_model("rollback", url, "--to", 20).code == 0
+    for _ in range(2):
+        assert pull(url, copy).waiting == ()
+    assert export_model("resume", url).code == 0
+    assert len(pull(url, copy).fetched) == 1
+    assert read_log(copy).hold() is None
+    assert_same_bits(values_at(read_log(copy)), served_now(machine.trainer, Serving()))
 
 
 def test_a_hold_that_another_machine_lifted_is_not_set_again(

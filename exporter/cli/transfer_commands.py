@@ -131,6 +131,7 @@ def _pulled(done: Pulled, model: Path, sink: Output) -> None:
         fetched=done.fetched,
         removed=done.removed,
         incomplete=done.incomplete,
+        waiting=done.waiting,
         bytes=done.bytes_,
         position=done.position,
     )
@@ -140,6 +141,9 @@ def _pulled(done: Pulled, model: Path, sink: Output) -> None:
         lines.append(labelled("removed", ", ".join(done.removed)))
     if done.incomplete:
         lines.append(labelled("not whole yet", ", ".join(done.incomplete)))
+    if done.waiting:
+        why = "the canary rolled back here; for a merger or a base: export-model merge URL"
+        lines.append(labelled("waiting", f"{', '.join(done.waiting)}: {why}"))
     lines.append(labelled("position", done.position))
     lines.append(labelled("next", f"serve-model run {shlex.quote(str(model))}"))
     sink.result(document, lines, is_done=True)

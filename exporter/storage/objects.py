@@ -256,6 +256,21 @@ class ObjectWriter(ObjectReader):
         if now is None or now.tag != found.tag:
             raise CheckpointChanged(f"{self._named(found.key)} was replaced after it was written")
 
+    def copy_if_there(self, source: str, key: str) -> bool:
+        """Have the store copy an object to another key, whatever is there; False if there is no such object.
+
+        Raises:
+            PublishError: the store cannot be written.
+        """
+        import obstore
+
+        with writing_to(self.url, key):
+            try:
+                obstore.copy(self._store, source, key)
+            except (FileNotFoundError, obstore.exceptions.NotFoundError):
+                return False
+        return True
+
     def create(self, key: str, content: bytes) -> Tag | None:
         """Put a new object; its tag, or None if the key is taken.
 

@@ -237,20 +237,31 @@ class Carrier:
         check()
 
     def _reveal(self, item: Item) -> None:
-        """Make visible what the head says is published."""
-        for name, content in as_bytes(self.head.holds or {}).items():
-            self._show_hold(name, _UNREADABLE_HOLD if name == item.hold else content)
-        key = self._key(f"{item.path}/{MANIFEST_FILE}")
-        if self._store.create(key, item.content) is None:
-            found = self._store.fetch(key, MAX_MANIFEST_BYTES)
-            if found is None or found[0] != item.content:
-                raise PositionMoved(f"{self._url}/{item.path} was published by another tool meanwhile")
-        self._show_holds()
-        self._store.delete(self._key(_pending(item.path, item.digest)))
+        """Make visible what the head says is published.
 
-    def _show_holds(self) -> bool:
-        """Make the holds in the store what the newest head says; True if there was anything to do."""
-        head, changed = self.head, False
+        The store itself copies the manifest from where it waits. Whoever was suspended before that may find
+        that another one has done so, and that what was published has been removed again meanwhile: then the
+        manifest waits there no more, and no request that comes late can bring it back.
+        """
+        is_late = False
+        for name, content in as_bytes(self.head.holds or {}).items():
+            is_late |= self._show_hold(name, _UNREADABLE_HOLD if name == item.hold else content)
+        key, pending = self._key(f"{item.path}/{MANIFEST_FILE}"), self._key(_pending(item.path, item.digest))
+        found = self._store.fetch(key, MAX_MANIFEST_BYTES)
+        if found is None:
+            self._store.copy_if_there(pending, key)
+        elif found[0] != item.content:
+            raise PositionMoved(f"{self._url}/{item.path} was published by another tool meanwhile")
+        self._show_holds(look_first=is_late)
+        self._store.delete(pending)
+
+    def _show_holds(self, *, look_first: bool = False) -> bool:
+        """Make the holds in the store what the newest head says; True if there was anything to do.
+
+        `look_first`: some were set, of which another machine may not have known.
+        """
+        newest = fetch_head(self._store, self._url) if look_first else None
+        head, changed = self.head if newest is None else newest[0], False
         while head.holds is not None:
             holds = as_bytes(head.holds)
             names = holds.keys() | self.shown.keys()

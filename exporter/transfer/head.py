@@ -6,12 +6,13 @@ only if nobody else has replaced it since it was read, and decides what is publi
     1. reserve    the head names what is being uploaded
     2. upload     files, and the manifest under another name
     3. commit     the head names it as published, with the holds of then: from here on it is
-    4. reveal     holds that keep readers back; `manifest.json`, only if absent; the other holds
+    4. reveal     holds that keep readers back; `manifest.json`, copied from that name; the other holds
 
 Whoever is killed before 3 has published nothing, and cannot do so later, once another one has replaced the
-head. Whoever is killed in 4 has published: the next command reveals it. What was given up may still be
-written to by a process that was only slow: so nothing else is ever published at its path, unless every byte
-that readers read is the same.
+head. Whoever is killed in 4 has published: the next command reveals it. Whoever is suspended in 4 while
+others reveal, go on, and remove it again, brings nothing back: the manifest's other name is gone by then, and
+the store does not copy what is not there. What was given up may still be written to by a process that was
+only slow: so nothing else is ever published at its path, unless every byte that readers read is the same.
 """
 
 from __future__ import annotations

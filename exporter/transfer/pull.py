@@ -6,7 +6,8 @@ servers meet what they would have met beside the exporter. What was fetched befo
 fetched again. A hold is there before what it holds back, and is lifted last.
 
 What was published here since the last push is never mixed with what another machine has pushed, and neither
-it nor its hold is changed.
+it nor its hold is changed. A rollback by an agent's canary is a decision about the servers of this copy: it
+stays, and the copy goes on with what leads on from it (see `exporter.transfer.taken_back`).
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from exporter.publish.retention import GRACE_SECONDS
 from exporter.publish.staging import Staging
 from exporter.storage.objects import ObjectWriter, RemoteObject
 from exporter.storage.url import Url
-from exporter.transfer.head import fetch_head, recall, remember
+from exporter.transfer.head import fetch_head, files_digest, recall, remember
 from exporter.transfer.items import Item, StoredModel, files_of, local_holds, local_items, stored_model
 from exporter.transfer.push import parse
+from exporter.transfer.taken_back import TakenBack, is_restoration
 from exporter.verify.version_files import verify_bytes, verify_published
 
 _LOCK_SECONDS = 5.0
@@ -48,7 +50,8 @@ _LOCK_SECONDS = 5.0
 class Pulled(Struct, frozen=True):
     """What a pull did: paths below the model, bytes that were fetched, and where the local model stands.
 
-    `incomplete` have a manifest in the store and not yet all their files. `stored` is what was seen there,
+    `incomplete` have a manifest in the store and not yet all their files; `waiting` is what servers could not
+    take after a rollback here (see `exporter.transfer.taken_back`). `stored` is what was seen there,
     for the next pull.
     """
 
@@ -58,6 +61,7 @@ class Pulled(Struct, frozen=True):
     bytes_: int
     position: int | None
     stored: StoredModel
+    waiting: tuple[str, ...] = ()
 
 
 def pull(
@@ -99,7 +103,7 @@ def pull(
     position = max((item.manifest.position for item in job.here.values()), default=None)
     size = sum(item.bytes_ for item in fetched)
     paths = tuple(item.path for item in fetched)
-    return Pulled(paths, removed, incomplete, size, position, stored)
+    return Pulled(paths, removed, incomplete, size, position, stored, job.waiting)
 
 
 def _require_own_directory(model: Path) -> None:
@@ -115,6 +119,8 @@ class _Pull:
     def __init__(self, store: ObjectWriter, url: Url, model: Path, stored: StoredModel) -> None:
         self._store, self._url, self._model, self._stored = store, url, model, stored
         self.here = {item.path: item for item in local_items(model)}
+        self.waiting: tuple[str, ...] = ()
+        self._kept_hold = ""
 
     def run(
         self, progress: ProgressFactory, *, prune: bool
@@ -123,26 +129,34 @@ class _Pull:
         wanted = sorted(
             (item for item in self._stored.items.values() if not self._has(item)), key=lambda item: item.order
         )
-        if own := self._published_here():
+        own = self._published_here()
+        taken_back = TakenBack.of(own)
+        if own and taken_back is None:
             if wanted:
+                ours, theirs = self._model / own[0].path, f"{self._url}/{wanted[0].path}"
                 raise PositionMoved(
-                    f"{self._model / own} was published here, and {self._url}/{wanted[0].path} elsewhere",
+                    f"{ours} was published here, and {theirs} elsewhere",
                     cause="neither leads on from the other",
                     hint=f"pull into a directory of its own: export-model pull {self._url} OTHER",
                 )
             return [], (), ()
+        if taken_back is not None:
+            self.waiting = tuple(item.path for item in wanted if taken_back.withholds(item))
+            wanted = [item for item in wanted if not taken_back.withholds(item)]
+            if Hold(self._model / taken_back.log).binds:
+                self._kept_hold = f"{taken_back.log}/{HOLD_FILE}"
         fetched, incomplete = self._fetch(wanted, progress)
-        removed = self._prune() if prune else ()
+        removed = self._prune() if prune and taken_back is None else ()
         self._settle_holds()
         return fetched, incomplete, removed
 
-    def _published_here(self) -> str | None:
-        """The path of what lies beyond the head that this directory knows, and is not in the store."""
+    def _published_here(self) -> list[Item]:
+        """What lies beyond the head that this directory knows, and is not in the store."""
         head = recall(self._model, self._url)
         synced = None if head is None else self.here.get(head.path) or self._stored.items.get(head.path)
         last = -1 if synced is None else synced.manifest.position
-        beyond = (path for path, item in self.here.items() if item.manifest.position > last)
-        return next((path for path in beyond if path not in self._stored.items), None)
+        beyond = (item for item in self.here.values() if item.manifest.position > last)
+        return [item for item in beyond if item.path not in self._stored.items]
 
     def _fetch(self, wanted: list[Item], progress: ProgressFactory) -> tuple[list[Item], tuple[str, ...]]:
         """Publish what is missing here; what of the store is not whole yet ends it: order matters."""
@@ -161,7 +175,7 @@ class _Pull:
 
     def _has(self, item: Item) -> bool:
         ours = self.here.get(item.path)
-        if ours is not None and ours.digest != item.digest:
+        if ours is not None and ours.digest != item.digest and not _is_same_rollback(ours, item):
             raise ForeignLineage(
                 f"{self._model / item.path} is another publication than {self._url}/{item.path}",
                 hint="pull into a directory of its own",
@@ -223,7 +237,7 @@ class _Pull:
     def _set_holds(self) -> None:
         here = local_holds(self._model)
         for name, content in self._stored.holds.items():
-            if here.get(name) != content:
+            if here.get(name) != content and name != self._kept_hold:
                 path = self._model / name
                 with writing(path), Staging(self._model) as staging:
                     make_directories(path.parent)
@@ -237,7 +251,9 @@ class _Pull:
         self._set_holds()
         for name in local_holds(self._model).keys() - self._stored.holds.keys():
             hold = Hold((self._model / name).parent)
-            if not hold.is_canary:  # how far an agent's canary has approved the copy here
+            if (
+                not hold.is_canary and name != self._kept_hold
+            ):  # what an agent's canary decided about the copy
                 hold.lift()
 
     def _prune(self) -> tuple[str, ...]:
@@ -252,3 +268,8 @@ class _Pull:
                 (self._model / path).rename(trash)
                 del self.here[path]
         return tuple(gone)
+
+
+def _is_same_rollback(ours: Item, item: Item) -> bool:
+    """True if the same was rolled back here and in the store: the reason and the time alone differ."""
+    return is_restoration(ours) and files_digest(ours.manifest) == files_digest(item.manifest)

@@ -22,6 +22,7 @@ from exporter.storage.url import Url
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.head import Head, as_bytes, fetch_head, recall, remember
 from exporter.transfer.items import Item, StoredModel, local_holds, local_item, local_items, stored_model
+from exporter.transfer.taken_back import is_restoration
 
 
 class PushPlan(Struct, frozen=True):
@@ -80,6 +81,17 @@ def _plan(model: Path, place: Url, stored: StoredModel, head: Head, prune: bool)
             hint="push to a URL of its own, or begin from the store's: export-model pull URL MODEL",
         )
     upload = tuple(item for item in items if item.path not in stored.items)
+    known = recall(model, place)
+    synced = None if known is None else ours.get(known.path) or stored.items.get(known.path)
+    last = -1 if synced is None else synced.manifest.position
+    newest = max((item.manifest.position for item in stored.items.values()), default=-1)
+    for item in upload:
+        if is_restoration(item) and last < item.manifest.position <= newest:
+            raise PositionMoved(
+                f"{place} has gone on from what {model / item.path} took back",
+                cause="that was decided for the servers of this directory alone",
+                hint=f"roll the store's back, too: export-model rollback {place} --to POSITION",
+            )
     gone = tuple(sorted(stored.items.keys() - ours.keys())) if prune else ()
     position = items[-1].manifest.position
     plan = PushPlan(model, place, upload, gone, stored, position, local_holds(model), prune)

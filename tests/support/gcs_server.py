@@ -152,10 +152,11 @@ class Handler(BaseHTTPRequestHandler):
             stored = self.put(bucket, key, b"".join(parts[number] for number in sorted(parts)))
             assert stored
             self.answer(200, f"<R><ETag>{stored.etag}</ETag></R>".encode(), self.heads(stored))
+        elif self.command == "PUT" and self.source() is not None and self.source() not in self.objects:
+            self.answer(404)
         elif self.command == "PUT":
-            if source := self.headers.get("x-goog-copy-source"):
-                place = unquote(source).lstrip("/").partition("/")
-                body = self.objects[place[0], place[2]].content
+            if (source := self.source()) is not None:
+                body = self.objects[source].content
             new = self.put(bucket, key, body, self.headers.get("x-goog-if-generation-match"))
             self.answer(200, headers=self.heads(new)) if new else self.answer(412)
         elif self.command == "DELETE":
@@ -163,6 +164,11 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(204 if self.objects.pop((bucket, key), None) else 404)
         else:
             self.get(self.objects.get((bucket, key)))
+
+    def source(self) -> tuple[str, str] | None:
+        """What is to be copied."""
+        bucket, _, key = unquote(self.headers.get("x-goog-copy-source", "")).lstrip("/").partition("/")
+        return (bucket, key) if key else None
 
     def get(self, stored: Stored | None) -> None:
         if stored is None:

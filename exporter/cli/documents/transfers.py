@@ -41,6 +41,8 @@ class Pull(Struct, frozen=True, kw_only=True):
     """What was removed here, with `--prune`."""
     incomplete: Sequence[str]
     """What has a manifest in the store and not yet all its files."""
+    waiting: Sequence[str] = ()
+    """What servers could not take after the rollback that a canary made here."""
     bytes: int
     """Bytes fetched."""
     position: int | None
