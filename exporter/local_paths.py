@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
     raise UsageError(
         f"{what} {url}: only local paths are read and written",
         cause=f"{scheme}:// names a store elsewhere",
-        hint=f"copy it here first: export-model pull {url} LOCAL"
+        hint=_serve_a_copy(url)
         if any(name in what for name in _MODELS) and Url.parse(text) is not None
         else _copy(scheme, url, writes=what == "--out"),
     )
@@ -86,6 +87,15 @@ def in_store(text: str) -> str | None:
     if re.fullmatch("abfss?|wasbs?", scheme) and (parts := _AZURE.fullmatch(rest)):
         return f"az://{parts[1]}/{parts[3]}"
     return None
+
+
+def _serve_a_copy(url: str) -> str:
+    """The commands that serve a model in a store."""
+    source, name = shlex.quote(url), shlex.quote(url.rpartition("/")[2])
+    return (
+        f"serve a copy: export-model pull {source} {name}, then serve-model run {name} "
+        "(`pull --watch` follows what is published; serve-model agent has --pull)"
+    )
 
 
 def _copy(scheme: str, url: str, *, writes: bool) -> str:

@@ -155,10 +155,11 @@ def test_no_secret_of_a_url_is_shown(url: str, tmp_path: Path) -> None:
 
 
 def test_serve_model_refuses_stores() -> None:
-    ran = run_app(serving_cli.app, "run", "gs://bucket/m")
-    assert ran.code == 2
-    assert "error: MODEL_BASE_PATH gs://bucket/m: only local paths" in ran.err
-    assert "hint:  copy it here first: export-model pull gs://bucket/m LOCAL" in ran.err
+    for arguments in (("gs://bucket/models/m",), ("--model_base_path=gs://bucket/models/m",)):
+        ran = run_app(serving_cli.app, "run", *arguments)
+        assert ran.code == 2
+        assert "gs://bucket/models/m: only local paths" in ran.err
+        assert "export-model pull gs://bucket/models/m m, then serve-model run m " in ran.err
     ran = run_app(
         serving_cli.app, "predict", "127.0.0.1:1", "--model", "m", "--json-input", "gs://bucket/request.json"
     )
