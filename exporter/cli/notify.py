@@ -1,8 +1,8 @@
 """`--notify`: ask model servers to apply what was just published, and say what each of them did.
 
 For teams that run no agent. A server that does not answer is a warning: what is published stays published,
-and the next notification, or a server's own start, catches up. One that keeps a watch waiting is left out for
-a while, and asked for a sign of life before it is waited for again: it must not hold back the others.
+and the next notification, or a server's own start, catches up. Each is asked for a sign of life before it is
+waited for, and one that gives none is left out for a while: it must not hold up a watch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 DEADLINE_S = 30.0
 _AT_A_TIME = 32
 _LEFT_OUT_S = 10.0
-_SIGN_OF_LIFE_S = 1.0
+_FIRST_SIGN_OF_LIFE_S, _SIGN_OF_LIFE_S = 5.0, 1.0
 
 
 class Servers(Struct, frozen=True):
@@ -61,9 +61,9 @@ class Servers(Struct, frozen=True):
             return Notified(address, None, 0.0, "not asked: it did not answer a moment ago")
         position, problem = None, None
         try:
-            with ModelClient(address, model, deadline_s=_SIGN_OF_LIFE_S, access=self.access) as client:
-                if address in self._hanging:
-                    client.status()
+            patience = _SIGN_OF_LIFE_S if address in self._hanging else _FIRST_SIGN_OF_LIFE_S
+            with ModelClient(address, model, deadline_s=patience, access=self.access) as client:
+                client.status()
                 client.deadline_s = DEADLINE_S
                 done = update(client)
             position = done.position
