@@ -1,19 +1,24 @@
-"""When the agent calls its replicas fresh."""
+"""When the agent calls its replicas fresh, and what its metrics tell of those that are gone."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from exporter.delta.chunk_digest import Chunk
 from serving.agent.audit import Audited
+from serving.agent.journal import Event, What
+from serving.agent.metrics import Metrics
 from serving.agent.view import FleetView, ModelView, ReplicaView, VersionView
 
 
-def replica(stale_s: float | None = 0.0, *, state: str = "AVAILABLE", error: str = "") -> ReplicaView:
+def replica(
+    stale_s: float | None = 0.0, *, state: str = "AVAILABLE", error: str = "", address: str = "h:1"
+) -> ReplicaView:
     version = VersionView(1, state, 5, 5, 0, stale_s, 1.0, None, "")
-    return ReplicaView("m", "h:1", not error, error, (version,))
+    return ReplicaView("m", address, not error, error, (version,))
 
 
 READY = {
@@ -45,3 +50,28 @@ def test_what_differs_or_cannot_be_seen_is_not_ready() -> None:
     view = FleetView(datetime.now(UTC), (model,))
     assert view.wrong() == ("m on h:2 does not hold what was published",)
     assert view.why_not_ready(30.0) == (*view.wrong(), "/m does not exist")
+
+
+def test_replicas_that_are_gone_leave_the_metrics() -> None:
+    """A headless service has new addresses each day."""
+    there = [replica()]
+
+    def view() -> FleetView:
+        return FleetView(datetime.now(UTC), (ModelView("m", "/m", "", 1, 5, None, (), False, tuple(there)),))
+
+    metrics = Metrics(view)
+    for address in ("h:1", "h:2"):
+        metrics(Event(What.APPLIED, "", "m", address, rows=1, deltas=1, seconds=0.1, behind_seconds=0.1))
+    metrics(Event(What.FAILED, "", "m", "h:2"))
+    metrics(Event(What.UNSEEN, "", "m"))
+    told = samples(metrics)
+    assert {labels["replica"] for labels in told} == {"h:1", ""}, "and those of the model itself"
+    there.append(replica(address="h:2"))
+    metrics(Event(What.FAILED, "", "m", "h:2"))
+    assert {labels["replica"] for labels in samples(metrics)} == {"h:1", "h:2", ""}, "it is back"
+
+
+def samples(metrics: Metrics) -> list[dict[str, str]]:
+    """The labels of every sample that names a replica."""
+    families = text_string_to_metric_families(metrics.text().decode())
+    return [sample.labels for family in families for sample in family.samples if "replica" in sample.labels]

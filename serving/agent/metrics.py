@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from typing import Any
 
 from serving.agent.journal import Event, What
@@ -51,9 +53,17 @@ class Metrics:
             registry=self.registry,
         )
         self.registry.register(_Standing(view))
+        self._view = view
+        self._lock = threading.Lock()
+        self._seen: set[tuple[str, str, str]] = set()
 
     def __call__(self, event: Event) -> None:
         """Count an event."""
+        with self._lock:
+            self._seen.add((event.model, event.replica or "", str(event.what)))
+            self._count(event)
+
+    def _count(self, event: Event) -> None:
         labels = (event.model, event.replica or "")
         self._events.labels(*labels, str(event.what)).inc()
         if event.what is not What.APPLIED:
@@ -71,7 +81,21 @@ class Metrics:
         """All of them in Prometheus' text format."""
         from prometheus_client import generate_latest
 
+        there = {(model.name, replica.address) for model in self._view().models for replica in model.replicas}
+        with self._lock:
+            self._forget_all_but(there)
         return bytes(generate_latest(self.registry))
+
+    def _forget_all_but(self, there: Collection[tuple[str, str]]) -> None:
+        """Without the counters of replicas that are gone: a name may stand for new addresses each day."""
+        gone = {seen for seen in self._seen if seen[1] and seen[:2] not in there}
+        self._seen -= gone
+        for seen in gone:
+            self._events.remove(*seen)
+        for labels in {seen[:2] for seen in gone}:
+            for metric in (self._rows, self._deltas, self._apply, self._served, self._event_served):
+                with suppress(KeyError):  # it had no such event
+                    metric.remove(*labels)
 
 
 class _Standing:
