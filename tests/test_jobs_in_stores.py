@@ -15,12 +15,18 @@ import pytest
 
 from exporter.bundle.move import Move
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.errors import DiskFull
+from exporter.errors import CheckpointChanged, DiskFull
 from exporter.jobs.runner import Runner
+from exporter.jobs.task import Input, Range
 from exporter.layout import INPUTS_DIRECTORY, JOBS_DIRECTORY, RECEIPTS_DIRECTORY, VARIABLES_PREFIX
-from exporter.storage import mirror
+from exporter.storage import mirror, requests
+from exporter.storage.objects import ObjectReader
+from exporter.storage.output_directory import LocalDirectory
+from exporter.storage.url import Url
 from exporter.transfer import carrier
 from exporter.transfer.pull import pull
+from exporter.verify.checksum import Checksum
+from exporter.wire.crc32c import extend
 from tests.support.budget import thorough
 from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full
@@ -245,3 +251,31 @@ def test_tables_by_keys_go_to_a_store_as_to_a_directory(bucket: Bucket, tmp_path
     for name in here.tensors:
         found, expected = (read_array(catalog, catalog.tensors[name]) for catalog in (here, local))
         np.testing.assert_array_equal(found, expected, strict=True)
+
+
+def test_checksums_of_an_object_are_taken_as_it_comes(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts, in any order, of ranges that overlap, are empty or lie far apart; no byte goes to a disk."""
+    monkeypatch.setattr(requests, "PART_BYTES", 100)
+    monkeypatch.setattr(requests, "GAP_BYTES", 30)
+    content = np.random.default_rng(0).bytes(5000)
+    bucket.put("object", content)
+    (tmp_path / "file").write_bytes(content)
+    store = ObjectReader(Url("s3", bucket.name, ""))
+    listed = store.look("object")
+    assert listed is not None
+    cut = [(0, 5000), (7, 0), (7, 1), (4000, 1000), (0, 100), (0, 100), (99, 2), (2500, 333), (5000, 0)]
+    ranges = tuple(Range(0, offset, size) for offset, size in cut)
+    found = [
+        Checksum(name="a", inputs=(source,), ranges=ranges).run(LocalDirectory(tmp_path / "scratch")).read
+        for source in (
+            Input(bucket.url("object"), 5000, listed.tag or ""),
+            Input.of(tmp_path / "file"),
+        )
+    ]
+    assert found[0] == found[1] == tuple(extend(0, content[at : at + size]) for at, size in cut)
+    bucket.put("object", content[::-1])
+    with pytest.raises(CheckpointChanged):
+        Input(bucket.url("object"), 5000, listed.tag or "").checksums(ranges, tmp_path)
+    assert not any(path.stat().st_blocks for path in tmp_path.glob("scratch/*"))

@@ -7,12 +7,15 @@ with a receipt. Doing it twice gives the same object. Tasks and receipts are wri
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 from msgspec import Struct
 
 from exporter.checkpoint.source_shard import open_shard, shard_status
@@ -21,6 +24,7 @@ from exporter.storage import mirror
 from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.output_directory import Directory, new_file
 from exporter.storage.url import Url
+from exporter.wire.crc32c import combine, crc_of, extend
 
 ZEROS = "zeros:"
 """The name of a file of zeros alone, and the place of such an input: nobody needs to see it to read them."""
@@ -77,7 +81,7 @@ class Input(Struct, frozen=True, array_like=True):
                 if url is None:
                     yield path
                     return
-                found = RemoteObject(url.path, self.size, self.tag or None, 0.0)
+                found = self._object(url)
                 pieces = [(each.offset, each.offset + each.size, each.offset) for each in ranges]
                 _reader(url.scheme, url.bucket).copy(found, descriptor, pieces, path)
                 yield path
@@ -109,6 +113,34 @@ class Input(Struct, frozen=True, array_like=True):
         """
         with self.file(ranges, scratch) as path, open_shard(path) as descriptor:
             yield descriptor
+
+    def checksums(self, ranges: Sequence[Range], scratch: Path) -> list[int]:
+        """The plain crc32c of each range, of less where a file ends; of an object nothing is written.
+
+        Raises:
+            CheckpointChanged, CheckpointError: as `file`.
+        """
+        url = Url.parse(self.place)
+        if url is None:
+            with self.open(ranges, scratch) as descriptor:
+                return [crc_of(descriptor, each.offset, each.size) for each in ranges]
+        parts: dict[int, tuple[int, int]] = {}
+
+        def check(offset: int, content: memoryview) -> None:
+            parts[offset] = extend(0, np.frombuffer(content, np.uint8)), len(content)
+
+        first = [0, *accumulate(each.size for each in ranges)]  # as if they lay one behind another
+        pieces = [(each.offset, each.offset + each.size, at) for each, at in zip(ranges, first, strict=False)]
+        _reader(url.scheme, url.bucket).take(self._object(url), pieces, check)
+        crcs = [0] * len(ranges)
+        for offset in sorted(parts):
+            index = bisect_right(first, offset) - 1
+            crc, size = parts[offset]
+            crcs[index] = crc if offset == first[index] else combine(crcs[index], crc, size)
+        return crcs
+
+    def _object(self, url: Url) -> RemoteObject:
+        return RemoteObject(url.path, self.size, self.tag or None, 0.0)
 
     def _require_same(self, status: os.stat_result) -> None:
         if (status.st_size, str(status.st_mtime_ns)) != (self.size, self.tag or str(status.st_mtime_ns)):

@@ -161,24 +161,43 @@ class ObjectReader:
             CheckpointChanged, CheckpointError: as `read`.
             DiskFull, PublishError: the target cannot be written.
         """
-        from concurrent.futures import ThreadPoolExecutor
 
-        def move(request: Request) -> None:
-            content = self.read(found, request.start, request.stop)
+        def write(offset: int, content: memoryview) -> None:
             try:
-                for start, stop, offset in request.pieces:
-                    _write(descriptor, content[start - request.start : stop - request.start], offset)
+                _write(descriptor, content, offset)
             except OSError as error:
                 raise os_error(error, target) from error
             if advance is not None:
-                advance(request.wanted)
+                advance(len(content))
+
+        self.take(found, pieces, write)
+
+    def take(
+        self,
+        found: RemoteObject,
+        pieces: Iterable[tuple[int, int, int]],
+        use: Callable[[int, memoryview], None],
+    ) -> None:
+        """Fetch pieces (start, stop, offset), in parallel, and have them used from several threads.
+
+        `use` is given parts of a piece, each with the offset of its first byte.
+
+        Raises:
+            CheckpointChanged, CheckpointError: as `read`.
+        """
+        from concurrent.futures import ThreadPoolExecutor
+
+        def take(request: Request) -> None:
+            content = self.read(found, request.start, request.stop)
+            for start, stop, offset in request.pieces:
+                use(offset, content[start - request.start : stop - request.start])
 
         planned = list(requests(pieces))
         if len(planned) == 1:
-            move(planned[0])
+            take(planned[0])
             return
         with ThreadPoolExecutor(_CONNECTIONS, "fetch") as pool:
-            tasks = [pool.submit(move, request) for request in planned]
+            tasks = [pool.submit(take, request) for request in planned]
             try:
                 for task in tasks:
                     task.result()

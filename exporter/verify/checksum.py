@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from exporter.jobs.task import Range, Receipt, Task
 from exporter.storage.output_directory import Directory
-from exporter.wire.crc32c import crc_of
 
 
 class Checksum(Task, frozen=True, kw_only=True):
@@ -21,8 +20,7 @@ class Checksum(Task, frozen=True, kw_only=True):
         crcs = [0] * len(self.ranges)
         for number, source in enumerate(self.inputs):
             mine = [index for index, each in enumerate(self.ranges) if each.input == number]
-            with source.open((self.ranges[index] for index in mine), directory.scratch) as descriptor:
-                for index in mine:
-                    wanted = self.ranges[index]
-                    crcs[index] = crc_of(descriptor, wanted.offset, wanted.size)
+            found = source.checksums([self.ranges[index] for index in mine], directory.scratch)
+            for index, crc in zip(mine, found, strict=True):
+                crcs[index] = crc
         return Receipt(self.name, read=tuple(crcs))
