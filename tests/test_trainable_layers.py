@@ -14,7 +14,11 @@ from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.keras_archive import read_keras
 from exporter.errors import UsageError
 from exporter.increments.history import read_history
-from exporter.options import ExportRequest, Updates, Verify
+from exporter.jobs.execute import encode
+from exporter.jobs.runner import Runner
+from exporter.jobs.task import Task
+from exporter.layout import STAGING_PREFIX
+from exporter.options import EngineName, ExportRequest, Jobs, Updates, Verify
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
@@ -151,6 +155,28 @@ def test_keras_own_files_are_exported(tmp_path: Path, kind: str) -> None:
     np.testing.assert_allclose(Server(done.published.path).scores(), answers(made), rtol=1e-6)
     with pytest.raises(UsageError, match="not a tensor bundle: what changes in it cannot be followed"):
         export_incremental(ExportRequest(path, tmp_path / "other", updates=Updates(), **built))
+
+
+def test_workers_elsewhere_need_no_file_that_an_archive_became(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors are in a bundle of the command's own: so the index of its keys is built here, too."""
+    made, _ = trained()
+    fit(made, SEEN[:20], 5)
+    made.save(tmp_path / "m.keras")
+    given: list[Task] = []
+
+    def noted(task: Task, directory: str, *, keep: bool) -> bytes:
+        if keep:
+            given.append(task)
+        return encode(task, directory, keep=keep)
+
+    monkeypatch.setattr("exporter.jobs.runner.encode", noted)
+    monkeypatch.setattr(Runner, "sees_our_files", False)
+    jobs = Jobs(engine=EngineName.LOCAL)
+    export(ExportRequest(tmp_path / "m.keras", tmp_path / "model", casts=("bfloat16",), jobs=jobs))
+    assert {task.operation for task in given} == {"move"}
+    assert not [each for task in given for each in task.inputs if STAGING_PREFIX in each.place]
 
 
 def test_an_archive_of_combined_rows_and_several_tables(tmp_path: Path) -> None:

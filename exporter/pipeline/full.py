@@ -160,8 +160,10 @@ def _write_variables(
     if planned.layout is not None:
         admission, scratch = planned.rules.admission, staging.path.with_name("tables")
         index_work = planned.layout.index_job(admission, runner.task_bytes).size_of_work
+        # The bundle that an archive became is here, and nobody else's: so is the index of its keys then.
+        indexer = runner if catalog.is_bundle else Runner(task_bytes=runner.task_bytes)
         with progress("indexes", index_work[1]) as bar:
-            tables = write_tables(planned.layout, planned.mapping, admission, scratch, runner, bar)
+            tables = write_tables(planned.layout, planned.mapping, admission, scratch, indexer, bar)
         jobs.push(tables.job)
         tables.job.keep_until_stored(planned.request.out)
         planned = replace(planned, mapping=tables.mapping)
