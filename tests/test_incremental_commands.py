@@ -337,7 +337,7 @@ def test_verify_names_what_is_wrong(setting: Log, damage: str) -> None:
     else:
         shutil.rmtree(list_deltas(setting.log)[0].path)
     ran = export_model("verify", setting.model, "--json")
-    expected = {"shard": 3, "manifest": 6, "hold": 6, "gap": 5}[damage]
+    expected = {"shard": 6, "manifest": 6, "hold": 6, "gap": 5}[damage]
     assert ran.code == expected
     assert len(ran.document["problems"]) >= 1
     assert ran.document["problems"][0]["error"] == ran.error["error"]

@@ -422,6 +422,17 @@ def test_what_cannot_be_pushed_or_pulled(machine: Machine, url: str, tmp_path: P
     assert export_model("pull", url, tmp_path / "here", "--interval", "2").code == 2
 
 
+def test_damage_does_not_travel(machine: Machine, bucket: Bucket, url: str) -> None:
+    (first, *_) = read_log(machine.model).deltas
+    shard = first.path / "delta.data-00000-of-00001"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    ran = export_model("push", machine.model, url)
+    assert (ran.code, "checksum" in ran.err) == (6, True), ran.err
+    assert not [key for key in bucket.names() if first.path.name in key]
+
+
 def test_a_model_that_is_read_only_is_pushed(
     machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

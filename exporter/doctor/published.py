@@ -133,7 +133,9 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
 
 def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
     """Find dynamic tables that will soon have no room for new keys: then a delta is refused."""
-    for table in () if found.log is None else tables_of_log(found.log):
+    if found.log is None or found.damage:  # which `damage` has told: a table cannot be read past it
+        return
+    for table in tables_of_log(found.log):
         if table.free_rows < table.room * SCARCE:
             yield Finding(
                 Check.TABLES,

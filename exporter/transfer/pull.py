@@ -18,18 +18,15 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.errors import CheckpointNotFound, ForeignLineage, PositionMoved, UsageError
 from exporter.files import make_directories, remove_tree, sync, write_durably, writing
 from exporter.layout import (
     CHECKPOINT_STATE_FILE,
-    DELTA_NAME,
     HOLD_FILE,
     MANIFEST_FILE,
     PULL_LOCK_FILE,
     PULL_PREFIX,
     TRASH_PREFIX,
-    VARIABLES_PREFIX,
 )
 from exporter.progress import Progress, ProgressFactory, no_progress
 from exporter.publish.commit import model_lock
@@ -41,8 +38,8 @@ from exporter.storage.url import Url
 from exporter.transfer.head import fetch_head, files_digest, recall, remember
 from exporter.transfer.items import Item, StoredModel, files_of, local_holds, local_items, stored_model
 from exporter.transfer.push import parse
+from exporter.transfer.soundness import require_sound
 from exporter.transfer.taken_back import TakenBack, is_restoration
-from exporter.verify.version_files import verify_bytes, verify_published
 
 _LOCK_SECONDS = 5.0
 
@@ -211,12 +208,7 @@ class _Pull:
 
     def _check(self, item: Item, staged: Path) -> None:
         try:
-            is_delta = "/" in item.path
-            if not is_delta:
-                verify_published(staged)
-            prefix = staged / (DELTA_NAME if is_delta else VARIABLES_PREFIX)
-            if index_path(prefix).exists():
-                verify_bytes(read_catalog(prefix))
+            require_sound(staged, is_delta="/" in item.path)
         except Exception:
             remove_tree(staged)  # to be fetched anew
             raise

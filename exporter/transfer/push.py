@@ -22,6 +22,7 @@ from exporter.storage.url import Url
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.head import Head, as_bytes, fetch_head, recall, remember
 from exporter.transfer.items import Item, StoredModel, local_holds, local_item, local_items, stored_model
+from exporter.transfer.soundness import require_sound
 from exporter.transfer.taken_back import is_restoration
 
 
@@ -107,6 +108,7 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
         PositionMoved: another publisher was faster; what this one has uploaded cannot be seen.
         PublishError: the store cannot be written, or ignores conditions.
         ManifestError: a version is being removed locally.
+        VerificationError, CheckpointError: what is to be uploaded is damaged.
     """
     store, url, model = ObjectWriter(plan.url), plan.url, plan.model
     carrier = Carrier(store, url)
@@ -119,6 +121,7 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
     plan = _plan(model, url, stored, carrier.head, plan.prune)
     with progress("uploading", plan.bytes_) as bar:
         for item in plan.upload:
+            require_sound(model / item.path, is_delta="/" in item.path)
             carrier.publish(model, item, stored.holds | plan.holds, bar)
             _remember(model, url, carrier.head)
     if carrier.shown != plan.holds or (plan.remove and not plan.upload):

@@ -9,7 +9,17 @@ from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.spans import Position
-from exporter.errors import DeltaGap, ExportError, ManifestError, NotUpdatable, VerificationError
+from exporter.errors import (
+    CorruptFile,
+    DeltaGap,
+    ExportError,
+    ManifestError,
+    MissingShard,
+    NotUpdatable,
+    TruncatedFile,
+    UnsupportedFormat,
+    VerificationError,
+)
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.layout import VARIABLES_PREFIX
 from exporter.publish.absent import nothing_published
@@ -24,6 +34,13 @@ class Problem(Struct, frozen=True):
 
     path: Path
     error: ExportError
+
+
+def _problem(path: Path, error: ExportError) -> Problem:
+    """What is published is read as checkpoints are; its damage is no damage of a checkpoint."""
+    if isinstance(error, CorruptFile | TruncatedFile | MissingShard | UnsupportedFormat):
+        error = VerificationError(error.message, cause=error.cause, hint=error.hint)
+    return Problem(path, error)
 
 
 class VerifiedModel(Struct, frozen=True):
@@ -75,14 +92,14 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
             if bytes_:
                 verify_bytes(read_catalog(child.path / VARIABLES_PREFIX), runner=runner)
         except ExportError as error:
-            damage.append(Problem(child.path, error))
+            damage.append(_problem(child.path, error))
     try:
         log = read_log(model)
     except NotUpdatable:
         hold = _read_hold(Hold(model), damage)
         return VerifiedModel(len(versions), None, hold, tuple(damage))
     except ExportError as error:
-        return VerifiedModel(len(versions), None, None, (*damage, Problem(versions[0].path, error)))
+        return VerifiedModel(len(versions), None, None, (*damage, _problem(versions[0].path, error)))
     damage += _problems_of(log)
     hold = _read_hold(log.held, damage)
     return VerifiedModel(len(versions), log, hold, tuple(damage))
@@ -101,14 +118,14 @@ def _problems_of(log: DeltaLog) -> Iterator[Problem]:
         try:
             _verify_delta(log, delta)
         except ExportError as error:
-            yield Problem(delta.path, error)
+            yield _problem(delta.path, error)
     for base in log.bases:
         try:
             log.chain(base.at.position)
         except DeltaGap as error:
             yield Problem(base.path, DeltaGap(error.message, cause=error.cause, hint=BROKEN_LOG_HINT))
         except ExportError as error:
-            yield Problem(base.path, error)
+            yield _problem(base.path, error)
 
 
 def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
