@@ -61,29 +61,33 @@ def list_published(base: Tensor, log: str) -> ListedDeltas:
     return ListedDeltas(directory, names, starts, stops, hold, is_gone)
 
 
-def list_step(base: Tensor, log: str, start: Tensor, end: Tensor) -> tuple[Tensor, ListedDeltas]:
-    """Whether the delta `start-end` is published, and a listing of it alone.
+def list_step(base: Tensor, log: str, start: Tensor, end: Tensor) -> ListedDeltas:
+    """A listing of the delta `start-end` alone, whether it is published or not.
 
     For a call from `start` to the named position `end` it is what the whole log's listing would choose, at a
     cost that does not depend on how many deltas there are. Such calls do not ask for the hold.
     """
     import tensorflow as tf
 
-    directory = _log_directory(base, log)
     digits = (tf.strings.as_string(p, width=_POSITION_DIGITS, fill="0") for p in (start, end))
-    name = tf.strings.join(list(digits), separator="-")
-    whole = tf.strings.join([_within(directory, ""), name, "/" + MANIFEST_FILE])
-    in_store = tf.strings.regex_full_match(directory, _STORE)
-    paths = _match(tf.where(in_store, whole, tf.strings.regex_replace(whole, "/[^/]*$", ""))[None])
-    step = ListedDeltas(
-        directory,
-        names=tf.stack([name, _NO_DELTA]),
+    return ListedDeltas(
+        _log_directory(base, log),
+        names=tf.stack([tf.strings.join(list(digits), separator="-"), _NO_DELTA]),
         starts=tf.stack([start, tf.zeros_like(start)]),
         ends=tf.stack([end, tf.zeros_like(end)]),
         hold=tf.constant(NO_LIMIT, tf.int64),
         unlisted=tf.constant(False),
     )
-    return tf.size(paths) > 0, step
+
+
+def is_published(step: ListedDeltas) -> Tensor:
+    """True if the one delta of a `list_step` is there."""
+    import tensorflow as tf
+
+    whole = tf.strings.join([_within(step.directory, ""), step.names[0], "/" + MANIFEST_FILE])
+    in_store = tf.strings.regex_full_match(step.directory, _STORE)
+    path = tf.where(in_store, whole, tf.strings.regex_replace(whole, "/[^/]*$", ""))
+    return tf.size(_match(path[tf.newaxis])) > 0
 
 
 def _log_directory(base: Tensor, log: str) -> Tensor:

@@ -24,7 +24,13 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from exporter.subgraph.list_deltas import NO_LIMIT, ListedDeltas, list_published, list_step
+from exporter.subgraph.list_deltas import (
+    NO_LIMIT,
+    ListedDeltas,
+    is_published,
+    list_published,
+    list_step,
+)
 from exporter.subgraph.read_delta import Expected, read_delta
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign
 from exporter.subgraph.turns import one_at_a_time
@@ -176,8 +182,11 @@ def _list(
     import tensorflow as tf
 
     base = state.read_base()
-    is_there, step = list_step(base, rules.log, position[0], wanted)
-    is_step = may_step & (wanted > position[0]) & is_there
+    step = list_step(base, rules.log, position[0], wanted)
+    # Not looked for where it is not asked for: in a store each look is a request.
+    is_step = tf.cond(
+        may_step & (wanted > position[0]), lambda: is_published(step), lambda: tf.constant(False)
+    )
     found = tf.cond(
         is_step,
         lambda: [tf.identity(field) for field in step.as_list],
