@@ -130,6 +130,22 @@ DECISIONS: dict[str, tuple[PublishedLog, list[Member], Trial | None, bool, Actio
         Rest("no replica tells where it stands", STUCK),
     ),
     "all is approved": (log(1, limit=1), [A1, B1], None, True, Rest("all is approved, up to 1")),
+    "an agent begins: who was not asked yet may stand beyond the hold": (
+        HELD,
+        [A1, UNASKED],
+        None,
+        True,
+        Rest("not every replica was asked yet"),
+    ),
+    "an agent begins: all were asked, one is down": (HELD, [A1, down("b", 1)], None, True, Go("a", 3)),
+    "one that is new holds up no trial": (HELD, [A1, UNASKED], trial("a"), True, Go("a", 3)),
+    "no replica is known: another agent may see some": (
+        HELD,
+        [],
+        None,
+        True,
+        Rest("no replica can go first: they refuse, or do not answer", STUCK),
+    ),
     "one lags behind what is approved": (
         log(1, limit=1),
         [A0, B1],

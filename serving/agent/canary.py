@@ -15,6 +15,7 @@ replica that starts. Who stands beyond it is the canary, so that nothing else ha
     | the canary's, at G | one stands beyond G                     | `Judge` it there; it stays there  |
     | the canary's, at G | answers at G are unknown, one stands so | `Learn` them                      |
     | the canary's, at G | nothing is published beyond             | `Rest`                            |
+    | the canary's, at G | one was never asked, none is on trial   | `Rest`: it may stand beyond G     |
     | the canary's, at G | two in a row did not survive it         | `RollBack`                        |
     | the canary's, at G | somebody can go further                 | `Go`: first, for a bounded time   |
     | the canary's, at G | nobody can                              | `Rest`: they refuse, or are down  |
@@ -156,6 +157,10 @@ def decide(
         return Learn(*held, approved), trial
     if beyond.newest <= approved:
         return Rest(f"all is approved, up to {approved}"), None
+    if trial is None and not all(
+        member.was_asked for member in members
+    ):  # one may stand beyond the hold: it was the canary
+        return Rest("not every replica was asked yet"), None
     able = [member.address for member in members if _can_pass(beyond, member, approved, now, retry_refused_s)]
     return _send(beyond, approved, members, able, trial, now, patience_s)
 
