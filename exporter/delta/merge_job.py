@@ -8,8 +8,6 @@ the checksums in the deltas' indexes.
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
@@ -24,13 +22,14 @@ from exporter.checkpoint.tensor_bundle import check_values, memory_map, shard_pa
 from exporter.delta.delta_files import DeltaTensors
 from exporter.delta.format import DeltaHeader, ServedVariable
 from exporter.delta.merge_task import Layer, Merge, MergedRows, renumbered
+from exporter.delta.range_checksums import RangeChecksums
 from exporter.errors import CorruptFile
 from exporter.jobs.division import DIVIDED, WHOLE, batches
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range
 from exporter.options import DeltaDtype
 from exporter.progress import Progress
-from exporter.wire.crc32c import combine, mask
+from exporter.wire.crc32c import mask
 from exporter.wire.dtypes import JOINABLE
 
 Array = np.ndarray[Any, Any]
@@ -124,11 +123,11 @@ class MergeJob:
         ]
         job = stack.enter_context(runner.job(tasks, os.fspath(self._prefix.parent)))
         placed: list[Placed] = []
-        checksums, receipts = _Checksums(), []
+        checksums, receipts = RangeChecksums[int](), []
         for number, (batch, receipt) in enumerate(zip(self._batches, job.receipts(progress), strict=True)):
             ranges = (each for piece in _ordered(batch) for each in piece.ranges)
             for each, crc in zip(ranges, receipt.read, strict=True):
-                checksums.add(each, crc)
+                checksums.add(each.input, each.offset, each.size, crc)
             placed += _placed(number, _ordered(batch), receipt.wrote, receipt.counts)
             receipts.append(receipt)
         self._files.check(checksums)
@@ -172,7 +171,7 @@ class Files:
         self._read.setdefault((number, extent.offset), stored)
         return Range(number, extent.offset, extent.size)
 
-    def check(self, checksums: _Checksums) -> None:
+    def check(self, checksums: RangeChecksums[int]) -> None:
         """Compare what tasks tell with the indexes; what they did not read in one row is read here.
 
         Raises:
@@ -312,29 +311,3 @@ def _placed(
             extents.append(Extent(shard, offset, size, crc))
             offset += size
         yield Placed(piece, tuple(extents), rows, exact)
-
-
-class _Checksums:
-    """The checksums of ranges, as tasks tell them."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        self._is_sorted = False
-
-    def add(self, wanted: Range, crc: int) -> None:
-        """Note one."""
-        self._found[wanted.input].append((wanted.offset, wanted.size, crc))
-
-    def of(self, number: int, offset: int, size: int) -> int | None:
-        """The checksum of a run; None if the ranges that were read do not make it up."""
-        if not self._is_sorted:
-            self._found = defaultdict(list, {key: sorted(set(all_)) for key, all_ in self._found.items()})
-            self._is_sorted = True
-        found, at, crc = self._found[number], offset, 0
-        place = bisect_left(found, (offset, 0, 0))
-        while place < len(found) and found[place][0] == at < offset + size:
-            _, length, one = found[place]
-            crc = combine(crc, one, length) if at > offset else one
-            at += length
-            place += 1
-        return crc if at == offset + size else None
