@@ -306,7 +306,7 @@ def test_beam_leaves_nothing_where_its_workers_tell_outcomes(
     runs = EngineRuns("beam", python_of("beam", tmp_path_factory), tmp_path)
     held = [runs.at("before", 3, "wait")] if fails else []
     results = tmp_path / "results"
-    done = runs.run(options={"stall": "4", "results": str(results)})
+    done = runs.run(options={"stall": "4" if fails else "60", "results": str(results)})
     assert done.get("error") == ("EngineFailed" if fails else None)
     assert not list(results.iterdir())
     if fails:

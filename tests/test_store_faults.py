@@ -36,7 +36,7 @@ ALWAYS = {
     Fault.SLOW: "no answer in time",
     Fault.HALF: "its answers break off",
     Fault.WHOLE: "it sends whole objects where it is asked for a range",
-    Fault.REDIRECT: "404 Not Found",
+    Fault.REDIRECT: "there is no s3://",
 }
 """What is said where it happens to every request."""
 

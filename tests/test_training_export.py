@@ -68,7 +68,6 @@ FULL = ExportRequest(
     format=ExportFormat.BOTH,
     allow_code=True,
     allow_batch_statistics=True,
-    plain=True,
     despite_hold=True,
     again=False,
     custom_objects=("pkg.mod", "other"),
@@ -99,7 +98,11 @@ def as_parsed(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Ex
     return seen[0]
 
 
-@pytest.mark.parametrize("request_", [FULL, ExportRequest(Path("train"), Path("models/b"))])
+@pytest.mark.parametrize(
+    "request_",
+    [FULL, replace(FULL, updates=None, plain=True), ExportRequest(Path("train"), Path("models/b"))],
+    ids=["takes deltas", "plain", "no options"],
+)
 def test_arguments_say_what_a_request_says(request_: ExportRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ExportArguments.of(request_)
     checkpoint = Path("train/model.ckpt-7")
@@ -110,8 +113,8 @@ def test_arguments_say_what_a_request_says(request_: ExportRequest, monkeypatch:
 def test_every_option_of_a_request_is_covered() -> None:
     plain = ExportRequest(Path("train"), Path("out"))
     same = [field.name for field in fields(FULL) if getattr(FULL, field.name) == getattr(plain, field.name)]
-    # The first three go with --incr, which arguments alone can say; the last one does not go with --warmup.
-    assert {*same} <= {"min_change", "delta_dtype", "check_graph", "no_warmup"}
+    # The first three go with --incr, which arguments alone can say; --no-warmup does not go with --warmup.
+    assert {*same} <= {"min_change", "delta_dtype", "check_graph", "no_warmup", "plain"}
 
 
 @pytest.mark.parametrize("text", [["--ckpt-dir", "d", "--out", "m"], ["--out", "m", "--ckpt-dir=d"]])

@@ -21,6 +21,7 @@ from exporter.publish.delta_log import read_log
 from exporter.publish.log_entries import DeltaOrigin
 from serving.client import ModelClient
 from tests.support.agents import DEADLINE_S, Agent, Published, Server, agent, process, wait
+from tests.support.budget import thorough
 from tests.support.commands import export_model
 from tests.support.numpy_trainer import STEP
 
@@ -446,7 +447,9 @@ def test_a_canary_that_hangs_gives_way(published: Published, servers: list[Serve
         assert not running.of("rolled_back")
 
 
-@pytest.mark.parametrize("killed", ["agent", "first", "second"])
+@pytest.mark.parametrize(
+    "killed", ["agent", pytest.param("first", marks=thorough), pytest.param("second", marks=thorough)]
+)
 def test_whoever_is_killed_no_two_replicas_serve_what_is_bad(
     published: Published, servers: list[Server], golden: Path, killed: str
 ) -> None:

@@ -16,6 +16,7 @@ from exporter.terminal.server_access import ServerAccess
 from serving.client import ModelClient
 from serving.incremental_status import read_incremental_status
 from tests.support.agents import Published, Server, agent, wait
+from tests.support.budget import thorough
 from tests.support.certificates import Certified
 from tests.support.numpy_trainer import STEP
 
@@ -44,6 +45,7 @@ def train(published: Published, number: float) -> None:
     session.variables.touched["net/users"].update(USERS)
 
 
+@thorough
 def test_a_canary_behind_certificates_that_is_told_by_others_and_restarted(
     published: Published, stack: ExitStack, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from exporter.publish.delta_log import read_log
 from tests.support.agents import DEADLINE_S, Published, Server, agent, process, wait
+from tests.support.budget import thorough
 from tests.support.certificates import Certified, Pair
 
 NOBODY = "127.0.0.1:9"
@@ -119,7 +120,7 @@ def test_files_that_do_not_fit_are_a_usage_error(
     assert "PRIVATE" not in err
 
 
-@pytest.mark.parametrize("is_tls", [False, True], ids=["http", "https"])
+@pytest.mark.parametrize("is_tls", [pytest.param(False, marks=thorough), True], ids=["http", "https"])
 def test_clients_that_dawdle_hold_back_neither_rollout_nor_probes(
     published: Published, server: Server, certified: Certified, is_tls: bool
 ) -> None:

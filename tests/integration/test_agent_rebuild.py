@@ -16,6 +16,7 @@ from serving.client import ModelClient
 from serving.status import VersionState
 from tests.integration.test_agent import give_other_values
 from tests.support.agents import DEADLINE_S, Agent, Published, agent, document, process, wait
+from tests.support.budget import thorough
 
 
 class World:
@@ -97,6 +98,7 @@ def test_the_only_replica_is_not_rebuilt(world: World, stack: ExitStack) -> None
         assert not running.of("rebuilt")
 
 
+@thorough
 def test_what_is_damaged_on_disk_is_not_loaded_in_its_place(world: World, stack: ExitStack) -> None:
     good, bad = serve(stack, world.config), serve(stack, world.wrong)
     catalog = read_catalog(world.published.model / str(world.version) / "variables" / "variables")

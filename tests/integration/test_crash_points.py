@@ -18,6 +18,7 @@ import pytest
 from exporter.errors import DiskFull, TargetNotWritable
 from exporter.publish.commit import Staging, publish_version
 from exporter.publish.versions import lease
+from tests.support.budget import thorough
 from tests.support.forks import FORKS
 from tests.support.kills import count_steps, ended, killed_at, run
 from tests.support.publishing import draft, fill, hidden, names, publish, versions, whole_versions
@@ -35,7 +36,7 @@ def two_versions(model: Path) -> None:
     publish(model, 200)
 
 
-@pytest.mark.parametrize("keep", [None, 1])
+@pytest.mark.parametrize("keep", [pytest.param(None, marks=thorough), 1])
 def test_a_kill_at_any_step_leaves_whole_versions_and_a_next_run_that_works(
     tmp_path: Path, keep: int | None
 ) -> None:

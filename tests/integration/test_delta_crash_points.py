@@ -23,6 +23,7 @@ from exporter.pipeline.incremental import export_incremental
 from exporter.publish.commit import Staging
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.verify.log import verify_model
+from tests.support.budget import thorough
 from tests.support.kills import count_steps, killed_at
 from tests.support.logs import Serving, assert_same_bits, values_at
 from tests.support.publishing import hidden
@@ -136,10 +137,10 @@ def log_with_two_deltas(directory: Path) -> None:
         Case("export", export, None, {30, 40}),
         Case("merge", merge, None, {30}, every=2),
         Case("tidy", tidy, merge, {30}, every=2),
-        Case("rollback", rollback, None, {30, 31}),
+        pytest.param(Case("rollback", rollback, None, {30, 31}), marks=thorough),
         Case("rollback past a merged delta", rollback_to_20, merge, {30, 31}),
         Case("resume", resume, rollback, {31, 32}, every=2),
-        Case("resume after two", resume, roll_back_twice, {32, 33}, every=2),
+        pytest.param(Case("resume after two", resume, roll_back_twice, {32, 33}, every=2), marks=thorough),
     ],
     ids=lambda case: case.name,
 )

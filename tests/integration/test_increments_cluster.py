@@ -56,6 +56,7 @@ def test_every_optimizer_is_exact_with_asynchronous_workers(tmp_path: Path) -> N
     assert len({stored.increment.run for stored in history.increments}) == 1
 
 
+@thorough
 def test_workers_die_at_random(tmp_path: Path) -> None:
     job = Job(tmp_path, steps=700, save_increment_steps=3, save_checkpoint_steps=10_000, pause_s=0.02)
     dice = random.Random(5)
