@@ -89,11 +89,18 @@ class Lab:
         return path
 
     def side_by_side(self, *contestants: Measured, repeats: int = 5) -> list[Medians]:
-        """Run the contestants in turns, after a round that only warms the page cache."""
+        """Run the contestants in turns, after a round that only warms the page cache.
+
+        Every other round goes backwards: what one leaves behind, good or bad, is not always the same one's.
+        """
         if self.quick:
             return [Medians((contestant(),)) for contestant in contestants]
-        rounds = [[_settled(contestant) for contestant in contestants] for _ in range(1 + repeats)]
-        return [Medians(samples) for samples in zip(*rounds[1:], strict=True)]
+        samples: list[list[Sample]] = [[] for _ in contestants]
+        turns = list(zip(contestants, samples, strict=True))
+        for number in range(1 + repeats):
+            for contestant, own in turns if number % 2 == 0 else reversed(turns):
+                own.append(_settled(contestant))
+        return [Medians(tuple(own[1:])) for own in samples]
 
 
 def _settled(contestant: Measured) -> Sample:
