@@ -1,4 +1,5 @@
-"""Object stores: what is fetched for an export, beside a plain download of as many bytes.
+"""Object stores: what is fetched for an export, beside a plain download of as many bytes; and how long people
+wait where a store takes its time to answer.
 
 The store is an emulator on the same processors, so that ratios say more than seconds.
 """
@@ -6,15 +7,20 @@ The store is an emulator on the same processors, so that ratios say more than se
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from statistics import median
 
+from exporter.checkpoint.tensor_bundle import read_catalog
 from tests.benchmarks import data
+from tests.benchmarks.bench_full_export import EXPORT_MODEL
 from tests.benchmarks.data import Checkpoint
-from tests.benchmarks.harness import Benchmark, Lab, Sample, job
-from tests.benchmarks.rows import Row, bounded, bytes_, count, gain
+from tests.benchmarks.harness import Benchmark, Lab, Sample, command, job
+from tests.benchmarks.rows import Row, bounded, bytes_, count, gain, seconds
 
 _PART_BYTES = 8 << 20
+_WAIT = 0.05
+"""Seconds until a store answers: one in the same region takes 10 to 100 ms."""
 
 
 def many_tensors(lab: Lab) -> Iterator[Row]:
@@ -57,4 +63,33 @@ def _beside_download(lab: Lab, checkpoint: Checkpoint, what: str, *, at_least: f
     yield bounded("  requests", count(requests), at_most=count(2 * shards + kept / _PART_BYTES))
 
 
-BENCHMARKS: tuple[Benchmark, ...] = (many_tensors, large_tables)
+def inspect(lab: Lab) -> Iterator[Row]:
+    """A checkpoint of 1 TB in a store that takes 50 ms a request: its index tells all that is shown."""
+    from tests.support.sparse_store import BUCKET, sparse_store
+
+    checkpoint = data.terabyte(lab)
+    with sparse_store(checkpoint.prefix.parent.parent, _WAIT) as (environment, traffic):
+        settings = [f"{name}={value}" for name, value in environment.items()]
+        url = f"s3://{BUCKET}/{checkpoint.prefix.parent.name}"
+
+        inspected = ["env", *settings, str(EXPORT_MODEL), "inspect", url, "--json"]
+        told = json.loads(subprocess.run(inspected, check=True, stdout=subprocess.PIPE).stdout)
+        shards = sum(path.stat().st_size for path in checkpoint.prefix.parent.glob("*.data-*"))
+        assert (told["bytes"], told["tensor_count"]) == (shards, len(read_catalog(checkpoint.prefix).tensors))
+
+        def ours() -> Sample:
+            traffic.requests.clear()
+            return command(*inspected)
+
+        (found,) = lab.side_by_side(ours)
+        yield bounded(
+            f"inspect a checkpoint of {bytes_(shards)}, {_WAIT * 1000:.0f} ms a request",
+            found.time,
+            at_most=seconds(2),
+        )
+        yield bounded("  requests", count(len(traffic.requests)), at_most=count(8))
+        fetched = sum(each for _, _, each in traffic.requests)
+        yield bounded("  bytes that came", bytes_(fetched), at_most=bytes_(4e6))
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (many_tensors, large_tables, inspect)

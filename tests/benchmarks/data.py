@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec
+from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, memory_map, read_catalog, shard_path
+from exporter.wire.dtypes import DType
 from tests.benchmarks.harness import Lab, job
 from tests.benchmarks.job import Timer
 
@@ -62,6 +63,30 @@ def columns(lab: Lab, tables: int) -> Checkpoint:
         job("data:train", "columns", _prefix(directory, "columns"), tables)
 
     return Checkpoint(_prefix(lab.once("columns", make), "columns"), 1000)
+
+
+def terabyte(lab: Lab) -> Checkpoint:
+    """Tables of 512 MB, which are holes: 32 in each of 64 shards."""
+    shards, tables = (8, 4) if lab.quick else (64, 32)
+    rows = (16 << 30) // tables // ROW_BYTES
+
+    def make(directory: Path) -> None:
+        prefix, size = _prefix(directory, "tables"), rows * ROW_BYTES
+        prefix.parent.mkdir()
+        refs = [
+            TensorRef(
+                f"tables/{shard}-{table}", DType.FLOAT, (rows, 64), Extent(shard, table * size, size, 0)
+            )
+            for shard in range(shards)
+            for table in range(tables)
+        ]
+        for shard in range(shards):
+            path = shard_path(prefix, shard, shards)
+            path.touch()
+            os.truncate(path, tables * size)
+        index_path(prefix).write_bytes(encode_index(refs, shards))
+
+    return Checkpoint(_prefix(lab.once("terabyte", make), "tables"), rows)
 
 
 def published(lab: Lab, checkpoint: Checkpoint) -> Path:
