@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any, Self
 
+from exporter.cli import collect_rarely
 from exporter.terminal.quiet_import import quiet_tensorflow
 
 _BLOCK = 512  # the unit of ru_oublock: bytes of pages dirtied, as in /proc/self/io
@@ -45,6 +46,7 @@ def _written() -> int:
 def main(name: str, *arguments: str) -> None:
     """Run the job and print its measurements as the last line of stdout."""
     quiet_tensorflow()
+    collect_rarely()  # as the command does, whose pieces jobs measure
     module, _, function = name.partition(":")
     timer = Timer()
     result: Any = getattr(import_module(f"tests.benchmarks.{module}"), function)(timer, *arguments)
