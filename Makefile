@@ -21,7 +21,8 @@ help:
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]'
+	-@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib  # by all cores, where pip takes one
 	@touch $@
 
 demo: $(STAMP)
