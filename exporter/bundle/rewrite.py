@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from exporter.bundle.move import Move, Segment
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
-from exporter.errors import CorruptFile, MappingError
+from exporter.checkpoint.tensor_values import compare_checksum
+from exporter.errors import MappingError
 from exporter.jobs.division import DIVIDED, WHOLE, batches
 from exporter.jobs.task import Input, Range, Receipt
 from exporter.mapping.build import TensorSource
@@ -152,12 +153,9 @@ class Written:
         before, done = self._read.get(extent, (0, 0))
         crc = crc32c.combine(before, crc, size) if done else crc
         self._read[extent] = (crc, done + size)
-        is_whole = done + size == extent.size and tensor.dtype.itemsize is not None
-        if is_whole and crc32c.mask(crc) != extent.crc32c:
-            raise CorruptFile(
-                f"{self._catalog.path_of(extent)} is damaged: the checksum of {tensor.name!r} is "
-                f"{crc32c.mask(crc):08x}, its index says {extent.crc32c:08x}"
-            )
+        if done + size == extent.size and tensor.dtype.itemsize is not None:
+            path = self._catalog.path_of(extent)
+            compare_checksum(path, tensor.name, extent, crc32c.mask(crc))
 
 
 def _as_stored(source: TensorSource, box: SliceSpec, extent: Extent) -> Piece:

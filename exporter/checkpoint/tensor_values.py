@@ -122,7 +122,20 @@ def check_values(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None)
             found = _variant_crc(map_bytes(fd, extent), math.prod(shape), place)
         else:
             found = mask(crc_of(fd, extent.offset, extent.size))
-    _compare(found, extent, place)
+    compare_checksum(place.path, place.name, extent, found)
+
+
+def compare_checksum(path: Path, name: str, extent: Extent, found: int, *, hint: str = "") -> None:
+    """Compare the masked crc32c of what is stored of a tensor in a file with the index's.
+
+    Raises:
+        CorruptFile: they differ.
+    """
+    if found != extent.crc32c:
+        raise CorruptFile(
+            f"{path} is damaged at {name!r}: its checksum is {found:08x}, expected {extent.crc32c:08x}",
+            hint=hint,
+        )
 
 
 def check_tensor(catalog: Catalog, ref: TensorRef) -> None:
@@ -186,7 +199,7 @@ def _read_extent(catalog: Catalog, ref: TensorRef, extent: Extent, shape: tuple[
             raise UnsupportedFormat(f"{path}: {ref.name!r} is a {ref.dtype.label} tensor: it cannot be read")
         data = np.empty(extent.size, np.uint8)
         crc = read_into(fd, extent.offset, data)
-    _compare(mask(crc), extent, _Place(path, ref.name))
+    compare_checksum(path, ref.name, extent, mask(crc))
     return data.view(ref.dtype.numpy).reshape(shape)
 
 
@@ -200,14 +213,9 @@ class _Place(Struct, frozen=True):
         return CorruptFile(f"{self.path} is damaged at {self.name!r}: {what}")
 
 
-def _compare(found: int, extent: Extent, place: _Place) -> None:
-    if found != extent.crc32c:
-        raise place.corrupt(f"its checksum is {found:08x}, expected {extent.crc32c:08x}")
-
-
 def _read_strings(raw: Array, extent: Extent, shape: tuple[int, ...], place: _Place) -> Array:
     count = math.prod(shape)
-    _compare(_string_crc(raw, count, place), extent, place)
+    compare_checksum(place.path, place.name, extent, _string_crc(raw, count, place))
     lengths, position = _decode_lengths(raw, count, place)
     data = raw[position + _CHECKSUM_BYTES :].tobytes()
     ends = np.cumsum(lengths).tolist()

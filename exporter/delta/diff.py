@@ -25,10 +25,10 @@ from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariab
 from exporter.delta.row_hashes import BlockHasher, HashIndex
 from exporter.delta.row_spill import RowSpill
 from exporter.delta.snapshot import Snapshot
-from exporter.errors import CorruptFile
+from exporter.delta.stored_checksums import StoredChecksums
 from exporter.integer_sets import distinct
 from exporter.progress import NoProgress, Progress
-from exporter.wire.crc32c import combine, mask
+from exporter.wire.crc32c import combine
 
 if TYPE_CHECKING:
     from exporter.delta.compare_task import TaskComparison
@@ -231,18 +231,11 @@ class _Table:
 
     def _check(self, state: Snapshot, crc: int) -> None:
         """Compare the checksum of what is stored of one side, given that of all rows in a row."""
-        stored = state.stored[self._name]
-        extent = stored.extent
-        if extent is None:
-            state.check([self._name])
-        elif mask(crc) != extent.crc32c:
-            raise CorruptFile(
-                f"{stored.catalog.path_of(extent)} is damaged at {stored.tensor.name!r}: "
-                f"its checksum is {mask(crc):08x}, expected {extent.crc32c:08x}",
-                hint=state.hint,
-            )
-        else:
-            state.note_checked(stored.runs)
+        checksums, stored = StoredChecksums(state), state.stored[self._name]
+        for run in stored.runs:
+            if run.extent == stored.extent:
+                checksums.add(run, 0, run.extent.size, crc)
+        checksums.check([self._name])
 
 
 def _in_order(

@@ -19,12 +19,13 @@ from msgspec import Struct
 
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import check_values, memory_map, shard_path
+from exporter.checkpoint.tensor_values import compare_checksum
 from exporter.delta.delta_files import DeltaTensors
 from exporter.delta.format import DeltaHeader, ServedVariable
 from exporter.delta.merge_task import Layer, Merge, MergedRows, renumbered
-from exporter.delta.range_checksums import RangeChecksums
 from exporter.errors import CorruptFile
 from exporter.jobs.division import DIVIDED, WHOLE, batches
+from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range
 from exporter.options import DeltaDtype
@@ -184,12 +185,9 @@ class Files:
                 crc = checksums.of(number, extent.offset, extent.size)
             if crc is None:
                 check_values(stored.catalog, stored.tensor, stored.part)
-            elif mask(crc) != extent.crc32c:
-                raise CorruptFile(
-                    f"{stored.catalog.path_of(extent)} is damaged at {stored.tensor.name!r}: its checksum is "
-                    f"{mask(crc):08x}, expected {extent.crc32c:08x}",
-                    hint=self._hint,
-                )
+            else:
+                path, name = stored.catalog.path_of(extent), stored.tensor.name
+                compare_checksum(path, name, extent, mask(crc), hint=self._hint)
 
 
 def rows_of(

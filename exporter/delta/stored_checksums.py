@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from exporter.delta.range_checksums import RangeChecksums
+from exporter.checkpoint.tensor_values import compare_checksum
 from exporter.delta.row_reader import StoredRun
 from exporter.delta.snapshot import Snapshot
-from exporter.errors import CorruptFile
+from exporter.jobs.range_checksums import RangeChecksums
 from exporter.wire.crc32c import mask
 
 
@@ -35,11 +35,7 @@ class StoredChecksums:
                 crc = self._ranges.of(run, 0, run.extent.size)
                 if crc is None:
                     continue
-                if mask(crc) != run.extent.crc32c:
-                    raise CorruptFile(
-                        f"{run.path} is damaged at {variable.tensor.name!r}: "
-                        f"its checksum is {mask(crc):08x}, expected {run.extent.crc32c:08x}",
-                        hint=self._state.hint,
-                    )
+                name = variable.tensor.name
+                compare_checksum(run.path, name, run.extent, mask(crc), hint=self._state.hint)
                 self._state.note_checked([run])
         self._state.check(names)

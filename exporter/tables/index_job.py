@@ -7,10 +7,10 @@ stored, and `Place` what was sorted. Small tables share tasks, large ones are di
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -19,7 +19,9 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint.admission import Admission
 from exporter.checkpoint.embedding_variables import EmbeddingVariable
-from exporter.errors import CorruptFile
+from exporter.checkpoint.tensor_values import compare_checksum
+from exporter.jobs.division import batches
+from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.runner import Job
 from exporter.jobs.task import Input, Receipt, Task
 from exporter.progress import Progress
@@ -28,10 +30,9 @@ from exporter.tables.geometry import INDEX_ROWS, INDEX_SEEDS, KEYS, TableGeometr
 from exporter.tables.key_ranges import KEY_BYTES, KeyRanges
 from exporter.tables.partition_keys import KeyRun, Partition
 from exporter.tables.place_keys import Place, RangeRun, Section
-from exporter.wire.crc32c import combine, mask
+from exporter.wire.crc32c import mask
 
 Array = np.ndarray[Any, Any]
-T = TypeVar("T")
 
 _LEAST_RANGES = 16
 """Of a run that is placed, if there are as many: some of the range behind it are placed twice."""
@@ -74,14 +75,14 @@ class IndexJob:
         self, catalog: Catalog, tables: Sequence[IndexedTable], admission: Admission, task_bytes: int
     ) -> None:
         self._catalog = catalog
-        self._checksums = _Checksums(catalog)
+        self._read = RangeChecksums[int]()
         self._shown = mirror.shown(os.fspath(catalog.prefix))  # the local path is another in each process
         self._inputs: dict[int, Input] = {}
         runs = [_Run(table, run) for table in tables for run in _key_runs(table, admission, task_bytes)]
-        self._sorted = list(_batches(runs, lambda each: each.run.part(each.run.keys).size, task_bytes))
+        self._sorted = list(batches(runs, task_bytes, lambda each: each.run.part(each.run.keys).size))
         places = chain.from_iterable(_Wanted.of_table(table, task_bytes) for table in tables)
         self._placed = list(
-            _batches(places, lambda each: each.bytes_ if each.is_whole else task_bytes, task_bytes)
+            batches(places, task_bytes, lambda each: each.bytes_ if each.is_whole else task_bytes)
         )
         self.partitions = [
             self._partition(number, batch, admission) for number, batch in enumerate(self._sorted)
@@ -112,7 +113,7 @@ class IndexJob:
         sections: dict[str, list[_Sorted]] = {}
         with closing(job.receipts(progress, self.partitions)) as receipts:
             for batch, receipt in zip(self._sorted, receipts, strict=True):
-                self._checksums.compare(batch, receipt)
+                self._compare(batch, receipt)
                 source = Input(f"{place}/{receipt.task}", receipt.written, "")
                 counts, wide, offset = np.array(receipt.counts, np.int64), iter(receipt.wrote), 0
                 for table, run in ((each.table, each.run) for each in batch):
@@ -146,6 +147,18 @@ class IndexJob:
             admission=admission,
             step=self._catalog.step,
         )
+
+    def _compare(self, batch: Iterable[_Run], receipt: Receipt) -> None:
+        """Compare the checksums of the tensors that are read to their end by a task, the last of several."""
+        crcs = iter(receipt.read)
+        for each in batch:
+            for ref in each.run.counted:
+                part, (extent,) = each.run.part(ref), ref.extents
+                self._read.add(part.input, part.offset, part.size, next(crcs))
+                if part.offset + part.size == extent.offset + extent.size:
+                    crc = self._read.of(part.input, extent.offset, extent.size)
+                    assert crc is not None  # tasks' receipts come in their order
+                    compare_checksum(self._catalog.path_of(extent), ref.name, extent, mask(crc))
 
     def _place(self, number: int, batch: Sequence[_Wanted], found: dict[str, list[_Sorted]]) -> Place:
         inputs: dict[Input, int] = {}
@@ -208,34 +221,6 @@ class _Sorted(Struct, frozen=True, eq=False):
     counts: Array
 
 
-class _Checksums:
-    """Compares the checksums of tensors that are read in parts with those of the checkpoint's index."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._read: dict[str, tuple[int, int]] = {}
-
-    def compare(self, batch: Iterable[_Run], receipt: Receipt) -> None:
-        """Take the receipt of a task; those of a tensor's parts come in their order.
-
-        Raises:
-            CorruptFile: a tensor is read to its end, and its checksum is wrong.
-        """
-        crcs = iter(receipt.read)
-        for each in batch:
-            for ref in each.run.counted:
-                size = each.run.part(ref).size
-                before, done = self._read.get(ref.name, (0, 0))
-                crc = combine(before, next(crcs), size)
-                self._read[ref.name] = crc, done + size
-                (extent,) = ref.extents
-                if done + size == extent.size and mask(crc) != extent.crc32c:
-                    raise CorruptFile(
-                        f"{self._catalog.path_of(extent)} is damaged at {ref.name!r}: its checksum is "
-                        f"{mask(crc):08x}, expected {extent.crc32c:08x}"
-                    )
-
-
 def _key_runs(table: IndexedTable, admission: Admission, task_bytes: int) -> Iterator[KeyRun]:
     """The keys of a table in runs of at most so many bytes."""
     variable, row = table.variable, 0
@@ -267,17 +252,3 @@ def _index_pieces(task: Place, receipt: Receipt) -> Iterator[Piece]:
             size *= count
             yield Piece(run.table, part, first, count, receipt.task, offset, size, next(crcs))
             offset += size
-
-
-def _batches(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Items in groups of about `most` bytes, in their order."""
-    batch: list[T] = []
-    size = 0
-    for item in items:
-        if batch and size + size_of(item) > most:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += size_of(item)
-    if batch:
-        yield batch

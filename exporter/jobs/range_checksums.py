@@ -32,4 +32,4 @@ class RangeChecksums(Generic[File]):
             length, part = ranges[at]
             crc = combine(crc, part, length) if at > start else part
             at += length
-        return crc if size and at == start + size else None
+        return crc if at == start + size else None
