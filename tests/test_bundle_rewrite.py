@@ -137,7 +137,7 @@ class TestDamage:
         data = bytearray(shard.read_bytes())
         data[-1] ^= 1
         shard.write_bytes(data)
-        with pytest.raises(CorruptFile, match="checksum of 'w'"):
+        with pytest.raises(CorruptFile, match="is damaged at 'w': its checksum"):
             write_variables(mapping, tmp_path / "1")
 
     @pytest.mark.parametrize("kind", ["cast", "gather", "scatter"])

@@ -17,6 +17,7 @@ from exporter.errors import CheckpointChanged, os_error
 from exporter.files import FileIdentity
 from exporter.progress import Progress
 from exporter.storage import mirror
+from exporter.storage.open_files import write_at
 
 BATCH_BYTES = 16 << 20
 """What one task copies: large enough to amortise the task, small enough to be interrupted soon."""
@@ -148,9 +149,7 @@ def _copy_through_memory(reader: int, writer: int, piece: ByteRange) -> int:
         data = os.pread(reader, min(_BUFFER_BYTES, piece.size - done), piece.source + done)
         if not data:
             raise EOFError
-        written = 0
-        while written < len(data):
-            written += os.pwrite(writer, data[written:] if written else data, piece.target + done + written)
+        write_at(writer, piece.target + done, data)
         done += len(data)
     return done
 

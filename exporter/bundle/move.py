@@ -6,7 +6,6 @@ flipped bit never gets a new checksum that calls it right.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
@@ -15,9 +14,11 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.checkpoint.cast_values import cast_values
-from exporter.errors import CheckpointChanged, os_error
+from exporter.errors import CheckpointChanged
+from exporter.files import writing
 from exporter.jobs.task import Range, Receipt, Task
 from exporter.jobs.written_run import WrittenRun
+from exporter.storage.open_files import read_at
 from exporter.storage.output_directory import Directory, new_file
 from exporter.wire import crc32c
 from exporter.wire.dtypes import DType
@@ -97,13 +98,11 @@ class Move(Task, frozen=True, kw_only=True):
                 for count in segment.counts:
                     runs.append(WrittenRun(target, offset))
                     offset += count * segment.row_bytes
-                try:
+                with writing(path):
                     if segment.is_verbatim:
                         _copy(segment, sources, runs)
                     else:
                         _deal(segment, _rows(segment, sources), runs)
-                except OSError as error:
-                    raise os_error(error, path) from error
                 read += [source.crc for source in sources]
                 wrote += [run.crc for run in runs]
             tag = directory.put_file(self.name, path)
@@ -199,9 +198,7 @@ class _Source:
     def read(self, buffer: Array) -> Array:
         """The next bytes, as many as the buffer has, which is made to hold them."""
         # A read, not a map: a file that shrinks under a map kills the process.
-        if os.preadv(self._descriptor, [buffer.data], self._offset + self.done) != len(buffer):
+        if read_at(self._descriptor, self._offset + self.done, buffer.data) != len(buffer):
             raise CheckpointChanged(f"{self._place} became shorter after its index was read")
         self.left -= len(buffer)
-        view = buffer.view()
-        view.flags.writeable = False  # or crc32c refuses it
-        return view
+        return buffer

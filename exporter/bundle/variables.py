@@ -23,7 +23,8 @@ from exporter.bundle.link import NewFile, link_shard
 from exporter.bundle.move import Move
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_path
-from exporter.errors import LinkRefused, os_error
+from exporter.errors import LinkRefused
+from exporter.files import writing
 from exporter.jobs import made_inputs
 from exporter.jobs.runner import LOCAL, Job, Runner
 from exporter.layout import VARIABLES_DIRECTORY, VARIABLES_NAME
@@ -120,13 +121,11 @@ def write_variables(
     prefix = directory / VARIABLES_DIRECTORY / VARIABLES_NAME
     if not mapping.sources:
         return VariablesReport(Catalog(_FAMILY, prefix, {}, (), ()), ())
-    try:
+    with writing(prefix.parent):
         prefix.parent.mkdir(parents=True)
         with ThreadPoolExecutor(max(1, workers), "bundle") as pool:
             job = _Job(mapping, prefix, data, pool, runner, made, progress or NoProgress())
             return job.run()
-    except OSError as exc:
-        raise os_error(exc, Path(os.fsdecode(exc.filename2 or exc.filename or prefix.parent))) from exc
 
 
 def size_of_work(mapping: VariableMapping, model: Path, task_bytes: int) -> tuple[int, int]:

@@ -15,7 +15,8 @@ from msgspec import Struct
 
 from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, CorruptFile, TruncatedFile
 from exporter.files import FileIdentity, open_regular
-from exporter.wire.crc32c import CHUNK, chunks_of
+from exporter.storage.open_files import read_at
+from exporter.wire.crc32c import chunks_of
 
 
 class FileRange(Struct, frozen=True):
@@ -146,12 +147,6 @@ class RangeReader(io.RawIOBase):
         """Fill a buffer as far as the range goes."""
         view = memoryview(buffer).cast("B")
         size = min(len(view), max(0, self._source.size - self._position))
-        done = 0
-        while done < size:
-            want = view[done : done + min(CHUNK, size - done)]
-            got = os.preadv(self._descriptor, [want], self._source.offset + self._position + done)
-            if not got:
-                break
-            done += got
+        done = read_at(self._descriptor, self._source.offset + self._position, view[:size])
         self._position += done
         return done

@@ -22,7 +22,8 @@ from exporter.delta.delta_files import header_tensors
 from exporter.delta.format import DeltaHeader, ServedVariable
 from exporter.delta.merge import newest_rows
 from exporter.delta.packing import PackedRows, pack_rows
-from exporter.errors import CorruptFile, os_error
+from exporter.errors import CorruptFile
+from exporter.files import writing
 from exporter.jobs.task import Range, Receipt, Task
 from exporter.jobs.written_run import WrittenRun
 from exporter.options import DeltaDtype
@@ -118,7 +119,7 @@ class Merge(Task, frozen=True, kw_only=True):
             wrote: list[int] = []
             counts: list[int] = []
             offset = 0
-            try:
+            with writing(path):
                 for section in self.sections:
                     job = _SectionJob(section, files, [each.place for each in self.inputs])
                     done = job.run(_Output(target, offset), directory)
@@ -138,8 +139,6 @@ class Merge(Task, frozen=True, kw_only=True):
                     content = b"".join(data for _, data, _ in header_bytes(self.header, rows))
                     WrittenRun(target, offset).write(np.frombuffer(content, np.uint8))
                     offset += len(content)
-            except OSError as error:
-                raise os_error(error, path) from error
             tag = directory.put_file(self.name, path)
         return Receipt(self.name, tuple(read), tuple(wrote), offset, tag, rows, tuple(counts))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 
+from exporter.storage.open_files import write_at
 from exporter.wire import crc32c
 
 Array = np.ndarray[Any, Any]
@@ -25,14 +25,10 @@ class WrittenRun:
     def write(self, values: Array) -> None:
         """Append values."""
         view = np.ascontiguousarray(values).reshape(-1).view(np.uint8)  # no copy of what lies in order
-        view.flags.writeable = False  # or crc32c refuses it
         self.crc = crc32c.extend(self.crc, view)
         self.put(view)
 
     def put(self, data: Array) -> None:
         """Append bytes, whose checksum is the caller's to take."""
-        view = data.data
-        while view:
-            written = os.pwrite(self._descriptor, view, self._offset + self.done)
-            self.done += written
-            view = view[written:]
+        write_at(self._descriptor, self._offset + self.done, data.data)
+        self.done += len(data)

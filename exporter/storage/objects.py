@@ -24,6 +24,7 @@ from exporter.errors import (
     UsageError,
     os_error,
 )
+from exporter.storage.open_files import write_at
 from exporter.storage.requests import PART_BYTES, Request, requests
 from exporter.storage.store_errors import BrokenOff, again, asking, writing_to
 from exporter.storage.url import Url
@@ -164,7 +165,7 @@ class ObjectReader:
 
         def write(offset: int, content: memoryview) -> None:
             try:
-                _write(descriptor, content, offset)
+                write_at(descriptor, offset, content)
             except OSError as error:
                 raise os_error(error, target) from error
             if advance is not None:
@@ -207,12 +208,6 @@ class ObjectReader:
 
     def _named(self, key: str) -> str:
         return f"{self.url.scheme}://{self.url.bucket}/{key}"
-
-
-def _write(descriptor: int, content: memoryview, offset: int) -> None:
-    while content:
-        written = os.pwrite(descriptor, content, offset)
-        content, offset = content[written:], offset + written
 
 
 class ObjectWriter(ObjectReader):

@@ -21,8 +21,10 @@ from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.admission import Admission
 from exporter.checkpoint.embedding_variables import check_buckets, read_offsets
 from exporter.checkpoint.source_shard import open_shard
-from exporter.errors import CheckpointChanged, CheckpointError, os_error
+from exporter.errors import CheckpointChanged, CheckpointError
+from exporter.files import writing
 from exporter.jobs.task import Range, Receipt, Task
+from exporter.storage.open_files import read_at, write_at
 from exporter.storage.output_directory import Directory, new_file
 from exporter.tables.geometry import hashes_of
 from exporter.tables.key_ranges import KEY_BYTES, KeyRanges
@@ -137,9 +139,8 @@ class Partition(Task, frozen=True, kw_only=True):
             for run in self.runs:
                 one = _Sorting(self, run, catalog, target, offset)
                 try:
-                    one.sort()
-                except OSError as error:
-                    raise os_error(error, path) from error
+                    with writing(path):
+                        one.sort()
                 except CheckpointError as error:
                     # The name of a file that was fetched says nothing.
                     for file, each in zip(files, self.inputs, strict=True):
@@ -186,8 +187,8 @@ class _Sorting:
             hashed, starts = hashed.take(order), np.concatenate([[0], np.cumsum(counts)])
             for number in np.flatnonzero(counts).tolist():
                 part = slice(starts[number], starts[number + 1])
-                write_at(self._target, int(hashes_at[number]), hashed[part])
-                write_at(self._target, int(rows_at[number]), rows[part])
+                write_at(self._target, int(hashes_at[number]), bytes_of(hashed[part]))
+                write_at(self._target, int(rows_at[number]), bytes_of(rows[part]))
             hashes_at, rows_at = hashes_at + 8 * counts, rows_at + 4 * counts
 
     def _count(self) -> Iterator[Array]:
@@ -201,7 +202,7 @@ class _Sorting:
                 check_buckets(self._catalog, run.offsets, offsets - (run.start + first), keys)
             if not run.is_wide:
                 self.wide_crc = extend(self.wide_crc, keys.view(np.uint8))
-                write_at(self._target, self._offset + run.sorted_bytes + 8 * first, keys)
+                write_at(self._target, self._offset + run.sorted_bytes + 8 * first, bytes_of(keys))
             yield np.bincount(run.ranges.of_hashes(hashes_of(keys)), minlength=run.ranges.count)
         self.read = (crc,)
 
@@ -227,26 +228,12 @@ class _Sorting:
         with open_shard(self._catalog.shards[at.input]) as descriptor:
             for first in range(0, count, _BLOCK):
                 block = np.empty(min(_BLOCK, count - first), dtype)
-                if not read_at(descriptor, at.offset + first * dtype.itemsize, block):
+                if read_at(descriptor, at.offset + first * dtype.itemsize, bytes_of(block)) < block.nbytes:
                     place = self._task.inputs[at.input].place
                     raise CheckpointChanged(f"{place} became shorter after its index was read")
                 yield first, block
 
 
-def write_at(descriptor: int, offset: int, array: Array) -> None:
-    """Write an array's bytes at an offset of a file."""
-    left = array.view(np.uint8).data
-    while len(left):
-        written = os.pwrite(descriptor, left, offset)
-        left, offset = left[written:], offset + written
-
-
-def read_at(descriptor: int, offset: int, array: Array) -> bool:
-    """Fill an array from an offset of a file; false if the file ends before."""
-    left = array.view(np.uint8).data
-    while len(left):
-        got = os.preadv(descriptor, [left], offset)
-        if not got:
-            return False
-        left, offset = left[got:], offset + got
-    return True
+def bytes_of(array: Array) -> memoryview:
+    """The bytes of an array, to be written or filled."""
+    return array.view(np.uint8).data

@@ -18,15 +18,17 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.checkpoint.source_shard import open_shard
-from exporter.errors import CheckpointChanged, CorruptFile, TableFull, os_error
+from exporter.errors import CheckpointChanged, CorruptFile, TableFull
+from exporter.files import writing
 from exporter.jobs.task import Range, Receipt, Task
+from exporter.storage.open_files import read_at, write_at
 from exporter.storage.output_directory import Directory, new_file
 from exporter.tables.crowding import table_full
 from exporter.tables.geometry import WINDOW, keys_of
 from exporter.tables.key_ranges import KEY_BYTES, KeyRanges
-from exporter.tables.partition_keys import read_at, write_at
+from exporter.tables.partition_keys import bytes_of
 from exporter.tables.spread import Crowded, spread
-from exporter.wire.crc32c import chunks_of, extend
+from exporter.wire.crc32c import crc_of
 
 Array = np.ndarray[Any, Any]
 KeysOfRange = Callable[[int, int], tuple[Array, Array]]
@@ -111,12 +113,10 @@ class Place(Task, frozen=True, kw_only=True):
         with self._fetched(directory) as places, new_file(directory.scratch) as (target, path):
             wrote: list[int] = []
             offset = 0
-            try:
+            with writing(path):
                 for run, sections in zip(self.runs, places, strict=True):
                     wrote += self._place(run, sections, target, offset)
                     offset += run.written_bytes
-            except OSError as error:
-                raise os_error(error, path) from error
             tag = directory.put_file(self.name, path)
         keys = sum(sum(section.counts) for run in self.runs for section in run.sections)
         return Receipt(self.name, (), tuple(wrote), offset, tag, keys)
@@ -143,15 +143,15 @@ class Place(Task, frozen=True, kw_only=True):
         slots_at = offset + 8 * run.groups[1]
         try:
             for piece in place_ranges(run.ranges, run.start, run.stop, sorted_keys.read):
-                write_at(target, offset + 8 * (piece.group - run.groups[0]), piece.seeds)
-                write_at(target, slots_at + 4 * (piece.slot - run.slots[0]), piece.rows)
+                write_at(target, offset + 8 * (piece.group - run.groups[0]), bytes_of(piece.seeds))
+                write_at(target, slots_at + 4 * (piece.slot - run.slots[0]), bytes_of(piece.rows))
         except KeyTwice as error:
             raise self._twice(run, error) from None
         except TableFull as error:
             error.message = f"table {run.table!r}: {error.message}"
             raise
-        ends = slots_at, offset + run.written_bytes
-        return _crc(target, offset, ends[0]), _crc(target, *ends)
+        sizes = slots_at - offset, offset + run.written_bytes - slots_at
+        return crc_of(target, offset, sizes[0]), crc_of(target, slots_at, sizes[1])
 
     def _twice(self, run: RangeRun, error: KeyTwice) -> CorruptFile:
         bounds = np.cumsum([rows for _, rows in run.stored])
@@ -290,14 +290,8 @@ class _SortedKeys(Struct, frozen=True):
             begin = place.offset + KEY_BYTES * sum(section.counts[:at])
             with open_shard(place.path) as descriptor:
                 for array, offset in ((hashed, begin), (rows, begin + 8 * stored)):
-                    if not read_at(descriptor, offset, array[done:last]):
+                    wanted = bytes_of(array[done:last])
+                    if read_at(descriptor, offset, wanted) < len(wanted):
                         raise CheckpointChanged(f"{place.path} became shorter after it was written")
             done = last
         return hashed, rows
-
-
-def _crc(descriptor: int, start: int, stop: int) -> int:
-    crc = 0
-    for chunk in chunks_of(descriptor, start, stop - start):
-        crc = extend(crc, chunk)
-    return crc

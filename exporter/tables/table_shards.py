@@ -21,13 +21,13 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.source_shard import open_shard
-from exporter.errors import CheckpointChanged, os_error
+from exporter.errors import CheckpointChanged
 from exporter.files import writing
 from exporter.jobs.task import ZEROS
+from exporter.storage.open_files import write_at
 from exporter.storage.output_directory import Directory, new_file
 from exporter.tables.geometry import EMPTY_KEY, KEYS, PARTS, VALUES
 from exporter.tables.index_job import Piece
-from exporter.tables.partition_keys import write_at
 from exporter.tables.table_plan import TablePlan, rows_of
 from exporter.wire.crc32c import chunks_of, combine, extend, mask
 
@@ -62,13 +62,11 @@ def join_pieces(
     name = f"tables-{digest.hexdigest()[:16]}.data"
     if home.look(name) is None:
         with new_file(home.scratch) as (descriptor, path):
-            try:
+            with writing(path):
                 with _Objects(directory) as objects:
                     for elements in new.values():
                         elements.write(descriptor, objects)
                 os.ftruncate(descriptor, size)
-            except OSError as error:
-                raise os_error(error, path) from error
             home.put_new(name, path)
     known = {**catalog.tensors, **tensors}
     return replace(catalog, tensors=known, shards=(*catalog.shards[:-1], home.as_local() / name))
@@ -137,7 +135,7 @@ class _Rest:
         """Make the two; the name of the first in the directory. Its tag stays, so plans that read it do."""
         name = f"tables-{hashlib.sha256(self._content).hexdigest()[:16]}.data"
         with writing(scratch), new_file(scratch) as (descriptor, path):
-            write_at(descriptor, 0, np.frombuffer(self._content, np.uint8))
+            write_at(descriptor, 0, self._content)
             directory.put_new(name, path)
             with (scratch / ZEROS).open("xb") as file:
                 file.truncate(self._zeros)
@@ -188,7 +186,7 @@ class _Objects:
             self._descriptors[name] = self._open.enter_context(open_shard(self._root / name))
         end = offset + piece.size
         for chunk in chunks_of(self._descriptors[name], piece.offset, piece.size):
-            write_at(descriptor, offset, np.frombuffer(chunk, np.uint8))
+            write_at(descriptor, offset, chunk)
             offset += len(chunk)
         if offset != end:
             raise CheckpointChanged(f"{self._root / name} became shorter after it was written")
@@ -228,7 +226,7 @@ class _NewElements:
             if isinstance(each.source, Piece):
                 objects.copy(each.source, descriptor, offset)
             else:
-                write_at(descriptor, offset, each.source)
+                write_at(descriptor, offset, each.source.data)
 
     def with_crc(self) -> TensorRef:
         """The tensor with the checksum of what is written."""
