@@ -19,7 +19,7 @@ from exporter.storage import mirror
 T = TypeVar("T")
 
 _LOCK_POLL_SECONDS = 0.02
-_SETTLED_NS = 2_000_000_000
+SETTLED_NS = 2_000_000_000
 """Age above which a file's times tell whether it was changed; clocks of file servers differ a little."""
 _MOST_KEPT_BYTES = 16 << 20
 """Of files whose content is kept in memory: 5,000 manifests of deltas."""
@@ -134,12 +134,12 @@ class Unchanged(Generic[T]):
         except OSError:
             return read(Path(path))  # which says what is wrong
         name = os.fspath(path)
-        looks = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        looks = (*FileIdentity.of(found), found.st_ctime_ns)
         kept = self._kept.get(name)
         if kept is not None and kept[0] == looks:
             return kept[1]
         value = read(Path(path))
-        is_settled = time.time_ns() - max(looks[-2:]) > _SETTLED_NS
+        is_settled = time.time_ns() - max(looks[-2:]) > SETTLED_NS
         if is_settled and found.st_size <= _MOST_KEPT_BYTES // 16:
             if self._bytes + found.st_size > _MOST_KEPT_BYTES:
                 self._kept, self._bytes = {}, 0

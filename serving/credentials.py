@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from exporter.errors import UsageError
-from exporter.files import read_regular
+from exporter.files import identity_of, read_regular
 from exporter.local_paths import local_path
 from exporter.terminal.server_access import SYSTEM_CA, ServerAccess
 
@@ -62,15 +62,8 @@ def channel_credentials(access: ServerAccess) -> grpc.ChannelCredentials | None:
 
 def identity(access: ServerAccess) -> tuple[object, ...]:
     """What changes when a certificate, a key or the authority's file is replaced."""
-    found: list[object] = []
-    for file in filter(None, (access.grpc_ca, access.grpc_cert, access.grpc_key)):
-        try:
-            stat = Path(file).stat()
-        except OSError:
-            found.append(None)
-        else:
-            found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
-    return tuple(found)
+    files = filter(None, (access.grpc_ca, access.grpc_cert, access.grpc_key))
+    return tuple(identity_of(Path(file)) for file in files)
 
 
 def _require_sense(access: ServerAccess) -> None:

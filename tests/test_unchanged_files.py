@@ -18,7 +18,7 @@ from tests.support.setting import Setting, followed
 
 @pytest.fixture(autouse=True)
 def all_are_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_SETTLED_NS", -(10**18))
+    monkeypatch.setattr(files, "SETTLED_NS", -(10**18))
 
 
 def test_manifests_and_increments_that_are_as_they_were_are_parsed_once(
@@ -41,7 +41,7 @@ def test_manifests_and_increments_that_are_as_they_were_are_parsed_once(
         )
     look()
     assert parsed == []
-    monkeypatch.setattr(files, "_SETTLED_NS", 10**18)  # whatever is new may change within a tick
+    monkeypatch.setattr(files, "SETTLED_NS", 10**18)  # whatever is new may change within a tick
     newest = setting.deltas[-1] / "manifest.json"
     os.utime(newest, ns=(1, 1))
     for _ in range(2):

@@ -16,10 +16,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from exporter.files import kept_identity, open_regular
-
-_SETTLED_NS = 2_000_000_000
-"""Age above which a file's times tell whether it was changed; clocks of file servers differ a little."""
+from exporter.files import SETTLED_NS, kept_identity, open_regular
 
 
 def file_digest(path: Path) -> str:
@@ -49,7 +46,7 @@ class FileDigests(Struct):
         if was == looks:
             return digest
         digest = of(path)
-        if time.time_ns() - max(looks[-2:]) > _SETTLED_NS and kept_identity(path) == looks:
+        if time.time_ns() - max(looks[-2:]) > SETTLED_NS and kept_identity(path) == looks:
             self.known[name] = (looks, digest)
             self.is_new = True
         return digest

@@ -157,9 +157,7 @@ def decide(
         return Learn(*held, approved), trial
     if beyond.newest <= approved:
         return Rest(f"all is approved, up to {approved}"), None
-    if trial is None and not all(
-        member.was_asked for member in members
-    ):  # one may stand beyond the hold: it was the canary
+    if trial is None and not _were_asked(members):  # one may stand beyond the hold: it was the canary
         return Rest("not every replica was asked yet"), None
     able = [member.address for member in members if _can_pass(beyond, member, approved, now, retry_refused_s)]
     return _send(beyond, approved, members, able, trial, now, patience_s)
@@ -174,9 +172,13 @@ def at_position(members: Iterable[Member], lineage: str, position: int) -> tuple
     return None
 
 
+def _were_asked(members: list[Member]) -> bool:
+    return all(member.was_asked for member in members)
+
+
 def _begin(log: PublishedLog, members: list[Member]) -> Action:
     """Set the first hold: nobody is to be sent back by it, and nobody sent on."""
-    if not members or not all(member.was_asked for member in members):
+    if not members or not _were_asked(members):
         return Rest("not every replica was asked yet")
     positions = [
         version.position

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from exporter.delta.spans import Span
 from exporter.errors import ExportError, ManifestError, NotUpdatable
+from exporter.files import FileIdentity
 from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE
 from exporter.publish.delta_log import LogBase, LogDelta, list_deltas, log_path
 from exporter.publish.hold import Hold
@@ -37,19 +38,6 @@ class Commit(Struct, frozen=True):
     event_time: datetime | None = None
 
 
-class _File(Struct, frozen=True):
-    """Tells a file from another one that takes its name."""
-
-    inode: int
-    modified_ns: int
-    bytes_: int
-
-    @classmethod
-    def of(cls, path: Path) -> _File:
-        status = path.stat()
-        return cls(status.st_ino, status.st_mtime_ns, status.st_size)
-
-
 class ModelDirectory:
     """One model base path. `read` lists it; what was read of a manifest is kept as long as its file is the
     same one: somebody may remove a model, and export another one to its path.
@@ -58,7 +46,7 @@ class ModelDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._bases: dict[Path, tuple[_File, LogBase | None]] = {}
+        self._bases: dict[Path, tuple[FileIdentity, LogBase | None]] = {}
         self._deltas: dict[str, dict[tuple[int, int], tuple[Span, Commit]]] = {}
         self._commits: dict[tuple[str, int], Commit] = {}
         self._rollbacks: dict[tuple[str, int], Rollback] = {}
@@ -149,7 +137,7 @@ class ModelDirectory:
     def _base(self, path: Path) -> LogBase | None:
         """A version that takes deltas; None if it does not, or cannot be read (which `doctor` explains)."""
         try:
-            file = _File.of(path / MANIFEST_FILE)
+            file = FileIdentity.of((path / MANIFEST_FILE).stat())
             known = self._bases.get(path)
             if known is not None and known[0] == file:
                 return known[1]
