@@ -10,24 +10,14 @@ import pytest
 
 from exporter.publish.delta_log import read_log
 from tests.support.commands import export_model
-from tests.support.logs import Serving, Trainer, publish_base, set_hold
+from tests.support.logs import set_hold
+from tests.support.remote_models import published_log
 from tests.test_holds import MODEL, save
 
 
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base at 10, deltas to 20, 30 and 40."""
-    directory = tmp_path_factory.mktemp("origin")
-    trainer = Trainer(directory / "train")
-    trainer.save()
-    publish_base(trainer, Serving(parts=2, cast=True), directory / "model")
-    for step in (20, 30, 40):
-        trainer.train()
-        trainer.step = step
-        trainer.increment()
-        options = ("--ckpt-dir", trainer.directory, "--out", directory / "model", "--incr", "-q")
-        assert export_model(*options).code == 0
-    return directory / "model"
+    return published_log(tmp_path_factory.mktemp("origin"), 20, 30, 40)
 
 
 @pytest.fixture(scope="module")

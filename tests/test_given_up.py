@@ -1,4 +1,4 @@
-"""What another machine began to upload and gave up keeps nobody from merging, whatever bytes it had."""
+"""What another machine gave up uploading keeps nobody from merging; what it published late stays removed."""
 
 from __future__ import annotations
 
@@ -6,33 +6,44 @@ from pathlib import Path
 
 import pytest
 
+from exporter.layout import HEAD_FILE
 from exporter.publish.delta_log import read_log
-from tests import test_two_publishers
+from exporter.storage.objects import ObjectWriter
+from exporter.transfer.items import stored_model
+from exporter.transfer.push import parse, remove_stored
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
 from tests.support.object_stores import Bucket
+from tests.support.publishers import BASE, Killed, counted_writes, lose_patience, published_to, whole
 from tests.support.remote_models import incr, went_on
-from tests.test_two_publishers import (  # noqa: F401  fixtures
-    BASE,
-    Killed,
-    counted_writes,
-    no_patience,
-    trainer,
-    url,
-    whole,
-)
+
+DELTA = f"deltas/{10:020d}/{30:020d}-{40:020d}"
+
+
+@pytest.fixture
+def url(bucket: Bucket) -> str:
+    return bucket.url(BASE)
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    lose_patience(monkeypatch)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, url: str) -> Trainer:
+    return published_to(url, tmp_path)
 
 
 @pytest.mark.parametrize("options", [("--rebase",), ()])
 def test_a_merger_that_was_killed_is_made_again_with_other_bytes(
     options: tuple[str, ...],
-    trainer: Trainer,  # noqa: F811
-    url: str,  # noqa: F811
+    trainer: Trainer,
+    url: str,
     bucket: Bucket,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(test_two_publishers, "WRITES", (*test_two_publishers.WRITES, "duplicate"))
     command = ("merge", url, *options, "--json")
     shown = f"{BASE}/30/" if options else f"/{10:020d}-{30:020d}/"
 
@@ -44,7 +55,7 @@ def test_a_merger_that_was_killed_is_made_again_with_other_bytes(
             raise Killed
         return True
 
-    with counted_writes(monkeypatch, before), pytest.raises(Killed):
+    with counted_writes(monkeypatch, before, "duplicate"), pytest.raises(Killed):
         export_model(*command, "--task-size", "64B")
     ran = export_model(*command)
     assert ran.code == 0, ran.err
@@ -59,3 +70,44 @@ def test_a_merger_that_was_killed_is_made_again_with_other_bytes(
     assert incr(trainer, url).code == 0
     assert_same_bits(values_at(read_log(whole(url, tmp_path / "here"))), served_now(trainer, Serving()))
     assert export_model("merge", url, "--rebase", "--json").document["position"] == 40
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_what_a_suspended_publisher_shows_late_stays_removed(
+    later: int,
+    trainer: Trainer,
+    url: str,
+    bucket: Bucket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others publish, go on, and remove it: right before its manifest is shown, and right after."""
+    happened = []
+
+    def before(calls: list[str]) -> bool:
+        """The head is replaced twice: to reserve, and to commit. What follows shows what is published."""
+        if happened:
+            return len(happened) > 1
+        heads = [number for number, call in enumerate(calls, 1) if call == f"replace {BASE}/{HEAD_FILE}"]
+        if len(heads) == 2 and len(calls) == heads[-1] + later:
+            happened.append("begun")
+            overtakes()
+            happened.append("ended")
+        return True
+
+    def overtakes() -> None:
+        went_on(trainer, 50)
+        assert incr(trainer, url).code == 0
+        assert export_model("merge", url).code == 0
+        store, place = ObjectWriter(parse(url)), parse(url)
+        remove_stored(store, place, stored_model(store, place), DELTA)  # as retention does, in its time
+        assert not bucket.keys(f"{BASE}/{DELTA}/")
+
+    went_on(trainer, 40)
+    with counted_writes(monkeypatch, before, "copy_if_there"):
+        ran = incr(trainer, url)
+    assert ran.code == 0, ran.err
+    assert happened == ["begun", "ended"]
+    assert not bucket.keys(f"{BASE}/{DELTA}/")
+    log = read_log(whole(url, tmp_path / "here"))
+    assert_same_bits(values_at(log), served_now(trainer, Serving()))

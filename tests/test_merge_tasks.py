@@ -25,7 +25,7 @@ from exporter.publish.delta_log import read_log
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, damage_tensor, publish_base, values_at
 from tests.support.object_stores import Bucket
-from tests.support.remote_models import incr, went_on
+from tests.support.remote_models import incr, published_log, went_on
 
 TINY = Jobs(task_bytes=1)
 """Every table is far larger than what sixteen tasks read: all are divided."""
@@ -33,15 +33,7 @@ TINY = Jobs(task_bytes=1)
 
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base in two parts whose tables are cast, and five deltas."""
-    directory = tmp_path_factory.mktemp("origin")
-    trainer = Trainer(directory / "train")
-    trainer.save()
-    publish_base(trainer, Serving(parts=2, cast=True), directory / "model")
-    for number in range(1, 6):
-        went_on(trainer, 10 + 10 * number)
-        assert incr(trainer, str(directory / "model")).code == 0
-    return directory / "model"
+    return published_log(tmp_path_factory.mktemp("origin"), 20, 30, 40, 50, 60)
 
 
 @pytest.fixture

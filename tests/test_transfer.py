@@ -519,12 +519,7 @@ def test_a_canarys_rollback_in_a_copy_is_a_decision_about_its_servers(
     machine: Machine, url: str, tmp_path: Path
 ) -> None:
     """The store knows nothing of it; the copy goes on with what leads its servers to the right values."""
-    copy = tmp_path / "copy"
-    pushed(machine.model, url)
-    pull(url, copy)
-    with Staging(copy) as staging:
-        read_log(copy).held.put(20, staging, canary=True)
-    assert export_model("rollback", copy, "--to", 20, "--if-canary", "--reason", "canary: NaN").code == 0
+    copy = _taken_back_by_canary(machine, url, tmp_path / "copy")
     assert read_log(copy).hold() == 31
     machine.go_on(40)
     pushed(machine.model, url)
@@ -550,12 +545,7 @@ def test_a_canarys_rollback_in_a_copy_is_a_decision_about_its_servers(
 def test_a_rollback_of_the_store_is_that_which_a_canary_made_in_a_copy(
     machine: Machine, url: str, tmp_path: Path
 ) -> None:
-    copy = tmp_path / "copy"
-    pushed(machine.model, url)
-    pull(url, copy)
-    with Staging(copy) as staging:
-        read_log(copy).held.put(20, staging, canary=True)
-    assert export_model("rollback", copy, "--to", 20, "--if-canary", "--reason", "canary: NaN").code == 0
+    copy = _taken_back_by_canary(machine, url, tmp_path / "copy")
     assert export_model("rollback", url, "--to", 20).code == 0
     for _ in range(2):
         assert pull(url, copy).waiting == ()
@@ -578,6 +568,16 @@ def test_a_hold_that_another_machine_lifted_is_not_set_again(
     assert export_model("resume", machine.model, "--lift-only").code == 0
     assert export_model("push", machine.model, url).code == 0
     assert read_log(_pulled(url, tmp_path / "here")).hold() is None
+
+
+def _taken_back_by_canary(machine: Machine, url: str, copy: Path) -> Path:
+    """A copy of the model, which servers read whose canary did not approve of 30."""
+    pushed(machine.model, url)
+    pull(url, copy)
+    with Staging(copy) as staging:
+        read_log(copy).held.put(20, staging, canary=True)
+    assert export_model("rollback", copy, "--to", 20, "--if-canary", "--reason", "canary: NaN").code == 0
+    return copy
 
 
 def _pulled(url: str, directory: Path) -> Path:

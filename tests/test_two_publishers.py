@@ -25,21 +25,12 @@ from exporter.storage.objects import ObjectWriter
 from exporter.transfer import carrier
 from exporter.transfer.head import Head, Upload
 from exporter.transfer.pull import pull
-from exporter.transfer.push import plan_push, push
-from exporter.verify.log import verify_model
 from tests.support.budget import thorough
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
 from tests.support.object_stores import Bucket
+from tests.support.publishers import BASE, Killed, counted_writes, lose_patience, published_to, whole
 from tests.support.remote_models import incr, went_on
-from tests.support.setting import Setting, followed
-
-BASE = "models/ranker"
-WRITES = ("upload", "create", "replace", "put", "delete")
-
-
-class Killed(BaseException):
-    """What ends a process."""
 
 
 @pytest.fixture
@@ -49,39 +40,12 @@ def url(bucket: Bucket) -> str:
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever uploads is taken for dead at once, whether he is or not."""
-    monkeypatch.setattr(carrier, "LEASE_SECONDS", -10.0)
-    monkeypatch.setattr(carrier, "BEAT_SECONDS", 3600.0)
+    lose_patience(monkeypatch)
 
 
 @pytest.fixture
 def trainer(tmp_path: Path, url: str) -> Trainer:
-    """A base at 10 and deltas to 20 and 30 are published."""
-    setting = Setting(tmp_path / "one")
-    found = followed(setting.directory, (20, 30), published=30)
-    push(plan_push(setting.model, url))
-    return found
-
-
-@contextmanager
-def counted_writes(
-    monkeypatch: pytest.MonkeyPatch, before: Callable[[list[str]], bool]
-) -> Iterator[list[str]]:
-    """The writes that were begun; `before` sees those so far, and says whether the next one counts."""
-    calls: list[str] = []
-    with monkeypatch.context() as patch:
-        for name in WRITES:
-            method = getattr(ObjectWriter, name)
-
-            def counted(
-                self: Any, *rest: Any, _method: Callable[..., Any] = method, _name: str = name
-            ) -> Any:
-                if rest and before(calls):
-                    calls.append(f"{_name} {rest[0]}")
-                return _method(self, *rest)
-
-            patch.setattr(ObjectWriter, name, counted)
-        yield calls
+    return published_to(url, tmp_path)
 
 
 @contextmanager
@@ -119,17 +83,6 @@ def killed_before(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[list
 
     with counted_writes(monkeypatch, before) as calls:
         yield calls
-
-
-def whole(url: str, directory: Path, *, is_held_back: bool = False) -> Path:
-    """What a new server reads: all of it is whole, and no manifest waits for its files."""
-    done = pull(url, directory, prune=True)
-    assert done.incomplete == ()
-    problems = verify_model(directory, bytes_=True).problems
-    if is_held_back:  # servers wait for the rest of a rollback
-        problems = tuple(each for each in problems if "a rollback is being published" not in each.message)
-    assert not problems
-    return directory
 
 
 def head(bucket: Bucket) -> Head:

@@ -1,9 +1,11 @@
-"""A trainer whose increments go to a model in a store."""
+"""A trainer whose increments go to a model, at a path or in a store."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tests.support.commands import Ran, export_model
-from tests.support.logs import Trainer
+from tests.support.logs import Serving, Trainer, publish_base
 
 
 def went_on(trainer: Trainer, step: int) -> None:
@@ -16,3 +18,14 @@ def went_on(trainer: Trainer, step: int) -> None:
 def incr(trainer: Trainer, url: str, *options: object) -> Ran:
     """Export what is new to the model at a URL."""
     return export_model("--ckpt-dir", trainer.directory, "--out", url, "--incr", "--json", *options)
+
+
+def published_log(directory: Path, *steps: int) -> Path:
+    """A model with a base at 10, in two parts whose tables are cast, and deltas to these steps."""
+    trainer, model = Trainer(directory / "train"), directory / "model"
+    trainer.save()
+    publish_base(trainer, Serving(parts=2, cast=True), model)
+    for step in steps:
+        went_on(trainer, step)
+        assert incr(trainer, str(model)).code == 0
+    return model
