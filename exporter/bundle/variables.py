@@ -33,10 +33,7 @@ from exporter.options import DataMode
 from exporter.progress import NoProgress, Progress
 from exporter.storage import mirror
 
-DEFAULT_WORKERS = 4
-"""Copies wait for disks more than for processors."""
-
-
+_COPIES = 4  # at a time: they wait for disks more than for processors
 _WHY = "cast, or rows in another layout"
 _IN_STORE = "the model is in an object store"
 
@@ -101,7 +98,6 @@ def write_variables(
     directory: Path,
     *,
     data: DataMode = DataMode.AUTO,
-    workers: int = DEFAULT_WORKERS,
     runner: Runner = LOCAL,
     made: Path | None = None,
     progress: Progress | None = None,
@@ -123,7 +119,7 @@ def write_variables(
         return VariablesReport(Catalog(_FAMILY, prefix, {}, (), ()), ())
     with writing(prefix.parent):
         prefix.parent.mkdir(parents=True)
-        with ThreadPoolExecutor(max(1, workers), "bundle") as pool:
+        with ThreadPoolExecutor(_COPIES, "bundle") as pool:
             job = _Job(mapping, prefix, data, pool, runner, made, progress or NoProgress())
             return job.run()
 

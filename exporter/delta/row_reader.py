@@ -195,9 +195,7 @@ class StoredRun(Struct, frozen=True):
     part: SliceRef | None = None
 
 
-def check_stored(
-    variables: Iterable[RowReader], known: Collection[StoredRun] = (), *, workers: int = 0
-) -> frozenset[StoredRun]:
+def check_stored(variables: Iterable[RowReader], known: Collection[StoredRun] = ()) -> frozenset[StoredRun]:
     """Compare the checksums of everything that the values of these variables are made of, each once.
 
     Several runs are read at a time, in bounded memory. What is `known` to be right is not read; what was read
@@ -210,7 +208,7 @@ def check_stored(
     found = {run: variable for variable in variables for run in variable.runs if run not in known}
     if not found:
         return frozenset()
-    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), "check") as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "check") as pool:
         jobs = [pool.submit(check_values, v.catalog, v.tensor, run.part) for run, v in found.items()]
         try:
             for job in jobs:

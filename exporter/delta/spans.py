@@ -170,19 +170,19 @@ def merged(spans: Sequence[SpanLike]) -> Span:
     return Span(spans[0].start, spans[-1].end, merged_count=sum(span.merged_count for span in spans))
 
 
-def merge_due(spans: Iterable[SpanT], *, fanout: int = FANOUT) -> tuple[SpanT, ...]:
+def merge_due(spans: Iterable[SpanT]) -> tuple[SpanT, ...]:
     """Neighbouring deltas that should become one now, oldest first; none if the log is in order.
 
-    As in a log-structured merge tree: `fanout` neighbours of one magnitude (of publications, to base
-    `fanout`) become one of the next. A reader is then at most `fanout - 1` deltas of each magnitude behind,
+    As in a log-structured merge tree: `FANOUT` neighbours of one magnitude (of publications, to base
+    `FANOUT`) become one of the next. A reader is then at most `FANOUT - 1` deltas of each magnitude behind,
     and each row is merged once a magnitude.
     """
     run: list[SpanT] = []
     for span in reversed(_tiles(spans)):  # the newest first: they are small, and merging is due there first
-        if run and _magnitude(span, fanout) != _magnitude(run[-1], fanout):
+        if run and _magnitude(span) != _magnitude(run[-1]):
             run = []
         run.append(span)
-        if len(run) == fanout:
+        if len(run) == FANOUT:
             return tuple(reversed(run))
     return ()
 
@@ -258,11 +258,11 @@ def _tiles(spans: Iterable[SpanT]) -> list[SpanT]:
     return tiles[::-1]
 
 
-def _magnitude(span: SpanLike, fanout: int) -> int:
-    """0 for a delta of fewer than `fanout` publications, 1 from `fanout` on, 2 from its square on."""
+def _magnitude(span: SpanLike) -> int:
+    """0 for a delta of fewer than `FANOUT` publications, 1 from `FANOUT` on, 2 from its square on."""
     count, magnitude = span.merged_count, 0
-    while count >= fanout:
-        count //= fanout
+    while count >= FANOUT:
+        count //= FANOUT
         magnitude += 1
     return magnitude
 

@@ -109,11 +109,11 @@ def _me() -> bytes:
 # --- what nobody goes on with ------------------------------------------------------------------------------
 
 
-def abandoned_jobs(kept: Path, now: float | None = None) -> Iterator[Path]:
+def abandoned_jobs(kept: Path) -> Iterator[Path]:
     """The directories of jobs below a local directory that nobody uses, nor has used for long."""
     for path in _directories(kept):
         with suppress(OSError):
-            if _is_abandoned(path, now) and _is_free(path, remove=False):
+            if _is_abandoned(path, None) and _is_free(path, remove=False):
                 yield path
 
 

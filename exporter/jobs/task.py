@@ -81,9 +81,8 @@ class Input(Struct, frozen=True, array_like=True):
                 if url is None:
                     yield path
                     return
-                found = self._object(url)
                 pieces = [(each.offset, each.offset + each.size, each.offset) for each in ranges]
-                _reader(url.scheme, url.bucket).copy(found, descriptor, pieces, path)
+                _reader(url.scheme, url.bucket).copy(self._object(url), descriptor, pieces, path)
                 yield path
             return
         path = Path(self.place)
@@ -99,9 +98,8 @@ class Input(Struct, frozen=True, array_like=True):
         """
         url = Url.parse(self.place)
         if url is not None:
-            found = RemoteObject(url.path, self.size, self.tag or None, 0.0)
             piece = (wanted.offset, wanted.offset + wanted.size, offset)
-            _reader(url.scheme, url.bucket).copy(found, descriptor, [piece], path)
+            _reader(url.scheme, url.bucket).copy(self._object(url), descriptor, [piece], path)
         return url is not None
 
     @contextmanager

@@ -271,8 +271,6 @@ def publish_delta(
     position: int,
     last: int | None,
     under_lock: UnderLock = TAKING_THE_LOCK,
-    lock_seconds: float = LOCK_SECONDS,
-    clock: Callable[[], float] = time.time,
 ) -> PublishedDelta:
     """Turn `staging.path` into the delta `<log>/<from>-<position>`; whole, durable and immutable.
 
@@ -289,7 +287,7 @@ def publish_delta(
             held = Hold(log).prepare(position, staging)
             shutil.copyfile(held, staging.path / HOLD_FILE)
         files = seal(staging.path)
-        with nullcontext() if under_lock.is_ours else model_lock(staging.model, lock_seconds):
+        with nullcontext() if under_lock.is_ours else model_lock(staging.model):
             if last is not None:
                 _require_last(staging.model, last)
             under_lock.permit()
@@ -297,7 +295,7 @@ def publish_delta(
             target = log / span_name(draft.from_position or 0, position)
             if target.exists():
                 raise PositionMoved(f"{target} is published already")
-            manifest = _complete(staging, draft, files, position, clock())
+            manifest = _complete(staging, draft, files, position, time.time())
             if held is not None and not under_lock.follows_canary:
                 Hold(log).promise(target.name, held, staging)
             warnings = _install(staging, target)

@@ -80,21 +80,17 @@ class RetiredDeltas(Struct, frozen=True):
 
 
 def retire_deltas(
-    log: DeltaLog,
-    *,
-    now: float,
-    grace_seconds: float = GRACE_SECONDS,
-    rollback_positions: int = ROLLBACK_POSITIONS,
+    log: DeltaLog, *, now: float, rollback_positions: int = ROLLBACK_POSITIONS
 ) -> RetiredDeltas:
     """Move deltas out of sight that nobody needs; the caller holds the model's lock.
 
     Needed are those on the way of any base that is there to the newest position, and to each of the newest
     `rollback_positions`, and to what a canary has approved; and those on the way to the newest position of a
-    server that stands at one of these, or anywhere that a base led to. A delta younger than `grace_seconds`
-    replaces nothing yet, and is not removed: whoever listed the directory before it came must find what was
-    listed.
+    server that stands at one of these, or anywhere that a base led to. A delta younger than
+    `GRACE_SECONDS` replaces nothing yet, and is not removed: whoever listed the directory before it came must
+    find what was listed.
     """
-    settled = [delta for delta in log.deltas if now - _created(delta) >= grace_seconds]
+    settled = [delta for delta in log.deltas if now - _created(delta) >= GRACE_SECONDS]
     bases = [*(base.at.position for base in log.bases), *_unreadable_bases(log)]
     known = {position for delta in log.deltas for position in (delta.start, delta.end)}
     needed = sorted({*known, *bases})[-rollback_positions:]
@@ -127,17 +123,17 @@ def _unreadable_bases(log: DeltaLog) -> list[int]:
     return found
 
 
-def retire_logs(log: DeltaLog, *, now: float, grace_seconds: float = GRACE_SECONDS) -> RetiredDeltas:
+def retire_logs(log: DeltaLog, *, now: float) -> RetiredDeltas:
     """Move the deltas of abandoned logs out of sight; the caller holds the model's lock.
 
     A log is abandoned when none of its bases is there any more, and nothing was published in it for
-    `grace_seconds`. While a version's manifest cannot be read, any log may have a base.
+    `GRACE_SECONDS`. While a version's manifest cannot be read, any log may have a base.
     """
     removed: list[str] = []
     trash: list[Path] = []
     for abandoned in logs_without_base(log.model, log.path):
         deltas = list_deltas(abandoned)
-        if not deltas or any(now - _created(delta) < grace_seconds for delta in deltas):
+        if not deltas or any(now - _created(delta) < GRACE_SECONDS for delta in deltas):
             continue
         with suppress(OSError):  # as above
             for delta in deltas:

@@ -8,8 +8,7 @@ from exporter.errors import UsageError
 from exporter.jobs.engines import Engine
 from exporter.jobs.engines.local import LocalEngine
 from exporter.jobs.engines.process import Asked, ProcessEngine
-
-ENGINES = ("local", "ray", "beam", "dask")
+from exporter.options import EngineName
 
 
 def choose_engine(
@@ -20,9 +19,9 @@ def choose_engine(
     Raises:
         UsageError: there is none, its library is not installed, or `local` is given an address or options.
     """
-    if name not in ENGINES:
-        raise UsageError(f"there is no engine {name!r}", hint=f"one of {', '.join(ENGINES)}")
-    if name != "local":
+    if name not in [*EngineName]:
+        raise UsageError(f"there is no engine {name!r}", hint=f"one of {', '.join(EngineName)}")
+    if name != EngineName.LOCAL:
         return ProcessEngine(Asked(name, workers, address, options or {}))
     if address or options:
         raise UsageError("the engine local takes neither an address nor options", hint="add --engine ray")
