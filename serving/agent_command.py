@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -213,6 +212,7 @@ def agent(
         from serving.agent.metrics import Metrics
         from serving.agent.pacing import PacePolicy
         from serving.agent.publications import Model
+        from serving.agent.puller import pullers_of, pulling
         from serving.agent.rebuild import read_rebuild_config
         from serving.agent.recorder import Recorder
         from serving.agent.rollout import Policy
@@ -225,11 +225,7 @@ def agent(
         models = [Model(name, path) for name, path in _models(model_base_path).items()]
         names = [model.name for model in models]
         journal = Journal()
-        pulls: AbstractContextManager[None] = nullcontext()
-        if pull:
-            from serving.agent.puller import parse_pulls, pulling
-
-            pulls = pulling(parse_pulls(pull, models), models, journal, poll_seconds)
+        pullers = pullers_of(pull, models, journal, poll_seconds)
         if rebuild_config is not None and audit_seconds is None:
             raise UsageError(
                 "--rebuild-config without --audit-seconds",
@@ -266,7 +262,7 @@ def agent(
         )
         canaries = Canaries(rules, journal)
         fleet = Fleet(models, Targets(target), journal, settings, allowed=canaries.allowed)
-        look = partial(view.view, fleet, canaries)
+        look = partial(view.view, fleet, canaries, pullers)
         metrics = Metrics(look)
         journal.read_by(metrics)
         recorder = Recorder(look)
@@ -278,7 +274,7 @@ def agent(
                 http.serving(site, host, port, tls) as bound,
                 canaries.running(fleet.publications, fleet.members),
                 fleet.running(grace_s=deadline),
-                pulls,
+                pulling(list(pullers.values())),
             ):
                 threading.Thread(target=recorder.follow, args=(stop,), daemon=True).start()
                 tell.started(host, bound, "http" if tls is None else "https")

@@ -21,13 +21,21 @@ import yaml
 from serving.agent.audit import Audited
 from serving.agent.journal import Event, What
 from serving.agent.metrics import PREFIX, Metrics
-from serving.agent.view import CanaryView, FleetView, ModelView, PaceView, ReplicaView, VersionView
+from serving.agent.view import (
+    CanaryView,
+    FleetView,
+    ModelView,
+    PaceView,
+    ReplicaView,
+    StoreView,
+    VersionView,
+)
 from serving.cli import app as serving_app
 from tests.support.commands import export_model, run_app
 from tests.support.forks import run_warm
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
-KUBERNETES = sorted(path for path in (DEPLOY / "kubernetes").glob("*.yaml") if path.stem != "kustomization")
+KUBERNETES = sorted(path for path in DEPLOY.glob("kubernetes*/*.yaml") if path.stem != "kustomization")
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -42,15 +50,17 @@ def test_manifests_fit_kubernetes_schema(path: Path) -> None:
 
 def test_the_kustomization_names_every_manifest() -> None:
     (found,) = documents(DEPLOY / "kubernetes/kustomization.yaml")
-    assert sorted(found["resources"]) == [path.name for path in KUBERNETES]
+    assert sorted(found["resources"]) == [
+        path.name for path in KUBERNETES if path.parent.name == "kubernetes"
+    ]
 
 
 def commands() -> Iterator[list[str]]:
     """Every command line of ours: containers of Kubernetes, services of compose."""
     for path in KUBERNETES:
         for document in documents(path):
-            template = document["spec"].get("template", {})
-            for container in template.get("spec", {}).get("containers", []):
+            pod = document.get("spec", {}).get("template", {}).get("spec", {})
+            for container in [*pod.get("initContainers", []), *pod.get("containers", [])]:
                 yield [*container["command"], *container["args"]]
     (compose,) = documents(DEPLOY / "compose.yaml")
     for service in compose["services"].values():
@@ -59,7 +69,7 @@ def commands() -> Iterator[list[str]]:
 
 def test_commands_take_the_options_that_they_are_given() -> None:
     ours = [line for line in commands() if line[0] in ("export-model", "serve-model")]
-    assert len(ours) == 3
+    assert len(ours) == 5
     for line in ours:
         words = [word for word in line[1:] if not word.startswith("-")]
         run = export_model if line[0] == "export-model" else lambda *given: run_app(serving_app, *given)
@@ -149,7 +159,8 @@ def every_metric() -> str:
     version = VersionView(1, "AVAILABLE", 5, 5, 0, 0.0, 1.0, 2.0, "", 0.0)
     replica = ReplicaView("m", "h:1", True, "", (version,), Audited(5, 1), PaceView(0.1, 0.01, 0.02))
     canary = CanaryView(5, 0.0, None, "")
-    model = ModelView("m", "/m", "", 1, 5, None, (), False, (replica,), canary)
+    store = StoreView("s3://b/m", 0.0, "", ())
+    model = ModelView("m", "/m", "", 1, 5, None, (), False, (replica,), canary, store=store)
     metrics = Metrics(lambda: FleetView(datetime.now(UTC), (model,)))
     applied = Event(
         What.APPLIED,

@@ -18,7 +18,6 @@ from exporter.terminal.output import Output
 from exporter.terminal.parameters import App, Argument, Option
 
 if TYPE_CHECKING:
-    from exporter.transfer.items import StoredModel
     from exporter.transfer.pull import Pulled
     from exporter.transfer.push import PushPlan
 
@@ -100,19 +99,19 @@ def pull(
 
         if interval != 1.0 and not watch:
             raise UsageError("--interval is for --watch", hint="add --watch")
+        copy = transfer.LocalCopy(url, model, prune=prune)
         if not watch:
-            _pulled(transfer.pull(url, model, prune=prune, progress=sink.progress), model, sink)
+            _pulled(copy.update(sink.progress), model, sink)
             return
         sink.json_lines = True
-        known: StoredModel | None = None
         said = ""
         while True:
             try:
-                done = transfer.pull(url, model, prune=prune, known=known, progress=sink.progress)
+                done = copy.update(sink.progress)
             except (CheckpointError, PublishError, VerificationError) as error:
                 said = _tell_once(error, said, sink)
             else:
-                known, said = done.stored, ""
+                said = ""
                 if done.fetched or done.removed:
                     _pulled(done, model, sink)
             time.sleep(interval)

@@ -53,7 +53,7 @@ def retire(versions: Iterable[VersionDir], *, keep: int, now: float, grace_secon
         try:
             reason = _in_grace(successor, now, grace_seconds)
             if not reason:
-                trash.append(_move_away(child.path, child.path.parent))
+                trash.append(move_away(child.path, child.path.parent))
                 removed.append(child.version)
                 continue
         except BlockingIOError:
@@ -103,7 +103,7 @@ def retire_deltas(
         if delta.path not in spare:
             continue
         with suppress(OSError):  # a reader has it open, or it may not be moved: the next run tries again
-            trash.append(_move_away(delta.path, log.model))
+            trash.append(move_away(delta.path, log.model))
             removed.append(delta.path.name)
     return RetiredDeltas(tuple(removed), tuple(trash))
 
@@ -137,7 +137,7 @@ def retire_logs(log: DeltaLog, *, now: float) -> RetiredDeltas:
             continue
         with suppress(OSError):  # as above
             for delta in deltas:
-                trash.append(_move_away(delta.path, log.model))
+                trash.append(move_away(delta.path, log.model))
                 removed.append(f"{abandoned.name}/{delta.path.name}")
             left = log.model / f"{TRASH_PREFIX}{abandoned.name}-{os.urandom(4).hex()}"
             trash.append(abandoned.rename(left))
@@ -189,7 +189,7 @@ def _in_grace(successor: VersionDir, now: float, grace_seconds: float) -> str:
     return "" if age >= grace_seconds else f"it was superseded less than {grace_seconds:g} s ago"
 
 
-def _move_away(published: Path, model: Path) -> Path:
+def move_away(published: Path, model: Path) -> Path:
     """Rename a version or delta out of sight, which happens at once, while nobody has or can get a lease of
     it.
 

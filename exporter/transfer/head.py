@@ -63,6 +63,12 @@ class Head(Struct, frozen=True):
         """The object's content."""
         return msgspec.json.encode(self)
 
+    @property
+    def paths(self) -> list[str]:
+        """The paths that it names: of what is published, and of what is on its way."""
+        coming = "" if self.uploading is None else self.uploading.path
+        return [path for path in (self.path, coming) if path]
+
     def is_of(self, other: Head | None) -> bool:
         """True if both name the same publication."""
         return other is not None and (self.path, self.manifest) == (other.path, other.manifest)
@@ -102,7 +108,10 @@ def as_bytes(holds: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def remember(model: Path, url: Url, head: Head) -> None:
-    """Keep a store's head beside the model: what it names may be merged away locally by the next push."""
+    """Keep a store's head beside the model: what it names may be merged away locally by the next push.
+
+    While a pull goes on it names what came last, and as `uploading` what comes.
+    """
     heads = _heads(model) | {str(url): head}
     path = model / PUSHED_FILE
     new = path.with_name(f"{PUSHED_FILE}.{os.getpid()}")

@@ -13,12 +13,14 @@ stays, and the copy goes on with what leads on from it (see `exporter.transfer.t
 from __future__ import annotations
 
 import os
-import time
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from exporter.errors import CheckpointNotFound, ForeignLineage, PositionMoved, UsageError
+from exporter.errors import CheckpointNotFound, DiskFull, ForeignLineage, PositionMoved, UsageError
 from exporter.files import make_directories, remove_tree, sync, write_durably, writing
 from exporter.layout import (
     CHECKPOINT_STATE_FILE,
@@ -26,20 +28,20 @@ from exporter.layout import (
     MANIFEST_FILE,
     PULL_LOCK_FILE,
     PULL_PREFIX,
-    TRASH_PREFIX,
 )
-from exporter.progress import Progress, ProgressFactory, no_progress
+from exporter.progress import Progress, ProgressFactory, human_bytes, no_progress
 from exporter.publish.commit import model_lock
 from exporter.publish.hold import Hold
-from exporter.publish.retention import GRACE_SECONDS
+from exporter.publish.retention import move_away
 from exporter.publish.staging import Staging
 from exporter.storage.objects import ObjectWriter, RemoteObject
 from exporter.storage.url import Url
-from exporter.transfer.head import fetch_head, files_digest, recall, remember
+from exporter.transfer.head import Head, Upload, fetch_head, files_digest, recall, remember
 from exporter.transfer.items import Item, StoredModel, files_of, local_holds, local_items, stored_model
 from exporter.transfer.push import parse
 from exporter.transfer.soundness import require_sound
-from exporter.transfer.taken_back import TakenBack, is_restoration
+from exporter.transfer.superseded import superseded
+from exporter.transfer.taken_back import TakenBack, is_of_a_canary, is_restoration
 
 _LOCK_SECONDS = 5.0
 
@@ -48,8 +50,7 @@ class Pulled(Struct, frozen=True):
     """What a pull did: paths below the model, bytes that were fetched, and where the local model stands.
 
     `incomplete` have a manifest in the store and not yet all their files; `waiting` is what servers could not
-    take after a rollback here (see `exporter.transfer.taken_back`). `stored` is what was seen there,
-    for the next pull.
+    take after a rollback here (see `exporter.transfer.taken_back`).
     """
 
     fetched: tuple[str, ...]
@@ -57,50 +58,68 @@ class Pulled(Struct, frozen=True):
     incomplete: tuple[str, ...]
     bytes_: int
     position: int | None
-    stored: StoredModel
     waiting: tuple[str, ...] = ()
 
 
-def pull(
-    url: str,
-    model: Path,
-    *,
-    prune: bool = False,
-    known: StoredModel | None = None,
-    progress: ProgressFactory = no_progress,
-) -> Pulled:
-    """Bring a local model to what is in a store. With `prune` what is there no more is removed here, too.
+def pull(url: str, model: Path, *, prune: bool = False, progress: ProgressFactory = no_progress) -> Pulled:
+    """Bring a local model to what is in a store, once: see `LocalCopy`."""
+    return LocalCopy(url, model, prune=prune).update(progress)
+
+
+class LocalCopy:
+    """A local model that is brought to what is in a store, as often as its owner wants.
+
+    Connections, what a cloud gave for credentials, and manifests are kept from one update to the next. After
+    a failure the store is opened anew: files of credentials may have been replaced.
 
     Raises:
-        CheckpointNotFound: there is no model in the store.
-        CheckpointError: it cannot be read.
-        ForeignLineage: a publication here is another one than that of its name in the store.
-        PositionMoved: this directory and the store have gone on from each other in different ways.
-        VerificationError: what was fetched is damaged.
-        TargetBusy: another pull works in the directory.
-        UsageError: the local directory is that of checkpoints.
-        DiskFull, PublishError: the local directory cannot be written; nothing is half-published.
+        UsageError: the URL is of no model.
     """
-    place = parse(url)
-    store = ObjectWriter(place)
-    head = fetch_head(store, place)  # before what it may name
-    stored = stored_model(store, place, known)
-    if not stored.items:
-        raise CheckpointNotFound(
-            f"there is no model at {place}", hint=f"publish one: export-model push MODEL {place}"
-        )
-    _require_own_directory(model)
-    with writing(model):
-        make_directories(model)
-    with model_lock(model, _LOCK_SECONDS, PULL_LOCK_FILE):
-        job = _Pull(store, place, model, stored)
-        fetched, incomplete, removed = job.run(progress, prune=prune)
-        if head is not None and job.here.keys() >= stored.items.keys() and head[0].path in stored.items:
-            remember(model, place, head[0])
-    position = max((item.manifest.position for item in job.here.values()), default=None)
-    size = sum(item.bytes_ for item in fetched)
-    paths = tuple(item.path for item in fetched)
-    return Pulled(paths, removed, incomplete, size, position, stored, job.waiting)
+
+    def __init__(self, url: str, model: Path, *, prune: bool = False) -> None:
+        self.url = parse(url)
+        self._model, self._prune = model, prune
+        self._store: ObjectWriter | None = None
+        self._stored: StoredModel | None = None
+
+    def update(self, progress: ProgressFactory = no_progress) -> Pulled:
+        """Fetch what is new. With `prune` what is not in the store any more is removed here, too.
+
+        Raises:
+            CheckpointNotFound: there is no model in the store.
+            CheckpointError: it cannot be read.
+            ForeignLineage: a publication here is another one than that of its name in the store.
+            PositionMoved: this directory and the store have gone on from each other in different ways.
+            VerificationError: what was fetched is damaged.
+            TargetBusy: another pull works in the directory.
+            UsageError: the local directory is that of checkpoints; the library that reads stores is missing.
+            DiskFull, PublishError: the local directory cannot be written; nothing is half-published.
+        """
+        store, self._store = self._store or ObjectWriter(self.url), None
+        done = self._update(store, progress)
+        self._store = store
+        return done
+
+    def _update(self, store: ObjectWriter, progress: ProgressFactory) -> Pulled:
+        model = self._model
+        head = fetch_head(store, self.url)  # before what it may name
+        self._stored = stored = stored_model(store, self.url, self._stored)
+        if not stored.items:
+            raise CheckpointNotFound(
+                f"there is no model at {self.url}", hint=f"publish one: export-model push MODEL {self.url}"
+            )
+        _require_own_directory(model)
+        with writing(model):
+            make_directories(model)
+        with model_lock(model, _LOCK_SECONDS, PULL_LOCK_FILE):
+            job = _Pull(store, self.url, model, stored)
+            fetched, incomplete, removed = job.run(progress, prune=self._prune)
+            if head is not None and job.here.keys() >= stored.items.keys() and head[0].path in stored.items:
+                remember(model, self.url, head[0])
+        position = max((item.manifest.position for item in job.here.values()), default=None)
+        size = sum(item.bytes_ for item in fetched)
+        paths = tuple(item.path for item in fetched)
+        return Pulled(paths, removed, incomplete, size, position, job.waiting)
 
 
 def _require_own_directory(model: Path) -> None:
@@ -142,18 +161,25 @@ class _Pull:
             wanted = [item for item in wanted if not taken_back.withholds(item)]
             if Hold(self._model / taken_back.log).binds:
                 self._kept_hold = f"{taken_back.log}/{HOLD_FILE}"
+        removed = self._prune(is_current=not wanted) if prune else ()
         fetched, incomplete = self._fetch(wanted, progress)
-        removed = self._prune() if prune and taken_back is None else ()
-        self._settle_holds()
+        if not incomplete:
+            self._settle_holds()
         return fetched, incomplete, removed
 
     def _published_here(self) -> list[Item]:
-        """What lies beyond the head that this directory knows, and is not in the store."""
+        """What lies beyond all that came from the store, or was sent there; and what a canary took back."""
         head = recall(self._model, self._url)
-        synced = None if head is None else self.here.get(head.path) or self._stored.items.get(head.path)
-        last = -1 if synced is None else synced.manifest.position
-        beyond = (item for item in self.here.values() if item.manifest.position > last)
-        return [item for item in beyond if item.path not in self._stored.items]
+        last = -1 if head is None else max(map(self._position, head.paths), default=-1)
+        gone = (item for path, item in self.here.items() if path not in self._stored.items)
+        return [item for item in gone if item.manifest.position > last or is_of_a_canary(item)]
+
+    def _position(self, path: str) -> int:
+        """Where a publication leads, which may be gone; the path of a delta tells."""
+        item = self.here.get(path) or self._stored.items.get(path)
+        if item is not None:
+            return item.manifest.position
+        return int(path.rpartition("-")[2]) if "-" in path else -1
 
     def _fetch(self, wanted: list[Item], progress: ProgressFactory) -> tuple[list[Item], tuple[str, ...]]:
         """Publish what is missing here; what of the store is not whole yet ends it: order matters."""
@@ -165,7 +191,9 @@ class _Pull:
                 files = files_of(self._stored, item)
                 if files is None:
                     return done, tuple(each.path for each in wanted[len(done) :])
-                self._publish(item, self._staged(item, files, bar))
+                staged = self._staged(item, files, bar)
+                self._announce(item)
+                self._publish(item, staged)
                 self.here[item.path] = item
                 done.append(item)
         return done, ()
@@ -175,9 +203,16 @@ class _Pull:
         if ours is not None and ours.digest != item.digest and not _is_same_rollback(ours, item):
             raise ForeignLineage(
                 f"{self._model / item.path} is another publication than {self._url}/{item.path}",
-                hint="pull into a directory of its own",
+                hint=f"pull into another directory, or remove {self._model}: servers load it anew then",
             )
         return ours is not None
+
+    def _announce(self, item: Item) -> None:
+        """Keep that it is of the store: should this pull be killed, the next may not find it there."""
+        known = recall(self._model, self._url) or Head()
+        coming = known.uploading
+        head = known if coming is None else Head(coming.path, coming.manifest)
+        remember(self._model, self._url, replace(head, uploading=Upload(item.path, item.digest, "")))
 
     def _sweep(self, wanted: set[str]) -> None:
         """Remove what killed pulls left of publications that are not wanted any more."""
@@ -189,17 +224,20 @@ class _Pull:
         """The publication, whole and checked, where servers do not look."""
         staged = self._model / f"{PULL_PREFIX}{item.digest}"
         with writing(staged):
-            for name, each in files.items():
-                path = staged / name
-                if not path.is_file() or path.stat().st_size != each.size:
-                    make_directories(path.parent)
-                    part = path.with_name(f".{path.name}.part")
-                    with part.open("wb") as file:
-                        self._store.copy(each, file.fileno(), [(0, each.size, 0)], path, bar.advance)
-                        file.flush()
-                        os.fsync(file.fileno())
-                    part.replace(path)
-                    sync(path.parent)
+            make_directories(staged)
+            missing = {
+                staged / name: each for name, each in files.items() if not _is_there(staged / name, each)
+            }
+            _require_room(staged, sum(each.size for each in missing.values()))
+            for path, each in missing.items():
+                make_directories(path.parent)
+                part = path.with_name(f".{path.name}.part")
+                with part.open("wb") as file:
+                    self._store.copy(each, file.fileno(), [(0, each.size, 0)], path, bar.advance)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.replace(path)
+                sync(path.parent)
             (staged / MANIFEST_FILE).unlink(missing_ok=True)
             write_durably(staged / MANIFEST_FILE, item.content)
             sync(staged)
@@ -248,18 +286,34 @@ class _Pull:
             ):  # what an agent's canary decided about the copy
                 hold.lift()
 
-    def _prune(self) -> tuple[str, ...]:
-        """Remove what the store has no more; not soon after the newest: readers may have listed it."""
-        gone = sorted(self.here.keys() - self._stored.items.keys())
-        newest = max((self._model / path / MANIFEST_FILE).stat().st_mtime for path in self.here)
-        if not gone or time.time() - newest < GRACE_SECONDS:
-            return ()
-        with writing(self._model), Staging(self._model) as staging:
-            for path in gone:
-                trash = staging.path.with_name(f"{TRASH_PREFIX}{path.replace('/', '-')}")
-                (self._model / path).rename(trash)
-                del self.here[path]
-        return tuple(gone)
+    def _prune(self, *, is_current: bool) -> tuple[str, ...]:
+        removed = []
+        with writing(self._model):
+            for item in superseded(self._model, self.here, self._stored.items.keys(), is_current=is_current):
+                with suppress(OSError):  # a reader has a lease of it: the next look tries again
+                    remove_tree(move_away(self._model / item.path, self._model))
+                    del self.here[item.path]
+                    removed.append(item.path)
+        return tuple(removed)
+
+
+def _is_there(path: Path, each: RemoteObject) -> bool:
+    return path.is_file() and path.stat().st_size == each.size
+
+
+def _require_room(staged: Path, size: int) -> None:
+    """Refuse before anything is fetched: a pull that goes on would fetch as much at each look.
+
+    What a killed pull left of a file is written over, and counts as room.
+    """
+    parts = sum(path.stat().st_size for path in staged.rglob(".*.part"))
+    free = shutil.disk_usage(staged).free + parts
+    if size > free:
+        raise DiskFull(
+            f"no space left to fetch into {staged.parent}",
+            cause=f"{human_bytes(size)} are to be fetched, and {human_bytes(free)} are free",
+            hint="free space, or keep fewer versions where they are published (--keep)",
+        )
 
 
 def _is_same_rollback(ours: Item, item: Item) -> bool:

@@ -34,7 +34,7 @@ class TakenBack(Struct, frozen=True):
         own = list(own)
         entries = [item.manifest.incremental for item in own]
         deltas = [entry for entry in entries if isinstance(entry, DeltaEntry) and entry.back_to is not None]
-        is_a_canarys = any(entry.made is DeltaOrigin.ROLLBACK and entry.canary for entry in deltas)
+        is_a_canarys = any(map(is_of_a_canary, own))
         logs = {item.path.rpartition("/")[0] for item in own}
         if not is_a_canarys or len(deltas) < len(own) or len(logs) != 1:
             return None
@@ -47,6 +47,12 @@ class TakenBack(Struct, frozen=True):
         if start is None:
             return item.manifest.position <= self.end
         return self.to < start <= self.end
+
+
+def is_of_a_canary(item: Item) -> bool:
+    """True for the delta of a rollback that an agent's canary made."""
+    entry = item.manifest.incremental
+    return isinstance(entry, DeltaEntry) and entry.made is DeltaOrigin.ROLLBACK and entry.canary
 
 
 def is_restoration(item: Item) -> bool:

@@ -127,6 +127,17 @@ class _Standing:
         failing = gauge(
             "golden_failing", "1 if the approved position does not pass golden requests.", *of_model
         )
+        copy_age = gauge(
+            "copy_age_seconds",
+            "Since the model base path last held all that is in the store that it is fetched from (--pull).",
+            *of_model,
+        )
+        fetching = gauge("store_visible", "1 if the store could be read, and fetched from, last.", *of_model)
+        withheld = gauge(
+            "withheld_publications",
+            "What is in the store and does not fit after a canary's rollback.",
+            *of_model,
+        )
         rolled_back = gauge("rolled_back", "1 while the model is held at a rollback.", *of_model)
         up = gauge("replica_up", "1 if the replica answered last.", *of_replica)
         by_version = (*of_replica, "version")
@@ -160,6 +171,10 @@ class _Standing:
             wanted.add_metric([model.name], float(model.base_wanted))
             quarantined.add_metric([model.name], len(model.quarantined))
             rolled_back.add_metric([model.name], float(model.rollback is not None))
+            if model.store is not None:
+                copy_age.add_metric([model.name], model.store.age_s)
+                fetching.add_metric([model.name], float(not model.store.problem))
+                withheld.add_metric([model.name], len(model.store.waiting))
             if model.canary is not None:
                 waiting.add_metric([model.name], model.canary.waiting_s)
                 failing.add_metric([model.name], float(bool(model.canary.failing)))
@@ -202,4 +217,4 @@ class _Standing:
                             metric.add_metric(labels, value)
         yield from (visible, published, wanted, quarantined, worst, oldest, last_event, up, right)
         yield from (position, step, behind, stale, age, event_age, superseded, pause, probes)
-        yield from (rolled_back, waiting, approved, failing)
+        yield from (rolled_back, waiting, approved, failing, copy_age, fetching, withheld)

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from exporter.errors import ExportError, UsageError
-from exporter.transfer.pull import pull
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.errors import ExportError, TargetBusy, UsageError
+from exporter.transfer.pull import LocalCopy
 from exporter.transfer.push import parse
 from serving.agent.journal import Event, Journal, What
 from serving.agent.publications import Model
+
+
+class Fetched(Struct, frozen=True):
+    """How a model's directory stands against the store that it is fetched from.
+
+    `complete` is when a look into the store began after which nothing was to be fetched (monotonic seconds);
+    before the first one, when the agent began. `problem` is why the last look failed, empty if it did not;
+    `waiting` what may not be fetched after a canary's rollback.
+    """
+
+    url: str
+    complete: float
+    problem: str = ""
+    waiting: tuple[str, ...] = ()
 
 
 class Puller:
@@ -18,32 +36,49 @@ class Puller:
 
     def __init__(self, model: Model, url: str, journal: Journal, poll_s: float) -> None:
         self._model, self._url, self._journal, self._poll_s = model, url, journal, poll_s
-        self._told = ""
+        self.fetched = Fetched(url, time.monotonic())
 
     def follow(self, stop: threading.Event) -> None:
         """Look into the store every `poll_s`, until `stop`."""
-        known = None
+        copy = LocalCopy(self._url, self._model.path, prune=True)
         while not stop.is_set():
-            try:
-                known = pull(self._url, self._model.path, prune=True, known=known).stored
-            except ExportError as error:
-                self._tell(What.FAILED, f"{self._url} is not fetched: {error.message}")
-            except Exception as error:  # noqa: BLE001 - the next look may succeed, and nobody else would say it
-                self._tell(What.FAILED, f"{self._url} is not fetched: {type(error).__name__}: {error}")
-            else:
-                if self._told:
-                    self._tell(What.SEEN, f"{self._url} is fetched again")
-                    self._told = ""
+            self._look(copy)
             stop.wait(self._poll_s)
 
+    def _look(self, copy: LocalCopy) -> None:
+        began, before = time.monotonic(), self.fetched
+        try:
+            done = copy.update()
+        except TargetBusy:  # another agent fetches into the same directory; `complete` tells if it hangs
+            return
+        except ExportError as error:
+            why = f"{error.message}: {error.cause}" if error.cause else error.message
+            self._fail(why, error.message)
+        except Exception as error:  # noqa: BLE001 - the next look may succeed, and nobody else would say it
+            self._fail(f"{type(error).__name__}: {error}", str(error))
+        else:
+            complete = before.complete if done.incomplete else began
+            self.fetched = Fetched(self._url, complete, waiting=done.waiting)
+            if before.problem:
+                self._tell(What.SEEN, f"{self._url} is fetched again")
+            if done.waiting and done.waiting != before.waiting:
+                what = ", ".join(done.waiting)
+                self._tell(What.CANARY, f"{what} cannot be taken after the rollback here: merge {self._url}")
+
+    def _fail(self, why: str, kind: str) -> None:
+        problem = f"{self._url} is not fetched: {why}"
+        before, self.fetched = self.fetched, replace(self.fetched, problem=problem)
+        if kind not in before.problem or not before.problem:
+            self._tell(What.FAILED, problem)
+
     def _tell(self, what: What, message: str) -> None:
-        if message != self._told:
-            self._told = message
-            self._journal.write(Event(what, message, self._model.name))
+        self._journal.write(Event(what, message, self._model.name))
 
 
-def parse_pulls(options: Sequence[str], models: Sequence[Model]) -> dict[str, str]:
-    """The URLs to fetch from, by the models' names; the name may be left out where there is one model.
+def pullers_of(
+    options: Sequence[str], models: Sequence[Model], journal: Journal, poll_s: float
+) -> dict[str, Puller]:
+    """Who fetches, by the models' names; the name may be left out where there is one model.
 
     Raises:
         UsageError: an option names no model, or one twice, or no URL of a model.
@@ -59,16 +94,17 @@ def parse_pulls(options: Sequence[str], models: Sequence[Model]) -> dict[str, st
                 hint="--pull NAME=URL, with a NAME of --model-base-path",
             )
         found[name] = str(parse(url))
-    return found
+    return {
+        model.name: Puller(model, found[model.name], journal, poll_s)
+        for model in models
+        if model.name in found
+    }
 
 
 @contextmanager
-def pulling(
-    urls: Mapping[str, str], models: Sequence[Model], journal: Journal, poll_s: float
-) -> Iterator[None]:
+def pulling(pullers: Sequence[Puller]) -> Iterator[None]:
     """Fetch while the block runs; what is being fetched when it ends is fetched on by the next agent."""
     stop = threading.Event()
-    pullers = [Puller(model, urls[model.name], journal, poll_s) for model in models if model.name in urls]
     for puller in pullers:
         threading.Thread(target=puller.follow, args=(stop,), name="pull", daemon=True).start()
     try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from serving.agent import rollout
 from serving.agent.audit import Audited
@@ -15,6 +17,7 @@ from serving.agent.canary_keeper import Canaries
 from serving.agent.directory import ModelDirectory
 from serving.agent.fleet import Fleet, Worker
 from serving.agent.publications import Publications
+from serving.agent.puller import Puller
 from serving.agent.rollout import Published, Quarantined, Rollback, Version
 from serving.status import VersionState
 
@@ -90,11 +93,23 @@ class CanaryView(Struct, frozen=True):
     failing: str = ""
 
 
+class StoreView(Struct, frozen=True):
+    """The store that a model's directory is fetched from. `age_s`: since the directory last held all that was
+    there; what is published meanwhile, nobody here knows of. `problem` is why the last look into the store
+    failed, empty if it did not; `waiting` what may not be fetched after a canary's rollback.
+    """
+
+    url: str
+    age_s: float
+    problem: str
+    waiting: tuple[str, ...]
+
+
 class ModelView(Struct, frozen=True):
     """A model: what is published, and each replica of it.
 
     `position` is the newest published position that the hold allows, `hold` the hold itself. `rollback` is
-    the one that the model is held at.
+    the one that the model is held at. `store` is None where nothing is fetched.
     """
 
     name: str
@@ -108,6 +123,7 @@ class ModelView(Struct, frozen=True):
     replicas: tuple[ReplicaView, ...]
     canary: CanaryView | None = None
     rollback: Rollback | None = None
+    store: StoreView | None = None
 
     @property
     def stale_s(self) -> float | None:
@@ -182,12 +198,22 @@ class FleetView(Struct, frozen=True):
         }
 
 
-def view(fleet: Fleet, canaries: Canaries) -> FleetView:
-    """How the fleet stands now."""
+def view(fleet: Fleet, canaries: Canaries, pullers: Mapping[str, Puller]) -> FleetView:
+    """How the fleet stands now; `pullers` are those who fetch, by the model's name."""
     now = datetime.now(UTC)
-    return FleetView(
-        now, tuple(_model(fleet, publications, canaries, now) for publications in fleet.publications)
-    )
+    models = [
+        replace(_model(fleet, each, canaries, now), store=_store(pullers.get(each.model.name)))
+        for each in fleet.publications
+    ]
+    return FleetView(now, tuple(models))
+
+
+def _store(puller: Puller | None) -> StoreView | None:
+    if puller is None:
+        return None
+    fetched = puller.fetched
+    age = max(0.0, time.monotonic() - fetched.complete)
+    return StoreView(fetched.url, age, fetched.problem, fetched.waiting)
 
 
 def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: datetime) -> ModelView:

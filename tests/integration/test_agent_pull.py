@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from exporter.publish.delta_log import read_log
 from exporter.transfer.pull import pull
-from tests.support.agents import Published, Server, agent, wait
+from tests.support.agents import Agent, Published, Server, agent, wait
 from tests.support.commands import export_model, run_app
 from tests.support.object_stores import Bucket
 
@@ -29,10 +31,28 @@ def test_servers_follow_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
         assert export_model("rollback", url, "--to", before).code == 0
         wait(lambda: server.position(version) == newest + 1)
         assert read_log(copy).hold() == newest + 1
+        assert store(running)["problem"] == ""
+        assert 'export_model_agent_store_visible{model="ranker"} 1.0' in running.get("/metrics")[1]
+        head = bucket.keys("models/ranker/head.json")
         bucket.put("models/ranker/head.json", b"no head")
         told = wait(lambda: running.of("failed"))
         assert "head.json" in told[0]["message"]
+        found = wait(lambda: store(running) if store(running)["age_s"] > 1 else None)
+        assert (found["url"], found["waiting"]) == (url, [])
+        assert told[0]["message"] in found["problem"] and told[0]["message"] in running.get("/")[1]
+        metrics = running.get("/metrics")[1]
+        assert 'export_model_agent_store_visible{model="ranker"} 0.0' in metrics
+        assert "Every replica is fresh" not in running.get("/")[1]
+        assert running.get("/readyz")[0] == 200, "what was fetched is served; all replicas would be taken out"
+        bucket.put(*head.popitem())
+        wait(lambda: any("is fetched again" in event["message"] for event in running.of("seen")))
+        assert store(running)["problem"] == ""
     server.kill()
+
+
+def store(running: Agent) -> dict[str, Any]:
+    found = json.loads(running.get("/status.json")[1])["models"][0]["store"]
+    return dict(found)
 
 
 @pytest.mark.parametrize(
