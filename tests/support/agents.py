@@ -23,6 +23,7 @@ from serving.client import ModelClient
 from serving.incremental_status import read_incremental_status
 from tests.integration.chaos_world import write_graph
 from tests.support.commands import export_model
+from tests.support.forks import Warm, started_warm
 from tests.support.numpy_trainer import NumpyTrainer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -128,7 +129,7 @@ class Server:
             "--json",
             *self.more,
         )
-        self.process = self.stack.enter_context(process(*arguments))
+        self.process = self.stack.enter_context(started_warm("serving.cli", *arguments))
         self.port = document(self.process)["port"]
         return self
 
@@ -196,7 +197,7 @@ def wait(happened: Callable[[], T], seconds: float = DEADLINE_S) -> T:
     raise AssertionError(f"not within {seconds:g} s")
 
 
-def document(started: subprocess.Popen[str]) -> Any:
+def document(started: subprocess.Popen[str] | Warm) -> Any:
     """The first JSON document on stdout, which takes several lines."""
     assert started.stdout is not None
     lines = []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,9 @@ import grpc
 import numpy as np
 
 from serving.client import ModelClient
+from tests.support.forks import started_warm
 
 DEADLINE_SECONDS = 120.0
-ROOT = Path(__file__).parents[2]
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -25,13 +23,13 @@ class FamilyServer:
     """A server process; it starts with the first model and takes each other one by a new configuration."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._stack = ExitStack()
         self._address = ""
         self._names = (f"model-{number}" for number in count())
 
     def answers(self, version: Path, inputs: Mapping[str, np.ndarray[Any, Any]]) -> Arrays:
         """What the default signature answers; a signature's only input may have another name."""
-        if self._process is None:
+        if not self._address:
             self._start(version.parent)
         name = next(self._names)
         self._configure(name, version)
@@ -45,18 +43,12 @@ class FamilyServer:
 
     def stop(self) -> None:
         """End the process, if it was started."""
-        if self._process is not None:
-            self._process.terminate()
-            self._process.communicate(timeout=DEADLINE_SECONDS)
+        self._stack.close()
 
     def _start(self, base: Path) -> None:
-        command = [sys.executable, "-m", "serving.cli", "run", str(base), "--port", "0"]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
-        )
-        assert self._process.stdout is not None
-        ready = self._process.stdout.readline()
-        assert " on " in ready, f"the server ended: {self._process.wait(DEADLINE_SECONDS)}"
+        process = self._stack.enter_context(started_warm("serving.cli", "run", base, "--port", 0))
+        ready = process.stdout.readline()
+        assert " on " in ready, f"the server ended: {process.stderr.read()}"
         self._address = ready.rpartition(" on ")[2].strip()
 
     def _configure(self, name: str, version: Path) -> None:

@@ -12,8 +12,14 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TextIO
 
 _PRELOADED = [
     "tensorflow",
@@ -53,9 +59,65 @@ def run_warm(program: Path | str, *arguments: object, timeout_s: float = 300) ->
     return out
 
 
+@dataclass(frozen=True)
+class Warm:
+    """A process that runs a module, as `subprocess.Popen` has it."""
+
+    process: BaseProcess
+    stdout: TextIO
+    stderr: TextIO
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def wait(self, timeout_s: float) -> None:
+        self.process.join(timeout_s)
+        assert self.process.exitcode is not None, f"still runs after {timeout_s:g} s"
+
+
+@contextmanager
+def started_warm(module: str, *arguments: object) -> Iterator[Warm]:
+    """Run a module as `python -m` does, in the environment that is here now, until the context ends."""
+    (out, its_out), (err, its_err) = (multiprocessing.Pipe(duplex=False) for _ in range(2))
+    given = ((its_out, its_err), {**os.environ}, module, [*map(str, arguments)])
+    process = FORKS.Process(target=_as_main_in, args=given, daemon=True)
+    process.start()
+    with (
+        os.fdopen(os.dup(out.fileno()), errors="replace") as stdout,
+        os.fdopen(os.dup(err.fileno()), errors="replace") as stderr,
+    ):
+        for end in (out, err, its_out, its_err):
+            end.close()
+        try:
+            yield Warm(process, stdout, stderr)
+        finally:
+            process.kill()
+            process.join()
+
+
+def _as_main_in(
+    streams: tuple[Connection, Connection], environment: Mapping[str, str], module: str, arguments: list[str]
+) -> None:
+    for descriptor, stream in enumerate(streams, 1):
+        os.dup2(stream.fileno(), descriptor)
+        stream.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    _run(module, arguments)
+
+
 def _as_main(talk: Path, program: Path | str, arguments: list[str]) -> None:
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(talk / name, os.O_WRONLY | os.O_CREAT), descriptor)
+    _run(program, arguments)
+
+
+def _run(program: Path | str, arguments: list[str]) -> None:
     sys.argv = [str(program), *arguments]
     if isinstance(program, Path):
         sys.path.insert(0, str(program.parent))
