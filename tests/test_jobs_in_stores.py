@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from threading import Barrier
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +21,7 @@ from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range
 from exporter.layout import INPUTS_DIRECTORY, JOBS_DIRECTORY, RECEIPTS_DIRECTORY, VARIABLES_PREFIX
 from exporter.storage import mirror, requests
-from exporter.storage.objects import ObjectReader
+from exporter.storage.objects import ObjectReader, ObjectWriter, RemoteObject
 from exporter.storage.output_directory import LocalDirectory
 from exporter.storage.url import Url
 from exporter.transfer import carrier
@@ -103,6 +104,20 @@ def test_shards_are_written_by_tasks_and_copied_by_the_store(
     assert_right(tmp_path / "here", np.float32 if cast is None else ml_dtypes.bfloat16)
     verified = export_model("verify", bucket.url(BASE), "--bytes", "--engine", "local", "--task-size", "8KiB")
     assert verified.code == 0, verified.err
+
+
+def test_the_store_copies_several_shards_at_a_time(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, duplicate = Barrier(2, timeout=60), ObjectWriter.duplicate
+
+    def awaited(self: ObjectWriter, found: RemoteObject, key: str) -> None:
+        together.wait()
+        duplicate(self, found, key)
+
+    monkeypatch.setattr(ObjectWriter, "duplicate", awaited)
+    ran = export_model(*command)
+    assert (ran.code, ran.document["tasks"] % 2) == (0, 0), ran.err
 
 
 def test_nothing_of_the_values_stays_on_our_disk(

@@ -16,7 +16,7 @@ from exporter.bundle.move import Move, Segment
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_values import compare_checksum
 from exporter.errors import MappingError
-from exporter.jobs.division import DIVIDED, WHOLE, batches
+from exporter.jobs.division import batches, piece_bytes
 from exporter.jobs.task import Input, Range, Receipt
 from exporter.mapping.build import TensorSource
 from exporter.wire import crc32c
@@ -64,10 +64,11 @@ def divide(source: TensorSource, task_bytes: int) -> Iterator[Piece]:
         return
     count = tensor.shape[0] if tensor.shape else 1
     step = max(1, count)
-    if source.dtype in JOINABLE and tensor.shape and tensor.bytes_ > WHOLE * task_bytes:
+    most = piece_bytes(tensor.bytes_, task_bytes)
+    if source.dtype in JOINABLE and tensor.shape and most is not None:
         turn = math.lcm(source.gather_parts or 1, source.scatter_parts or 1)
         row_bytes = max(1, tensor.bytes_ // max(1, count))
-        step = max(1, DIVIDED * task_bytes // row_bytes // turn) * turn
+        step = max(1, most // row_bytes // turn) * turn
     for start in range(0, max(1, count), step):
         yield _rows(source, outputs, start, min(start + step, count))
 

@@ -24,7 +24,7 @@ from exporter.delta.delta_files import DeltaTensors
 from exporter.delta.format import DeltaHeader, ServedVariable
 from exporter.delta.merge_task import Layer, Merge, MergedRows, renumbered
 from exporter.errors import CorruptFile
-from exporter.jobs.division import DIVIDED, WHOLE, batches
+from exporter.jobs.division import batches, piece_bytes
 from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range
@@ -210,10 +210,11 @@ def rows_of(
     whole = MergedRows(variable, 0, rows, tuple(ranges), below, packing)
     size = sum(each.size for each in whole.ranges)
     is_packed = any(len(layer) > 2 for layer in ranges) or bool(variable.packed(packing))
-    if size <= WHOLE * task_bytes or variable.dtype not in JOINABLE or is_packed:
+    most = piece_bytes(size, task_bytes)
+    if most is None or variable.dtype not in JOINABLE or is_packed:
         yield Piece(variable.name, whole)  # places of packed rows count from a table's first row on
         return
-    count = -(-size // (DIVIDED * task_bytes))
+    count = -(-size // most)
     ids = [layer.ids() for layer in layers]
     cuts = _even(rows, count) if base else _cuts(ids, rows, count)
     for low, high in pairwise(cuts):

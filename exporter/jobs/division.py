@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from exporter.storage.requests import MOST_COPIED
+
 T = TypeVar("T")
 
-WHOLE, DIVIDED = 16, 4
+_WHOLE, _DIVIDED = 16, 4
 """A table of more bytes than this many tasks read is divided into pieces of so many: a server reads a table
 faster in one piece, and two workers write one faster in two."""
+
+
+def piece_bytes(size: int, task_bytes: int) -> int | None:
+    """The bytes of the pieces that a table of so many is written in; None: it is written in one.
+
+    A store can copy each of them to where it is published.
+    """
+    if size <= min(_WHOLE * task_bytes, MOST_COPIED):
+        return None
+    return min(_DIVIDED * task_bytes, MOST_COPIED)
 
 
 def batches(pieces: Iterable[T], most: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:

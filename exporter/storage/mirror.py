@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from exporter.errors import CheckpointChanged, os_error
+from exporter.errors import CheckpointChanged, CheckpointError, os_error
 from exporter.layout import LOCK_FILE
 from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.requests import near
 from exporter.storage.url import Url
 
 _PREFIX = "export-model-"
+_MOST_FILES = 100_000
 _MIRRORS: dict[str, Mirror] = {}  # by the path of their directory
 _CHECKPOINTS: dict[Url, Mirror] = {}
 _LOCK = threading.Lock()
@@ -64,10 +65,16 @@ class Mirror:
         """List the objects again: new ones appear, replaced ones become new files, others are removed.
 
         Raises:
-            CheckpointError: they cannot be listed.
+            CheckpointError: they cannot be listed, or are more than a checkpoint's directory has.
             DiskFull, PublishError: the local directory cannot be written.
         """
-        self.show({name: each for each in self._list() if (name := self._name(each)) is not None})
+        found = {name: each for each in self._list() if (name := self._name(each)) is not None}
+        if len(found) > _MOST_FILES:
+            raise CheckpointError(
+                f"{self.url} has more than {_MOST_FILES} objects below it",
+                hint="name the directory of one training's checkpoints, or one checkpoint: its files' prefix",
+            )
+        self.show(found)
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
         """Have files for these objects, by their names, and for no others."""

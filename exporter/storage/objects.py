@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,20 +26,22 @@ from exporter.errors import (
     os_error,
 )
 from exporter.storage.open_files import write_at
-from exporter.storage.requests import PART_BYTES, Request, requests
+from exporter.storage.requests import Request, requests, upload_parts
 from exporter.storage.store_errors import BrokenOff, again, asking, writing_to
 from exporter.storage.url import Url
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_MOST_OBJECTS = 100_000
 _ENDPOINTS = (
     *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
     *("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"),
 )
 """Name another server than the cloud's own; one that is told as `http://` is asked without encryption."""
-_CONNECT, _REQUEST, _RETRY = timedelta(seconds=10), timedelta(seconds=60), timedelta(seconds=60)
+_CONNECT, _REQUEST, _RETRY = timedelta(seconds=10), timedelta(seconds=30), timedelta(seconds=60)
+"""How long a store may take to connect, may say nothing, and is asked again."""
+_SLOW = timedelta(minutes=10)
+"""How long a request may take in all that goes on; a part that is uploaded is answered at its end alone."""
 _RETRIES = 5
 _CONNECTIONS = 16
 
@@ -80,20 +83,13 @@ class ObjectReader:
         """All objects below a directory, by key.
 
         Raises:
-            CheckpointError: they cannot be listed, or are more than a checkpoint's directory has.
+            CheckpointError: they cannot be listed.
         """
         import obstore
 
         def listed() -> list[RemoteObject]:
-            found: list[RemoteObject] = []
-            for batch in obstore.list(self._store, path or None, chunk_size=1000):
-                found += map(_object, batch)
-                if len(found) > _MOST_OBJECTS:
-                    raise CheckpointError(
-                        f"{self.url} has more than {_MOST_OBJECTS} objects below it",
-                        hint="name the directory of one training's checkpoints",
-                    )
-            return found
+            batches = obstore.list(self._store, path or None, chunk_size=1000)
+            return [_object(each) for batch in batches for each in batch]
 
         with asking(self.url):
             yield from again(listed)
@@ -217,6 +213,11 @@ class ObjectWriter(ObjectReader):
         PublishError: the store does not honour conditions, by which publishers keep out of each other's way.
     """
 
+    @cached_property
+    def _patient(self) -> ObjectStore:
+        """The store, for requests that say nothing until they are done: parts of uploads, and copies."""
+        return _open(self.url, _SLOW)
+
     def probe(self, path: str) -> None:
         """Find out whether the store refuses to create what is there, and to replace what has changed.
 
@@ -252,7 +253,8 @@ class ObjectWriter(ObjectReader):
         import obstore
 
         with writing_to(self.url, key):
-            put = obstore.put(self._store, key, file, chunk_size=PART_BYTES, max_concurrency=_CONNECTIONS)
+            size, at_once = upload_parts(file.stat().st_size)
+            put = obstore.put(self._patient, key, file, chunk_size=size, max_concurrency=at_once)
             return put["e_tag"] or ""
 
     def duplicate(self, found: RemoteObject, key: str) -> None:
@@ -265,7 +267,7 @@ class ObjectWriter(ObjectReader):
         import obstore
 
         with writing_to(self.url, key):
-            obstore.copy(self._store, found.key, key)
+            obstore.copy(self._patient, found.key, key)
         now = self.look(found.key)
         if now is None or now.tag != found.tag:
             raise CheckpointChanged(f"{self._named(found.key)} was replaced after it was written")
@@ -280,7 +282,7 @@ class ObjectWriter(ObjectReader):
 
         with writing_to(self.url, key):
             try:
-                obstore.copy(self._store, source, key)
+                obstore.copy(self._patient, source, key)
             except (FileNotFoundError, obstore.exceptions.NotFoundError):
                 return False
         return True
@@ -363,7 +365,8 @@ class ObjectWriter(ObjectReader):
                 pass
 
 
-def _open(url: Url) -> ObjectStore:
+def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:
+    """A client of a bucket; `silence` is how long a request may take that is not answered yet."""
     try:
         from obstore import store
     except ImportError:
@@ -373,8 +376,13 @@ def _open(url: Url) -> ObjectStore:
         ) from None
     plain = any(_endpoint(name).startswith("http://") for name in _ENDPOINTS)
     options: Any = {
-        "client_options": {"connect_timeout": _CONNECT, "timeout": _REQUEST, "allow_http": plain},
-        "retry_config": {"max_retries": _RETRIES, "retry_timeout": _RETRY},
+        "client_options": {
+            "connect_timeout": _CONNECT,
+            "read_timeout": silence or _REQUEST,
+            "timeout": _SLOW,
+            "allow_http": plain,
+        },
+        "retry_config": {"max_retries": _RETRIES, "retry_timeout": _RETRY + (silence or timedelta())},
     }
     with asking(url):
         if url.scheme == "s3":

@@ -1,4 +1,4 @@
-"""Cut what is wanted of an object into requests.
+"""Cut what is wanted of an object, and what becomes one, into requests.
 
 A request costs about as much time as a megabyte: large pieces are cut into parts that are fetched in
 parallel, and small ones that lie near each other come with one request, what lies between them too.
@@ -13,6 +13,12 @@ PART_BYTES = 8 << 20
 """The most that a request fetches: its first byte hardly counts then, and a retry costs little."""
 GAP_BYTES = 1 << 20
 """What may lie unused between two pieces of one request."""
+MOST_PARTS = 10_000
+"""Of one upload: S3 and Google take no more. Azure takes 50,000."""
+MOST_COPIED = 5 << 30
+"""Bytes of an object that S3 copies by one request."""
+_UPLOADING_BYTES, _UPLOADS = 512 << 20, 16
+"""What may be in memory of one upload, and how many of its parts at most."""
 
 
 class Piece(NamedTuple):
@@ -50,6 +56,12 @@ def requests(pieces: Iterable[tuple[int, int, int]]) -> Iterator[Request]:
         request = Request(piece.start, piece.stop, [piece])
     if request is not None:
         yield request
+
+
+def upload_parts(size: int) -> tuple[int, int]:
+    """For an object of so many bytes: the size of its parts, and how many are uploaded at once."""
+    part = max(PART_BYTES, -(-size // MOST_PARTS))
+    return part, max(1, min(_UPLOADS, _UPLOADING_BYTES // part))
 
 
 def near(start: int, stop: int, size: int) -> tuple[int, int]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -16,7 +17,8 @@ from exporter.layout import HEAD_FILE, MANIFEST_FILE
 from exporter.progress import Progress
 from exporter.publish.versions import MAX_MANIFEST_BYTES, lease
 from exporter.storage import mirror
-from exporter.storage.objects import ObjectWriter, Tag
+from exporter.storage.objects import ObjectWriter, RemoteObject, Tag
+from exporter.storage.requests import MOST_COPIED
 from exporter.storage.url import Url
 from exporter.transfer.head import Head, Upload, as_bytes, as_text, fetch_head, files_digest
 from exporter.transfer.items import Item, StoredModel, item_of
@@ -27,8 +29,7 @@ LEASE_SECONDS = 60.0
 """How long an upload may say nothing. That it is given up too early costs its work, not more."""
 WAIT_SECONDS = 75.0
 """How long to wait for another upload; longer than a lease, so that one which was killed is outlasted."""
-_MOST_COPIED = 5 << 30
-"""Bytes of an object that S3 copies by one request."""
+_COPIES = 16
 _POLL_SECONDS = 0.5
 _UNREADABLE_HOLD = b"a rollback is being published\n"
 """Servers do not move while a hold says no position: so none goes where a rollback leads away from."""
@@ -98,11 +99,9 @@ class Carrier:
         try:
             with self._beating() as check:
                 self._store.put(key, item.content)
-                with lease(model / item.path):
-                    for file in item.manifest.files:
-                        name = f"{item.path}/{file.path}"
-                        self._put_file(name, model / name)
-                        bar.advance(file.bytes_)
+                with lease(model / item.path), closing(self._put_files(model, item)) as sizes:
+                    for size in sizes:
+                        bar.advance(size)
                         check()
         except BaseException:
             with suppress(ExportError):  # nobody need wait until the lease is over
@@ -118,15 +117,27 @@ class Carrier:
             error.hint = "run any command that publishes there: it shows what is published"
             raise
 
-    def _put_file(self, name: str, path: Path) -> None:
-        """Upload a file; what stands for an object, which tasks wrote, is copied by the store."""
-        mirrored = mirror.find(path)
-        each = None if mirrored is None else mirrored[0].standing_in(mirrored[1])
-        if each is not None and each.size <= _MOST_COPIED:
-            self._store.duplicate(each, self._key(name))
-            return
-        mirror.fetch(path)
-        self._store.upload(self._key(name), path)
+    def _put_files(self, model: Path, item: Item) -> Generator[int, None, None]:
+        """Put an item's files into the store, and tell the bytes of each.
+
+        What stands for an object, which tasks wrote, is copied by the store: that takes it seconds for each,
+        so many are copied at a time.
+        """
+        copies: list[tuple[RemoteObject, str]] = []
+        for file in item.manifest.files:
+            path, key = model / item.path / file.path, self._key(f"{item.path}/{file.path}")
+            mirrored = mirror.find(path)
+            each = None if mirrored is None else mirrored[0].standing_in(mirrored[1])
+            if each is not None and each.size <= MOST_COPIED:
+                copies.append((each, key))
+                continue
+            mirror.fetch(path)
+            self._store.upload(key, path)
+            yield file.bytes_
+        with ThreadPoolExecutor(_COPIES, "copy") as pool:
+            done = pool.map(lambda copy: self._store.duplicate(*copy), copies)
+            for (each, _), _ in zip(copies, done, strict=True):
+                yield each.size
 
     def settle(self, holds: Mapping[str, bytes]) -> None:
         """Change holds alone, or nothing, before what was published is removed.
