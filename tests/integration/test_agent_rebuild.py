@@ -17,6 +17,7 @@ from serving.status import VersionState
 from tests.integration.test_agent import give_other_values
 from tests.support.agents import DEADLINE_S, Agent, Published, agent, document, process, wait
 from tests.support.budget import thorough
+from tests.support.forks import started_warm
 
 
 class World:
@@ -47,7 +48,9 @@ class World:
 
 def serve(stack: ExitStack, config: Path) -> str:
     """A server with a configuration file; its address."""
-    started = stack.enter_context(process("run", "--model-config-file", config, "--port", 0, "--json"))
+    started = stack.enter_context(
+        started_warm("serving.cli", "run", "--model-config-file", config, "--port", 0, "--json")
+    )
     return f"127.0.0.1:{document(started)['port']}"
 
 

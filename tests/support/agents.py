@@ -193,7 +193,7 @@ def wait(happened: Callable[[], T], seconds: float = DEADLINE_S) -> T:
                 return found
         except CallFailed:
             pass
-        time.sleep(0.02)
+        time.sleep(0.05)
     raise AssertionError(f"not within {seconds:g} s")
 
 
