@@ -7,23 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.clusters import DIGITS
+from tests.support.clusters import DIGITS, DigitsTraining
 
 ROOT = DIGITS.parents[1]
 RANKER = DIGITS.with_name("ranker")
 
 
-def test_the_demo_serves_what_it_trained(tmp_path: Path) -> None:
-    command = [sys.executable, DIGITS / "demo.py", "--keep", tmp_path, "--steps", "200"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "--model examples/digits/model.py:serving" in done.stdout
-    assert re.search(r"serving digits version 2\d\d on 127\.0\.0\.1:\d+", done.stdout)
-    assert "served scores are equal to the training graph's" in done.stdout
-    assert done.stdout.count("\n") < 40
-    assert done.stderr == ""
-    assert list((tmp_path / "models" / "digits").glob("*/saved_model.pb"))
+def test_the_demo_serves_what_it_trained(digits: DigitsTraining) -> None:
+    printed = digits.printed
+    assert "--model examples/digits/model.py:serving" in printed
+    assert re.search(r"serving digits version 3\d\d on 127\.0\.0\.1:\d+", printed)
+    assert "served scores are equal to the training graph's" in printed
+    assert printed.count("\n") < 40
+    assert list((digits.directory / "models" / "digits").glob("*/saved_model.pb"))
 
 
 def test_the_demo_keeps_a_running_model_fresh(tmp_path: Path) -> None:
