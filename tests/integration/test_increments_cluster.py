@@ -87,6 +87,9 @@ def test_chief_and_parameter_servers_die_and_training_goes_on_where_it_stopped(t
                 cluster.kill(name)
             for name in victims:
                 cluster.start(name)
+        seen = increments(job)
+        cluster.wait_for("progress", lambda: increments(job) > seen + 3)
+        job.end.touch()
         cluster.wait()
     assert_exact(job)
     assert "restored" in log(tmp_path, "chief-0")
