@@ -105,6 +105,11 @@ class ExportError(Exception):
         self.cause = cause
         self.hint = hint or self.default_hint
 
+    def advise(self, hint: str) -> None:
+        """Give it a hint in place of its class's own; one that was chosen for this very failure stays."""
+        if hint and self.hint == self.default_hint:
+            self.hint = hint
+
 
 class UsageError(ExportError):
     """The command line, or an argument of the Python API, is wrong."""

@@ -54,8 +54,9 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
     if scheme == "file":
         return _of_file_url(what, text, rest, is_whole=isinstance(place, str))
     url = without_secrets(f"{scheme}://{rest}").rstrip("/")
-    if scheme in _BUCKETS and not rest.partition("/")[0]:
-        raise UsageError(f"{what} {text}: expected {scheme}://{_BUCKETS[scheme]}/PATH, or a local path")
+    if scheme in _BUCKETS and Url.parse(text) is None:
+        shown = without_secrets(text)
+        raise UsageError(f"{what} {shown}: expected {scheme}://{_BUCKETS[scheme]}/PATH, or a local path")
     if what == "--out" and Url.parse(text) is not None:
         raise UsageError(
             f"{what} {url}: only local paths are read and written here",

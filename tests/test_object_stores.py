@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array
 from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused
+from exporter.layout import LOCK_FILE
 from exporter.options import DataMode, ExportRequest, Verify
 from exporter.pipeline.full import export
 from exporter.publish.delta_log import read_log
@@ -285,6 +288,23 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not list(tmp_path.glob("export-model-*"))
 
 
+def test_nobody_removes_a_directory_that_is_just_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    real, others = fcntl.flock, list[Path]()
+
+    def flock(descriptor: int, operation: int) -> None:
+        if not operation & fcntl.LOCK_NB and not others:  # another command begins right before
+            others.append(tmp_path)
+            others.append(mirror._new_directory())
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert (mirror._new_directory() / LOCK_FILE).exists()
+    assert (others[1] / LOCK_FILE).exists()
+
+
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
@@ -318,6 +338,7 @@ def test_ranges_are_what_was_added(added: list[tuple[int, int]]) -> None:
     [
         ("s3://b/a//c/", "s3://b/a/c"),
         ("gs:/b", "gs://b"),
+        ("S3://Bucket/./a", "s3://Bucket/a"),
         ("az://box/x", "az://box/x"),
         ("hdfs://b/x", None),
         ("s3://key:secret@b/x", None),

@@ -102,10 +102,17 @@ def test_other_commands_refuse_stores(
     assert "only local paths" in ran.error["message"]
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3:///m", "gs://", "az:///"])
+@pytest.mark.parametrize("url", ["s3://", "s3:///m", "gs://", "az:///", "gs://bucket/m#part"])
 def test_a_url_without_a_bucket(url: str) -> None:
     ran = export_model("inspect", url, "--json")
     assert (ran.code, f"PATH {url}: expected {url[:2]}://" in ran.error["message"]) == (2, True), ran.err
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/m/../other", "gs://bucket/../../etc", "az://box/a\nb/m"])
+def test_a_url_that_names_no_object(url: str, tmp_path: Path) -> None:
+    for arguments in (("history", url), ("inspect", url), ("push", tmp_path, url), ("pull", url, tmp_path)):
+        ran = export_model(*arguments, "--json")
+        assert (ran.code, "no part of an object's name" in ran.error["message"]) == (2, True), ran.err
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array
+from exporter.errors import CheckpointChanged, CheckpointError
 from exporter.publish.delta_log import read_log
 from exporter.storage.objects import ObjectReader, ObjectWriter, RemoteObject
 from exporter.transfer.opened import opened
@@ -153,6 +154,21 @@ def test_every_command_of_the_log(followed_there: Trainer, url: str, bucket: Buc
     assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
     assert_same_bits(values_at(read_log(model), 30), values)
     assert export_model("verify", url, "--bytes").code == 0
+
+
+def test_what_a_store_refuses_is_no_damage_of_the_model(
+    followed_there: Trainer, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    went_on(followed_there, 20)
+    assert incr(followed_there, url).code == 0
+    for error in (CheckpointError("it is ill", hint="later"), CheckpointChanged("it vanished", hint="again")):
+
+        def refused(*rest: object, error: CheckpointError = error) -> None:
+            raise type(error)(error.message, hint=error.hint)
+
+        monkeypatch.setattr(ObjectReader, "copy", refused)
+        ran = export_model("verify", url, "--json")
+        assert (ran.code, ran.error["message"], ran.error["hint"]) == (3, error.message, error.hint), ran.err
 
 
 def test_versions_are_taken_back(ranker: Path, ranker_graph: Path, url: str, tmp_path: Path) -> None:

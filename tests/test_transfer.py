@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -374,6 +376,31 @@ def test_merged_away(
     assert files(tmp_path / "here") == files(machine.model)
     machine.go_on(40)
     pushed(machine.model, url)
+
+
+@pytest.mark.parametrize("call", [1, 3, 4, 6])
+def test_merged_away_while_it_is_pulled(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """Another machine merges, and removes the parts, before the pull's `call`-th read: it looks again."""
+    pushed(machine.model, url)
+    merge(machine.model)
+    real, calls = ObjectReader.read, count(1)
+
+    def read(self: ObjectReader, *rest: Any) -> memoryview:
+        if next(calls) == call:
+            with monkeypatch.context() as patch:
+                patch.setattr(ObjectReader, "read", real)
+                pushed(machine.model, url)
+                for key in [name for name in bucket.names() if re.search("/0*(10-0*20|20-0*30)/", name)]:
+                    bucket.delete(key)
+        return real(self, *rest)
+
+    monkeypatch.setattr(ObjectReader, "read", read)
+    done = pull(url, tmp_path / "two")
+    assert done.position == 30
+    assert {path.rpartition("/")[2] for path in done.fetched} >= {"10", f"{10:020d}-{30:020d}"}
+    assert_same_bits(values_at(read_log(tmp_path / "two")), served_now(machine.trainer, Serving()))
 
 
 def test_the_head_is_kept_when_what_it_names_is_merged_away(machine: Machine, url: str) -> None:

@@ -132,7 +132,7 @@ class Snapshot(Struct, frozen=True, eq=False):
         try:
             yield
         except CheckpointError as error:
-            error.hint = self.hint or error.hint
+            error.advise(self.hint)
             raise
 
 

@@ -212,7 +212,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
                 _check_values(found, self.schema, only)
             return found
         except CheckpointError as error:
-            error.hint = BROKEN_LOG_HINT  # the reader of bundles takes it for a checkpoint
+            error.advise(BROKEN_LOG_HINT)  # the reader of bundles takes it for a checkpoint
             raise
 
     def _open(self, delta: LogDelta) -> Delta:
@@ -228,7 +228,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         try:
             return self._tensors(delta)
         except CheckpointError as error:
-            error.hint = BROKEN_LOG_HINT
+            error.advise(BROKEN_LOG_HINT)
             raise
 
     def _tensors(self, delta: LogDelta) -> DeltaTensors:

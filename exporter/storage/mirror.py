@@ -298,9 +298,10 @@ def _new_directory() -> Path:
     """A directory that is removed when the process ends, or by a later one if the process was killed."""
     import tempfile
 
-    root, owner = Path(tempfile.mkdtemp(prefix=_PREFIX)), os.getpid()
-    lock = os.open(root / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)  # open as long as we live
+    new, owner = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}")), os.getpid()
+    lock = os.open(new / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)  # open as long as we live
     fcntl.flock(lock, fcntl.LOCK_EX)
+    root = new.rename(new.with_name(new.name[1:]))  # it is locked when others can find it
     for left in root.parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             found = os.open(left / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -75,7 +75,8 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
             raise absent from None
         gone = isinstance(error, FileNotFoundError)
         raise CheckpointChanged(
-            f"{where} {'vanished' if gone else 'was replaced'} after it was listed"
+            f"{where} {'vanished' if gone else 'was replaced'} after it was listed",
+            hint="run the command again: it reads what is there now",
         ) from None
     except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
         raise refused from None

@@ -6,7 +6,10 @@ import re
 
 from msgspec import Struct
 
-_URL = re.compile(r"(s3|gs|az):/{1,2}([^/?#@:\s]+)(?:/+([^?#]*))?", re.ASCII)
+from exporter.errors import UsageError
+
+_URL = re.compile(r"([Ss]3|[Gg][Ss]|[Aa][Zz]):/{1,2}([^/?#@:\s]+)(?:/+([^?#]*))?", re.ASCII)
+_NO_NAME = re.compile(r"\.\.|.*[\x00-\x1f\x7f].*", re.DOTALL)
 
 
 class Url(Struct, frozen=True):
@@ -18,11 +21,20 @@ class Url(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Url | None:
-        """The URL of an object store, or of a `Path` made of one (`s3:/b`); None for any other text."""
+        """The URL of an object store, or of a `Path` made of one (`s3:/b`); None for any other text.
+
+        Raises:
+            UsageError: it is one, with a part that is no name: `..`, or a control character.
+        """
         found = _URL.fullmatch(text)
         if found is None:
             return None
-        return cls(found[1], found[2], "/".join(part for part in (found[3] or "").split("/") if part))
+        parts = [part for part in (found[3] or "").split("/") if part not in ("", ".")]
+        if wrong := next(filter(_NO_NAME.fullmatch, parts), None):
+            raise UsageError(
+                f"{text!r}: {wrong!r} is no part of an object's name", hint="write the URL without it"
+            )
+        return cls(found[1].lower(), found[2], "/".join(parts))
 
     @property
     def parent(self) -> Url:

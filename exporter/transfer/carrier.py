@@ -262,7 +262,11 @@ class Carrier:
         if found is None:
             self._store.copy_if_there(pending, key)
         elif found[0] != item.content:
-            raise PositionMoved(f"{self._url}/{item.path} was published by another tool meanwhile")
+            raise PositionMoved(
+                f"{self._url}/{item.path} was published by another tool meanwhile",
+                cause=f"its {MANIFEST_FILE} is not what {self._url}/{HEAD_FILE} says is published",
+                hint=f"remove the wrong one of {MANIFEST_FILE} and {pending.rpartition('/')[2]} there",
+            )
         self._show_holds(look_first=is_late)
         self._store.delete(pending)
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec import Struct
 
-from exporter.errors import ManifestError
+from exporter.errors import CheckpointChanged, ManifestError
 from exporter.files import Unchanged, read_regular
 from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
 from exporter.publish.manifest import Manifest, from_json
@@ -25,6 +28,10 @@ _ITEM = re.compile(rf"([0-9]{{1,19}}|{DELTAS_DIRECTORY}/[0-9]{{20}}/[0-9]{{20}}-
 _HOLD = re.compile(rf"(?:{DELTAS_DIRECTORY}/[0-9]{{20}}/)?{HOLD_FILE}")
 _LONGEST_HOLD = 64
 _CONNECTIONS = 16
+_LOOKS = 3
+"""Times that what was listed may be removed while it is read."""
+
+T = TypeVar("T")
 
 
 class Item(Struct, frozen=True):
@@ -120,6 +127,18 @@ def local_holds(model: Path) -> dict[str, bytes]:
     return {path.relative_to(model).as_posix(): path.read_bytes() for path in paths if path.is_file()}
 
 
+def looking_again(work: Callable[[], T]) -> T:
+    """Do what lists a model in a store and reads it: again, if another machine removes what was listed.
+
+    Raises:
+        CheckpointChanged: that happens each time.
+    """
+    for _ in range(_LOOKS - 1):
+        with suppress(CheckpointChanged):
+            return work()
+    return work()
+
+
 def stored_model(store: ObjectReader, url: Url, known: StoredModel | None = None) -> StoredModel:
     """What is published in a store. Of what was `known` before, only manifests that changed are read.
 
@@ -127,6 +146,10 @@ def stored_model(store: ObjectReader, url: Url, known: StoredModel | None = None
         ManifestError: a manifest is damaged.
         CheckpointError: the store cannot be read.
     """
+    return looking_again(lambda: _stored_model(store, url, known))
+
+
+def _stored_model(store: ObjectReader, url: Url, known: StoredModel | None) -> StoredModel:
     base = f"{url.path}/" if url.path else ""
     objects = {each.key.removeprefix(base): each for each in store.below(url.path)}
     items: dict[str, Item] = {}

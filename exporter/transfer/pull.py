@@ -37,7 +37,15 @@ from exporter.publish.staging import Staging
 from exporter.storage.objects import ObjectWriter, RemoteObject
 from exporter.storage.url import Url
 from exporter.transfer.head import Head, Upload, fetch_head, files_digest, recall, remember
-from exporter.transfer.items import Item, StoredModel, files_of, local_holds, local_items, stored_model
+from exporter.transfer.items import (
+    Item,
+    StoredModel,
+    files_of,
+    local_holds,
+    local_items,
+    looking_again,
+    stored_model,
+)
 from exporter.transfer.push import parse
 from exporter.transfer.soundness import require_sound
 from exporter.transfer.superseded import superseded
@@ -96,11 +104,12 @@ class LocalCopy:
             DiskFull, PublishError: the local directory cannot be written; nothing is half-published.
         """
         store, self._store = self._store or ObjectWriter(self.url), None
-        done = self._update(store, progress)
+        fetched: list[Item] = []  # what comes before another look is needed has come, too
+        done = looking_again(lambda: self._update(store, fetched, progress))
         self._store = store
         return done
 
-    def _update(self, store: ObjectWriter, progress: ProgressFactory) -> Pulled:
+    def _update(self, store: ObjectWriter, fetched: list[Item], progress: ProgressFactory) -> Pulled:
         model = self._model
         head = fetch_head(store, self.url)  # before what it may name
         self._stored = stored = stored_model(store, self.url, self._stored)
@@ -112,8 +121,8 @@ class LocalCopy:
         with writing(model):
             make_directories(model)
         with model_lock(model, _LOCK_SECONDS, PULL_LOCK_FILE):
-            job = _Pull(store, self.url, model, stored)
-            fetched, incomplete, removed = job.run(progress, prune=self._prune)
+            job = _Pull(store, self.url, model, stored, fetched)
+            incomplete, removed = job.run(progress, prune=self._prune)
             if head is not None and job.here.keys() >= stored.items.keys() and head[0].path in stored.items:
                 remember(model, self.url, head[0])
         position = max((item.manifest.position for item in job.here.values()), default=None)
@@ -132,16 +141,17 @@ def _require_own_directory(model: Path) -> None:
 
 
 class _Pull:
-    def __init__(self, store: ObjectWriter, url: Url, model: Path, stored: StoredModel) -> None:
+    def __init__(
+        self, store: ObjectWriter, url: Url, model: Path, stored: StoredModel, fetched: list[Item]
+    ) -> None:
         self._store, self._url, self._model, self._stored = store, url, model, stored
+        self._fetched = fetched
         self.here = {item.path: item for item in local_items(model)}
         self.waiting: tuple[str, ...] = ()
         self._kept_hold = ""
 
-    def run(
-        self, progress: ProgressFactory, *, prune: bool
-    ) -> tuple[list[Item], tuple[str, ...], tuple[str, ...]]:
-        """What was fetched, what is not whole in the store yet, what was removed."""
+    def run(self, progress: ProgressFactory, *, prune: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Fetch what is missing; what is not whole in the store yet, and what was removed."""
         wanted = sorted(
             (item for item in self._stored.items.values() if not self._has(item)), key=lambda item: item.order
         )
@@ -155,17 +165,17 @@ class _Pull:
                     cause="neither leads on from the other",
                     hint=f"pull into a directory of its own: export-model pull {self._url} OTHER",
                 )
-            return [], (), ()
+            return (), ()
         if taken_back is not None:
             self.waiting = tuple(item.path for item in wanted if taken_back.withholds(item))
             wanted = [item for item in wanted if not taken_back.withholds(item)]
             if Hold(self._model / taken_back.log).binds:
                 self._kept_hold = f"{taken_back.log}/{HOLD_FILE}"
         removed = self._prune(is_current=not wanted) if prune else ()
-        fetched, incomplete = self._fetch(wanted, progress)
+        incomplete = self._fetch(wanted, progress)
         if not incomplete:
             self._settle_holds()
-        return fetched, incomplete, removed
+        return incomplete, removed
 
     def _published_here(self) -> list[Item]:
         """What lies beyond all that came from the store, or was sent there; and what a canary took back."""
@@ -181,22 +191,21 @@ class _Pull:
             return item.manifest.position
         return int(path.rpartition("-")[2]) if "-" in path else -1
 
-    def _fetch(self, wanted: list[Item], progress: ProgressFactory) -> tuple[list[Item], tuple[str, ...]]:
+    def _fetch(self, wanted: list[Item], progress: ProgressFactory) -> tuple[str, ...]:
         """Publish what is missing here; what of the store is not whole yet ends it: order matters."""
         self._sweep({item.digest for item in wanted})
         self._set_holds()
-        done: list[Item] = []
         with progress("fetching", sum(item.bytes_ for item in wanted)) as bar:
-            for item in wanted:
+            for number, item in enumerate(wanted):
                 files = files_of(self._stored, item)
                 if files is None:
-                    return done, tuple(each.path for each in wanted[len(done) :])
+                    return tuple(each.path for each in wanted[number:])
                 staged = self._staged(item, files, bar)
                 self._announce(item)
                 self._publish(item, staged)
                 self.here[item.path] = item
-                done.append(item)
-        return done, ()
+                self._fetched.append(item)
+        return ()
 
     def _has(self, item: Item) -> bool:
         ours = self.here.get(item.path)

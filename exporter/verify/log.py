@@ -10,6 +10,7 @@ from msgspec import Struct
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.spans import Position
 from exporter.errors import (
+    CheckpointChanged,
     CorruptFile,
     DeltaGap,
     ExportError,
@@ -37,7 +38,13 @@ class Problem(Struct, frozen=True):
 
 
 def _problem(path: Path, error: ExportError) -> Problem:
-    """What is published is read as checkpoints are; its damage is no damage of a checkpoint."""
+    """What is published is read as checkpoints are; its damage is no damage of a checkpoint.
+
+    Raises:
+        CheckpointChanged: it is that: another machine removed what was listed.
+    """
+    if isinstance(error, CheckpointChanged):
+        raise error
     if isinstance(error, CorruptFile | TruncatedFile | MissingShard | UnsupportedFormat):
         error = VerificationError(error.message, cause=error.cause, hint=error.hint)
     return Problem(path, error)

@@ -93,7 +93,7 @@ class OtherBucket(Bucket):
 def s3_server() -> Iterator[str]:
     """The address of a server that has no buckets yet."""
     port = _free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-m", "tests.support.s3_emulator", "-H", "127.0.0.1", "-p", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             _await(f"http://127.0.0.1:{port}/moto-api/")
