@@ -242,6 +242,48 @@ def test_a_command_that_is_overtaken_anywhere(
     assert number > 5
 
 
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_what_another_shows_while_the_store_is_listed_is_not_published_again(
+    trainer: Trainer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listed: bool
+) -> None:
+    """A manifest moves from the name where it waits; a list has that name, or neither of the two."""
+    went_on(trainer, 40)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(ObjectWriter, "copy_if_there", _die)
+        incr(trainer, url)
+    list_, fetch, shown = ObjectWriter.below, ObjectWriter.fetch, list[str]()
+
+    def another_shows_it() -> None:
+        if not shown:
+            shown.append("")
+            shown[0] = incr(trainer, url).document["status"]
+
+    def listed(self: ObjectWriter, path: str, *rest: Any) -> Iterator[Any]:
+        found = list(list_(self, path, *rest))
+        if not is_listed and not shown:
+            another_shows_it()
+            found = [each for each in found if "manifest.json." not in each.key]
+        yield from found
+
+    def fetched(self: ObjectWriter, key: str, *rest: Any) -> Any:
+        if "manifest.json." in key:
+            another_shows_it()
+        return fetch(self, key, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectWriter, "below", listed)
+        patch.setattr(ObjectWriter, "fetch", fetched)
+        ran = incr(trainer, url)
+    assert shown == ["nothing_to_do"]
+    assert (ran.code, ran.document["status"]) == (0, "nothing_to_do"), ran.err
+    model = whole(url, tmp_path / "here")
+    assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
+
+
+def _die(*_: object) -> None:
+    raise Killed
+
+
 def test_other_contents_never_take_the_place_of_what_was_given_up(
     ranker: Path, ranker_graph: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

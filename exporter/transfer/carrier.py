@@ -87,6 +87,8 @@ class Carrier:
         """
         self.probe()
         before = self.head
+        if item.path == before.path and self._store.look(self._key(f"{item.path}/{MANIFEST_FILE}")):
+            raise PositionMoved(f"{self._url}/{item.path} was published while the store was listed")
         upload = Upload(item.path, item.digest, files_digest(item.manifest))
         key = self._key(_pending(item.path, item.digest))
         if before.given_up.get(item.path, upload.files) != upload.files:
@@ -151,7 +153,7 @@ class Carrier:
         self._show_holds()
 
     def finish(self, stored: StoredModel) -> bool:
-        """Reveal what a process had published that was killed then; True if there was anything to do.
+        """Reveal what a process had published that was killed then; True if the store is not as listed any more.
 
         Raises:
             PublishError, CheckpointError, ManifestError: the store cannot be written or read.
@@ -160,9 +162,9 @@ class Carrier:
         pending = _pending(head.path, head.manifest)
         if pending in stored.objects:
             found = self._store.fetch(self._key(pending), MAX_MANIFEST_BYTES)
-            if found is not None:
+            if found is not None:  # else another machine has revealed it since
                 self._reveal(item_of(head.path, found[0], f"{self._url}/{head.path}"))
-                return True
+            return True
         return self._show_holds()
 
     def probe(self) -> None:
