@@ -153,7 +153,7 @@ class Carrier:
         self._show_holds()
 
     def finish(self, stored: StoredModel) -> bool:
-        """Reveal what a process had published that was killed then; True if the store is not as listed any more.
+        """Reveal what a process had published that was killed then; True if `stored` is out of date then.
 
         Raises:
             PublishError, CheckpointError, ManifestError: the store cannot be written or read.
