@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 
 from exporter.storage import mirror
+from tests.support.budget import times
 from tests.support.commands import export_model
 from tests.support.forks import run_warm
 from tests.support.longest_first import longest_first
@@ -28,8 +29,8 @@ from tests.support.serving_models import write_models
 
 ROOT = Path(__file__).parent.parent
 
-# A slow machine is no failure: no test of ours is about time.
-hypothesis.settings.register_profile("export-model", deadline=None, print_blob=True)
+# A slow machine is no failure: no test of ours is about time. Each run draws other examples.
+hypothesis.settings.register_profile("export-model", deadline=None, print_blob=True, max_examples=times(50))
 hypothesis.settings.load_profile("export-model")
 
 

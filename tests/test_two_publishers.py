@@ -25,12 +25,15 @@ from exporter.storage.objects import ObjectWriter
 from exporter.transfer import carrier
 from exporter.transfer.head import Head, Upload
 from exporter.transfer.pull import pull
-from tests.support.budget import thorough
+from tests.support.budget import THOROUGH, thorough
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
 from tests.support.object_stores import Bucket
 from tests.support.publishers import BASE, Killed, counted_writes, lose_patience, published_to, whole
 from tests.support.remote_models import incr, went_on
+
+STRIDE = 1 if THOROUGH else 2
+"""A command is killed before every second write in the ordinary tests, and overtaken before the others."""
 
 
 @pytest.fixture
@@ -164,7 +167,7 @@ def test_a_command_that_is_killed_anywhere(
         _is_done(name, trainer, read_log(whole(url, here)))
         if name == "rollback":
             assert export_model("resume", url).code == 0
-        number += 1
+        number += STRIDE
     assert number > 5
 
 
@@ -220,7 +223,7 @@ def test_a_command_that_is_overtaken_anywhere(
     """Two of the same command: what both write lies at the same path."""
     prepare, command = COMMANDS[name]
     arguments = (command[0], url, *command[1:], "--json")
-    number, here = 0, tmp_path / "here"
+    number, here = STRIDE - 1, tmp_path / "here"
 
     def overtakes() -> None:
         assert export_model(*arguments).code == 0
@@ -238,7 +241,7 @@ def test_a_command_that_is_overtaken_anywhere(
             assert export_model("resume", url).code == 0
         if "" not in calls:
             break
-        number += 1
+        number += STRIDE
     assert number > 5
 
 
