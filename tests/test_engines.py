@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -28,8 +29,10 @@ from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.delta.merge_task import Merge, MergedRows
 from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.errors import EngineFailed, UsageError
-from exporter.jobs.engines import process
+from exporter.jobs.engines import beam, dask, process
 from exporter.jobs.engines.choose import choose_engine
+from exporter.jobs.engines.engine_options import require_room
+from exporter.jobs.engines.process import Asked
 from exporter.jobs.execute import OPERATIONS, decode, encode
 from exporter.jobs.task import Input
 from exporter.storage.output_directory import open_directory
@@ -77,6 +80,29 @@ def test_a_cluster_that_is_not_there() -> None:
     with pytest.raises(EngineFailed, match="ray gave up") as caught:
         decode(next(choose_engine("ray", 1, "127.0.0.1:1").run([b""]))).settle()
     assert "Connection refused" in caught.value.cause
+
+
+@pytest.mark.parametrize(
+    ("run", "option", "says"),
+    [
+        (dask.run, {"foo": "1"}, "Dask does not take --engine-option foo"),
+        (beam.run, {"stall": "soon"}, "stall=soon is no number of seconds"),
+        (beam.run, {"results": "hdfs://a/b"}, "hdfs://a/b"),
+    ],
+)
+def test_options_that_no_engine_follows(run: Any, option: dict[str, str], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        next(run(iter(()), Asked("any", options=option)))
+
+
+def test_options_that_ray_does_not_follow() -> None:
+    with pytest.raises(UsageError, match="Invalid option keyword nonsense"):
+        decode(next(choose_engine("ray", 1, "", {"nonsense": "1"}).run([b""]))).settle()
+    there = {"CPU": 2.0, "memory": 1e9}
+    require_room({"num_cpus": 2, "memory": 1e9, "resources": None, "max_retries": 3}, there)
+    for wanted in ({"num_cpus": 3}, {"num_gpus": 0.5}, {"resources": {"IO": 1}}):
+        with pytest.raises(UsageError, match="a task asks for"):
+            require_room(wanted, there)
 
 
 def expected(runs: EngineRuns) -> str:

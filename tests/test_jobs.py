@@ -75,6 +75,17 @@ def export(catalog: Catalog, out: Path, runner: Runner, cast: DType = DType.BFLO
     return write_variables(VariableMapping(catalog, sources), out, runner=runner)
 
 
+def test_another_version_goes_on_with_no_job_of_ours(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may write other bytes for the same task, and takes a receipt for what it would have written."""
+    task = Checksum(name="a", inputs=(Input.of(catalog.shards[0]),), ranges=(Range(0, 0, 1),))
+    plan = plan_digest([task])
+    assert plan_digest([task]) == plan
+    monkeypatch.setattr("exporter.jobs.runner.__version__", "99.0")
+    assert plan_digest([task]) != plan
+
+
 def assert_cast(report: VariablesReport) -> None:
     written = read_catalog(report.catalog.prefix)
     assert len(written.shards) == 12

@@ -162,6 +162,17 @@ def test_who_begins_while_it_is_removed_has_a_directory_of_its_own(tmp_path: Pat
     third.remove()
 
 
+def test_the_directory_of_all_jobs_goes_with_the_last_one(tmp_path: Path) -> None:
+    """But for one that a user named."""
+    for kept in (tmp_path / JOBS_DIRECTORY, tmp_path / "a user's"):
+        jobs = [kept_jobs.use(str(kept / plan)) for plan in (PLAN, PLAN[::-1])]
+        for job in jobs:
+            assert kept.exists()
+            job.remove()
+            kept_jobs.remove_abandoned(str(kept))
+        assert kept.exists() == (kept.name != JOBS_DIRECTORY)
+
+
 def test_jobs_in_a_store_are_swept_by_age(bucket: Bucket, trained: Path) -> None:
     """The store says when an object was written last; the clock is what the test moves."""
     model, plans = "models/tables", [PLAN, PLAN[::-1]]

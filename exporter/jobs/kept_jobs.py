@@ -20,7 +20,7 @@ from typing import Protocol
 
 from exporter.errors import ExportError
 from exporter.files import open_lock, remove_tree, still_at, try_lock, writing
-from exporter.layout import LOCK_FILE, RECEIPTS_DIRECTORY
+from exporter.layout import JOBS_DIRECTORY, LOCK_FILE, RECEIPTS_DIRECTORY
 from exporter.storage.objects import ObjectWriter, RemoteObject
 from exporter.storage.output_directory import open_directory
 from exporter.storage.url import Url
@@ -73,7 +73,10 @@ class _LocalJob:
 
 
 def _locked(path: Path) -> int | None:
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError:  # the directory of all jobs was removed meanwhile, being empty
+        path.mkdir(parents=True, exist_ok=True)
     try:
         lock = open_lock(path / LOCK_FILE)
     except FileNotFoundError:
@@ -118,11 +121,17 @@ def abandoned_jobs(kept: Path) -> Iterator[Path]:
 
 
 def remove_abandoned_jobs(kept: Path, now: float | None = None) -> None:
-    """Remove them, as far as that is possible. Concurrent calls do no harm."""
+    """Remove them, as far as that is possible, and the directory of all if it is ours and empty.
+
+    Concurrent calls do no harm.
+    """
     for path in _directories(kept):
         with suppress(OSError):
             if _is_abandoned(path, now):
                 _is_free(path, remove=True)
+    if kept.name == JOBS_DIRECTORY:
+        with suppress(OSError):
+            kept.rmdir()
 
 
 def remove_abandoned(kept: str, now: float | None = None) -> None:

@@ -30,8 +30,8 @@ from exporter.progress import NoProgress, Progress
 from exporter.storage import mirror
 from exporter.storage.mirror import Mirror
 from exporter.storage.output_directory import Directory, StoreDirectory, open_directory
+from exporter.version import __version__
 
-_FORMAT = 1
 _LOOKS = 16  # receipts that are asked for at a time
 
 
@@ -171,8 +171,11 @@ LOCAL = Runner()
 
 
 def plan_digest(tasks: Sequence[Task]) -> str:
-    """Lower-case SHA-256 of a plan: equal for equal inputs, options and divisions alone."""
-    digest = hashlib.sha256(b"%d\n" % _FORMAT)
+    """Lower-case SHA-256 of a plan: equal for equal inputs, options and divisions alone.
+
+    Another version of this program may write other bytes for the same task, and goes on with none of ours.
+    """
+    digest = hashlib.sha256(f"{__version__}\n".encode())
     for task in tasks:
         digest.update(task.operation.encode() + b" " + msgspec.json.encode(task) + b"\n")
     return digest.hexdigest()

@@ -14,6 +14,7 @@ from os import urandom
 
 from exporter.errors import EngineFailed, ExportError
 from exporter.jobs.engines.beam_pipeline import OUTCOMES, Pipeline, put_works
+from exporter.jobs.engines.engine_options import place, seconds
 from exporter.jobs.engines.process import Asked
 from exporter.storage.output_directory import open_directory
 
@@ -25,8 +26,8 @@ _LOOK_S = 0.2
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     """See `ProcessEngine`."""
     options = dict(asked.options)
-    stall_s = float(options.pop("stall", "900"))
-    results = options.pop("results", "")
+    stall_s = seconds("stall", options.pop("stall", "900"))
+    results = place("results", options.pop("results", ""))
     directory = open_directory(f"{results or asked.files}/{urandom(8).hex()}")
     count, seen, came = put_works(directory, works), set[str](), time.monotonic()
     pipeline = Pipeline(directory.place, asked.cores, asked.address, options)
@@ -49,7 +50,10 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
 
 def _given_up(error: BaseException | None, stall_s: float, results: str) -> EngineFailed:
     if error is not None:
-        found = EngineFailed("the pipeline of Beam failed", cause=f"{type(error).__name__}: {error}")
+        said = str(error).strip().splitlines()  # of a worker's the whole traceback, the error last
+        found = EngineFailed(
+            "the pipeline of Beam failed", cause=f"{type(error).__name__}: {''.join(said[-1:])}"
+        )
     else:
         found = EngineFailed(
             f"no task of the pipeline of Beam was done for {stall_s:g} s: it hangs, or a task takes longer",

@@ -11,23 +11,29 @@ from contextlib import ExitStack
 from typing import Any
 
 from exporter.jobs.engines.bundles import Bundles, execute_all
+from exporter.jobs.engines.engine_options import require_known
 from exporter.jobs.engines.process import Asked
 
 LIBRARY = "distributed"
 
+_OPTIONS = {"allow_other_workers", "fifo_timeout", "priority", "resources", "retries", "workers"}
+_NO_WORKER = {"distributed.scheduler.no-workers-timeout": "60s"}  # for what no worker may do; else for ever
 _AHEAD = 16  # calls for each thread of a worker that are given to Dask: enough to keep it busy
 
 
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     """See `ProcessEngine`."""
-    import distributed as dask
-
     options = {"retries": 3, **asked.values()}
+    require_known("Dask", options, _OPTIONS)
+    import distributed as dask
+    from dask.config import set as dask_settings
+
     with ExitStack() as stack:
         scheduler: Any = asked.address
         if not scheduler:
             own = {"host": "127.0.0.1", "dashboard_address": None, "silence_logs": logging.CRITICAL}
             own |= {"n_workers": asked.cores, "threads_per_worker": 1, "local_directory": asked.files}
+            stack.enter_context(dask_settings(_NO_WORKER))
             scheduler = stack.enter_context(dask.LocalCluster(**own))
         client = stack.enter_context(dask.Client(scheduler))
         threads = sum(client.nthreads().values())

@@ -11,6 +11,8 @@ import socket
 from collections.abc import Generator, Iterator
 from typing import Any
 
+from exporter.errors import UsageError
+from exporter.jobs.engines.engine_options import require_room
 from exporter.jobs.engines.process import Asked
 from exporter.jobs.execute import execute
 
@@ -35,8 +37,14 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
         socket.create_connection((host, int(port)), _CONNECT_S).close()  # Ray itself would try for ever
     import ray
 
+    options = {"max_retries": 3, **asked.values()}
+    try:
+        call = ray.remote(**options)(execute)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"Ray does not take these --engine-option: {error}") from error
     ray.init(asked.address or "local", log_to_driver=False, logging_level="ERROR", **own)
-    call = ray.remote(**{"max_retries": 3, **asked.values()})(execute)
+    if own:
+        require_room(options, ray.cluster_resources())
     ahead = (asked.workers if asked.address else 0) or _AHEAD * int(ray.cluster_resources().get("CPU", 1))
     pending: list[Any] = []
     try:

@@ -1,0 +1,59 @@
+"""Refuse options that an engine cannot follow before it has begun: it would say so late, or wait for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from exporter.errors import UsageError
+from exporter.local_paths import local_name
+from exporter.storage.url import Url
+
+
+def require_known(engine: str, options: Collection[str], known: Collection[str]) -> None:
+    """Refuse names that are none of an engine's.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if unknown := set(options) - set(known):
+        raise UsageError(
+            f"{engine} does not take --engine-option {', '.join(sorted(unknown))}",
+            hint=f"its options are {', '.join(sorted(known))}",
+        )
+
+
+def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None:
+    """Refuse what no machine of Ray's has.
+
+    Raises:
+        UsageError: a task asks for more than there is.
+    """
+    wanted = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), "memory": options.get("memory")}
+    for name, amount in {**wanted, **(options.get("resources") or {})}.items():
+        if amount and amount > there.get(name, 0):
+            raise UsageError(
+                f"a task asks for {amount:g} of Ray's {name}, and this machine has {there.get(name, 0):g}",
+                hint="ask for less in --engine-option, or name a cluster that has it: --engine-address",
+            )
+
+
+def seconds(name: str, text: str) -> float:
+    """An option that is a time.
+
+    Raises:
+        UsageError: it is no number.
+    """
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UsageError(f"--engine-option {name}={text} is no number of seconds") from error
+
+
+def place(name: str, text: str) -> str:
+    """An option that is a directory, or the URL of an object store.
+
+    Raises:
+        UsageError: it is another URL.
+    """
+    return text if Url.parse(text) is not None else local_name(f"--engine-option {name}", text)
