@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -153,3 +156,21 @@ def test_how_often_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BrokenOff):
         again(breaks_off)
     assert len(asked) == 4
+
+
+def test_a_command_ends_when_it_is_told_to_while_the_store_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is about a minute until a request is given up: an orchestrator kills what does not end before."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+            monkeypatch.setenv(name, "tests")
+        command = [sys.executable, "-m", "exporter", "pull", "s3://models/ranker", str(tmp_path), "--watch"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                silent.accept()
+                process.terminate()
+                assert process.wait(40) == 130
+            finally:
+                process.kill()

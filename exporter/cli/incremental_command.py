@@ -173,7 +173,7 @@ def exported(
         bytes_compared=done.compared_bytes,
         seconds=round(done.seconds, 4),
         warnings=[warning.message for warning in done.warnings],
-        notified=[] if done.published is None else servers.notify(plan.log.model.name),
+        notified=[] if done.published is None else servers.notify(plan.log.model.name, done.at.position),
         new_base=None if based is None else str(based.published.path),
     )
     lines = list(_plan_lines(plan))

@@ -43,16 +43,16 @@ class Servers(Struct, frozen=True):
 
         channel_credentials(self.access)
 
-    def notify(self, model: str) -> list[Notified]:
-        """Bring each as far as what is published and the hold allow, all at the same time."""
+    def notify(self, model: str, position: int) -> list[Notified]:
+        """Bring each to this position, which is published, or as far as the hold allows, all at one time."""
         if not self.addresses:
             return []
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(min(_AT_A_TIME, len(self.addresses))) as pool:
-            return list(pool.map(partial(self._notify, model), self.addresses))
+            return list(pool.map(partial(self._notify, model, position), self.addresses))
 
-    def _notify(self, model: str, address: str) -> Notified:
+    def _notify(self, model: str, published: int, address: str) -> Notified:
         from serving.client import ModelClient
         from serving.updates import update
 
@@ -69,6 +69,8 @@ class Servers(Struct, frozen=True):
             position = done.position
             if done.is_stuck:
                 problem = done.status
+            elif done.word == "current" and position < published:
+                problem = "nothing newer is in the directory that it reads: a copy, perhaps, that lags"
         except CallFailed as error:
             problem = error.cause or error.message
         except ExportError as error:

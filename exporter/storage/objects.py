@@ -116,7 +116,7 @@ class ObjectReader:
 
         with asking(self.url, key):
             try:
-                return _object(obstore.head(self._store, key))
+                return _object(again(lambda: obstore.head(self._store, key)))
             except (FileNotFoundError, obstore.exceptions.NotFoundError):
                 return None
 

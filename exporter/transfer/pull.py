@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -35,6 +37,7 @@ from exporter.publish.hold import Hold
 from exporter.publish.retention import move_away
 from exporter.publish.staging import Staging
 from exporter.storage.objects import ObjectWriter, RemoteObject
+from exporter.storage.requests import PART_BYTES
 from exporter.storage.url import Url
 from exporter.transfer.head import Head, Upload, fetch_head, files_digest, recall, remember
 from exporter.transfer.items import (
@@ -52,6 +55,8 @@ from exporter.transfer.superseded import superseded
 from exporter.transfer.taken_back import TakenBack, is_of_a_canary, is_restoration
 
 _LOCK_SECONDS = 5.0
+_AHEAD = 8
+"""Small publications that are fetched at one time."""
 
 
 class Pulled(Struct, frozen=True):
@@ -195,17 +200,46 @@ class _Pull:
         """Publish what is missing here; what of the store is not whole yet ends it: order matters."""
         self._sweep({item.digest for item in wanted})
         self._set_holds()
-        with progress("fetching", sum(item.bytes_ for item in wanted)) as bar:
-            for number, item in enumerate(wanted):
-                files = files_of(self._stored, item)
-                if files is None:
-                    return tuple(each.path for each in wanted[number:])
-                staged = self._staged(item, files, bar)
+        whole = dict[str, dict[str, RemoteObject]]()
+        for item in wanted:
+            files = files_of(self._stored, item)
+            if files is None:
+                break
+            whole[item.path] = files
+        coming, left = wanted[: len(whole)], wanted[len(whole) :]
+        size = sum(item.bytes_ for item in wanted)
+        with progress("fetching", size) as bar, self._ahead(coming, whole, bar) as staged:
+            for item in coming:
+                path = staged(item)
                 self._announce(item)
-                self._publish(item, staged)
+                self._publish(item, path)
                 self.here[item.path] = item
                 self._fetched.append(item)
-        return ()
+        return tuple(item.path for item in left)
+
+    @contextmanager
+    def _ahead(
+        self, items: list[Item], whole: dict[str, dict[str, RemoteObject]], bar: Progress
+    ) -> Iterator[Callable[[Item], Path]]:
+        """Fetch small publications, as most deltas are, while those before them are fetched and published:
+        requests take their time, and a copy may lag a thousand deltas behind. What is large comes in parts.
+        """
+        with ThreadPoolExecutor(_AHEAD, "ahead") as pool:
+            tasks = {
+                item.path: pool.submit(self._staged, item, whole[item.path], bar)
+                for item in items
+                if item.bytes_ <= PART_BYTES
+            }
+
+            def staged(item: Item) -> Path:
+                task = tasks.get(item.path)
+                return self._staged(item, whole[item.path], bar) if task is None else task.result()
+
+            try:
+                yield staged
+            finally:
+                for task in tasks.values():
+                    task.cancel()
 
     def _has(self, item: Item) -> bool:
         ours = self.here.get(item.path)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -15,6 +16,7 @@ from exporter.transfer.pull import LocalCopy
 from exporter.transfer.push import parse
 from serving.agent.journal import Event, Journal, What
 from serving.agent.publications import Model
+from serving.optional_libraries import require_libraries
 
 
 class Fetched(Struct, frozen=True):
@@ -81,8 +83,11 @@ def pullers_of(
     """Who fetches, by the models' names; the name may be left out where there is one model.
 
     Raises:
-        UsageError: an option names no model, or one twice, or no URL of a model.
+        UsageError: an option names no model, or one twice, or no URL of a model; two models would be fetched
+            into one directory; the library that reads stores is not installed.
     """
+    if options:
+        require_libraries("stores", "--pull", "obstore")
     found: dict[str, str] = {}
     for text in options:
         name, separator, url = text.partition("=")
@@ -94,11 +99,14 @@ def pullers_of(
                 hint="--pull NAME=URL, with a NAME of --model-base-path",
             )
         found[name] = str(parse(url))
-    return {
-        model.name: Puller(model, found[model.name], journal, poll_s)
-        for model in models
-        if model.name in found
-    }
+    fetched = [model for model in models if model.name in found]
+    for model, other in pairwise(sorted(fetched, key=lambda model: model.path)):
+        if model.path == other.path:
+            raise UsageError(
+                f"--pull fetches {model.name} and {other.name} into one directory, {model.path}",
+                hint="give each its own: --model-base-path NAME=DIR",
+            )
+    return {model.name: Puller(model, found[model.name], journal, poll_s) for model in fetched}
 
 
 @contextmanager

@@ -22,6 +22,11 @@ def test_servers_follow_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
     pull(url, copy)
     version = int(read_log(copy).base.path.name)
     server = Server(copy).start()
+    published.train()
+    ran = export_model(*published.arguments(), "--notify", server.address, "--json")
+    (notified,) = ran.document["notified"]
+    assert notified["position"] < ran.document["position"]
+    assert "nothing newer" in notified["problem"], "nobody has fetched it into the server's copy"
     with agent(copy, server.address, more=("--pull", url, "--poll-seconds", "0.2")) as running:
         for _ in range(3):
             newest = published.publish()
@@ -72,6 +77,15 @@ def test_what_cannot_be_fetched_is_a_usage_error(
     ran = run_app(cli.app, *arguments, *options)
     assert ran.code == 2, ran.err
     assert message in ran.error["message"]
+
+
+def test_two_models_are_not_fetched_into_one_directory(tmp_path: Path) -> None:
+    from serving import cli
+
+    models = ("--model-base-path", f"a={tmp_path}/m", "--model-base-path", f"b={tmp_path}/m")
+    pulls = ("--pull", "a=s3://models/a", "--pull", "b=s3://models/b")
+    ran = run_app(cli.app, "agent", *models, *pulls, "--target", "127.0.0.1:1", "--json")
+    assert (ran.code, "into one directory" in ran.error["message"]) == (2, True), ran.err
 
 
 def test_a_canarys_hold_on_the_copy_stays(bucket: Bucket, tmp_path: Path) -> None:
