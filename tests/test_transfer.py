@@ -388,6 +388,7 @@ def test_merged_away_while_it_is_pulled(
     """Another machine merges, and removes the parts, before the pull's `call`-th read: it looks again."""
     pushed(machine.model, url)
     merge(machine.model)
+    monkeypatch.setattr(pulling, "_AHEAD", 1)  # one read after the other
     real, calls = ObjectReader.read, count(1)
 
     def read(self: ObjectReader, *rest: Any) -> memoryview:
