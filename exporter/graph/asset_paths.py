@@ -9,12 +9,12 @@ variable, and whatever runs at a request reads it there:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 
 from exporter.graph.inference_graph import Asset
+from exporter.graph.new_nodes import free_name, new_node
 from exporter.graph.nodes import data_inputs, endpoint
 from exporter.graph.reach import reach
-from exporter.graph.resource_variables import free_name
-from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -34,13 +34,15 @@ def remember_paths(
     assignments = []
     for path in needed:
         handle = free_name(nodes, f"{path}/path")
-        nodes[handle] = _variable(handle)
+        nodes[handle] = new_node(
+            handle, "VarHandleOp", dtype=DType.STRING, shape=(), shared_name=handle.encode()
+        )
         read = free_name(nodes, f"{handle}/ReadVariableOp")
         for name in served:
             _replace_input(nodes[name], path, read)
-        nodes[read] = _typed(protos.NodeDef(name=read, op="ReadVariableOp", input=[handle]))
+        nodes[read] = new_node(read, "ReadVariableOp", [handle], dtype=DType.STRING)
         assign = free_name(nodes, f"{handle}/Assign")
-        nodes[assign] = _typed(protos.NodeDef(name=assign, op="AssignVariableOp", input=[handle, path]))
+        nodes[assign] = new_node(assign, "AssignVariableOp", [handle, path], dtype=DType.STRING)
         assignments.append(assign)
     return assignments
 
@@ -59,8 +61,7 @@ def _part_from_loading(
             if name in served and name not in changed and _sources(nodes[name]) & changed:
                 changed.add(name)
                 copies[name] = free_name(nodes, f"{name}/at_load")
-                nodes[copies[name]] = protos.NodeDef()
-                nodes[copies[name]].CopyFrom(nodes[name])
+                nodes[copies[name]] = deepcopy(nodes[name])
                 nodes[copies[name]].name = copies[name]
                 pending = True
     for name in [*copies.values(), *(name for name in loading if name not in served)]:
@@ -77,15 +78,3 @@ def _replace_input(node: Proto, source: str, replacement: str) -> None:
         tensor = endpoint(text)
         if tensor.node == source and tensor.output >= 0:
             node.input[position] = tensor._replace(node=replacement).as_input
-
-
-def _variable(name: str) -> Proto:
-    handle = _typed(protos.NodeDef(name=name, op="VarHandleOp"))
-    handle.attr["shape"].shape.SetInParent()
-    handle.attr["shared_name"].s = name.encode()
-    return handle
-
-
-def _typed(node: Proto) -> Proto:
-    node.attr["dtype"].type = int(DType.STRING)
-    return node

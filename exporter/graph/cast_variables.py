@@ -8,13 +8,14 @@ forwarding nodes and into functions, of which specialised copies are made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 
 from msgspec import Struct
 
 from exporter.errors import MappingError
 from exporter.graph.function_ops import CALLS, LOOPS
 from exporter.wire.dtypes import DType
-from exporter.wire.protos import Proto, message_class
+from exporter.wire.protos import Proto
 
 _READS = {"ReadVariableOp": "value", "ResourceGather": "output", "ResourceGatherNd": "output"}
 _INDIFFERENT = {"VariableShape", "VarIsInitializedOp", "DisableCopyOnRead"}
@@ -105,8 +106,7 @@ class _Library:
         """A copy of function `name` whose handle arguments, by index, are cast."""
         key = (name, tuple(sorted(casts.items())))
         if key not in self.copies:
-            copy = message_class("FunctionDef")()
-            copy.CopyFrom(self.functions[name])
+            copy = deepcopy(self.functions[name])
             copy.signature.name = self.copies[key] = self._free_name(name)
             arguments = copy.signature.input_arg
             _rewrite(_FunctionBody(copy), {arguments[i].name: cast for i, cast in casts.items()}, self)

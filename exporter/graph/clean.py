@@ -9,6 +9,7 @@ an iteration of TF1 control flow stay (see `control_flow`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
 
 from msgspec import Struct
 
@@ -21,10 +22,11 @@ from exporter.graph.feeds import cut_inputs, fix_constants, pipeline_batches, se
 from exporter.graph.functions import mutating, served_library
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.mutable_tables import graph_tables
+from exporter.graph.new_nodes import free_name
 from exporter.graph.nodes import Endpoint, GraphIndex, endpoint, shape_of
 from exporter.graph.partition import lookup_strategies
 from exporter.graph.reach import Reached, check_acyclic, reach
-from exporter.graph.resource_variables import free_name, gather_rows, graph_variables, use_resource_variables
+from exporter.graph.resource_variables import gather_rows, graph_variables, use_resource_variables
 from exporter.graph.servable import check_reads, check_servable
 from exporter.graph.signatures import rename_tensors, signature_tensors, tensor_names
 from exporter.graph.source_graph import SourceGraph
@@ -212,8 +214,7 @@ def _copies(nodes: Mapping[str, Proto], needed: Reached) -> dict[str, Proto]:
     kept = {}
     for name, node in nodes.items():
         if name in needed.inputs:
-            kept[name] = protos.NodeDef()
-            kept[name].CopyFrom(node)
+            kept[name] = deepcopy(node)
             kept[name].input[:] = needed.inputs[name]
     return kept
 
@@ -267,8 +268,7 @@ def _served_signature(
 
     If the graph answers one size only, that is what its batched tensors say.
     """
-    served = protos.SignatureDef()
-    served.CopyFrom(signature)
+    served = deepcopy(signature)
     batch_sizes = set()
     for role, _, info in signature_tensors(served):
         for text in tensor_names(info):

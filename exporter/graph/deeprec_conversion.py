@@ -30,6 +30,7 @@ from exporter.graph.deeprec_parts import parted_lookups, uses_default
 from exporter.graph.deeprec_stages import read_through_stages
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.keys import collected_variables
+from exporter.graph.new_nodes import free_name, new_node, put_nodes
 from exporter.graph.nodes import (
     Endpoint,
     GraphIndex,
@@ -43,11 +44,9 @@ from exporter.graph.nodes import (
     through_identities,
 )
 from exporter.graph.reach import all_before
-from exporter.graph.resource_variables import free_name
 from exporter.graph.signatures import signature_tensors, tensor_names
 from exporter.graph.table_lookup import Lookup, lookup_nodes
 from exporter.tables.geometry import PARTS
-from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -188,12 +187,15 @@ class _Conversion:
             variable.name, (seeds, rows, keys, values), key_dtype, value_dtype, dim, defaults.rows
         )
         for made in table.variables:
-            node = protos.NodeDef(name=made.node, op="VarHandleOp")
-            node.attr["dtype"].type = int(made.dtype)
-            node.attr["shared_name"].s = made.node.encode()
-            for size in made.shape:
-                node.attr["shape"].shape.dim.add(size=size)
-            self.handles.append(node)
+            self.handles.append(
+                new_node(
+                    made.node,
+                    "VarHandleOp",
+                    dtype=made.dtype,
+                    shape=made.shape,
+                    shared_name=made.node.encode(),
+                )
+            )
         return table
 
     def _initialisers(self, variable: _EmbeddingVariable) -> Iterator[Proto]:
@@ -223,10 +225,8 @@ def _place(graph_def: Proto, conversion: _Conversion) -> None:
     placed = list(conversion.handles)
     for node in graph_def.node:
         placed += conversion.before.get(node.name, [])
-        placed.append(protos.NodeDef())
-        placed[-1].CopyFrom(node)
-    del graph_def.node[:]
-    graph_def.node.extend(placed)
+        placed.append(node)
+    put_nodes(graph_def.node, placed)
 
 
 def _embedding_variables(meta_graph: Proto, index: GraphIndex) -> dict[str, _EmbeddingVariable]:

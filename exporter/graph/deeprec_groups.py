@@ -19,10 +19,12 @@ tensorflow/core/kernels/group_embedding/group_embedding_lookup{,_sparse_forward}
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
+from exporter.graph.new_nodes import constant, free_name, new_node, put_nodes
 from exporter.graph.nodes import (
     Endpoint,
     GraphIndex,
@@ -33,12 +35,9 @@ from exporter.graph.nodes import (
     data_inputs,
     endpoint,
 )
-from exporter.graph.resource_variables import free_name
 from exporter.graph.signatures import signature_tensors, tensor_names
-from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
-from exporter.wire.tensor_proto import fill
 
 _SPARSE = {"GroupEmbeddingVarLookup": True, "GroupVariableLookup": False}
 """Whether the tables are embedding variables; ids are the values of sparse tensors."""
@@ -64,13 +63,10 @@ def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[s
     names, placed = {*index.nodes}, list[Proto]()
     for node in meta_graph.graph_def.node:
         if node.name in groups:
-            parts = _Parts(groups[node.name], names)
-            placed += parts.nodes()
+            placed += _Parts(groups[node.name], names).nodes()
         else:
-            placed.append(protos.NodeDef())
-            placed[-1].CopyFrom(node)
-    del meta_graph.graph_def.node[:]
-    meta_graph.graph_def.node.extend(placed)
+            placed.append(node)
+    put_nodes(meta_graph.graph_def.node, placed)
     _describe(meta_graph)
     return GraphIndex.of(meta_graph)
 
@@ -179,10 +175,8 @@ class _Parts:
             self._one = self._constant("one", np.array(1, np.int32))
             self._last = self._constant("last", np.array(-1, np.int32))
         rows = [self._lookup(number) for number in range(group.count)]
-        last = protos.NodeDef(name=group.node.name, op="IdentityN", input=rows)
-        last.input.extend(f"^{name}" for name in control_inputs(group.node))
-        last.attr["T"].list.type.extend([int(group.dtype)] * group.count)
-        return [*self._made, last]
+        types, after = (group.dtype,) * group.count, control_inputs(group.node)
+        return [*self._made, new_node(group.node.name, "IdentityN", rows, after=after, T=types)]
 
     def _lookup(self, number: int) -> str:
         """The rows of one table, combined where its ids are sparse."""
@@ -231,15 +225,15 @@ class _Parts:
         return self._add(name, "ExpandDims", tensor, self._last, T=dtype, Tdim=DType.INT32)
 
     def _constant(self, name: str, value: np.ndarray) -> str:
-        made = self._add(name, "Const", dtype=DType.of(value.dtype.name))
-        fill(self._made[-1].attr["value"].tensor, value)
-        return made
+        return self._put(constant(self._free(name), value, DType.of(value.dtype.name)))
 
-    def _add(self, name: str, op: str, *inputs: str, **types: DType) -> str:
-        name = free_name(self._names, f"{self._group.node.name}/{name}")
-        self._names.add(name)
-        node = protos.NodeDef(name=name, op=op, input=inputs)
-        for key, dtype in types.items():
-            node.attr[key].type = int(dtype)
+    def _add(self, name: str, op: str, *inputs: str, **attrs: Any) -> str:
+        return self._put(new_node(self._free(name), op, inputs, **attrs))
+
+    def _free(self, name: str) -> str:
+        return free_name(self._names, f"{self._group.node.name}/{name}")
+
+    def _put(self, node: Proto) -> str:
+        self._names.add(node.name)
         self._made.append(node)
-        return name
+        return str(node.name)

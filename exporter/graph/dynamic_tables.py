@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 
 from msgspec.structs import replace
 
@@ -11,7 +12,6 @@ from exporter.graph.inference_graph import GraphDynamicTable, GraphVariable, Inf
 from exporter.graph.nodes import shape_proto
 from exporter.tables.geometry import TableGeometry
 from exporter.tables.lookup import set_sizes
-from exporter.wire import protos
 
 
 def with_table_shapes(graph: InferenceGraph, shapes: Mapping[str, tuple[int, ...]]) -> InferenceGraph:
@@ -24,8 +24,7 @@ def with_table_shapes(graph: InferenceGraph, shapes: Mapping[str, tuple[int, ...
     """
     if not graph.dynamic_tables:
         return graph
-    meta_graph = protos.MetaGraphDef()
-    meta_graph.CopyFrom(graph.meta_graph)
+    meta_graph = deepcopy(graph.meta_graph)
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     variables, geometries = list[GraphVariable](), {}
     for table in graph.dynamic_tables:

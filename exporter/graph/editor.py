@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from exporter.graph.functions import reachable
+from exporter.graph.new_nodes import new_node, put_nodes
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.tensor_proto import fill
@@ -67,11 +68,9 @@ class GraphEditor(Struct):
         **attrs: Any,
     ) -> str:
         """Add a node and return its name, which is its first output; `after` names control inputs."""
-        node = self.graph_def.node.add(name=f"{self.scope}/{self._spell(name)}", op=op, device=device)
-        node.input.extend([*inputs, *(f"^{other}" for other in after)])
-        for key, value in attrs.items():
-            _set_attr(node.attr[key], value)
-        return str(node.name)
+        full = f"{self.scope}/{self._spell(name)}"
+        self.graph_def.node.append(new_node(full, op, inputs, after=after, device=device, **attrs))
+        return full
 
     def constant(self, name: str, value: Any, dtype: DType) -> str:
         """Add a constant."""
@@ -114,7 +113,7 @@ class GraphEditor(Struct):
             device=device,
             Tin=function.inputs,
             Tout=function.outputs,
-            f=_Function(function.name),
+            f=function.name,
             config_proto=_as_written_config() if function.as_written else b"",
         )
         return [f"{node}:{index}" if index else node for index in range(len(function.outputs))]
@@ -175,10 +174,6 @@ class PlacedFunction(Struct, frozen=True):
     as_written: bool
 
 
-class _Function(Struct, frozen=True):
-    name: str
-
-
 def _merge_constants(function: Proto) -> None:
     """Keep one node of those that are the same constant: what is traced has one for each place."""
     kept: dict[bytes, str] = {}
@@ -197,9 +192,7 @@ def _merge_constants(function: Proto) -> None:
             node.input[index] = _with_producer(reference, merged)
     for name, reference in dict(function.ret).items():  # a map that is written to must not be iterated over
         function.ret[name] = _with_producer(reference, merged)
-    kept_nodes = [type(node).FromString(node.SerializeToString()) for node in nodes]
-    del function.node_def[:]
-    function.node_def.extend(kept_nodes)
+    put_nodes(function.node_def, nodes)
 
 
 def _with_producer(reference: str, renamed: Mapping[str, str]) -> str:
@@ -274,24 +267,3 @@ def _rename_called(node: Proto, renames: Mapping[str, str]) -> None:
 
 def _renamed(name: str, renames: Mapping[str, str]) -> str:
     return renames.get(name) or _BORROWED.sub("", name)
-
-
-def _set_attr(attr: Proto, value: Any) -> None:
-    if isinstance(value, DType):
-        attr.type = int(value)
-    elif isinstance(value, bool):
-        attr.b = value
-    elif isinstance(value, int):
-        attr.i = value
-    elif isinstance(value, bytes):
-        attr.s = value
-    elif isinstance(value, _Function):
-        attr.func.name = value.name
-    elif isinstance(value, tuple) and all(isinstance(item, DType) for item in value) and value:
-        attr.list.type.extend(map(int, value))
-    elif isinstance(value, tuple):
-        attr.shape.SetInParent()
-        for size in value:
-            attr.shape.dim.add(size=-1 if size is None else size)
-    else:
-        attr.tensor.CopyFrom(value)

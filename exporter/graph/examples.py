@@ -23,10 +23,8 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.errors import UsageError
-from exporter.graph.feeds import constant
+from exporter.graph.new_nodes import constant, free_name, new_node
 from exporter.graph.nodes import Endpoint, GraphIndex, endpoint, shape_proto
-from exporter.graph.resource_variables import free_name
-from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -247,12 +245,11 @@ class _Nodes:
         self._scope = free_name(self._names, "parse_examples")
 
     def add_parsing(self, sparse: list[_Resolved], dense: list[_Resolved]) -> ExampleParser:
-        examples = self._add("Placeholder", free_name(self._names, "examples"), [])
-        examples.attr["dtype"].type = int(DType.STRING)
-        examples.attr["shape"].shape.CopyFrom(shape_proto((-1,)))
+        name = free_name(self._names, "examples")
+        examples = self._put(new_node(name, "Placeholder", dtype=DType.STRING, shape=(-1,)))
         inputs = [examples.name, *(self._strings(*one) for one in _keys(sparse, dense))]
         inputs += [self._constant("default", item.default, item.dtype) for item in dense]
-        node = self._add("ParseExampleV2", f"{self._scope}/ParseExampleV2", inputs)
+        node = self._put(new_node(f"{self._scope}/ParseExampleV2", "ParseExampleV2", inputs))
         _describe_outputs(node, sparse, dense)
         count, parsed = len(sparse), dict[Endpoint, Endpoint]()
         for at, item in enumerate(sparse):  # all indices come first, then all values, then all shapes
@@ -272,11 +269,11 @@ class _Nodes:
     ) -> Endpoint:
         """An Identity that is named after the feature, or a Cast; it tells type and shape to whoever asks."""
         leaf = re.sub(r"[^A-Za-z0-9_./-]", "_", item.feature.name)
-        op = "Identity" if stored is wanted else "Cast"
-        node = self._add(op, free_name(self._names, f"{self._scope}/{leaf}"), [source.as_input])
-        types = {"T": wanted} if op == "Identity" else {"SrcT": stored, "DstT": wanted}
-        for name, dtype in types.items():
-            node.attr[name].type = int(dtype)
+        name = free_name(self._names, f"{self._scope}/{leaf}")
+        if stored is wanted:
+            node = self._put(new_node(name, "Identity", [source.as_input], T=wanted))
+        else:
+            node = self._put(new_node(name, "Cast", [source.as_input], SrcT=stored, DstT=wanted))
         node.attr["_output_shapes"].list.shape.append(shape_proto(shape))
         return Endpoint(node.name, 0)
 
@@ -287,9 +284,6 @@ class _Nodes:
     def _constant(self, role: str, value: np.ndarray[Any, Any], dtype: DType) -> str:
         name = free_name(self._names, f"{self._scope}/{role}")
         return str(self._put(constant(name, value, dtype)).name)
-
-    def _add(self, op: str, name: str, inputs: list[str]) -> Proto:
-        return self._put(protos.NodeDef(name=name, op=op, input=inputs))
 
     def _put(self, node: Proto) -> Proto:
         self._graph_def.node.append(node)

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from exporter.errors import UsageError
+from exporter.graph.new_nodes import constant, free_name, new_node
 from exporter.graph.nodes import Endpoint, GraphIndex, attr_dtype, shape_proto
-from exporter.graph.resource_variables import free_name
-from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -102,20 +101,6 @@ def _shown(shape: tuple[int, ...] | None) -> str:
     return "any" if shape is None else "[" + ", ".join("?" if size < 0 else str(size) for size in shape) + "]"
 
 
-def constant(name: str, value: np.ndarray, dtype: DType) -> Proto:
-    """A Const node."""
-    node = protos.NodeDef(name=name, op="Const")
-    node.attr["dtype"].type = int(dtype)
-    tensor = node.attr["value"].tensor
-    tensor.dtype = int(dtype)
-    tensor.tensor_shape.CopyFrom(shape_proto(value.shape))
-    if dtype is DType.STRING:
-        tensor.string_val.extend(value.ravel())
-    else:
-        tensor.tensor_content = np.ascontiguousarray(value).tobytes()
-    return node
-
-
 def fix_constants(index: GraphIndex, nodes: dict[str, Proto], feeds: Mapping[str, np.ndarray]) -> None:
     """Put constants in the place of placeholders, in place."""
     for name, value in feeds.items():
@@ -137,8 +122,7 @@ def cut_inputs(
         name = free_name(
             nodes, re.sub(r"[^A-Za-z0-9_./-]", "_", alias).lstrip("_/-") or f"{tensor.node}/input"
         )
-        nodes[name] = protos.NodeDef(name=name, op="Placeholder")
-        nodes[name].attr["dtype"].type = int(index.dtype(tensor))
+        nodes[name] = new_node(name, "Placeholder", dtype=index.dtype(tensor))
         nodes[name].attr["shape"].shape.CopyFrom(shape_proto(served_shape(index, tensor)))
         replaced[tensor] = Endpoint(name, 0)
     return replaced

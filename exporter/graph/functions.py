@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 
 from exporter.errors import GraphError
 from exporter.graph.constant_tables import constant_fills, fill_before_use
 from exporter.graph.control_flow import ENTERS, SWITCHES
+from exporter.graph.new_nodes import put_nodes
 from exporter.graph.resource_variables import gather_rows
 from exporter.graph.servable import called_functions, changes_state, check_body, check_reads
 from exporter.wire import protos
@@ -124,8 +126,7 @@ def _prune_reachable(
 
 def without_placement(function: Proto) -> Proto:
     """A copy of a function without devices and colocation."""
-    copy = protos.FunctionDef()
-    copy.CopyFrom(function)
+    copy = deepcopy(function)
     for node in copy.node_def:
         node.device = ""
         node.attr.pop("_class", None)
@@ -140,8 +141,7 @@ def _without_assignments(function: Proto) -> Proto:
     kept = [node for node in function.node_def if node.name not in assigning]
     for node in kept:
         node.input[:] = [text for text in node.input if text.removeprefix("^") not in assigning]
-    del function.node_def[:]
-    function.node_def.extend(kept)
+    put_nodes(function.node_def, kept)
     _keep_control_outputs(function, {node.name for node in kept})
     return function
 
@@ -169,9 +169,7 @@ def pruned_body(function: Proto, changing: set[str]) -> Proto:
         inputs = [text for text in node.input if not text.startswith("^") or text[1:] in kept]
         _check_inputs(node, inputs, kept, arguments, name)
         node.input[:] = inputs
-    kept_nodes = [node for n, node in nodes.items() if n in kept]
-    del function.node_def[:]
-    function.node_def.extend(kept_nodes)
+    put_nodes(function.node_def, [node for n, node in nodes.items() if n in kept])
     _keep_control_outputs(function, kept)
     return function
 

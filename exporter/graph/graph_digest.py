@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from copy import deepcopy
 
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.tables.lookup import SIZE
-from exporter.wire import protos
 from exporter.wire.protos import Proto
 
 _MEANINGLESS = ("shared_name", "container", "config_proto", "executor_type")
@@ -38,8 +38,7 @@ def graph_digest(graph: InferenceGraph) -> str:
 
 
 def _without_size(node: Proto) -> Proto:
-    copy = protos.NodeDef()
-    copy.CopyFrom(node)
+    copy = deepcopy(node)
     for size in ("shape", "value"):
         copy.attr.pop(size, None)
     return copy
@@ -60,8 +59,7 @@ class _FunctionNames:
         return self._known[name]
 
     def _digest(self, function: Proto) -> str:
-        copy = protos.message_class("FunctionDef")()
-        copy.CopyFrom(function)
+        copy = deepcopy(function)
         nodes = sorted(copy.node_def, key=lambda node: str(node.name))
         body = [_node(node, self) for node in nodes]
         for field in ("node_def", "attr", "arg_attr", "resource_arg_unique_id"):
@@ -72,8 +70,7 @@ class _FunctionNames:
 
 
 def _node(node: Proto, names: _FunctionNames) -> bytes:
-    copy = protos.NodeDef()
-    copy.CopyFrom(node)
+    copy = deepcopy(node)
     copy.ClearField("experimental_debug_info")
     copy.op = names(copy.op)
     for name in [*copy.attr]:

@@ -7,6 +7,7 @@ and do nothing. A change of what no answer depends on, such as a count of reques
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 
 from msgspec import structs
 
@@ -20,7 +21,6 @@ from exporter.graph.reach import all_before
 from exporter.graph.servable import called_functions, is_refused
 from exporter.graph.signatures import signature_tensors, tensor_names
 from exporter.graph.source_graph import SourceGraph
-from exporter.wire import protos
 from exporter.wire.protos import Proto
 
 
@@ -58,8 +58,7 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
     ]
     if not notes:
         return source
-    meta_graph = protos.MetaGraphDef()
-    meta_graph.CopyFrom(source.meta_graph)
+    meta_graph = deepcopy(source.meta_graph)
     for name in reasons:
         del meta_graph.signature_def[name]
     return structs.replace(source, meta_graph=meta_graph, notes=(*source.notes, *notes))
@@ -91,8 +90,7 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, _Ends]) 
             is_refused(n.op) or n.op in foreign or called_functions(n) & unfit or _is_unfed(n, fed)
             for n in before
         ):
-            alone = protos.MetaGraphDef()
-            alone.CopyFrom(source.meta_graph)
+            alone = deepcopy(source.meta_graph)
             for other in ends.keys() - {name}:
                 del alone.signature_def[other]
             try:

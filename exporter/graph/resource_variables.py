@@ -15,9 +15,9 @@ from exporter.errors import NotServable
 from exporter.graph.control_flow import ENTERS, SWITCHES
 from exporter.graph.inference_graph import GraphVariable
 from exporter.graph.keys import VARIABLE_OPS
+from exporter.graph.new_nodes import free_name, new_node
 from exporter.graph.nodes import Endpoint, attr, attr_dtype, attr_text, const_value, endpoint, shape_of
 from exporter.graph.source_graph import VariableKey
-from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -74,18 +74,8 @@ def _read_by_value(
 
 def _add_read(nodes: dict[str, Proto], variable: Proto) -> str:
     name = free_name(nodes, f"{variable.name}/ReadVariableOp")
-    read = protos.NodeDef(name=name, op="ReadVariableOp", input=[variable.name])
-    read.attr["dtype"].type = int(attr_dtype(variable, "dtype") or DType.FLOAT)
-    nodes[name] = read
-    return name
-
-
-def free_name(nodes: Collection[str], wish: str) -> str:
-    """`wish`, with a number behind it if a node has that name already."""
-    name, number = wish, 0
-    while name in nodes:
-        number += 1
-        name = f"{wish}_{number}"
+    dtype = attr_dtype(variable, "dtype") or DType.FLOAT
+    nodes[name] = new_node(name, "ReadVariableOp", [variable.name], dtype=dtype)
     return name
 
 
@@ -94,13 +84,12 @@ def _make_handle(node: Proto, shared_name: str) -> None:
 
     `allowed_devices` and `debug_name` go: they mean nothing to a server, and old servers do not know them.
     """
-    kept = {name: node.attr[name] for name in ("dtype", "shape", "_output_shapes") if name in node.attr}
-    handle = protos.NodeDef(name=node.name, op="VarHandleOp")
+    kept = {name: node.attr[name] for name in ("shape", "_output_shapes") if name in node.attr}
+    dtype = attr_dtype(node, "dtype") or DType.FLOAT
+    handle = new_node(node.name, "VarHandleOp", dtype=dtype, shared_name=shared_name.encode())
     for name, value in kept.items():
         if not (name == "_output_shapes" and node.op != "VarHandleOp"):
             handle.attr[name].CopyFrom(value)
-    handle.attr["dtype"].type = int(attr_dtype(node, "dtype") or DType.FLOAT)
-    handle.attr["shared_name"].s = shared_name.encode()
     node.CopyFrom(handle)
 
 
@@ -184,11 +173,10 @@ def _handle_of(nodes: dict[str, Proto], twins: dict[str, str], text: str, steps_
 
 
 def _on_handle(node: Proto, name: str, handle: str) -> Proto:
-    twin = protos.NodeDef(name=name, op=node.op, input=[handle, *node.input[1:]])
+    twin = new_node(name, node.op, [handle, *node.input[1:]], T=DType.RESOURCE)
     for key in ("frame_name", "is_constant", "parallel_iterations"):
         if key in node.attr:
             twin.attr[key].CopyFrom(node.attr[key])
-    twin.attr["T"].type = int(DType.RESOURCE)
     return twin
 
 
@@ -197,11 +185,10 @@ def _producer(text: str) -> str:
 
 
 def _make_resource_gather(node: Proto, handle: str) -> None:
-    gather = protos.NodeDef(name=node.name, op="ResourceGather", input=[handle, node.input[1]])
-    gather.attr["dtype"].CopyFrom(node.attr["Tparams"])
-    gather.attr["Tindices"].CopyFrom(node.attr["Tindices"])
-    gather.attr["batch_dims"].i = 0
-    gather.attr["validate_indices"].b = True
-    if "_output_shapes" in node.attr:
-        gather.attr["_output_shapes"].CopyFrom(node.attr["_output_shapes"])
+    gather = new_node(
+        node.name, "ResourceGather", [handle, node.input[1]], batch_dims=0, validate_indices=True
+    )
+    for name, kept in (("dtype", "Tparams"), ("Tindices", "Tindices"), ("_output_shapes", "_output_shapes")):
+        if kept in node.attr:
+            gather.attr[name].CopyFrom(node.attr[kept])
     node.CopyFrom(gather)

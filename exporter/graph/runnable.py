@@ -9,14 +9,15 @@ TensorFlow does not have, and what reads from them, could not be imported and ar
 from __future__ import annotations
 
 from collections.abc import Collection
+from copy import deepcopy
 
 from exporter.graph.control_flow import Pivots
 from exporter.graph.deeprec_ops import foreign_attributes, foreign_ops, is_deeprecs
+from exporter.graph.new_nodes import put_nodes
 from exporter.graph.nodes import GraphIndex, data_inputs, endpoint
 from exporter.graph.reach import all_before
 from exporter.graph.servable import is_refused
 from exporter.graph.source_graph import SourceGraph
-from exporter.wire import protos
 from exporter.wire.protos import Proto
 
 
@@ -28,8 +29,7 @@ def runnable_graph(source: SourceGraph) -> Proto:
     index = GraphIndex.of(source.meta_graph)
     unfit, pivots = _unfit(index), Pivots(index.nodes)
     initialising = all_before(index.nodes, [source.init_op] if source.init_op else [])
-    graph_def = protos.GraphDef()
-    graph_def.CopyFrom(source.meta_graph.graph_def)
+    graph_def = deepcopy(source.meta_graph.graph_def)
     if is_deeprecs(graph_def.node):
         _drop_foreign(graph_def, index)
     for node in graph_def.node:
@@ -68,11 +68,9 @@ def _drop(graph_def: Proto, names: set[str]) -> None:
     kept = []
     for node in graph_def.node:
         if node.name not in names:
-            kept.append(protos.NodeDef())
-            kept[-1].CopyFrom(node)
-            kept[-1].input[:] = [text for text in node.input if endpoint(text).node not in names]
-    del graph_def.node[:]
-    graph_def.node.extend(kept)
+            node.input[:] = [text for text in node.input if endpoint(text).node not in names]
+            kept.append(node)
+    put_nodes(graph_def.node, kept)
 
 
 def _behind(index: GraphIndex, start: list[str]) -> set[str]:

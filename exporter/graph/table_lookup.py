@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
+from typing import Any
 
+import numpy as np
 from msgspec import Struct
 
 from exporter.graph.inference_graph import GraphDynamicTable
+from exporter.graph.new_nodes import new_node
 from exporter.graph.nodes import Endpoint
 from exporter.tables.lookup import add_rows
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
+from exporter.wire.tensor_proto import fill
 
 
 class Lookup(Struct, frozen=True):
@@ -61,17 +65,13 @@ def _choose(made: Proto, lookup: Lookup, default: Endpoint, scope: str, found: s
     shape = _add(made, f"{scope}/shape", "Shape", values, T=dtype, out_type=DType.INT32)
     given = default.as_input
     rows = _add(made, f"{scope}/default", "Reshape", given, shape, T=dtype, Tshape=DType.INT32)
-    last = _add(made, f"{scope}/last", "Const", dtype=DType.INT32)
-    tensor = made.node[-1].attr["value"].tensor
-    tensor.dtype = int(DType.INT32)
-    tensor.int_val.append(-1)
-    tensor.tensor_shape.SetInParent()
+    number = protos.TensorProto()
+    fill(number, np.array(-1, np.int32), as_fields=True)
+    last = _add(made, f"{scope}/last", "Const", dtype=DType.INT32, value=number)
     mask = _add(made, f"{scope}/is_found", "ExpandDims", found, last, T=DType.BOOL, Tdim=DType.INT32)
     _add(made, lookup.name, "SelectV2", mask, values, rows, T=dtype)
 
 
-def _add(graph_def: Proto, name: str, op: str, *inputs: str, **types: DType) -> str:
-    node = graph_def.node.add(name=name, op=op, input=inputs)
-    for key, dtype in types.items():
-        node.attr[key].type = int(dtype)
-    return str(node.name)
+def _add(graph_def: Proto, name: str, op: str, *inputs: str, **attrs: Any) -> str:
+    graph_def.node.append(new_node(name, op, inputs, **attrs))
+    return name

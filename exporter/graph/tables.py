@@ -10,6 +10,7 @@ from exporter.errors import GraphError, MissingAsset, NotServable
 from exporter.graph.functions import callers, reachable
 from exporter.graph.inference_graph import Asset
 from exporter.graph.mutable_tables import is_restorable
+from exporter.graph.new_nodes import free_name, new_node
 from exporter.graph.nodes import (
     GraphIndex,
     attr_dtype,
@@ -20,7 +21,6 @@ from exporter.graph.nodes import (
     endpoint,
     through_identities,
 )
-from exporter.graph.resource_variables import free_name
 from exporter.graph.servable import called_functions
 from exporter.graph.source_graph import SourceGraph
 from exporter.wire import protos
@@ -195,7 +195,7 @@ def _is_resource(index: GraphIndex, name: str) -> bool:
 
 def init_node(name: str, filling: Iterable[str]) -> Proto:
     """The NoOp that waits for every initialiser."""
-    return protos.NodeDef(name=name, op="NoOp", input=[f"^{node}" for node in filling])
+    return new_node(name, "NoOp", after=filling)
 
 
 def read_assets_directly(nodes: dict[str, Proto], assets: Mapping[str, Path]) -> None:
@@ -217,17 +217,13 @@ def read_assets_directly(nodes: dict[str, Proto], assets: Mapping[str, Path]) ->
     for name, node in [*nodes.items()]:
         inputs = data_inputs(node)
         if node.op == "ReadVariableOp" and inputs and inputs[0].node in sources:
-            nodes[name] = protos.NodeDef(name=name, op="Identity", input=[sources[inputs[0].node]])
-            nodes[name].attr["T"].type = int(DType.STRING)
+            nodes[name] = new_node(name, "Identity", [sources[inputs[0].node]], T=DType.STRING)
 
 
 def path_constant(name: str, file_name: str) -> Proto:
     """A Const that holds a file's name; the loader feeds the path where the file is then."""
-    node = protos.NodeDef(name=name, op="Const")
-    node.attr["dtype"].type = int(DType.STRING)
-    node.attr["value"].tensor.dtype = int(DType.STRING)
-    node.attr["value"].tensor.string_val.append(file_name.encode())
-    return node
+    value = protos.TensorProto(dtype=int(DType.STRING), string_val=[file_name.encode()])
+    return new_node(name, "Const", dtype=DType.STRING, value=value)
 
 
 def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterable[str]) -> tuple[Asset, ...]:

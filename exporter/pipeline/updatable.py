@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 from msgspec import Struct
@@ -24,7 +25,6 @@ from exporter.subgraph.make_updatable import (
     make_updatable,
     schema_of,
 )
-from exporter.wire.protos import message_class
 
 
 class UpdatableBase(Struct, frozen=True):
@@ -135,8 +135,7 @@ def as_served(graph: InferenceGraph, mapping: VariableMapping) -> tuple[Inferenc
     def cast(variable: GraphVariable) -> GraphVariable:
         return replace(variable, dtype=stored.get(variable.node, variable.dtype))
 
-    meta_graph = message_class("MetaGraphDef")()
-    meta_graph.CopyFrom(graph.meta_graph)
+    meta_graph = deepcopy(graph.meta_graph)
     cast_variables(meta_graph.graph_def, stored)
     sources = tuple(
         replace(source, variables=tuple(map(cast, source.variables))) for source in mapping.sources

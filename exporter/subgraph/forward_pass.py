@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 from msgspec import Struct
@@ -104,11 +105,8 @@ def _kept_outside(node: Proto) -> DType | None:
 def _without_outer_controls(node: Proto, inside: dict[str, Proto]) -> Proto:
     if all(not ref.startswith("^") or ref[1:] in inside for ref in node.input):
         return node
-    copy = type(node)()
-    copy.CopyFrom(node)
-    kept = [ref for ref in node.input if not ref.startswith("^") or ref[1:] in inside]
-    del copy.input[:]
-    copy.input.extend(kept)
+    copy = deepcopy(node)
+    copy.input[:] = [ref for ref in node.input if not ref.startswith("^") or ref[1:] in inside]
     return copy
 
 

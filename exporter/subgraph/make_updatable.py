@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 
 from msgspec import Struct
@@ -45,7 +46,7 @@ from exporter.subgraph.update_signatures import (
     add_update,
 )
 from exporter.wire.dtypes import DType
-from exporter.wire.protos import Proto, message_class
+from exporter.wire.protos import Proto
 
 UPDATE_SIGNATURE = "incremental_update"
 STATUS_SIGNATURE = "incremental_status"
@@ -105,8 +106,7 @@ def make_updatable(graph: InferenceGraph, options: IncrementalOptions, scratch: 
     Raises:
         NotServable: a signature has a reserved name or output, or cannot be isolated.
     """
-    meta_graph = message_class("MetaGraphDef")()
-    meta_graph.CopyFrom(graph.meta_graph)
+    meta_graph = deepcopy(graph.meta_graph)
     graph_def, signatures = meta_graph.graph_def, meta_graph.signature_def
     _refuse_reserved_names(signatures, options)
     read_rows_only(graph_def, _fetched(meta_graph))
@@ -141,8 +141,7 @@ def schema_of(graph: InferenceGraph) -> Schema:
     Raises:
         NotServable: as `make_updatable`.
     """
-    graph_def = message_class("GraphDef")()
-    graph_def.CopyFrom(graph.meta_graph.graph_def)
+    graph_def = deepcopy(graph.meta_graph.graph_def)
     read_rows_only(graph_def, _fetched(graph.meta_graph))
     return Schema.of(_served(graph, uses(graph_def)).keys())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -11,11 +13,9 @@ from exporter.graph.batch.dims import Dim, Rows
 from exporter.graph.batch.suspects import rows_are_equal, suspects
 from exporter.graph.batch.trace import Trace, trace
 from exporter.graph.control_flow import ENTERS, EXITS
-from exporter.graph.feeds import constant
+from exporter.graph.new_nodes import constant, free_name, new_node
 from exporter.graph.nodes import Endpoint, attr_dtype, const_value, endpoint
 from exporter.graph.reach import all_before
-from exporter.graph.resource_variables import free_name
-from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -153,10 +153,8 @@ class _Opening:
 
     def _change(self, name: str) -> Proto:
         """A copy of a node, in its place."""
-        node = protos.NodeDef()
-        node.CopyFrom(self._nodes[name])
-        self._nodes[name] = node
-        return node
+        self._nodes[name] = deepcopy(self._nodes[name])
+        return self._nodes[name]
 
     def _retarget(self, name: str, numbers: tuple[int, ...]) -> None:
         """Another constant for the target of a Reshape, the size of a Slice; no end for a StridedSlice."""
@@ -204,12 +202,8 @@ class _Opening:
         )
         row.input.extend(old.input)
         numbers = [opened.get(at, size) for at, size in enumerate(shape)]
-        node = protos.NodeDef(
-            name=name, op="BroadcastTo", input=[row.name, self._packed(name, numbers, DType.INT32)]
-        )
-        node.attr["T"].type = int(dtype)
-        node.attr["Tidx"].type = int(DType.INT32)
-        self._nodes[name] = node
+        shape_of_all = self._packed(name, numbers, DType.INT32)
+        self._nodes[name] = new_node(name, "BroadcastTo", [row.name, shape_of_all], T=dtype, Tidx=DType.INT32)
 
     def _packed(self, name: str, numbers: Sequence[object], dtype: DType) -> str:
         """A node with a shape: numbers, and rows of the request."""
@@ -221,9 +215,7 @@ class _Opening:
                 parts.append(self._constant(f"{name}/size", np.array(number, dtype.numpy), dtype).name)
             else:
                 raise _CannotOpen(name)
-        packed = self._add("Pack", f"{name}/any_rows", parts, T=dtype)
-        packed.attr["N"].i = len(parts)
-        return str(packed.name)
+        return self._add("Pack", f"{name}/any_rows", parts, T=dtype, N=len(parts))
 
     def _count(self, name: str, count: int, dtype: DType) -> str:
         """How many elements `count` for each row of the request are."""
@@ -237,16 +229,15 @@ class _Opening:
 
     def _counted(self, tensor: Endpoint, count: int, dtype: DType) -> str:
         base = f"{tensor.node}/rows"
-        shape = self._add("Shape", f"{base}/shape", [tensor.as_input], out_type=dtype)
-        shape.attr["T"].type = int(self._dtype_of(tensor))
+        given = self._dtype_of(tensor)
+        shape = self._add("Shape", f"{base}/shape", [tensor.as_input], out_type=dtype, T=given)
         first, second = (self._constant(f"{base}/at", np.array([at], np.int32), DType.INT32) for at in (0, 1))
-        rows = self._add("StridedSlice", base, [shape.name, first.name, second.name, second.name], T=dtype)
-        rows.attr["Index"].type = int(DType.INT32)
-        rows.attr["shrink_axis_mask"].i = 1
+        ends = [first.name, second.name, second.name]
+        rows = self._add("StridedSlice", base, [shape, *ends], T=dtype, Index=DType.INT32, shrink_axis_mask=1)
         if count == 1:
-            return str(rows.name)
+            return rows
         factor = self._constant(f"{base}/factor", np.array(count, dtype.numpy), dtype)
-        return str(self._add("Mul", f"{base}/times", [rows.name, factor.name], T=dtype).name)
+        return self._add("Mul", f"{base}/times", [rows, factor.name], T=dtype)
 
     def _dtype_of(self, tensor: Endpoint) -> DType:
         dtype = attr_dtype(self._nodes[tensor.node], "dtype") if tensor.output == 0 else None
@@ -267,12 +258,10 @@ class _Opening:
         self._nodes[node.name] = node
         return node
 
-    def _add(self, op: str, wish: str, inputs: Sequence[str], **types: DType) -> Proto:
-        node = protos.NodeDef(name=free_name(self._nodes, wish), op=op, input=inputs)
-        for name, dtype in types.items():
-            node.attr[name].type = int(dtype)
-        self._nodes[node.name] = node
-        return node
+    def _add(self, op: str, wish: str, inputs: Sequence[str], **attrs: Any) -> str:
+        name = free_name(self._nodes, wish)
+        self._nodes[name] = new_node(name, op, inputs, **attrs)
+        return name
 
 
 def _in_loops(nodes: Mapping[str, Proto]) -> set[str]:
