@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 
-from msgspec import Struct
-
 from exporter.errors import UsageError
 from exporter.graph.asset_paths import remember_paths
 from exporter.graph.batch.opening import BatchSize, Ends, settle_batch
@@ -28,7 +26,7 @@ from exporter.graph.partition import lookup_strategies
 from exporter.graph.reach import Reached, check_acyclic, reach
 from exporter.graph.resource_variables import gather_rows, graph_variables, use_resource_variables
 from exporter.graph.servable import check_reads, check_servable
-from exporter.graph.signatures import rename_tensors, signature_tensors, tensor_names
+from exporter.graph.signature_tensors import SignatureEnds, rename_tensors, signature_tensors, tensor_names
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.tables import (
     check_filled,
@@ -61,7 +59,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
         GraphError: the graph is damaged.
     """
     index = GraphIndex.of(source.meta_graph)
-    signatures = {name: _Ends.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
+    signatures = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
     nodes = _with_constants(index, source, signatures.values())
     foreign = foreign_ops(index.nodes.values(), index.functions)
     replaced = _cut(index, nodes, signatures.values(), foreign)
@@ -109,26 +107,9 @@ def clean(source: SourceGraph) -> InferenceGraph:
     )
 
 
-class _Ends(Struct, frozen=True):
-    """The tensors of a signature; an input with the name it has there."""
-
-    inputs: dict[Endpoint, str]
-    outputs: list[Endpoint]
-
-    @classmethod
-    def of(cls, signature: Proto) -> _Ends:
-        inputs: dict[Endpoint, str] = {}
-        outputs: list[Endpoint] = []
-        for role, alias, info in signature_tensors(signature):
-            for text in tensor_names(info):
-                if role == "input":
-                    inputs[endpoint(text)] = alias
-                else:
-                    outputs.append(endpoint(text))
-        return cls(inputs, outputs)
-
-
-def _with_constants(index: GraphIndex, source: SourceGraph, signatures: Iterable[_Ends]) -> dict[str, Proto]:
+def _with_constants(
+    index: GraphIndex, source: SourceGraph, signatures: Iterable[SignatureEnds]
+) -> dict[str, Proto]:
     """The nodes, with constants for what `--feed` fixes and for the paths of assets."""
     both = source.feeds.keys() & {tensor.node for ends in signatures for tensor in ends.inputs}
     if both:
@@ -142,7 +123,7 @@ def _with_constants(index: GraphIndex, source: SourceGraph, signatures: Iterable
 
 
 def _cut(
-    index: GraphIndex, nodes: dict[str, Proto], signatures: Iterable[_Ends], foreign: Collection[str]
+    index: GraphIndex, nodes: dict[str, Proto], signatures: Iterable[SignatureEnds], foreign: Collection[str]
 ) -> dict[Endpoint, Endpoint]:
     """Check what a request to each signature runs, and put placeholders where nothing computes an input.
 
@@ -153,15 +134,17 @@ def _cut(
     given: dict[Endpoint, str] = {}
     for ends in signatures:
         given |= ends.inputs
-        wanted = dict.fromkeys(tensor.node for tensor in ends.outputs if tensor not in ends.inputs)
-        reached = reach(nodes, wanted, given=ends.inputs.keys())
+        reached = reach(nodes, ends.computed, given=ends.inputs)
         check_servable(nodes, reached, fed={tensor.node for tensor in ends.inputs}, foreign=foreign)
         computed |= reached.inputs.keys()
     return cut_inputs(index, nodes, {t: alias for t, alias in given.items() if t.node not in computed})
 
 
 def _settled(
-    index: GraphIndex, kept: dict[str, Proto], signatures: Iterable[_Ends], moved: Mapping[Endpoint, Endpoint]
+    index: GraphIndex,
+    kept: dict[str, Proto],
+    signatures: Iterable[SignatureEnds],
+    moved: Mapping[Endpoint, Endpoint],
 ) -> BatchSize:
     """How many rows requests may have; in place, the nodes that training's batch was taken out of."""
     cut = [*dict.fromkeys(tensor for ends in signatures for tensor in ends.inputs)]
@@ -179,7 +162,7 @@ def _settled(
     return settle_batch(kept, ends, index.functions, sizes.pop() if len(sizes) == 1 else None)
 
 
-def _roots(signatures: Iterable[_Ends], moved: Mapping[Endpoint, Endpoint]) -> list[str]:
+def _roots(signatures: Iterable[SignatureEnds], moved: Mapping[Endpoint, Endpoint]) -> list[str]:
     """The nodes that make the signatures' tensors, outputs first."""
     outputs = [tensor for ends in signatures for tensor in ends.outputs]
     inputs = [tensor for ends in signatures for tensor in ends.inputs]
@@ -282,5 +265,5 @@ def _served_signature(
                 info.tensor_shape.dim[0].size = -1
             if size.only is not None and info.tensor_shape.dim and info.tensor_shape.dim[0].size < 0:
                 info.tensor_shape.dim[0].size = size.only
-            rename_tensors(info, {text: str(_moved(tensor, moved))})
+            rename_tensors(info, {str(tensor): str(_moved(tensor, moved))})
     return served

@@ -44,7 +44,7 @@ from exporter.graph.nodes import (
     through_identities,
 )
 from exporter.graph.reach import all_before
-from exporter.graph.signatures import signature_tensors, tensor_names
+from exporter.graph.signature_tensors import SignatureEnds
 from exporter.graph.table_lookup import Lookup, lookup_nodes
 from exporter.tables.geometry import PARTS
 from exporter.wire.dtypes import DType
@@ -287,11 +287,9 @@ def _kind(variable: _EmbeddingVariable) -> tuple[DType, DType, int]:
 def _inputs(meta_graph: Proto) -> set[Endpoint]:
     """The tensors that signatures take."""
     return {
-        endpoint(text)
+        tensor
         for signature in meta_graph.signature_def.values()
-        for role, _, info in signature_tensors(signature)
-        if role == "input"
-        for text in tensor_names(info)
+        for tensor in SignatureEnds.of(signature).inputs
     }
 
 
@@ -299,8 +297,6 @@ def _needed(nodes: Mapping[str, Proto], meta_graph: Proto) -> dict[str, None]:
     """The nodes that some signature's outputs need, which its inputs do not give."""
     found: dict[str, None] = {}
     for signature in meta_graph.signature_def.values():
-        ends: dict[str, list[str]] = {"input": [], "output": []}
-        for role, _, info in signature_tensors(signature):
-            ends[role] += tensor_names(info)
-        found |= all_before(nodes, ends["output"], {endpoint(text) for text in ends["input"]})
+        ends = SignatureEnds.of(signature)
+        found |= all_before(nodes, ends.outputs, ends.inputs)
     return found

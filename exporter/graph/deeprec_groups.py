@@ -33,9 +33,8 @@ from exporter.graph.nodes import (
     attr_text,
     control_inputs,
     data_inputs,
-    endpoint,
 )
-from exporter.graph.signatures import signature_tensors, tensor_names
+from exporter.graph.signature_tensors import SignatureEnds
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -134,8 +133,8 @@ def _outputs_read(index: GraphIndex, meta_graph: Proto, needed: Collection[str])
     """The outputs of known groups that other needed nodes read, or signatures give."""
     read = [tensor for name in needed for tensor in data_inputs(index.nodes[name])]
     for signature in meta_graph.signature_def.values():
-        for _, _, info in signature_tensors(signature):
-            read += map(endpoint, tensor_names(info))
+        ends = SignatureEnds.of(signature)
+        read += [*ends.inputs, *ends.outputs]
     found: dict[str, set[int]] = {}
     for tensor in read:
         source = index.nodes.get(tensor.node)

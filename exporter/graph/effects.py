@@ -13,9 +13,10 @@ from msgspec import Struct
 from exporter.graph.control_flow import ENTERS, SWITCHES
 from exporter.graph.functions import needed_by
 from exporter.graph.keys import VARIABLE_OPS
-from exporter.graph.nodes import Endpoint, GraphIndex, attr_dtype, endpoint
+from exporter.graph.nodes import GraphIndex, attr_dtype, endpoint
 from exporter.graph.reach import all_before, reach
 from exporter.graph.servable import called_functions, changes_state
+from exporter.graph.signature_tensors import SignatureEnds
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -42,12 +43,11 @@ class EffectsOf:
         self._index = index
         self._known: dict[str, Effects] = {}
 
-    def signature(self, outputs: Collection[Endpoint], inputs: Collection[Endpoint]) -> Effects:
-        """What a session runs for these outputs: everything before them, also what they only wait for."""
+    def signature(self, ends: SignatureEnds) -> Effects:
+        """What a session runs for it: everything before its outputs, also what they only wait for."""
         nodes = self._index.nodes
-        wanted = dict.fromkeys(tensor.node for tensor in outputs if tensor not in inputs)
-        runs = all_before(nodes, map(str, outputs), inputs)
-        computing = reach(nodes, wanted, given=inputs).inputs
+        runs = all_before(nodes, ends.outputs, ends.inputs)
+        computing = reach(nodes, ends.computed, given=ends.inputs).inputs
         handles = {name for name in runs if nodes[name].op in VARIABLE_OPS or "HashTable" in nodes[name].op}
         return self._effects(
             {name: nodes[name] for name in runs}, computing, handles, lambda t: endpoint(t).node

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 
 from exporter.errors import GraphError
 from exporter.graph.constant_tables import constant_fills, fill_before_use
 from exporter.graph.control_flow import ENTERS, SWITCHES
+from exporter.graph.function_ops import CALLS
 from exporter.graph.new_nodes import put_nodes
+from exporter.graph.reach import closure
 from exporter.graph.resource_variables import gather_rows
 from exporter.graph.servable import called_functions, changes_state, check_body, check_reads
 from exporter.wire import protos
 from exporter.wire.protos import Proto
 
-_CALLS = frozenset(
-    {"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case"}
-)
 _ASSIGNS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 _CALLEES = ("f", "then_branch", "else_branch", "cond", "body")
 
@@ -27,21 +26,18 @@ def reachable(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
     Raises:
         GraphError: a call of a function that the library lacks.
     """
-    found: set[str] = set()
-    pending = [*nodes]
-    while pending:
-        node = pending.pop()
-        if node.op in _CALLS:
-            _check_callees(node, library)
-        for name in called_functions(node):
-            if name in library and name not in found:
-                found.add(name)
-                pending += library[name].node_def
-    return found
+    return {*closure(_callees(nodes, library), lambda name: _callees(library[name].node_def, library))}
+
+
+def _callees(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> Iterator[str]:
+    """The functions of the library that nodes call directly."""
+    for node in nodes:
+        _check_callees(node, library)
+        yield from (name for name in called_functions(node) if name in library)
 
 
 def _check_callees(node: Proto, library: Mapping[str, Proto]) -> None:
-    for key in _CALLEES:
+    for key in _CALLEES if node.op in CALLS else ():
         name = node.attr[key].func.name if key in node.attr else ""
         if name and name not in library:
             raise GraphError(
@@ -65,20 +61,15 @@ def mutating(library: Mapping[str, Proto]) -> set[str]:
 
 def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
     """These functions, and those that call one of them, directly or through others."""
-    calling: dict[str, set[str]] = {name: set() for name in library}
     found = {*called}
     if not found:
         return found
+    calling: dict[str, set[str]] = {name: set() for name in library}
     for name, function in library.items():
         for node in function.node_def:
             for callee in called_functions(node) & library.keys():
                 calling[callee].add(name)
-    pending = [*found]
-    while pending:
-        for caller in calling[pending.pop()] - found:
-            found.add(caller)
-            pending.append(caller)
-    return found
+    return {*closure(found, calling.__getitem__)}
 
 
 def served_library(
@@ -111,11 +102,8 @@ def _prune_reachable(
     found: dict[str, Proto] = {}
     pending = [*nodes]
     while pending:
-        node = pending.pop()
-        if node.op in _CALLS:
-            _check_callees(node, library)
-        for name in called_functions(node):
-            if name in library and name not in found:
+        for name in _callees([pending.pop()], library):
+            if name not in found:
                 body = without_placement(library[name])
                 found[name] = (
                     _without_assignments(body) if name in keep_whole else pruned_body(body, changing)
@@ -185,14 +173,11 @@ def _keep_control_outputs(function: Proto, kept: set[str]) -> None:
 
 def needed_by(nodes: Mapping[str, Proto], results: Iterable[str]) -> set[str]:
     """The nodes of a body that results are computed from."""
-    pending = [text.partition(":")[0] for text in results]
-    kept: set[str] = set()
-    while pending:
-        name = pending.pop()
-        if name in nodes and name not in kept:
-            kept.add(name)
-            pending += [text.partition(":")[0] for text in nodes[name].input if not text.startswith("^")]
-    return kept
+
+    def makers(texts: Iterable[str]) -> Iterator[str]:
+        return (name for text in texts if (name := text.partition(":")[0]) in nodes)
+
+    return {*closure(makers(results), lambda name: makers(nodes[name].input))}
 
 
 def _check_inputs(node: Proto, inputs: list[str], kept: set[str], arguments: set[str], function: str) -> None:

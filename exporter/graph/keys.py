@@ -22,6 +22,7 @@ from exporter.graph.nodes import (
     endpoint,
 )
 from exporter.graph.object_names import variable_names
+from exporter.graph.reach import closure
 from exporter.graph.source_graph import VariableKey
 from exporter.wire import protos
 from exporter.wire.protos import Proto
@@ -115,19 +116,15 @@ def _restored_by(index: GraphIndex, node: str) -> list[VariableKey]:
     return [VariableKey(name, parse_slice_spec(box)) for name, box in zip(names, boxes, strict=False)]
 
 
-def _restoring(index: GraphIndex, restore: str, ops: Collection[str]) -> Iterator[Proto]:
-    pending, seen = [restore], {restore}
-    while pending:
-        node = index.nodes.get(pending.pop())
-        if node is None:
-            continue
-        if node.op in ops:
-            yield node
-            continue
-        for name in control_inputs(node):
-            if name not in seen:
-                seen.add(name)
-                pending.append(name)
+def _restoring(index: GraphIndex, restore: str, ops: Collection[str]) -> list[Proto]:
+    """The nodes of these kinds that a restore op waits for."""
+
+    def before(name: str) -> list[str]:
+        node = index.nodes.get(name)
+        return control_inputs(node) if node is not None and node.op not in ops else []
+
+    nodes = (index.nodes.get(name) for name in closure([restore], before))
+    return [node for node in nodes if node is not None and node.op in ops]
 
 
 def _restored_from(index: GraphIndex, tensor: Endpoint) -> Endpoint | None:

@@ -14,6 +14,7 @@ from exporter.graph.deeprec_ops import HANDLE
 from exporter.graph.feeds import hands_over_batches
 from exporter.graph.keys import VARIABLE_OPS
 from exporter.graph.nodes import Endpoint, GraphIndex, data_inputs
+from exporter.graph.reach import closure
 from exporter.graph.servable import changes_state
 from exporter.wire.protos import Proto
 
@@ -106,26 +107,16 @@ def _inputs(index: GraphIndex) -> list[str]:
 def _after(index: GraphIndex, start: Iterable[str], among: Iterable[str]) -> list[str]:
     """The given nodes and everything behind them, nearest first."""
     among = {*among}
-    found = dict.fromkeys(start)
-    pending = [*found]
-    for name in pending:  # grows while it is walked
-        for reader, _ in index.consumers[name]:
-            if reader in among and reader not in found:
-                found[reader] = None
-                pending.append(reader)
-    return pending
+    return [*closure(start, lambda name: (reader for reader, _ in index.consumers[name] if reader in among))]
 
 
 def _before(index: GraphIndex, start: Iterable[str], among: set[str]) -> set[str]:
     """Everything that the given nodes are computed from, within `among`."""
-    found: set[str] = set()
-    pending = [*start]
-    while pending:
-        for source in _sources(index, pending.pop()):
-            if source in among and source not in found:
-                found.add(source)
-                pending.append(source)
-    return found
+
+    def before(name: str) -> Iterator[str]:
+        return (source for source in _sources(index, name) if source in among)
+
+    return {*closure((source for name in start for source in before(name)), before)}
 
 
 def _sources(index: GraphIndex, name: str) -> Iterator[str]:

@@ -16,10 +16,10 @@ from exporter.graph.clean import clean
 from exporter.graph.deeprec_ops import foreign_ops
 from exporter.graph.effects import Effects, EffectsOf
 from exporter.graph.functions import callers
-from exporter.graph.nodes import Endpoint, GraphIndex, endpoint
+from exporter.graph.nodes import GraphIndex
 from exporter.graph.reach import all_before
 from exporter.graph.servable import called_functions, is_refused
-from exporter.graph.signatures import signature_tensors, tensor_names
+from exporter.graph.signature_tensors import SignatureEnds
 from exporter.graph.source_graph import SourceGraph
 from exporter.wire.protos import Proto
 
@@ -33,16 +33,12 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
         NotServable: every signature needs to change what it, or another one, answers from.
     """
     index = GraphIndex.of(source.meta_graph)
-    ends = {name: _ends(signature) for name, signature in sorted(source.meta_graph.signature_def.items())}
+    ends = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
     reasons = _failing(source, index, ends)
     if len(reasons) == len(ends):
         return source
     find = EffectsOf(index)
-    effects = {
-        name: find.signature(outputs, inputs)
-        for name, (inputs, outputs) in ends.items()
-        if name not in reasons
-    }
+    effects = {name: find.signature(one) for name, one in ends.items() if name not in reasons}
     reasons |= _training(source, effects)
     if len(reasons) == len(ends):
         raise NotServable(
@@ -64,17 +60,7 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
     return structs.replace(source, meta_graph=meta_graph, notes=(*source.notes, *notes))
 
 
-_Ends = tuple[list[Endpoint], list[Endpoint]]
-
-
-def _ends(signature: Proto) -> _Ends:
-    found: dict[str, list[Endpoint]] = {"input": [], "output": []}
-    for role, _, info in signature_tensors(signature):
-        found[role] += map(endpoint, tensor_names(info))
-    return found["input"], found["output"]
-
-
-def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, _Ends]) -> dict[str, str]:
+def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, SignatureEnds]) -> dict[str, str]:
     """Why signatures that look as if they could not be cleaned cannot; only if there are others."""
     if len(ends) == 1:
         return {}
@@ -83,9 +69,9 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, _Ends]) 
         [name for name, body in index.functions.items() if any(is_refused(n.op) for n in body.node_def)],
     )
     reasons, foreign = {}, foreign_ops(index.nodes.values(), index.functions)
-    for name, (inputs, outputs) in ends.items():
-        before = [index.nodes[node] for node in all_before(index.nodes, map(str, outputs), inputs)]
-        fed = {tensor.node for tensor in inputs} | source.feeds.keys()
+    for name, one in ends.items():
+        before = [index.nodes[node] for node in all_before(index.nodes, one.outputs, one.inputs)]
+        fed = {tensor.node for tensor in one.inputs} | source.feeds.keys()
         if any(
             is_refused(n.op) or n.op in foreign or called_functions(n) & unfit or _is_unfed(n, fed)
             for n in before

@@ -8,12 +8,13 @@ tells. A part that is read but never gathered from has been concatenated: its or
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from exporter.graph.control_flow import ENTERS, SWITCHES
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 from exporter.graph.keys import variable_keys
 from exporter.graph.nodes import Endpoint, GraphIndex, data_inputs
+from exporter.graph.reach import closure
 from exporter.graph.servable import called_functions
 from exporter.wire.protos import Proto
 
@@ -74,16 +75,14 @@ def _strategies(index: GraphIndex, parts: dict[str, list[str]]) -> dict[str, Par
 
 def _gathered_ids(index: GraphIndex, variable: str) -> list[Endpoint]:
     """The ids by which rows of a part are gathered, one tensor for each gather."""
-    found, pending, seen = [], [variable], {variable}
-    while pending:
-        for reader, position in index.consumers.get(pending.pop(), ()):
-            node = index.nodes[reader]
-            if node.op in _GATHERS and position == 0 and len(data_inputs(node)) > 1:
-                found.append(data_inputs(node)[1])
-            elif node.op in _SAME_VALUE and position == 0 and reader not in seen:
-                seen.add(reader)
-                pending.append(reader)
-    return found
+
+    def readers(name: str, ops: Collection[str]) -> Iterator[str]:
+        consumers = index.consumers.get(name, ())
+        return (reader for reader, at in consumers if at == 0 and index.nodes[reader].op in ops)
+
+    same = closure([variable], lambda name: readers(name, _SAME_VALUE))
+    gathers = (data_inputs(index.nodes[reader]) for name in same for reader in readers(name, _GATHERS))
+    return [inputs[1] for inputs in gathers if len(inputs) > 1]
 
 
 def _is_passed_on(index: GraphIndex, variable: str) -> bool:

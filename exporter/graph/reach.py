@@ -1,18 +1,34 @@
-"""Find everything that a set of nodes depends on, and a path back to the outputs for error messages."""
+"""Find all that a set of nodes leads to: what it depends on, and the way back for error messages."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+from typing import TypeVar
 
 from msgspec import Struct
 
 from exporter.errors import GraphError
 from exporter.graph.control_flow import MERGES, NEXT_ITERATIONS, Pivots
-from exporter.graph.nodes import Endpoint, endpoint
+from exporter.graph.nodes import Endpoint, control_inputs, endpoint
 from exporter.wire.protos import Proto
 
 _SHOWN_AT_EACH_END = 4
+
+ItemT = TypeVar("ItemT", bound=Hashable)
+
+
+def closure(start: Iterable[ItemT], following: Callable[[ItemT], Iterable[ItemT]]) -> dict[ItemT, None]:
+    """These, and all that `following` leads to from them, nearest first."""
+    found = dict.fromkeys(start)
+    pending = deque(found)
+    while pending:
+        for item in following(pending.popleft()):
+            if item not in found:
+                found[item] = None
+                pending.append(item)
+    return found
 
 
 class Reached(Struct, frozen=True):
@@ -79,7 +95,7 @@ def reach(
 
 
 def all_before(
-    nodes: Mapping[str, Proto], tensors: Iterable[str], given: Collection[Endpoint] = ()
+    nodes: Mapping[str, Proto], tensors: Iterable[Endpoint], given: Collection[Endpoint] = ()
 ) -> dict[str, None]:
     """Every node that runs for some tensors, also one that is only waited for, nearest first.
 
@@ -88,11 +104,11 @@ def all_before(
     found: dict[str, None] = {}
     pending = deque(tensors)
     while pending:
-        tensor = endpoint(pending.popleft())
+        tensor = pending.popleft()
         if tensor in given or tensor.node in found or tensor.node not in nodes:
             continue
         found[tensor.node] = None
-        pending.extend(nodes[tensor.node].input)
+        pending.extend(map(endpoint, nodes[tensor.node].input))
     return found
 
 
@@ -107,41 +123,36 @@ def check_acyclic(nodes: Mapping[str, Proto], reached: Reached) -> None:
     Raises:
         GraphError: naming a node on the cycle. TensorFlow would never finish, or not start.
     """
-    waits_for = {name: _forward_sources(nodes, reached, name) for name in reached.inputs}
-    readers: dict[str, list[str]] = {name: [] for name in waits_for}
-    for name, sources in waits_for.items():
-        for source in sources:
-            readers[source].append(name)
-    left = {name: len(sources) for name, sources in waits_for.items()}
-    ready = [name for name, count in left.items() if not count]
-    while ready:
-        name = ready.pop()
-        del left[name]
-        for reader in readers[name]:
-            left[reader] -= 1
-            if not left[reader]:
-                ready.append(reader)
-    if left:
+    waits_for = {name: forward_sources(nodes, name, texts) for name, texts in reached.inputs.items()}
+    try:
+        TopologicalSorter(waits_for).prepare()
+    except CycleError as error:
+        cycle = [*reversed(error.args[1])]  # it leads from a node to its readers, and ends where it begins
+        shown = [*cycle[:_SHOWN_AT_EACH_END], "..."] if len(cycle) > 2 * _SHOWN_AT_EACH_END + 1 else cycle
         raise GraphError(
-            f"the graph has a cycle outside of any loop: {_a_cycle(waits_for, left)}",
+            f"the graph has a cycle outside of any loop: {' <- '.join(shown)}",
             hint="write the .meta again from the training program",
-        )
+        ) from None
 
 
-def _forward_sources(nodes: Mapping[str, Proto], reached: Reached, name: str) -> set[str]:
+def forward_sources(nodes: Mapping[str, Proto], name: str, inputs: Iterable[str]) -> set[str]:
     """What a node waits for; the edge from NextIteration to Merge, which closes a loop, is left out."""
-    sources = {endpoint(text).node for text in reached.inputs[name]}
+    sources = {endpoint(text).node for text in inputs}
     if nodes[name].op in MERGES:
         return {source for source in sources if nodes[source].op not in NEXT_ITERATIONS}
     return sources
 
 
-def _a_cycle(waits_for: Mapping[str, set[str]], stuck: Mapping[str, int]) -> str:
-    """Follow stuck nodes to stuck nodes until one comes again."""
-    name, steps = next(iter(stuck)), dict[str, None]()
-    while name not in steps:
-        steps[name] = None
-        name = next(source for source in sorted(waits_for[name]) if source in stuck)
-    cycle = [*steps]
-    cycle = cycle[cycle.index(name) :]
-    return " <- ".join([*cycle[:_SHOWN_AT_EACH_END], "..."] if len(cycle) > 8 else [*cycle, name])
+def waited_for(nodes: Mapping[str, Proto], names: Iterable[str]) -> list[str]:
+    """These nodes, with what it waits for in the place of each NoOp, which groups others."""
+    pending, found, seen = [*names], list[str](), set[str]()
+    while pending:
+        name = pending.pop()
+        if name in seen or name not in nodes:
+            continue
+        seen.add(name)
+        if nodes[name].op == "NoOp":
+            pending += control_inputs(nodes[name])
+        else:
+            found.append(name)
+    return found

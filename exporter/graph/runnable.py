@@ -15,7 +15,7 @@ from exporter.graph.control_flow import Pivots
 from exporter.graph.deeprec_ops import foreign_attributes, foreign_ops, is_deeprecs
 from exporter.graph.new_nodes import put_nodes
 from exporter.graph.nodes import GraphIndex, data_inputs, endpoint
-from exporter.graph.reach import all_before
+from exporter.graph.reach import all_before, closure
 from exporter.graph.servable import is_refused
 from exporter.graph.source_graph import SourceGraph
 from exporter.wire.protos import Proto
@@ -28,7 +28,7 @@ def runnable_graph(source: SourceGraph) -> Proto:
     """
     index = GraphIndex.of(source.meta_graph)
     unfit, pivots = _unfit(index), Pivots(index.nodes)
-    initialising = all_before(index.nodes, [source.init_op] if source.init_op else [])
+    initialising = all_before(index.nodes, [endpoint(source.init_op)] if source.init_op else [])
     graph_def = deepcopy(source.meta_graph.graph_def)
     if is_deeprecs(graph_def.node):
         _drop_foreign(graph_def, index)
@@ -75,10 +75,4 @@ def _drop(graph_def: Proto, names: set[str]) -> None:
 
 def _behind(index: GraphIndex, start: list[str]) -> set[str]:
     """These nodes, and those that read from them, directly or not."""
-    pending, found = [*start], {*start}
-    while pending:
-        for reader, _ in index.consumers[pending.pop()]:
-            if reader not in found:
-                found.add(reader)
-                pending.append(reader)
-    return found
+    return {*closure(start, lambda name: (reader for reader, _ in index.consumers[name]))}

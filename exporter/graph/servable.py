@@ -9,7 +9,7 @@ from functools import cache
 from exporter.errors import ForeignOperations, NotServable
 from exporter.graph.deeprec_ops import is_deeprec, is_fused
 from exporter.graph.nodes import attr_dtype, control_inputs
-from exporter.graph.reach import Reached
+from exporter.graph.reach import Reached, waited_for
 from exporter.wire.protos import Proto
 
 _CHANGES_STATE = re.compile(
@@ -153,7 +153,7 @@ def check_reads(
         sources = [text for text in node.input if not text.startswith("^")]
         if not sources or len(sources) == len(node.input):
             continue
-        for cause in _waited_for(nodes, node):
+        for cause in waited_for(nodes, control_inputs(node)):
             changing = nodes[cause]
             mutates = changes_state(changing.op) or called_functions(changing) & mutating_functions
             if mutates and cause not in allowed and sources[0] in changing.input:
@@ -162,21 +162,6 @@ def check_reads(
                     cause="a served model does not change its own variables",
                     hint="choose an output that does not depend on the change",
                 )
-
-
-def _waited_for(nodes: Mapping[str, Proto], node: Proto) -> list[str]:
-    """The nodes that `node` waits for, NoOps (groups) looked through."""
-    pending, found, seen = control_inputs(node), list[str](), set[str]()
-    while pending:
-        name = pending.pop()
-        if name in seen or name not in nodes:
-            continue
-        seen.add(name)
-        if nodes[name].op == "NoOp":
-            pending += control_inputs(nodes[name])
-        else:
-            found.append(name)
-    return found
 
 
 def called_functions(node: Proto) -> set[str]:

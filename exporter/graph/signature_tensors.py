@@ -1,4 +1,4 @@
-"""List the tensors that a SignatureDef names; a sparse or composite input or output has several."""
+"""List and rename the tensors of a SignatureDef; a sparse or composite input or output has several."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
+from exporter.graph.nodes import Endpoint, endpoint
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -28,19 +29,48 @@ def tensors_of(infos: Mapping[str, Proto]) -> list[SignatureTensor]:
     return list({tensor.name: tensor for tensor in found}.values())
 
 
-def rename(infos: Mapping[str, Proto], names: Mapping[str, str]) -> None:
-    """Make the TensorInfos name other tensors; names are canonical."""
-    for info in infos.values():
-        encoding = info.WhichOneof("encoding")
-        if encoding == "name":
-            info.name = _renamed(info.name, names)
-        elif encoding == "coo_sparse":
-            sparse = info.coo_sparse
-            sparse.values_tensor_name = _renamed(sparse.values_tensor_name, names)
-            sparse.indices_tensor_name = _renamed(sparse.indices_tensor_name, names)
-            sparse.dense_shape_tensor_name = _renamed(sparse.dense_shape_tensor_name, names)
-        elif encoding == "composite_tensor":
-            rename({str(n): part for n, part in enumerate(info.composite_tensor.components)}, names)
+class SignatureEnds(Struct, frozen=True):
+    """What a signature takes, each tensor with the name it has there, and what it gives."""
+
+    inputs: dict[Endpoint, str]
+    outputs: list[Endpoint]
+
+    @classmethod
+    def of(cls, signature: Proto) -> SignatureEnds:
+        """The ends of a SignatureDef."""
+        inputs: dict[Endpoint, str] = {}
+        outputs: list[Endpoint] = []
+        for role, alias, info in signature_tensors(signature):
+            if role == "input":
+                inputs |= dict.fromkeys(map(endpoint, tensor_names(info)), alias)
+            else:
+                outputs += map(endpoint, tensor_names(info))
+        return cls(inputs, outputs)
+
+    @property
+    def computed(self) -> list[str]:
+        """The nodes that make the outputs, without those that are inputs as well."""
+        return [*dict.fromkeys(tensor.node for tensor in self.outputs if tensor not in self.inputs)]
+
+
+def signature_tensors(signature: Proto) -> Iterator[tuple[str, str, Proto]]:
+    """Each input and output as (role, alias, TensorInfo)."""
+    for alias, info in sorted(signature.inputs.items()):
+        yield "input", alias, info
+    for alias, info in sorted(signature.outputs.items()):
+        yield "output", alias, info
+
+
+def tensor_names(info: Proto) -> list[str]:
+    """The tensors of a TensorInfo: one, a sparse tensor's three, or the components of a composite."""
+    return [getattr(message, field) for message, field in _names(info)]
+
+
+def rename_tensors(info: Proto, names: Mapping[str, str]) -> None:
+    """Make a TensorInfo name other tensors, in place; names are canonical."""
+    for message, field in _names(info):
+        name = canonical(getattr(message, field))
+        setattr(message, field, canonical(names.get(name, name)))
 
 
 def canonical(name: str) -> str:
@@ -48,8 +78,16 @@ def canonical(name: str) -> str:
     return name if ":" in name else f"{name}:0"
 
 
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    return canonical(names.get(canonical(name), name))
+def _names(info: Proto) -> Iterator[tuple[Proto, str]]:
+    """The messages in a TensorInfo that name a tensor, each with the field that has the name."""
+    if info.HasField("coo_sparse"):
+        for what in ("values", "indices", "dense_shape"):
+            yield info.coo_sparse, f"{what}_tensor_name"
+    elif info.HasField("composite_tensor"):
+        for part in info.composite_tensor.components:
+            yield from _names(part)
+    elif info.name:
+        yield info, "name"
 
 
 def _tensors(info: Proto) -> Iterator[SignatureTensor]:

@@ -15,7 +15,7 @@ signature that has them. Its only input is then `inputs` if the method is classi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from exporter.errors import GraphError, UsageError
 from exporter.files import read_regular
 from exporter.graph.examples import Feature, add_parser, read_features
 from exporter.graph.nodes import Endpoint, GraphIndex, base_dtype, endpoint, shape_proto
+from exporter.graph.signature_tensors import canonical, rename_tensors, signature_tensors, tensor_names
 from exporter.graph.source_graph import GraphRequest
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
@@ -244,30 +245,6 @@ def check_method(name: str, signature: Proto) -> None:
         )
 
 
-def tensor_names(info: Proto) -> list[str]:
-    """The tensors of a TensorInfo: one, a sparse tensor's three, or the components of a composite."""
-    if info.HasField("coo_sparse"):
-        sparse = info.coo_sparse
-        return [sparse.values_tensor_name, sparse.indices_tensor_name, sparse.dense_shape_tensor_name]
-    if info.HasField("composite_tensor"):
-        return [name for part in info.composite_tensor.components for name in tensor_names(part)]
-    return [info.name] if info.name else []
-
-
-def rename_tensors(info: Proto, renamed: Mapping[str, str]) -> None:
-    """Replace tensor names in a TensorInfo, in place."""
-    if info.HasField("coo_sparse"):
-        sparse = info.coo_sparse
-        for field in ("values_tensor_name", "indices_tensor_name", "dense_shape_tensor_name"):
-            name = getattr(sparse, field)
-            setattr(sparse, field, renamed.get(name, name))
-    elif info.HasField("composite_tensor"):
-        for part in info.composite_tensor.components:
-            rename_tensors(part, renamed)
-    elif info.name:
-        info.name = renamed.get(info.name, info.name)
-
-
 def drop_internal(meta_graph: Proto) -> None:
     """Remove a SavedModel's pseudo-signatures, in place."""
     for name in INTERNAL:
@@ -287,12 +264,4 @@ def check_signatures(meta_graph: Proto, index: GraphIndex) -> None:
         for role, alias, info in signature_tensors(signature):
             for text in tensor_names(info):
                 tensor = index.resolve(text, f"{role} {alias!r} of {name!r}")
-                rename_tensors(info, {text: str(tensor)})
-
-
-def signature_tensors(signature: Proto) -> Iterator[tuple[str, str, Proto]]:
-    """Each input and output as (role, alias, TensorInfo)."""
-    for alias, info in sorted(signature.inputs.items()):
-        yield "input", alias, info
-    for alias, info in sorted(signature.outputs.items()):
-        yield "output", alias, info
+                rename_tensors(info, {canonical(text): str(tensor)})

@@ -16,11 +16,11 @@ from exporter.graph.nodes import (
     attr_dtype,
     attr_text,
     const_value,
-    control_inputs,
     data_inputs,
     endpoint,
     through_identities,
 )
+from exporter.graph.reach import waited_for
 from exporter.graph.servable import called_functions
 from exporter.graph.source_graph import SourceGraph
 from exporter.wire import protos
@@ -64,7 +64,7 @@ def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None
         for node in index.nodes.values()
         if _FILLS.fullmatch(node.op) and tables.behind(_table_of(node)) & wanted
     ]
-    for name in _leaves(index, init_op):
+    for name in waited_for(index.nodes, [init_op] if init_op else []):
         node = index.nodes[name]
         if _is_call(index, node):
             resources = {source.node for source in data_inputs(node) if _is_resource(index, source.node)}
@@ -166,21 +166,6 @@ def add_init_op(meta_graph: Proto, index: GraphIndex) -> str | None:
 
 def _table_of(node: Proto) -> list[str]:
     return [source.node for source in data_inputs(node)[:1]]
-
-
-def _leaves(index: GraphIndex, init_op: str | None) -> list[str]:
-    """What a tree of NoOp groups waits for in the end."""
-    pending, found, seen = [init_op] if init_op else [], list[str](), set[str]()
-    while pending:
-        name = pending.pop()
-        if name in seen or name not in index.nodes:
-            continue
-        seen.add(name)
-        if index.nodes[name].op == "NoOp":
-            pending += control_inputs(index.nodes[name])
-        else:
-            found.append(name)
-    return found
 
 
 def _is_call(index: GraphIndex, node: Proto) -> bool:

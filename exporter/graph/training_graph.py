@@ -27,7 +27,7 @@ from exporter.graph.nodes import (
 )
 from exporter.graph.reach import all_before, reach
 from exporter.graph.servable import changes_state, check_servable
-from exporter.graph.signatures import signature_tensors, tensor_names
+from exporter.graph.signature_tensors import SignatureEnds, signature_tensors, tensor_names
 from exporter.wire.protos import Proto
 
 
@@ -53,21 +53,21 @@ def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Coll
     Raises:
         GraphError: it has no outputs, or one that a server cannot compute.
     """
-    ends: dict[str, list[str]] = {"input": [], "output": []}
     for role, alias, info in signature_tensors(signature):
-        texts = tensor_names(info)
-        ends[role] += [str(index.resolve(text, f"{role} {alias!r} of {name!r}")) for text in texts]
-    if not ends["output"]:
+        for text in tensor_names(info):
+            index.resolve(text, f"{role} {alias!r} of {name!r}")
+    ends = SignatureEnds.of(signature)
+    if not ends.outputs:
         raise NotServable("it has no outputs")
-    given = {endpoint(text) for text in ends["input"]}
-    for node in (index.nodes[before] for before in all_before(index.nodes, ends["output"], given)):
+    for node in (index.nodes[before] for before in all_before(index.nodes, ends.outputs, ends.inputs)):
         if changes_state(node.op):
             raise NotServable(f"its outputs wait for {node.op} {node.name!r}")
-    wanted = dict.fromkeys(tensor.node for text in ends["output"] if (tensor := endpoint(text)) not in given)
-    reached = reach(index.nodes, wanted, given=given)
+    reached = reach(index.nodes, ends.computed, given=ends.inputs)
     nodes = index.nodes.values()
     lookups = {node.name for node in nodes if is_convertible(node.op) or is_convertible_group(node)}
-    check_servable(index.nodes, reached, fed={tensor.node for tensor in given} | {*fixed}, allowed=lookups)
+    check_servable(
+        index.nodes, reached, fed={tensor.node for tensor in ends.inputs} | {*fixed}, allowed=lookups
+    )
 
 
 class TrainingGraph(Struct, frozen=True):
@@ -115,7 +115,7 @@ def _restored_names(index: GraphIndex, restore_op: str) -> dict[str, None]:
     found: dict[str, None] = {}
     if not restore_op:
         return found
-    for name in all_before(index.nodes, [restore_op]):
+    for name in all_before(index.nodes, [endpoint(restore_op)]):
         node = index.nodes[name]
         if node.op != "RestoreV2":
             continue

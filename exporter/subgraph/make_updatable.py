@@ -27,7 +27,7 @@ from exporter.errors import NotServable
 from exporter.graph.editor import GraphEditor
 from exporter.graph.inference_graph import Asset, GraphVariable, InferenceGraph
 from exporter.graph.mutable_tables import makers
-from exporter.graph.signature_tensors import rename, tensors_of
+from exporter.graph.signature_tensors import rename_tensors, tensors_of
 from exporter.graph.variable_uses import Use, read_rows_only, uses
 from exporter.layout import UPDATABLE_NAME
 from exporter.options import Isolation
@@ -249,7 +249,8 @@ def _isolate_signatures(
                 with_position=stamped,
                 warmed=name in options.warmed,
             )
-            rename(signature.outputs, isolated.tensors)
+            for info in signature.outputs.values():
+                rename_tensors(info, isolated.tensors)
             position = isolated.position
         if stamped:
             add_stamps(editor, state, name, signature, position)

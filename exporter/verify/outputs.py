@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from exporter.checkpoint.source_shard import fetch_tensors
 from exporter.errors import VerificationError
 from exporter.graph.runnable import runnable_graph
-from exporter.graph.signatures import tensor_names
+from exporter.graph.signature_tensors import tensor_names
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.tables import files_to_feed
 from exporter.layout import SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME

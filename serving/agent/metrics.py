@@ -3,17 +3,97 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
+from serving.agent.audit import Audited
 from serving.agent.journal import Event, What
-from serving.agent.view import FleetView
+from serving.agent.view import CanaryView, FleetView, ModelView, PaceView, ReplicaView, StoreView, VersionView
 
 PREFIX = "export_model_agent"
 _APPLY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _EVENT_BUCKETS_S = (0.1, 0.3, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _FRESHNESS_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60, 300)
+
+ItemT = TypeVar("ItemT")
+_Gauges: TypeAlias = Mapping[str, tuple[str, Callable[[ItemT], float | None]]]
+"""What each gauge says, by its name, and its value for a model, a replica or so; None where there is none."""
+
+_OF_MODEL: _Gauges[ModelView] = {
+    "published_visible": ("1 if the model base path can be read.", lambda model: not model.problem),
+    "published_position": ("The newest position that is to be served.", lambda model: model.position),
+    "base_wanted": ("1 if replicas cannot go on without a new base.", lambda model: model.base_wanted),
+    "quarantined_deltas": ("Deltas that no replica takes.", lambda model: len(model.quarantined)),
+    "worst_stale_seconds": ("The largest stale_seconds of all replicas.", lambda model: model.stale_s),
+    "worst_served_age_seconds": ("The largest served_age_seconds of all.", lambda model: model.served_age_s),
+    "worst_event_age_seconds": ("The largest event_age_seconds of all.", lambda model: model.event_age_s),
+    "rolled_back": ("1 while the model is held at a rollback.", lambda model: model.rollback is not None),
+}
+_OF_CANARY: _Gauges[CanaryView] = {
+    "canary_waiting_seconds": (
+        "Since a delta was published that the canary has yet to approve.",
+        lambda canary: canary.waiting_s,
+    ),
+    "canary_approved_position": ("How far the canary approved.", lambda canary: canary.approved),
+    "golden_failing": (
+        "1 if the approved position does not pass golden requests.",
+        lambda canary: bool(canary.failing),
+    ),
+}
+_OF_STORE: _Gauges[StoreView] = {
+    "copy_age_seconds": (
+        "Since the model base path last held all that is in the store that it is fetched from (--pull).",
+        lambda store: store.age_s,
+    ),
+    "store_visible": (
+        "1 if the store could be read, and fetched from, last.",
+        lambda store: not store.problem,
+    ),
+    "withheld_publications": (
+        "What is in the store and does not fit after a canary's rollback.",
+        lambda store: len(store.waiting),
+    ),
+}
+_OF_REPLICA: _Gauges[ReplicaView] = {
+    "replica_up": ("1 if the replica answered last.", lambda replica: replica.is_answering),
+}
+_OF_AUDIT: _Gauges[Audited] = {
+    "replica_right": (
+        "0 if the last audit found other values than were published.",
+        lambda audited: not audited.differing if audited.chunks else None,
+    ),
+}
+_OF_SERVED: _Gauges[VersionView] = {
+    "superseded_seconds": (
+        "Since a base was published that begins a new log, while the newest version that is available is "
+        "of another.",
+        lambda served: served.superseded_s,
+    ),
+}
+_OF_PACE: _Gauges[PaceView] = {
+    "pause_seconds": ("The pause between two deltas that pacing chose.", lambda pace: pace.pause_s),
+}
+_OF_VERSION: _Gauges[VersionView] = {
+    "position": ("Where a version stands.", lambda version: version.position),
+    "step": ("The training step whose values a version serves.", lambda version: version.step),
+    "behind_deltas": ("Deltas that a version has yet to take.", lambda version: version.behind_deltas),
+    "stale_seconds": (
+        "Since a delta was published that a version does not serve yet.",
+        lambda version: version.stale_s,
+    ),
+    "served_age_seconds": (
+        "Since what a version serves was published.",
+        lambda version: version.served_age_s,
+    ),
+    "event_age_seconds": (
+        "Since the newest event that a version was trained on; absent where the trainer does not tell.",
+        lambda version: version.event_age_s,
+    ),
+}
+_OF_PROBES: _Gauges[float | None] = {
+    "probe_p99_seconds": ("The p99 of probes, by what the replica did meanwhile.", lambda p99: p99),
+}
 
 
 class Metrics:
@@ -28,29 +108,23 @@ class Metrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = by_replica) -> Any:
             return Counter(f"{PREFIX}_{name}", text, labels, registry=self.registry)
 
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+            full = f"{PREFIX}_{name}_seconds"
+            return Histogram(full, text, by_replica, buckets=buckets, registry=self.registry)
+
         self._events = counter("events_total", "What happened, by kind.", ("model", "replica", "kind"))
         self._rows = counter("rows_total", "Rows of tables that were applied.")
         self._deltas = counter("deltas_total", "Deltas that were applied.")
-        self._apply = Histogram(
-            f"{PREFIX}_apply_seconds",
-            "How long calls took that applied deltas.",
-            by_replica,
-            buckets=_APPLY_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._served = Histogram(
-            f"{PREFIX}_commit_to_served_seconds",
+        self._apply = histogram("apply", "How long calls took that applied deltas.", _APPLY_BUCKETS_S)
+        self._served = histogram(
+            "commit_to_served",
             "From the publication of a delta until a replica served it.",
-            by_replica,
-            buckets=_FRESHNESS_BUCKETS_S,
-            registry=self.registry,
+            _FRESHNESS_BUCKETS_S,
         )
-        self._event_served = Histogram(
-            f"{PREFIX}_event_to_served_seconds",
+        self._event_served = histogram(
+            "event_to_served",
             "From the newest event that a delta was trained on until a replica served it.",
-            by_replica,
-            buckets=_EVENT_BUCKETS_S,
-            registry=self.registry,
+            _EVENT_BUCKETS_S,
         )
         self.registry.register(_Standing(view))
         self._view = view
@@ -105,116 +179,37 @@ class _Standing:
         self._view = view
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import GaugeMetricFamily
+        """What prometheus_client asks for each page."""
+        models = [((model.name,), model) for model in self._view().models]
+        replicas = [((*labels, each.address), each) for labels, model in models for each in model.replicas]
+        versions = [((*labels, str(each.number)), each) for labels, at in replicas for each in at.versions]
+        paces = [(labels, each.pace) for labels, each in replicas if each.pace is not None]
+        probes = [((*labels, "idle"), pace.idle_p99_s) for labels, pace in paces]
+        probes += [((*labels, "applying"), pace.applying_p99_s) for labels, pace in paces]
+        canaries = [(labels, model.canary) for labels, model in models if model.canary is not None]
+        stores = [(labels, model.store) for labels, model in models if model.store is not None]
+        audits = [(labels, each.audited) for labels, each in replicas if each.audited is not None]
+        served = [(labels, each.served) for labels, each in replicas if each.served is not None]
+        yield from _gauges(_OF_MODEL, ("model",), models)
+        yield from _gauges(_OF_CANARY, ("model",), canaries)
+        yield from _gauges(_OF_STORE, ("model",), stores)
+        yield from _gauges(_OF_REPLICA, ("model", "replica"), replicas)
+        yield from _gauges(_OF_AUDIT, ("model", "replica"), audits)
+        yield from _gauges(_OF_SERVED, ("model", "replica"), served)
+        yield from _gauges(_OF_VERSION, ("model", "replica", "version"), versions)
+        yield from _gauges(_OF_PACE, ("model", "replica"), paces)
+        yield from _gauges(_OF_PROBES, ("model", "replica", "state"), probes)
 
-        def gauge(name: str, text: str, *labels: str) -> Any:
-            return GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
 
-        of_model, of_replica = ("model",), ("model", "replica")
-        visible = gauge("published_visible", "1 if the model base path can be read.", *of_model)
-        published = gauge("published_position", "The newest position that is to be served.", *of_model)
-        wanted = gauge("base_wanted", "1 if replicas cannot go on without a new base.", *of_model)
-        quarantined = gauge("quarantined_deltas", "Deltas that no replica takes.", *of_model)
-        worst = gauge("worst_stale_seconds", "The largest stale_seconds of all replicas.", *of_model)
-        oldest = gauge("worst_served_age_seconds", "The largest served_age_seconds of all.", *of_model)
-        last_event = gauge("worst_event_age_seconds", "The largest event_age_seconds of all.", *of_model)
-        waiting = gauge(
-            "canary_waiting_seconds",
-            "Since a delta was published that the canary has yet to approve.",
-            *of_model,
-        )
-        approved = gauge("canary_approved_position", "How far the canary approved.", *of_model)
-        failing = gauge(
-            "golden_failing", "1 if the approved position does not pass golden requests.", *of_model
-        )
-        copy_age = gauge(
-            "copy_age_seconds",
-            "Since the model base path last held all that is in the store that it is fetched from (--pull).",
-            *of_model,
-        )
-        fetching = gauge("store_visible", "1 if the store could be read, and fetched from, last.", *of_model)
-        withheld = gauge(
-            "withheld_publications",
-            "What is in the store and does not fit after a canary's rollback.",
-            *of_model,
-        )
-        rolled_back = gauge("rolled_back", "1 while the model is held at a rollback.", *of_model)
-        up = gauge("replica_up", "1 if the replica answered last.", *of_replica)
-        by_version = (*of_replica, "version")
-        right = gauge(
-            "replica_right", "0 if the last audit found other values than were published.", *of_replica
-        )
-        position = gauge("position", "Where a version stands.", *by_version)
-        step = gauge("step", "The training step whose values a version serves.", *by_version)
-        behind = gauge("behind_deltas", "Deltas that a version has yet to take.", *by_version)
-        stale = gauge(
-            "stale_seconds", "Since a delta was published that a version does not serve yet.", *by_version
-        )
-        age = gauge("served_age_seconds", "Since what a version serves was published.", *by_version)
-        event_age = gauge(
-            "event_age_seconds",
-            "Since the newest event that a version was trained on; absent where the trainer does not tell.",
-            *by_version,
-        )
-        superseded = gauge(
-            "superseded_seconds",
-            "Since a base was published that begins a new log, while the newest version that is available is "
-            "of another.",
-            *of_replica,
-        )
-        pause = gauge("pause_seconds", "The pause between two deltas that pacing chose.", *of_replica)
-        probes = gauge(
-            "probe_p99_seconds", "The p99 of probes, by what the replica did meanwhile.", *of_replica, "state"
-        )
-        for model in self._view().models:
-            visible.add_metric([model.name], float(not model.problem))
-            wanted.add_metric([model.name], float(model.base_wanted))
-            quarantined.add_metric([model.name], len(model.quarantined))
-            rolled_back.add_metric([model.name], float(model.rollback is not None))
-            if model.store is not None:
-                copy_age.add_metric([model.name], model.store.age_s)
-                fetching.add_metric([model.name], float(not model.store.problem))
-                withheld.add_metric([model.name], len(model.store.waiting))
-            if model.canary is not None:
-                waiting.add_metric([model.name], model.canary.waiting_s)
-                failing.add_metric([model.name], float(bool(model.canary.failing)))
-                if model.canary.approved is not None:
-                    approved.add_metric([model.name], model.canary.approved)
-            if model.position is not None:
-                published.add_metric([model.name], model.position)
-            for metric, seconds in (
-                (worst, model.stale_s),
-                (oldest, model.served_age_s),
-                (last_event, model.event_age_s),
-            ):
-                if seconds is not None:
-                    metric.add_metric([model.name], seconds)
-            for replica in model.replicas:
-                up.add_metric([model.name, replica.address], float(replica.is_answering))
-                if replica.audited is not None and replica.audited.chunks:
-                    right.add_metric([model.name, replica.address], float(not replica.audited.differing))
-                if replica.pace is not None:
-                    pause.add_metric([model.name, replica.address], replica.pace.pause_s)
-                    for state, seconds in (
-                        ("idle", replica.pace.idle_p99_s),
-                        ("applying", replica.pace.applying_p99_s),
-                    ):
-                        if seconds is not None:
-                            probes.add_metric([model.name, replica.address, state], seconds)
-                if replica.served is not None and replica.served.superseded_s is not None:
-                    superseded.add_metric([model.name, replica.address], replica.served.superseded_s)
-                for version in replica.versions:
-                    labels = [model.name, replica.address, str(version.number)]
-                    for metric, value in (
-                        (position, version.position),
-                        (step, version.step),
-                        (behind, version.behind_deltas),
-                        (stale, version.stale_s),
-                        (age, version.served_age_s),
-                        (event_age, version.event_age_s),
-                    ):
-                        if value is not None:
-                            metric.add_metric(labels, value)
-        yield from (visible, published, wanted, quarantined, worst, oldest, last_event, up, right)
-        yield from (position, step, behind, stale, age, event_age, superseded, pause, probes)
-        yield from (rolled_back, waiting, approved, failing, copy_age, fetching, withheld)
+def _gauges(
+    table: _Gauges[ItemT], names: tuple[str, ...], items: Collection[tuple[tuple[str, ...], ItemT]]
+) -> Iterator[Any]:
+    """The gauges of a table, with a sample for each item that has a value; items come with their labels."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    for name, (text, value_of) in table.items():
+        gauge = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=names)
+        for labels, item in items:
+            if (value := value_of(item)) is not None:
+                gauge.add_metric(labels, float(value))
+        yield gauge

@@ -15,7 +15,7 @@ from exporter.graph.batch.trace import Trace, trace
 from exporter.graph.control_flow import ENTERS, EXITS
 from exporter.graph.new_nodes import constant, free_name, new_node
 from exporter.graph.nodes import Endpoint, attr_dtype, const_value, endpoint
-from exporter.graph.reach import all_before
+from exporter.graph.reach import all_before, closure
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -124,10 +124,7 @@ class _Opening:
     def __init__(self, nodes: dict[str, Proto], traced: Trace, ends: Sequence[Ends]) -> None:
         self._nodes = nodes
         self._traced = traced
-        self._reached = [
-            (all_before(nodes, map(str, one.outputs), given=one.inputs.keys()), [*one.batched()])
-            for one in ends
-        ]
+        self._reached = [(all_before(nodes, one.outputs, given=one.inputs), [*one.batched()]) for one in ends]
         self._loops = _in_loops(nodes)
         self._counts: dict[tuple[Endpoint, int, DType], str] = {}
 
@@ -270,14 +267,6 @@ def _in_loops(nodes: Mapping[str, Proto]) -> set[str]:
     for node in nodes.values():
         for text in node.input:
             readers.setdefault(endpoint(text).node, []).append(node.name)
-    pending = [name for name, node in nodes.items() if node.op in ENTERS]
-    inside = {*pending}
-    while pending:
-        name = pending.pop()
-        if nodes[name].op in EXITS:
-            continue
-        for reader in readers.get(name, ()):
-            if reader not in inside:
-                inside.add(reader)
-                pending.append(reader)
+    entering = [name for name, node in nodes.items() if node.op in ENTERS]
+    inside = closure(entering, lambda name: () if nodes[name].op in EXITS else readers.get(name, ()))
     return {name for name in inside if nodes[name].op not in EXITS}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import numpy as np
 
 from exporter.graph.batch.trace import Trace
+from exporter.graph.functions import reachable
 from exporter.graph.nodes import Endpoint, attr, base_dtype, const_value, data_inputs, shape_of
 from exporter.wire.protos import Proto
 
@@ -23,8 +24,8 @@ def suspects(
         node = nodes[name]
         if any(_may_be(number, batch) for number in _own_numbers(node)):
             yield name
-        for body in _bodies(node, functions):
-            if any(_is_suspect(inner, batch) for inner in body):
+        for called in reachable([node], functions):
+            if any(_is_suspect(inner, batch) for inner in functions[called].node_def):
                 yield name
         yield from (
             source for source in _constants_before(nodes, node, traced) if _is_suspect(nodes[source], batch)
@@ -45,17 +46,6 @@ def _own_numbers(node: Proto) -> Iterator[int]:
         value = attr(node, name)
         if value is not None and value.shape.dim:
             yield value.shape.dim[0].size
-
-
-def _bodies(node: Proto, functions: Mapping[str, Proto]) -> Iterator[Iterable[Proto]]:
-    pending, seen = [node], set[str]()
-    while pending:
-        for value in pending.pop().attr.values():
-            if value.func.name in functions and value.func.name not in seen:
-                seen.add(value.func.name)
-                body = functions[value.func.name].node_def
-                pending += body
-                yield body
 
 
 def _constants_before(nodes: Mapping[str, Proto], node: Proto, traced: Trace) -> Iterator[str]:

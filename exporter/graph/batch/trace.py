@@ -22,11 +22,11 @@ from exporter.graph.batch.call import Call, Findings
 from exporter.graph.batch.dims import Dim, Known, Meeting, Rows, Slot, Stuck, Unclear
 from exporter.graph.batch.rules import RULES
 from exporter.graph.control_flow import MERGES, NEXT_ITERATIONS
-from exporter.graph.nodes import Endpoint, attr, data_inputs, endpoint, shape_of
+from exporter.graph.nodes import Endpoint, attr, data_inputs, shape_of
+from exporter.graph.reach import closure, forward_sources
 from exporter.wire.protos import Proto
 
 _MOST_PASSES = 16
-_MAX_SUSPECT_ELEMENTS = 64
 
 
 class Trace(Struct, frozen=True):
@@ -192,17 +192,14 @@ def _behind(nodes: Mapping[str, Proto], fed: Collection[str]) -> set[str]:
     for node in nodes.values():
         for tensor in data_inputs(node):
             readers.setdefault(tensor.node, []).append(node.name)
-    pending, found = [*fed], {*fed}
-    while pending:
-        for reader in readers.get(pending.pop(), ()):
-            if reader not in found:
-                found.add(reader)
-                pending.append(reader)
-    return found
+    return {*closure(fed, lambda name: readers.get(name, ()))}
 
 
 def _ordered(nodes: Mapping[str, Proto]) -> list[str]:
-    """The nodes, each behind what it reads; a loop begins at its Merge."""
+    """The nodes, each behind what it reads; a loop begins at its Merge.
+
+    Otherwise as the graph has them: then what a loop writes into arrays comes before what reads it there.
+    """
     order: list[str] = []
     state = dict[str, bool]()
     for root in nodes:
@@ -216,9 +213,7 @@ def _ordered(nodes: Mapping[str, Proto]) -> list[str]:
                     order.append(name)
                 continue
             state[name] = False
-            node = nodes[name]
-            sources = {endpoint(text).node for text in node.input if not text.startswith("^")}
-            if node.op in MERGES:
-                sources = {source for source in sources if nodes[source].op not in NEXT_ITERATIONS}
+            data = (text for text in nodes[name].input if not text.startswith("^"))
+            sources = forward_sources(nodes, name, data)
             pending += [source for source in sources if source not in state]
     return order
