@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, field
 
+from exporter.graph.bodies import called
 from exporter.graph.functions import reachable
 from exporter.graph.new_nodes import new_node, put_nodes
 from exporter.wire.dtypes import DType
@@ -257,12 +258,8 @@ def rename_functions(function: Proto, renames: Mapping[str, str]) -> None:
 
 
 def _rename_called(node: Proto, renames: Mapping[str, str]) -> None:
-    for attr in node.attr.values():
-        if attr.WhichOneof("value") == "func":
-            attr.func.name = _renamed(attr.func.name, renames)
-        elif attr.WhichOneof("value") == "list":
-            for called in attr.list.func:
-                called.name = _renamed(called.name, renames)
+    for function in called(node):
+        function.name = _renamed(function.name, renames)
 
 
 def _renamed(name: str, renames: Mapping[str, str]) -> str:

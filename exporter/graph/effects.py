@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from msgspec import Struct
 
+from exporter.graph.bodies import CALLS
 from exporter.graph.control_flow import ENTERS, SWITCHES
 from exporter.graph.functions import needed_by
 from exporter.graph.keys import VARIABLE_OPS
@@ -19,9 +20,6 @@ from exporter.graph.servable import called_functions, changes_state
 from exporter.graph.signature_tensors import SignatureEnds
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
-
-_AFTER_CONDITION = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
-"""Calls whose first input chooses the function, which gets the others."""
 
 _MAX_IDENTITIES = 32
 
@@ -93,7 +91,7 @@ class EffectsOf:
     def _arguments(self, node: Proto, callee: str, taken: Mapping[int, str]) -> dict[str, str]:
         """Which handle each argument of a called function gets."""
         arguments = [argument.name for argument in self._index.functions[callee].signature.input_arg]
-        shift = 1 if node.op in _AFTER_CONDITION else 0
+        shift = CALLS.get(node.op, 0)
         return {arguments[at - shift]: h for at, h in taken.items() if 0 <= at - shift < len(arguments)}
 
 

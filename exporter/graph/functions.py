@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 
 from exporter.errors import GraphError
+from exporter.graph.bodies import CALLS
 from exporter.graph.constant_tables import constant_fills, fill_before_use
 from exporter.graph.control_flow import ENTERS, SWITCHES
-from exporter.graph.function_ops import CALLS
 from exporter.graph.new_nodes import put_nodes
 from exporter.graph.reach import closure
 from exporter.graph.resource_variables import gather_rows

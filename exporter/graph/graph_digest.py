@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Mapping
 from copy import deepcopy
 
+from exporter.graph.bodies import called
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.tables.lookup import SIZE
 from exporter.wire.protos import Proto
@@ -76,8 +77,6 @@ def _node(node: Proto, names: _FunctionNames) -> bytes:
     for name in [*copy.attr]:
         if name.startswith("_") or name in _MEANINGLESS:
             del copy.attr[name]
-            continue
-        value = copy.attr[name]
-        for function in ([value.func] if value.HasField("func") else []) + [*value.list.func]:
-            function.name = names(function.name)
+    for function in called(copy):
+        function.name = names(function.name)
     return bytes(copy.SerializeToString(deterministic=True))

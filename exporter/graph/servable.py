@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 
 from exporter.errors import ForeignOperations, NotServable
+from exporter.graph.bodies import called
 from exporter.graph.deeprec_ops import is_deeprec, is_fused
 from exporter.graph.nodes import attr_dtype, control_inputs
 from exporter.graph.reach import Reached, waited_for
@@ -166,11 +167,4 @@ def check_reads(
 
 def called_functions(node: Proto) -> set[str]:
     """The library functions that a node's attributes or its operation name."""
-    found = {node.op}
-    for value in node.attr.values():
-        kind = value.WhichOneof("value")
-        if kind == "func":
-            found.add(value.func.name)
-        elif kind == "list":
-            found |= {func.name for func in value.list.func}
-    return found
+    return {node.op, *(function.name for function in called(node))}

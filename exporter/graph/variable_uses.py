@@ -10,15 +10,17 @@ variable whole is found by following its handle.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import Flag, auto
 
 import numpy as np
 
-from exporter.graph.function_ops import CALLS, LOOPS
+from exporter.graph.bodies import CALLS, LOOPS, Body, bodies, called, data_inputs
+from exporter.graph.new_nodes import constant, free_name
+from exporter.graph.nodes import attr_dtype
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
-from exporter.wire.tensor_proto import fill, to_array
+from exporter.wire.tensor_proto import to_array
 
 _ROW_READS = {"ResourceGather", "ResourceGatherNd"}
 _INDIFFERENT = {"VariableShape", "VarIsInitializedOp", "DisableCopyOnRead"}
@@ -38,57 +40,6 @@ class Use(Flag):
     WHOLE = auto()
 
 
-class Body:
-    """The nodes of a graph or of a function, with the two ways in which they name tensors.
-
-    A GraphDef says `node` or `node:1`; a FunctionDef `node:output argument:0`, and an argument's bare name.
-    """
-
-    def __init__(self, nodes: Proto, function: Proto | None = None) -> None:
-        self.nodes = nodes
-        self.function = function
-        self.by_name: dict[str, Proto] = {node.name: node for node in nodes}
-
-    def producer(self, reference: str) -> Proto | None:
-        """The node that makes a tensor; None for a function's argument."""
-        if self.function is not None and ":" not in reference:
-            return None
-        return self.by_name.get(reference.partition(":")[0])
-
-    def results(self) -> Iterator[str]:
-        """Tensors that a function returns."""
-        return iter(self.function.ret.values() if self.function is not None else ())
-
-    def canonical(self, reference: str) -> str:
-        """One name for a tensor that has two (`node` and `node:0` in a graph)."""
-        return reference if self.function is not None or ":" in reference else f"{reference}:0"
-
-    def output(self, node: Proto, index: int) -> str:
-        """The name of output `index` of a node that forwards or loops."""
-        if self.function is None:
-            return f"{node.name}:{index}"
-        if node.op == "Switch":
-            return f"{node.name}:{('output_false', 'output_true')[index]}:0"
-        return f"{node.name}:output:{index}"
-
-    def add(self, name: str, op: str, *inputs: str, device: str = "") -> Proto:
-        """A new node, by this name or a like one."""
-        node = self.nodes.add(name=_free_name(self, name), op=op, input=inputs, device=device)
-        self.by_name[node.name] = node
-        return node
-
-    def single(self, node: Proto, argument: str) -> str:
-        """The name of the only output of a node, called `argument` in its op's definition."""
-        return node.name if self.function is None else f"{node.name}:{argument}:0"
-
-
-def bodies(graph_def: Proto) -> Iterator[Body]:
-    """The graph, then each of its functions."""
-    yield Body(graph_def.node)
-    for function in graph_def.library.function:
-        yield Body(function.node_def, function)
-
-
 def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
     """Make gathers, and reads of the shape, use the variable's handle; nodes in `fetched` are kept.
 
@@ -106,11 +57,6 @@ def uses(graph_def: Proto) -> dict[str, Use]:
     """What the graph, with all its functions, does with each VarHandleOp (by node name)."""
     tracker = _Tracker(graph_def)
     return {node.name: tracker.uses_of(node.name) for node in graph_def.node if node.op == "VarHandleOp"}
-
-
-def data_inputs(node: Proto) -> list[str]:
-    """The tensors that a node takes; control inputs come after them."""
-    return [reference for reference in node.input if not reference.startswith("^")]
 
 
 def _rewrite(body: Body, node: Proto) -> set[str]:
@@ -135,33 +81,21 @@ def _sum_gathered(body: Body, node: Proto) -> set[str]:
     chain = _chain_to_read(body, node.input[0])
     if not chain:
         return set()
-    indices, name = node.input[1], node.name
-    gather = body.add(f"{name}/rows", "GatherV2", node.input[0], indices, device=node.device)
-    gather.attr["Tindices"].type = _index_type(node)
+    indices, name, device = node.input[1], node.name, node.device
+    by = attr_dtype(node, "Tidx") or DType.INT32
+    gather = body.add(f"{name}/rows", "GatherV2", node.input[0], indices, device=device, Tindices=by)
     _become_gather(body, gather, chain)
-    size = body.add(f"{name}/size", "Size", indices, device=node.device)
-    size.attr["T"].type, size.attr["out_type"].type = _index_type(node), int(DType.INT32)
-    places = body.add(f"{name}/places", "Range", device=node.device)
+    size = body.add(f"{name}/size", "Size", indices, device=device, T=by, out_type=DType.INT32)
+    places = body.add(f"{name}/places", "Range", device=device, Tidx=DType.INT32)
     first, step = (_int32(body, f"{name}/{what}", value) for what, value in (("first", 0), ("step", 1)))
-    places.input.extend(
-        (body.single(first, "output"), body.single(size, "output"), body.single(step, "output"))
-    )
-    places.attr["Tidx"].type = int(DType.INT32)
+    places.input.extend(body.single(made, "output") for made in (first, size, step))
     node.input[0], node.input[1] = body.single(gather, "output"), body.single(places, "output")
     node.attr["Tidx"].type = int(DType.INT32)
     return {link.name for link in chain}
 
 
-def _index_type(node: Proto) -> int:
-    """The type of a segment operation's row numbers."""
-    return int(node.attr["Tidx"].type) if "Tidx" in node.attr else int(DType.INT32)
-
-
 def _int32(body: Body, name: str, value: int) -> Proto:
-    node = body.add(name, "Const")
-    node.attr["dtype"].type = int(DType.INT32)
-    fill(node.attr["value"].tensor, np.array(value, np.int32))
-    return node
+    return body.put(constant(free_name(body.by_name, name), np.array(value, np.int32), DType.INT32))
 
 
 def _takes_rows(body: Body, node: Proto) -> bool:
@@ -195,20 +129,14 @@ def _become_gather(body: Body, node: Proto, chain: list[Proto]) -> None:
     op = "ResourceGatherNd" if node.op == "GatherNd" else "ResourceGather"
     gather = node
     if casts:
-        gather = body.nodes.add(name=_free_name(body, f"{node.name}/rows"), device=node.device)
-        gather.input.extend(node.input)
+        gather = body.add(f"{node.name}/rows", op, *node.input, device=node.device)
         gather.attr["Tindices"].CopyFrom(node.attr["Tindices"])
-        body.by_name[gather.name] = gather
     gather.attr["dtype"].CopyFrom(chain[-1].attr["dtype"])
     _become(gather, op, chain[-1].input[0], chain, keep=("dtype", "Tindices"), inputs=node.input[1:2])
     last = body.single(gather, "output")
     for number, cast in enumerate(casts):
-        copy = body.nodes.add(
-            name=_free_name(body, f"{node.name}/cast_{number}"), op="Cast", device=node.device
-        )
-        copy.input.append(last)
+        copy = body.add(f"{node.name}/cast_{number}", "Cast", last, device=node.device)
         copy.attr.MergeFrom(cast.attr)
-        body.by_name[copy.name] = copy
         last = body.single(copy, "y")
     if casts:  # an Identity under the old name: nothing that consumes it changes
         node.op = "Identity"
@@ -265,14 +193,6 @@ def _drop_unread(body: Body, candidates: set[str], fetched: set[str]) -> None:
             body.function.signature.control_output.remove(name)
 
 
-def _free_name(body: Body, wanted: str) -> str:
-    return next(
-        name
-        for n in range(len(body.by_name) + 1)
-        if (name := f"{wanted}_{n}" if n else wanted) not in body.by_name
-    )
-
-
 class _Tracker:
     """Follows handles through forwarding nodes and into functions."""
 
@@ -303,8 +223,7 @@ class _Tracker:
         if not scope:
             return self._graph
         if scope not in self._bodies:
-            function = self._functions[scope]
-            self._bodies[scope] = _Consumers(Body(function.node_def, function))
+            self._bodies[scope] = _Consumers(Body.of(self._functions[scope]))
         return self._bodies[scope]
 
     def _consume(self, body: Body, scope: str, node: Proto, index: int) -> tuple[Use, list[tuple[str, str]]]:
@@ -315,7 +234,7 @@ class _Tracker:
             return Use.NOTHING, []
         if node.op in _FORWARDS:
             return Use.NOTHING, [(scope, body.output(node, out)) for out in range(_FORWARDS[node.op])]
-        names = list(_called(node)) if node.op in CALLS else []
+        names = [function.name for function in called(node)] if node.op in CALLS else []
         if not names or any(name not in self._functions for name in names):
             return Use.WHOLE, []
         further = [(scope, body.output(node, index))] if node.op in LOOPS else []
@@ -338,12 +257,3 @@ class _Consumers:
     def of(self, tensor: str) -> list[tuple[Proto, int]]:
         """The nodes that take `tensor`, and as which input."""
         return self._found.get(tensor, [])
-
-
-def _called(node: Proto) -> Iterator[str]:
-    """The functions that a node names."""
-    for attr in node.attr.values():
-        if attr.WhichOneof("value") == "func":
-            yield attr.func.name
-        elif attr.WhichOneof("value") == "list":
-            yield from (function.name for function in attr.list.func)

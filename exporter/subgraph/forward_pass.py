@@ -9,9 +9,9 @@ from typing import Any
 from msgspec import Struct
 
 from exporter.errors import NotServable
+from exporter.graph.bodies import data_inputs
 from exporter.graph.editor import privately_named
 from exporter.graph.signature_tensors import canonical
-from exporter.graph.variable_uses import data_inputs
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 

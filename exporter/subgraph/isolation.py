@@ -23,9 +23,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from exporter.graph.bodies import data_inputs
 from exporter.graph.editor import CPU, GraphEditor, PlacedFunction
 from exporter.graph.signature_tensors import SignatureTensor, StaticShape, canonical
-from exporter.graph.variable_uses import data_inputs
 from exporter.subgraph.forward_pass import HANDLE_MARK, Forward, cut_out
 from exporter.subgraph.state import SETTLED, StateNodes, Tensor, assign, read
 from exporter.wire.dtypes import DType
