@@ -36,11 +36,11 @@ from exporter.graph.nodes import (
     GraphIndex,
     attr,
     attr_dtype,
+    attr_shape,
     attr_text,
     control_inputs,
     data_inputs,
     endpoint,
-    shape_of,
     through_identities,
 )
 from exporter.graph.reach import all_before
@@ -206,16 +206,15 @@ class _Conversion:
                     yield node
 
     def _is_filtered(self, variable: _EmbeddingVariable) -> bool:
-        found = (attr(node, "filter_freq") for node in self._initialisers(variable))
-        return any(value is not None and value.i > 0 for value in found)
+        return any(attr(node, "filter_freq").i > 0 for node in self._initialisers(variable))
 
     def _check_blocks(self, variable: _EmbeddingVariable) -> None:
         for node in self._initialisers(variable):
-            blocks = attr(node, "block_num")
-            if blocks is not None and blocks.i > 1:
+            blocks = attr(node, "block_num").i
+            if blocks > 1:
                 raise NotServable(
                     f"embedding variable {variable.name!r} is a block of a dynamic-dimension variable",
-                    cause=f"{node.op} {node.name!r} has block_num {blocks.i}",
+                    cause=f"{node.op} {node.name!r} has block_num {blocks}",
                     hint="train it with one dimension for all keys",
                 )
 
@@ -262,8 +261,7 @@ def _kind(variable: _EmbeddingVariable) -> tuple[DType, DType, int]:
     kinds = set()
     for handle in variable.handles:
         keys, values = attr_dtype(handle, "Tkeys"), attr_dtype(handle, "dtype")
-        declared = attr(handle, "shape")
-        shape = shape_of(declared.shape) if declared is not None else None
+        shape = attr_shape(handle)
         if keys not in _KEYS or values not in _VALUES or shape is None or len(shape) != 1 or shape[0] < 1:
             shown = (
                 f"keys {keys.label if keys else 'unknown'}, values {values.label if values else 'unknown'}"

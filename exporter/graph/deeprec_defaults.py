@@ -116,10 +116,8 @@ def _part_defaults(index: GraphIndex, handle: Proto, dtype: DType, dim: int) -> 
     made = _initialiser(index, handle.name)
     if made is None:
         return None
-    refused = attr(made, "default_value_no_permission")
-    constant = _constant(refused.f if refused is not None else 0.0, dtype, dim)
-    filtered = attr(made, "filter_freq")
-    if filtered is not None and filtered.i > 0:
+    constant = _constant(attr(made, "default_value_no_permission").f, dtype, dim)
+    if attr(made, "filter_freq").i > 0:
         return Defaults(constant)
     inputs, position = data_inputs(made), _VALUE_OF[made.op]
     value, why = _Evaluation(index).of(inputs[position] if position < len(inputs) else Endpoint("", 0))
@@ -136,9 +134,9 @@ def _part_defaults(index: GraphIndex, handle: Proto, dtype: DType, dim: int) -> 
             hint="write the .meta again from the training program, or say --absent-key",
         )
     rows = np.asarray(value).reshape(-1, dim).astype(dtype.numpy)
-    count = attr(made, "default_value_dim")
-    if count is not None and 0 < count.i < len(rows):
-        rows = rows[: count.i]
+    count = attr(made, "default_value_dim").i
+    if 0 < count < len(rows):
+        rows = rows[:count]
     same = bool((rows == rows[0]).all())
     return Defaults(np.ascontiguousarray(rows[:1] if same else rows))
 
@@ -194,13 +192,10 @@ class _Evaluation:
 
 
 def _constant_value(node: Proto) -> tuple[Array | None, str]:
-    value = attr(node, "value")
+    if "value" not in node.attr:
+        return None, "its initializer has no value"
     try:
-        return (
-            (to_array(value.tensor, _MAX_BYTES), "")
-            if value is not None
-            else (None, "its initializer has no value")
-        )
+        return to_array(attr(node, "value").tensor, _MAX_BYTES), ""
     except (ExportError, ValueError, TypeError) as error:
         return None, f"its initializer's constant is damaged ({error})"
 

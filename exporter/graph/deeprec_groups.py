@@ -99,21 +99,21 @@ class _Group(Struct, frozen=True):
     @classmethod
     def of(cls, node: Proto) -> _Group | None:
         """The lookup that a node is; None if it is none, or of a kind that cannot be taken apart."""
-        number, inputs = attr(node, "num_lookups"), data_inputs(node)
-        if node.op not in _KNOWN or number is None or number.i < 1:
+        count, inputs = int(attr(node, "num_lookups").i), data_inputs(node)
+        if node.op not in _KNOWN or count < 1:
             return None
-        count, is_sparse = int(number.i), node.op in _SPARSE
+        is_sparse = node.op in _SPARSE
         dtype, keys = attr_dtype(node, "dtype"), attr_dtype(node, "Tkeys")
-        brings_defaults = _KNOWN[node.op] and _flag(node, "is_use_default_value_tensor")
-        clips = (norm := attr(node, "max_norm")) is not None and norm.f >= 0
-        if dtype is None or keys not in _KEYS or brings_defaults or clips or _flag(node, "is_sequence"):
+        brings_defaults = _KNOWN[node.op] and attr(node, "is_use_default_value_tensor").b
+        clips = "max_norm" in node.attr and attr(node, "max_norm").f >= 0
+        if dtype is None or keys not in _KEYS or brings_defaults or clips or attr(node, "is_sequence").b:
             return None
         combiner = attr_text(node, "combiner")
         if len(inputs) != (5 if is_sparse else 2) * count + 1 or (is_sparse and combiner not in _COMBINERS):
             return None
         lists = [inputs[first : first + count] for first in range(0, len(inputs) - 1, count)]
         tables, ids, indices, weights, shapes = lists if is_sparse else [*lists, [], [], []]
-        if _flag(node, "ignore_weights"):
+        if attr(node, "ignore_weights").b:
             weights = []
         return cls(
             node, _KNOWN[node.op], dtype, keys, combiner, tables, ids, indices, weights, shapes, inputs[-1]
@@ -122,11 +122,6 @@ class _Group(Struct, frozen=True):
     @property
     def count(self) -> int:
         return len(self.tables)
-
-
-def _flag(node: Proto, name: str) -> bool:
-    value = attr(node, name)
-    return value is not None and value.b
 
 
 def _outputs_read(index: GraphIndex, meta_graph: Proto, needed: Collection[str]) -> Mapping[str, set[int]]:

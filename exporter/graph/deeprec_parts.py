@@ -67,8 +67,7 @@ def _parted(index: GraphIndex, stitch: Proto, table_of: Callable[[Proto], str | 
 
 def uses_default(gather: Proto) -> bool:
     """True if absent keys read the row of `default_value` in the key's place."""
-    flag = attr(gather, "is_use_default_value_tensor")
-    return flag is not None and flag.b
+    return bool(attr(gather, "is_use_default_value_tensor").b)
 
 
 def _partitioned(index: GraphIndex, parts: list[Endpoint]) -> tuple[Endpoint, Endpoint] | None:
@@ -79,8 +78,7 @@ def _partitioned(index: GraphIndex, parts: list[Endpoint]) -> tuple[Endpoint, En
         return None
     if found != [Endpoint(node.name, number) for number in range(len(found))]:
         return None
-    number = attr(node, "num_partitions")
-    if number is None or number.i != len(found):
+    if attr(node, "num_partitions").i != len(found):
         return None
     data, assignment = data_inputs(node)[:2]
     return _source(index, data), _source(index, assignment)
@@ -102,8 +100,7 @@ def _counts_up(index: GraphIndex, places: Endpoint, ids: Endpoint) -> bool:
 
 
 def _number(index: GraphIndex, tensor: Endpoint) -> int | None:
-    node = _origin(index, tensor)
-    value = const_value(node) if node is not None else None
+    value = const_value(_origin(index, tensor))
     is_number = value is not None and value.size == 1 and value.dtype.kind in "iu"
     return int(value.ravel()[0]) if value is not None and is_number else None
 

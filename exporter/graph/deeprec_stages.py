@@ -29,8 +29,7 @@ def read_through_stages(index: GraphIndex, given: Collection[Endpoint]) -> None:
     moved: dict[Endpoint, str] = {}
     for take in takes:
         put = puts.get(_name(take))
-        dtypes = attr(take, "dtypes")
-        if put is None or dtypes is None or len(dtypes.list.type) != len(data_inputs(put)):
+        if put is None or len(attr(take, "dtypes").list.type) != len(data_inputs(put)):
             continue
         if not any(tensor.node == take.name for tensor in given):
             sources = data_inputs(put)

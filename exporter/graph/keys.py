@@ -16,7 +16,7 @@ from exporter.graph.nodes import (
     Endpoint,
     GraphIndex,
     attr_text,
-    const_value,
+    const_texts,
     control_inputs,
     data_inputs,
     endpoint,
@@ -144,8 +144,7 @@ def _restored_from(index: GraphIndex, tensor: Endpoint) -> Endpoint | None:
 def _strings(index: GraphIndex, node: str, position: int) -> list[str]:
     inputs = data_inputs(index.nodes[node])
     source = index.nodes.get(inputs[position].node) if position < len(inputs) else None
-    value = const_value(source) if source is not None else None
-    return [] if value is None else [bytes(item).decode("utf-8", "surrogateescape") for item in value.ravel()]
+    return const_texts(source) or []
 
 
 def parse_slice_spec(text: str) -> SliceSpec | None:

@@ -245,8 +245,7 @@ def is_by_batch(node: Proto) -> bool:
     """True for a FusedBatchNorm that normalises by the batch: also where a default was left unwritten."""
     if _FUSED.fullmatch(node.op) is None:
         return False
-    is_training = attr(node, "is_training")
-    return is_training is None or bool(is_training.b)
+    return "is_training" not in node.attr or bool(node.attr["is_training"].b)
 
 
 def node_of(tensor: str) -> str:
@@ -264,10 +263,8 @@ def _output(nodes: Mapping[str, Proto], tensor: str) -> str:
 
 
 def _scalar(node: Proto) -> Scalar:
-    value = attr(node, "value")
-    if value is None or int(np.prod([dim.size for dim in value.tensor.tensor_shape.dim], dtype=float)) != 1:
-        return None
-    found = const_value(node)
+    shape = attr(node, "value").tensor.tensor_shape
+    found = const_value(node) if all(dim.size == 1 for dim in shape.dim) else None
     if found is None:
         return None
     element = found.ravel()[0]

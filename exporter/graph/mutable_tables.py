@@ -54,7 +54,6 @@ def graph_tables(nodes: Mapping[str, Proto], keys: Mapping[str, TableKey]) -> tu
     found: dict[str, GraphTable] = {}
     for node in _restorable(nodes.values()):
         stored = keys.get(node.name) or TableKey.of(node.name)
-        shape = attr(node, "value_shape")
         found.setdefault(
             _identity(node),
             GraphTable(
@@ -63,7 +62,7 @@ def graph_tables(nodes: Mapping[str, Proto], keys: Mapping[str, TableKey]) -> tu
                 stored.values,
                 attr_dtype(node, "key_dtype") or DType.INT64,
                 attr_dtype(node, "value_dtype") or DType.FLOAT,
-                shape_of(shape.shape) if shape is not None else (),
+                shape_of(attr(node, "value_shape").shape),
                 has_all_buckets="Dense" in node.op,
             ),
         )

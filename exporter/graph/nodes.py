@@ -7,7 +7,7 @@ MetaGraphDef carries (`meta_info_def.stripped_op_list`) and from the signatures 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from exporter.errors import GraphError, UnknownTensor
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
+from exporter.wire.tensor_proto import to_array
 
 _REF = 100
 """DT_FLOAT_REF is DT_FLOAT + 100, and so on (source: tensorflow/core/framework/types.proto)."""
@@ -72,21 +73,31 @@ def base_dtype(number: int) -> DType:
         raise GraphError(f"the graph uses data type number {number}, which is unknown") from None
 
 
-def attr(node: Proto, name: str) -> Proto | None:
-    """An attribute's AttrValue, None if the node does not carry it."""
-    return node.attr.get(name)  # reading a map field by [] would insert the key
+@cache
+def _absent() -> Proto:
+    return protos.AttrValue()
+
+
+def attr(node: Proto, name: str) -> Proto:
+    """An attribute's AttrValue, to be read; an empty one if the node does not carry it."""
+    return node.attr.get(name) or _absent()  # reading a map field by [] would insert the key
 
 
 def attr_dtype(node: Proto, name: str) -> DType | None:
     """A type attribute."""
-    value = attr(node, name)
-    return base_dtype(value.type) if value is not None and value.type else None
+    number = attr(node, name).type
+    return base_dtype(number) if number else None
 
 
 def attr_text(node: Proto, name: str) -> str:
     """A string attribute, "" if absent."""
+    return str(attr(node, name).s.decode("utf-8", "replace"))
+
+
+def attr_shape(node: Proto, name: str = "shape") -> tuple[int, ...] | None:
+    """A shape attribute as `shape_of` gives it, None if absent."""
     value = attr(node, name)
-    return value.s.decode("utf-8", "replace") if value is not None else ""
+    return shape_of(value.shape) if value.HasField("shape") else None
 
 
 def shape_of(shape: Proto) -> tuple[int, ...] | None:
@@ -102,31 +113,22 @@ def shape_proto(shape: tuple[int, ...] | None) -> Proto:
     return proto
 
 
-def const_value(node: Proto) -> np.ndarray | None:
-    """The value of a Const with strings, booleans or numbers, None if the node is something else.
-
-    Source: tensorflow/core/framework/tensor.proto; a short list of values is filled up with its last one.
-    """
-    value = attr(node, "value")
-    if node.op != "Const" or value is None:
+def const_value(node: Proto | None) -> np.ndarray | None:
+    """The value of a Const; None for any other node, and if it is damaged or filled up with too much."""
+    if node is None or node.op != "Const":
         return None
-    tensor = value.tensor
-    shape = shape_of(tensor.tensor_shape) or ()
-    dtype = base_dtype(tensor.dtype)
-    if dtype is DType.STRING:
-        flat = np.array([*tensor.string_val], dtype=object)
-    elif tensor.tensor_content:
-        whole = int(np.prod(shape, dtype=np.int64)) * dtype.numpy.itemsize == len(tensor.tensor_content)
-        return np.frombuffer(tensor.tensor_content, dtype.numpy).reshape(shape) if whole else None
-    else:
-        field = next((name for name in _VALUE_FIELDS if len(getattr(tensor, name))), None)
-        flat = np.array([] if field is None else [*getattr(tensor, field)])
-    count = int(np.prod(shape, dtype=np.int64))
-    if len(flat) == 0:
-        return np.zeros(shape, object if dtype is DType.STRING else np.int64)
-    if len(flat) < count <= _MAX_FILLED:
-        flat = np.concatenate([flat, np.repeat(flat[-1:], count - len(flat))])
-    return flat.reshape(shape) if len(flat) == count else None
+    try:
+        return to_array(attr(node, "value").tensor, _MAX_FILLED_BYTES)
+    except ValueError:
+        return None
+
+
+def const_texts(node: Proto | None) -> list[str] | None:
+    """The strings of a Const, None for anything else."""
+    value = const_value(node)
+    if value is None or value.dtype != object:
+        return None
+    return [text.decode("utf-8", "surrogateescape") for text in value.ravel()]
 
 
 def through_identities(nodes: Mapping[str, Proto], name: str) -> str:
@@ -140,8 +142,8 @@ def through_identities(nodes: Mapping[str, Proto], name: str) -> str:
 
 
 _MAX_IDENTITIES = 32
-_VALUE_FIELDS = ("int_val", "int64_val", "bool_val", "float_val", "double_val")
-_MAX_FILLED = 1 << 20
+_MAX_FILLED_BYTES = 8 << 20
+_MAX_OUTPUTS = 1 << 20
 
 
 class GraphIndex:
@@ -243,13 +245,10 @@ class GraphIndex:
     def shape(self, tensor: Endpoint) -> tuple[int, ...] | None:
         """A tensor's shape with -1 for unknown lengths; None if its rank is unknown."""
         node = self.nodes[tensor.node]
-        recorded = attr(node, "_output_shapes") or attr(node, "output_shapes")
-        if recorded is not None and tensor.output < len(recorded.list.shape):
+        recorded = attr(node, "_output_shapes" if "_output_shapes" in node.attr else "output_shapes")
+        if tensor.output < len(recorded.list.shape):
             return shape_of(recorded.list.shape[tensor.output])
-        declared = attr(node, "shape")
-        if declared is not None and declared.HasField("shape") and tensor.output == 0:
-            return shape_of(declared.shape)
-        return None
+        return attr_shape(node) if tensor.output == 0 else None
 
 
 def _argument_dtypes(node: Proto, op_def: Proto, argument: Proto) -> list[DType]:
@@ -261,7 +260,7 @@ def _argument_dtypes(node: Proto, op_def: Proto, argument: Proto) -> list[DType]
     if argument.number_attr:
         number = _attr_or_default(node, op_def, argument.number_attr)
         count = number.i if number is not None else 0
-    if not 0 <= count <= _MAX_FILLED:
+    if not 0 <= count <= _MAX_OUTPUTS:
         raise GraphError(f"{node.op} {node.name!r} claims {count} outputs")
     if argument.type:
         return [base_dtype(argument.type)] * count
@@ -271,16 +270,15 @@ def _argument_dtypes(node: Proto, op_def: Proto, argument: Proto) -> list[DType]
 
 def _attr_or_default(node: Proto, op_def: Proto, name: str) -> Proto | None:
     """A MetaGraph may have been written without attributes that have their default value."""
-    value = attr(node, name)
-    if value is None:
-        value = next((a.default_value for a in op_def.attr if a.name == name), None)
-    return value
+    if name in node.attr:
+        return attr(node, name)
+    return next((a.default_value for a in op_def.attr if a.name == name), None)
 
 
 def _guessed_dtypes(node: Proto) -> list[DType] | None:
     for name in _TYPE_LIST_ATTRS:
         types = attr(node, name)
-        if types is not None and types.list.type:
+        if types.list.type:
             return [base_dtype(number) for number in types.list.type]
     for name in _TYPE_ATTRS:
         dtype = attr_dtype(node, name)

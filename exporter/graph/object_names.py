@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from exporter.checkpoint.object_graph import SUFFIX, ObjectGraph, TrackedObject, TrackedVariable
-from exporter.graph.nodes import GraphIndex, attr, const_value, data_inputs, endpoint
+from exporter.graph.nodes import GraphIndex, attr, const_texts, data_inputs, endpoint
 from exporter.wire.protos import Proto
 
 
@@ -49,8 +49,7 @@ def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
 def _restored_keys(meta_graph: Proto, index: GraphIndex) -> Iterator[tuple[str, str]]:
     """(handle's node, key) for each assignment in the restore function."""
     call = index.nodes.get(endpoint(meta_graph.saver_def.restore_op_name).node)
-    callee = attr(call, "f") if call is not None else None
-    function = index.functions.get(callee.func.name) if callee is not None else None
+    function = index.functions.get(attr(call, "f").func.name) if call is not None else None
     if call is None or function is None:
         return
     handles = dict(zip((a.name for a in function.signature.input_arg), data_inputs(call), strict=False))
@@ -76,10 +75,7 @@ def _key_of(nodes: dict[str, Proto], restored: dict[str, list[str]], text: str) 
     if node is None or node.op != "RestoreV2" or len(node.input) < 2:
         return None
     if name not in restored:
-        source = nodes.get(node.input[1].partition(":")[0])
-        names = const_value(source) if source is not None else None
-        keys = () if names is None else names.ravel()
-        restored[name] = [bytes(key).decode("utf-8", "surrogateescape") for key in keys]
+        restored[name] = const_texts(nodes.get(node.input[1].partition(":")[0])) or []
     position = output.rpartition(":")[2]
     if not position.isdecimal() or int(position) >= len(restored[name]):
         return None

@@ -16,7 +16,7 @@ from exporter.graph.control_flow import ENTERS, SWITCHES
 from exporter.graph.inference_graph import GraphVariable
 from exporter.graph.keys import VARIABLE_OPS
 from exporter.graph.new_nodes import free_name, new_node
-from exporter.graph.nodes import Endpoint, attr, attr_dtype, attr_text, const_value, endpoint, shape_of
+from exporter.graph.nodes import Endpoint, attr, attr_dtype, attr_shape, attr_text, const_value, endpoint
 from exporter.graph.source_graph import VariableKey
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
@@ -55,9 +55,8 @@ def _read_by_value(
 ) -> None:
     if node.op in ("Identity", "RefIdentity"):
         node.op = "ReadVariableOp"
-        dtype = attr(node, "T")
-        if dtype is not None:
-            node.attr["dtype"].CopyFrom(dtype)
+        if "T" in node.attr:
+            node.attr["dtype"].CopyFrom(node.attr["T"])
             del node.attr["T"]
         return
     if node.op == "IsVariableInitialized":
@@ -107,8 +106,7 @@ def graph_variables(
     for name, node in nodes.items():
         if node.op != "VarHandleOp" or attr_text(node, "shared_name") != name or name in without:
             continue
-        declared = attr(node, "shape")
-        shape = shape_of(declared.shape) if declared is not None else None
+        shape = attr_shape(node)
         if shape is None or min(shape, default=0) < 0:
             raise NotServable(
                 f"variable {name!r} has no static shape",
@@ -136,15 +134,14 @@ def gather_rows(nodes: dict[str, Proto]) -> None:
 
 
 def _is_row_lookup(nodes: Mapping[str, Proto], node: Proto) -> bool:
-    batch_dims = attr(node, "batch_dims")
-    if batch_dims is not None and batch_dims.i:
+    if attr(node, "batch_dims").i:
         return False
     if attr_dtype(node, "Tindices") not in (DType.INT32, DType.INT64):
         return False
     if node.op == "Gather":
         return len(node.input) >= 2
     axis = nodes.get(_producer(node.input[2])) if len(node.input) >= 3 else None
-    value = const_value(axis) if axis is not None else None
+    value = const_value(axis)
     return value is not None and value.size == 1 and int(value.ravel()[0]) == 0
 
 

@@ -18,12 +18,11 @@ from exporter.graph.inference_graph import GraphVariable
 from exporter.graph.keys import VARIABLE_OPS, variable_keys
 from exporter.graph.nodes import (
     GraphIndex,
-    attr,
     attr_dtype,
-    const_value,
+    attr_shape,
+    const_texts,
     data_inputs,
     endpoint,
-    shape_of,
 )
 from exporter.graph.reach import all_before, reach
 from exporter.graph.servable import changes_state, check_servable
@@ -100,8 +99,7 @@ class TrainingGraph(Struct, frozen=True):
         keys = variable_keys(meta_graph, index)
         variables = []
         for node in (index.nodes[name] for name in keys if index.nodes[name].op in VARIABLE_OPS):
-            declared, dtype, key = attr(node, "shape"), attr_dtype(node, "dtype"), keys[node.name]
-            shape = shape_of(declared.shape) if declared is not None else None
+            shape, dtype, key = attr_shape(node), attr_dtype(node, "dtype"), keys[node.name]
             if shape is not None and min(shape, default=0) >= 0 and dtype is not None:
                 variables.append(GraphVariable(node.name, key.key, dtype, shape, key.part))
         restored = _restored_names(index, meta_graph.saver_def.restore_op_name)
@@ -120,8 +118,8 @@ def _restored_names(index: GraphIndex, restore_op: str) -> dict[str, None]:
         if node.op != "RestoreV2":
             continue
         source = data_inputs(node)[1].node if len(data_inputs(node)) > 1 else ""
-        value = const_value(index.nodes[source]) if source in index.nodes else None
-        if value is None:
+        names = const_texts(index.nodes.get(source))
+        if names is None:
             raise GraphError(f"{name!r} restores names that are not constants of the graph")
-        found |= dict.fromkeys(bytes(text).decode("utf-8", "surrogateescape") for text in value.ravel())
+        found |= dict.fromkeys(names)
     return found

@@ -68,7 +68,7 @@ def _is_one_example(body: CalledBody, node: Proto) -> bool:
     reshape = _node(body, data_inputs(node)[0])
     shape = _node(body, data_inputs(reshape)[1]) if reshape is not None and reshape.op == "Reshape" else None
     if shape is None or shape.op != "Pack":
-        value = const_value(shape) if shape is not None else None
+        value = const_value(shape)
         return value is not None and value.size > 0 and value.ravel()[0] == 1
     return bool(body.value(data_inputs(shape)[0]) == 1)
 
@@ -79,8 +79,7 @@ def _is_batch_variance(body: CalledBody, node: Proto) -> bool:
     mean = _origin(body, inputs[1]) if len(inputs) == 2 else None
     if mean is None or mean.op != "Mean" or len(data_inputs(mean)) != 2 or data_inputs(mean)[0] != inputs[0]:
         return False
-    axes = _node(body, data_inputs(mean)[1])
-    value = const_value(axes) if axes is not None else None
+    value = const_value(_node(body, data_inputs(mean)[1]))
     return value is not None and 0 in value.ravel().tolist()
 
 

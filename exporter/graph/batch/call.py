@@ -92,18 +92,15 @@ class Call(Struct):
 
     def attr_ints(self, name: str) -> list[int]:
         """A list of numbers in an attribute."""
-        value = attr(self.node, name)
-        return [*value.list.i] if value is not None else []
+        return [*attr(self.node, name).list.i]
 
     def attr_int(self, name: str, default: int = 0) -> int:
         """A number in an attribute."""
-        value = attr(self.node, name)
-        return int(value.i) if value is not None else default
+        return int(attr(self.node, name).i) if name in self.node.attr else default
 
     def attr_bool(self, name: str, *, default: bool = False) -> bool:
         """A yes or no in an attribute."""
-        value = attr(self.node, name)
-        return bool(value.b) if value is not None else default
+        return bool(attr(self.node, name).b) if name in self.node.attr else default
 
 
 Outputs = list[Known | None]

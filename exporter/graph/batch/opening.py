@@ -23,9 +23,6 @@ _MOST_LISTED = 3
 _INDEX_TYPES = {"Fill": "index_type", "BroadcastTo": "Tidx", "Tile": "Tmultiples"}
 """Where an operation says of which type the shape is that it is given; elsewhere it is `T`."""
 
-_READ_AS_WRITTEN = (DType.FLOAT, DType.DOUBLE, DType.INT32, DType.INT64, DType.BOOL, DType.STRING)
-"""Types whose values `const_value` reads in every form that a constant may have."""
-
 
 class Ends(Struct, frozen=True):
     """The tensors of one signature; an input with its shape, -1 where any size is taken."""
@@ -186,17 +183,15 @@ class _Opening:
         """A constant whose rows are equal becomes one of them, repeated for each row of the request."""
         old = self._nodes[name]
         dtype = attr_dtype(old, "dtype")
-        if dtype not in _READ_AS_WRITTEN or not all(rows_are_equal(old, axis) for axis in opened):
+        if dtype is None or not all(rows_are_equal(old, axis) for axis in opened):
             raise _CannotOpen(name)
         value = const_value(old)
-        if value is None or dtype is None:
+        if value is None:
             raise _CannotOpen(name)
         shape = value.shape
         for axis in opened:
             value = np.take(value, [0], axis)
-        row = self._constant(
-            f"{name}/row", value if dtype is DType.STRING else value.astype(dtype.numpy), dtype
-        )
+        row = self._constant(f"{name}/row", value, dtype)
         row.input.extend(old.input)
         numbers = [opened.get(at, size) for at, size in enumerate(shape)]
         shape_of_all = self._packed(name, numbers, DType.INT32)

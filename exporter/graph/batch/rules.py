@@ -14,18 +14,17 @@ from exporter.graph.batch.call import Call, Outputs, Rule, equal_shapes, output,
 from exporter.graph.batch.dims import Dim, Known, Slot, Unclear
 from exporter.graph.batch.element_rules import ELEMENT_RULES
 from exporter.graph.batch.shape_rules import SHAPE_RULES
-from exporter.graph.nodes import attr, shape_of
+from exporter.graph.nodes import attr, attr_shape, shape_of
 from exporter.wire.protos import Proto
 
 
 def _parsed(call: Call) -> Outputs:
     """Serialized Examples: dense features have a row each."""
     (rows,) = call.shape(0)
-    shapes = attr(call.node, "dense_shapes")
     is_first = call.node.op == "ParseExample"
     sparse = call.attr_int("Nsparse" if is_first else "num_sparse")
     dense: list[Known | None] = []
-    for proto in shapes.list.shape if shapes is not None else ():
+    for proto in attr(call.node, "dense_shapes").list.shape:
         shape = shape_of(proto)
         is_fixed = shape is not None and min(shape, default=0) >= 0
         dense.append(Known((rows, *shape)) if shape is not None and is_fixed else None)
@@ -80,8 +79,7 @@ def _ensured(call: Call) -> Outputs:
 
 def _as_declared(call: Call, node: Proto, what: str, shape: Sequence[Dim]) -> tuple[Dim, ...]:
     """A shape that an attribute of a node declares, too: where it has a number, that has to be it."""
-    value = attr(node, what)
-    declared = shape_of(value.shape) if value is not None else None
+    declared = attr_shape(node, what)
     if declared is None:
         return tuple(shape)
     if len(declared) != len(shape):

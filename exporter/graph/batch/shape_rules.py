@@ -20,15 +20,15 @@ from exporter.graph.batch.call import (
     stop_if_traced,
 )
 from exporter.graph.batch.dims import Dim, Known, Number, Rows, Slot, Times, Unclear, reshape
-from exporter.graph.nodes import attr, const_value, shape_of
+from exporter.graph.nodes import attr, attr_shape, const_value, shape_of
 
 _INTEGERS = (3, 9)  # DT_INT32, DT_INT64
 
 
 def _const(call: Call) -> Outputs:
     value = attr(call.node, "value")
-    shape = shape_of(value.tensor.tensor_shape) if value is not None else None
-    if value is None or shape is None:
+    shape = shape_of(value.tensor.tensor_shape) if value.HasField("tensor") else None
+    if shape is None:
         raise Unclear
     dims = [
         call.meeting.dim(size, Slot(call.node.name, "value", at)) if size else 0
@@ -42,8 +42,7 @@ def _const(call: Call) -> Outputs:
 
 
 def _placeholder(call: Call) -> Outputs:
-    declared = attr(call.node, "shape")
-    shape = shape_of(declared.shape) if declared is not None and declared.HasField("shape") else None
+    shape = attr_shape(call.node)
     if shape is None:
         raise Unclear
     return output([None if size < 0 else size for size in shape])

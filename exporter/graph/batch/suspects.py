@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 
 import numpy as np
 
@@ -39,13 +38,9 @@ def _may_be(number: float, batch: int) -> bool:
 def _own_numbers(node: Proto) -> Iterator[int]:
     """Of attributes: how many there are of something, and the first dimension of a shape."""
     for name in ("num", "num_split"):
-        value = attr(node, name)
-        if value is not None:
-            yield value.i
+        yield attr(node, name).i
     for name in ("shape", "element_shape"):
-        value = attr(node, name)
-        if value is not None and value.shape.dim:
-            yield value.shape.dim[0].size
+        yield from (dim.size for dim in attr(node, name).shape.dim[:1])
 
 
 def _constants_before(nodes: Mapping[str, Proto], node: Proto, traced: Trace) -> Iterator[str]:
@@ -66,7 +61,7 @@ def _constants_before(nodes: Mapping[str, Proto], node: Proto, traced: Trace) ->
 def _is_suspect(node: Proto, batch: int) -> bool:
     """True for a constant that holds, or is as long as, a number of rows."""
     value = attr(node, "value")
-    if node.op != "Const" or value is None:
+    if node.op != "Const" or not value.HasField("tensor"):
         return False
     shape = shape_of(value.tensor.tensor_shape) or ()
     if min(shape, default=0) < 0:
@@ -77,7 +72,7 @@ def _is_suspect(node: Proto, batch: int) -> bool:
         return False
     if base_dtype(value.tensor.dtype).itemsize is None:
         return False
-    array = _value(node)
+    array = const_value(node)
     return array is not None and array.dtype.kind in "iuf" and any(_may_be(n, batch) for n in array.ravel())
 
 
@@ -89,15 +84,8 @@ def rows_are_equal(node: Proto, axis: int) -> bool:
         fields = ("float_val", "double_val", "int_val", "int64_val", "bool_val", "half_val")
         if all(len(getattr(tensor, name)) <= 1 for name in fields):
             return True
-    array = _value(node)
+    array = const_value(node)
     if array is None or array.shape != shape or not array.size:
         return False
     first = np.take(array, [0], axis)
     return bool((array == first).all())
-
-
-def _value(node: Proto) -> np.ndarray | None:
-    """A constant's value; None also if it is damaged."""
-    with suppress(ValueError):
-        return const_value(node)
-    return None

@@ -172,18 +172,15 @@ class _Pass(Struct):
 
     def _recorded_shapes(self, node: Proto) -> Sequence[Known | None]:
         """What is known of an output that no request changes."""
-        value = attr(node, "_output_shapes")
-        shapes = [shape_of(shape) for shape in value.list.shape] if value is not None else []
+        shapes = map(shape_of, attr(node, "_output_shapes").list.shape)
         return [
             Known(shape) if shape is not None and min(shape, default=0) >= 0 else None for shape in shapes
         ]
 
 
 def _recorded(node: Proto, at: int) -> tuple[int, ...] | None:
-    value = attr(node, "_output_shapes")
-    if value is None or at >= len(value.list.shape):
-        return None
-    return shape_of(value.list.shape[at])
+    shapes = attr(node, "_output_shapes").list.shape
+    return shape_of(shapes[at]) if at < len(shapes) else None
 
 
 def _behind(nodes: Mapping[str, Proto], fed: Collection[str]) -> set[str]:
