@@ -95,7 +95,10 @@ class Argument:
 
 
 class Options:
-    """Annotates a parameter that is a `Struct` of options: each field is annotated with its `Option`."""
+    """Annotates a parameter that is a `Struct` of options: each field is annotated with its `Option`.
+
+    A default of the parameter's own has other defaults of the fields.
+    """
 
     def __init__(self, group: str = OTHER) -> None:
         self.group = group
@@ -236,8 +239,9 @@ def _taken_apart(function: Callable[..., Any]) -> tuple[Callable[..., Any], list
             continue
         hint, declared = get_args(hints[name])[:2]
         if isinstance(declared, Options):
-            made += declared.made(parameter.default)
-            callback = _gathered(callback, name, parameter.default)
+            values = hint() if parameter.default is inspect.Parameter.empty else parameter.default
+            made += declared.made(values)
+            callback = _gathered(callback, name, values)
         else:
             made.append(declared.made(name, hint, parameter.default))
     return callback, made
