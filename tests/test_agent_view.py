@@ -11,7 +11,7 @@ from exporter.delta.chunk_digest import Chunk
 from serving.agent.audit import Audited
 from serving.agent.journal import Event, What
 from serving.agent.metrics import Metrics
-from serving.agent.view import FleetView, ModelView, ReplicaView, VersionView
+from serving.agent.view import FleetView, ModelView, ReplicaView, StoreView, VersionView
 
 
 def replica(
@@ -50,6 +50,15 @@ def test_what_differs_or_cannot_be_seen_is_not_ready() -> None:
     view = FleetView(datetime.now(UTC), (model,))
     assert view.wrong() == ("m on h:2 does not hold what was published",)
     assert view.why_not_ready(30.0) == (*view.wrong(), "/m does not exist")
+
+
+def test_a_store_that_cannot_be_read_is_a_reason_only_while_nothing_was_fetched() -> None:
+    store = StoreView("s3://b/m", 400.0, "s3://b/m is not fetched", ())
+    served = ModelView("m", "/m", "", 1, 5, None, (), False, (replica(),), store=store)
+    assert FleetView(datetime.now(UTC), (served,)).why_not_ready(30.0) == ()
+    empty = ModelView("m", "/m", "/m does not exist", None, None, None, (), False, (replica(),), store=store)
+    found = FleetView(datetime.now(UTC), (empty,)).why_not_ready(30.0)
+    assert found == ("/m does not exist", "s3://b/m is not fetched")
 
 
 def test_replicas_that_are_gone_leave_the_metrics() -> None:

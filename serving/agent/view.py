@@ -155,12 +155,14 @@ class FleetView(Struct, frozen=True):
         """What keeps this agent's replicas from being called fresh; nothing if they are.
 
         A replica must answer, serve a version, and not have been without a published delta for longer than
-        `fresh_within_s`.
+        `fresh_within_s`. A store that cannot be read keeps nobody from serving what was fetched.
         """
         reasons = [*self.wrong()]
         for model in self.models:
             if model.problem:
                 reasons.append(model.problem)
+                if model.store is not None and model.store.problem:
+                    reasons.append(model.store.problem)
             if not model.replicas:  # a name may stand for none, or for none yet
                 reasons.append(f"no replica of {model.name} is known")
             for replica in model.replicas:
