@@ -31,6 +31,19 @@ class ClusterError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class NodeCommand:
+    """A script and its arguments, the directory where each node runs them, and for how long at most."""
+
+    words: Sequence[str]
+    cwd: Path | None
+    seconds: int
+
+
+Start = Callable[[NodeCommand, Mapping[str, str], Path], Any]
+"""From a command, the whole environment and a log to a process as `subprocess.Popen` has it."""
+
+
+@dataclass(frozen=True)
 class Node:
     """One process of the cluster."""
 
@@ -109,15 +122,17 @@ def started_cluster(
     cwd: Path | None = None,
     timeout_s: float = 300,
     on_line: Callable[[str], None] | None = None,
+    start: Start | None = None,
 ) -> Iterator[Cluster]:
     """Start `command`, a Python script and its arguments, as `ps` parameter servers, a chief and `workers`.
 
     Logs go into the directory `logs`. `env` is added to the environment, `on_line` hears each line of the
-    chief's log. No process outlives the context.
+    chief's log. `start` starts a node in another way than `start_node`. No process outlives the context.
     """
     logs.mkdir(parents=True, exist_ok=True)
     jobs = {"ps": ps, "chief": 1, "worker": workers}
-    with _nodes(command, logs, jobs, env or {}, cwd, timeout_s) as nodes:
+    given = NodeCommand([str(word) for word in command], cwd, int(timeout_s) + 10)
+    with _nodes(given, logs, jobs, env or {}, start or start_node) as nodes:
         chief = next(node for node in nodes if node.role == "chief")
         with _listening(chief.log, on_line) as listen:
             yield Cluster(nodes, listen, timeout_s)
@@ -135,12 +150,7 @@ def run_cluster(command: Sequence[str | Path], **options: Any) -> dict[str, Path
 
 @contextmanager
 def _nodes(
-    command: Sequence[str | Path],
-    logs: Path,
-    jobs: Mapping[str, int],
-    env: Mapping[str, str],
-    cwd: Path | None,
-    timeout_s: float,
+    command: NodeCommand, logs: Path, jobs: Mapping[str, int], env: Mapping[str, str], start: Start
 ) -> Iterator[list[Node]]:
     """Start every node; end those that still run, by their own pids, when the caller leaves."""
     addresses = iter(f"127.0.0.1:{port}" for port in free_ports(sum(jobs.values())))
@@ -151,19 +161,24 @@ def _nodes(
             for index in range(len(members)):
                 log = logs / f"{role}-{index}.log"
                 task = {"cluster": cluster, "task": {"type": role, "index": index}}
-                with log.open("wb") as sink:
-                    process = subprocess.Popen(
-                        [sys.executable, "-c", _WITH_ALARM, str(int(timeout_s) + 10), *map(str, command)],
-                        env={**os.environ, **_FRUGAL, **env, "TF_CONFIG": json.dumps(task)},
-                        cwd=cwd,
-                        stdin=subprocess.DEVNULL,
-                        stdout=sink,
-                        stderr=subprocess.STDOUT,
-                    )
-                nodes.append(Node(role, index, process, log))
+                own = {**os.environ, **_FRUGAL, **env, "TF_CONFIG": json.dumps(task)}
+                nodes.append(Node(role, index, start(command, own, log), log))
         yield nodes
     finally:
         _end(nodes)
+
+
+def start_node(command: NodeCommand, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """A node that says in `log` what it has to say."""
+    with log.open("wb") as sink:
+        return subprocess.Popen(
+            [sys.executable, "-c", _WITH_ALARM, str(command.seconds), *command.words],
+            env=env,
+            cwd=command.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+        )
 
 
 # An alarm survives exec: a node ends soon after its launcher was killed, too. It is set behind an exec of its

@@ -15,7 +15,7 @@ from exporter.pipeline.full import Exported, export
 from exporter.pipeline.full_plan import plan
 from tests.support.clusters import run_cluster
 from tests.support.family_server import FamilyServer
-from tests.support.forks import run_warm
+from tests.support.forks import WarmNode, run_warm
 from tests.support.object_trainers import JOBS
 from tests.support.once import once_a_run
 
@@ -40,7 +40,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def train(directory: Path) -> None:
         script = Path(__file__).with_name("sharded_node.py")
-        run_cluster(script, [directory], cwd=directory, workers=1, timeout_s=400)
+        run_cluster(script, [directory], cwd=directory, workers=1, timeout_s=400, start=WarmNode)
 
     return once_a_run(tmp_path_factory, "sharded-tower", train)
 

@@ -18,7 +18,7 @@ from exporter.pipeline.full_plan import plan
 from tests.support.clusters import run_cluster
 from tests.support.family_server import Arrays, FamilyServer
 from tests.support.family_trainers import POLICIES
-from tests.support.forks import run_warm
+from tests.support.forks import WarmNode, run_warm
 from tests.support.once import once_a_run
 
 TRAINERS = Path(__file__).parent.parent / "support"
@@ -41,7 +41,7 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def train(directory: Path) -> None:
         script = Path(__file__).with_name("backup_node.py")
-        run_cluster(script, [directory], cwd=directory, ps=0, workers=1, timeout_s=400)
+        run_cluster(script, [directory], cwd=directory, ps=0, workers=1, timeout_s=400, start=WarmNode)
 
     return once_a_run(tmp_path_factory, "backup-workers", train)
 

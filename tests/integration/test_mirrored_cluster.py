@@ -12,6 +12,7 @@ import pytest
 from exporter.options import DataMode, ExportRequest, Verify
 from exporter.pipeline.full import export
 from tests.support.clusters import run_cluster
+from tests.support.forks import WarmNode
 from tests.support.once import once_a_run
 
 SCRIPT = Path(__file__).with_name("mirrored_node.py")
@@ -24,7 +25,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def train(directory: Path) -> None:
         (directory / "ckpt" / "workertemp_7").mkdir(parents=True)  # of a worker that a larger cluster had
-        logs = run_cluster(SCRIPT, [directory], cwd=directory, ps=0, workers=1, timeout_s=500)
+        logs = run_cluster(SCRIPT, [directory], cwd=directory, ps=0, workers=1, timeout_s=500, start=WarmNode)
         for name, log in logs.items():
             (line,) = [line for line in log.splitlines() if line.startswith('{"task"')]
             (directory / f"{name}.json").write_text(line)

@@ -31,6 +31,7 @@ def run_cluster(
     workers: int = 2,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 300,
+    start: cluster.Start | None = None,
 ) -> dict[str, str]:
     """Run `script` as every node in the directory `cwd`; the finished logs by node: `ps-0`, `chief-0`, ..."""
     logs = cluster.run_cluster(
@@ -41,6 +42,7 @@ def run_cluster(
         env=env,
         cwd=cwd,
         timeout_s=timeout_s,
+        start=start,
     )
     return {name: log.read_text(errors="replace") for name, log in logs.items()}
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,6 +21,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TextIO
+
+from examples.cluster import NodeCommand
 
 _PRELOADED = [
     "tensorflow",
@@ -98,6 +101,44 @@ def started_warm(module: str, *arguments: object) -> Iterator[Warm]:
         finally:
             process.kill()
             process.join()
+
+
+class WarmNode:
+    """A node of `examples.cluster`, forked warm, as `subprocess.Popen` has it."""
+
+    def __init__(self, command: NodeCommand, env: Mapping[str, str], log: Path) -> None:
+        given = (command.words, command.cwd or Path.cwd(), command.seconds, {**env}, log)
+        self._process = FORKS.Process(target=_as_node, args=given, daemon=True)
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout or 0)
+
+
+def _as_node(words: Sequence[str], cwd: Path, seconds: int, environment: dict[str, str], log: Path) -> None:
+    signal.alarm(seconds)
+    sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    _run(Path(words[0]), [*words[1:]])
 
 
 def _as_main_in(

@@ -8,13 +8,15 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from examples.cluster import ClusterError, run_cluster
 from serving.cli import app as serve_app
 from tests.support.commands import Ran, export_model, run_app
-from tests.support.forks import FORKS, run_warm
+from tests.support.forks import FORKS, WarmNode, run_warm
 
 _WITHOUT_A_SHELL = re.compile(r"[\w./-]+(?: (?:[^\s|&;<>$`'\"*]|'[^']*')+)+")
 """Nothing in it that a shell would do, but take quotes away."""
@@ -30,6 +32,8 @@ def run_command(text: str, directory: Path) -> Ran:
             return export_model(*arguments)
         if program == "serve-model":
             return run_app(serve_app, *arguments)
+        if program == "python" and arguments[0] == "examples/cluster.py":
+            return _cluster(arguments[1:])
         if program == "python" and arguments[0].startswith("examples/"):
             return _warm(*arguments)
     return _in_a_shell(text, directory)
@@ -40,6 +44,16 @@ def _warm(script: str, *arguments: str) -> Ran:
         return Ran(0, run_warm(Path(script), *arguments), "")
     except subprocess.CalledProcessError as error:
         return Ran(error.returncode, error.stdout, error.stderr)
+
+
+def _cluster(command: list[str]) -> Ran:
+    lines: list[str] = []
+    with tempfile.TemporaryDirectory() as logs:
+        try:
+            run_cluster(command, logs=Path(logs), on_line=lines.append, start=WarmNode)
+        except ClusterError as error:
+            return Ran(1, "\n".join(lines), f"error: {error}")
+    return Ran(0, "\n".join(lines), "")
 
 
 def _in_a_shell(text: str, directory: Path) -> Ran:
