@@ -9,7 +9,7 @@ import pytest
 
 from exporter.tables.change_index import change_index, find_rows
 from exporter.tables.geometry import TableGeometry
-from exporter.tables.lookup import add_lookup, add_rows, set_sizes
+from exporter.tables.lookup import add_rows, set_sizes
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from tests.test_tables_index import LIMITS, apply, new_table
@@ -21,7 +21,7 @@ DIM = 5
 class Table:
     """A table in a session, and what it should answer."""
 
-    def __init__(self, keys: Array, defaults: int, ids_dtype: DType = DType.INT64) -> None:
+    def __init__(self, keys: Array, defaults: int) -> None:
         import tensorflow as tf
 
         v1 = tf.compat.v1
@@ -29,17 +29,14 @@ class Table:
         self.state = new_table(self.geometry, keys)
         self.values = np.random.default_rng(1).normal(size=(self.geometry.capacity, DIM)).astype(np.float32)
         graph_def = protos.GraphDef()
-        names = ("seeds", "rows", "keys", "values", "ids", "wide")
-        types = (*(DType.RESOURCE,) * 4, ids_dtype, DType.INT64)
+        names = ("seeds", "rows", "keys", "values", "ids")
+        types = (*(DType.RESOURCE,) * 4, DType.INT64)
         for name, dtype in zip(names, types, strict=True):
             graph_def.node.add(name=name, op="Placeholder").attr["dtype"].type = int(dtype)
-        options: dict[str, Any] = {"defaults": defaults}
-        add_lookup(graph_def, "up", "t", names[:4], "ids", dtype=DType.FLOAT, ids_dtype=ids_dtype, **options)
-        found = add_rows(graph_def, "at", "t", names[:4], "wide", **options)
+        found = add_rows(graph_def, "at", "t", names[:4], "ids", defaults=defaults)
         set_sizes(graph_def, {"t": self.geometry, "other": TableGeometry.for_keys(0)})
         with tf.Graph().as_default():
-            self.ids = v1.placeholder(ids_dtype.label)
-            self.wide = v1.placeholder("int64")
+            self.ids = v1.placeholder("int64")
             parts = (self.state.index_seeds, self.state.index_rows, self.state.row_keys, self.values)
             variables = [
                 v1.get_variable(f"v{number}", part.shape, part.dtype, use_resource=True)
@@ -48,11 +45,12 @@ class Table:
             self.fed = [v1.placeholder(part.dtype, part.shape) for part in parts]
             self.assign = [v.assign(f) for v, f in zip(variables, self.fed, strict=True)]
             handles = {f"{name}:0": v.handle for name, v in zip(names[:4], variables, strict=True)}
-            self.out, self.rows, self.found = v1.import_graph_def(
+            self.rows, self.found = v1.import_graph_def(
                 v1.GraphDef.FromString(graph_def.SerializeToString()),
-                {**handles, "ids:0": self.ids, "wide:0": self.wide},
-                ["up:0", f"{found.rows}:0", f"{found.found}:0"],
+                {**handles, "ids:0": self.ids},
+                [f"{found.rows}:0", f"{found.found}:0"],
             )
+            self.out = tf.gather(variables[3], self.rows)
             self.session = v1.Session()
         self.load()
 
@@ -66,8 +64,12 @@ class Table:
     def reference(self, ids: Array) -> Array:
         flat = ids.astype(np.int64).ravel()
         rows = find_rows(self.geometry, self.state, flat)
-        rows = np.where(rows < 0, self.geometry.default_rows_of(flat), rows)
+        rows = np.where(rows < 0, default_rows_of(self.geometry, flat), rows)
         return self.values[rows].reshape(*ids.shape, DIM)
+
+
+def default_rows_of(geometry: TableGeometry, keys: Array) -> Array:
+    return geometry.first_default + np.mod(keys, geometry.defaults)
 
 
 @pytest.mark.parametrize("defaults", [1, 4])
@@ -80,20 +82,13 @@ def test_rows_have_the_shape_of_the_ids(shape: tuple[int, ...], defaults: int) -
     assert table(ids).tobytes() == table.reference(ids).tobytes()
 
 
-def test_ids_of_32_bits_are_widened() -> None:
-    keys = np.arange(-500, 500, dtype=np.int64)
-    table = Table(keys, 1, DType.INT32)
-    ids = np.arange(-1000, 1000, dtype=np.int32)
-    assert table(ids).tobytes() == table.reference(ids).tobytes()
-
-
 def test_it_tells_which_keys_are_there() -> None:
     table = Table(np.arange(0, 4000, 2, dtype=np.int64), 3)
     ids = np.arange(-1000, 5000, dtype=np.int64).reshape(2, -1)
-    found, rows = table.session.run([table.found, table.rows], {table.wide: ids})
+    found, rows = table.session.run([table.found, table.rows], {table.ids: ids})
     assert (found == ((ids % 2 == 0) & (ids >= 0) & (ids < 4000))).all()
     assert (rows[found] == ids[found] // 2).all()
-    assert (rows[~found] == table.geometry.default_rows_of(ids[~found])).all()
+    assert (rows[~found] == default_rows_of(table.geometry, ids[~found])).all()
 
 
 def test_changes_are_seen_and_absent_keys_read_defaults_again() -> None:

@@ -151,10 +151,6 @@ class TableGeometry(Struct, frozen=True):
         """The slot of each key, whose group has the seed beside it."""
         return groups * self.stride + places_of(keys, seeds)
 
-    def default_rows_of(self, keys: Array) -> Array:
-        """The row that each key reads where it is absent."""
-        return self.first_default + np.mod(keys, self.defaults)
-
 
 def hashes_of(keys: Array) -> Array:
     """The hash of each key; no two keys have the same."""

@@ -71,25 +71,6 @@ def add_rows(
     return RowNodes(nodes.add("rows", "SelectV2", found, row, default, of=DType.INT32), found)
 
 
-def add_lookup(
-    graph_def: Proto,
-    name: str,
-    table: str,
-    handles: Sequence[str],
-    ids: str,
-    *,
-    dtype: DType,
-    ids_dtype: DType = DType.INT64,
-    defaults: int = 1,
-) -> str:
-    """Add nodes under `name/` that look `ids` up, and a node `name` that has their rows of values."""
-    nodes = _Nodes(graph_def, name, table)
-    if ids_dtype is not DType.INT64:
-        ids = nodes.cast("ids", ids, ids_dtype, DType.INT64)
-    rows = add_rows(graph_def, name, table, handles, ids, defaults=defaults).rows
-    return nodes.gather("", handles[3], rows, of=dtype, by=DType.INT32)
-
-
 def set_sizes(graph_def: Proto, tables: Mapping[str, TableGeometry]) -> None:
     """Fill in the sizes of tables, by their names, wherever the graph or a function of it needs one."""
     for node in _all_nodes(graph_def):
@@ -173,4 +154,4 @@ class _Nodes(Struct, frozen=True):
         return name
 
     def _node(self, name: str, op: str, *inputs: str) -> Proto:
-        return self.graph_def.node.add(name=f"{self.scope}/{name}".rstrip("/"), op=op, input=inputs)
+        return self.graph_def.node.add(name=f"{self.scope}/{name}", op=op, input=inputs)
