@@ -7,7 +7,6 @@ flipped bit never gets a new checksum that calls it right.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import numpy as np
@@ -84,8 +83,8 @@ class Move(Task, frozen=True, kw_only=True):
 
     def run(self, directory: Directory) -> Receipt:
         """See `Task`."""
-        with ExitStack() as stack, new_file(directory.scratch) as (target, path):
-            files = [stack.enter_context(self._open(number, directory)) for number in range(len(self.inputs))]
+        wanted = [each for segment in self.segments for each in segment.sources]
+        with self.opened(wanted, directory.scratch) as files, new_file(directory.scratch) as (target, path):
             read: list[int] = []
             wrote: list[int] = []
             offset = 0
@@ -107,10 +106,6 @@ class Move(Task, frozen=True, kw_only=True):
                 wrote += [run.crc for run in runs]
             tag = directory.put_file(self.name, path)
         return Receipt(self.name, tuple(read), tuple(wrote), offset, tag)
-
-    def _open(self, number: int, directory: Directory) -> Any:
-        ranges = (each for segment in self.segments for each in segment.sources if each.input == number)
-        return self.inputs[number].open(ranges, directory.scratch)
 
 
 def _copy(segment: Segment, sources: Sequence[_Source], runs: Sequence[WrittenRun]) -> None:

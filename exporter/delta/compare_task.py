@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -117,14 +116,8 @@ class Compare(Task, frozen=True, kw_only=True):
     def run(self, directory: Directory) -> Receipt:
         """See `Task`."""
         name, found = self.variable.name, list[Found]()
-        with ExitStack() as stack:
-            ranges = [*self.old.ranges(self.start, self.stop), *self.new.ranges(self.start, self.stop)]
-            paths = [
-                stack.enter_context(
-                    each.file((wanted for wanted in ranges if wanted.input == number), directory.scratch)
-                )
-                for number, each in enumerate(self.inputs)
-            ]
+        ranges = [*self.old.ranges(self.start, self.stop), *self.new.ranges(self.start, self.stop)]
+        with self.files(ranges, directory.scratch) as paths:
             old, new = (Snapshot({name: side.reader(name, paths)}) for side in (self.old, self.new))
             hasher, chosen = BlockHasher(self.seed), (self.start, self.stop)
             rows = TableRows(old, new, self.variable, hasher, rows=chosen, checksums=False)

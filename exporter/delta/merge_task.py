@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import numpy as np
@@ -113,8 +112,8 @@ class Merge(Task, frozen=True, kw_only=True):
 
     def run(self, directory: Directory) -> Receipt:
         """See `Task`."""
-        with ExitStack() as stack, new_file(directory.scratch) as (target, path):
-            files = [stack.enter_context(self._open(number, directory)) for number in range(len(self.inputs))]
+        scratch = directory.scratch
+        with self.opened(self.ranges, scratch) as files, new_file(scratch) as (target, path):
             read: list[int] = []
             wrote: list[int] = []
             counts: list[int] = []
@@ -141,10 +140,6 @@ class Merge(Task, frozen=True, kw_only=True):
                     offset += len(content)
             tag = directory.put_file(self.name, path)
         return Receipt(self.name, tuple(read), tuple(wrote), offset, tag, rows, tuple(counts))
-
-    def _open(self, number: int, directory: Directory) -> Any:
-        ranges = (each for each in self.ranges if each.input == number)
-        return self.inputs[number].open(ranges, directory.scratch)
 
 
 def header_bytes(header: DeltaHeader, rows: int) -> Iterator[tuple[str, bytes, int | None]]:

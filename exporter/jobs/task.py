@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -102,16 +102,6 @@ class Input(Struct, frozen=True, array_like=True):
             _reader(url.scheme, url.bucket).copy(self._object(url), descriptor, [piece], path)
         return url is not None
 
-    @contextmanager
-    def open(self, ranges: Iterable[Range], scratch: Path) -> Iterator[int]:
-        """A descriptor of `file`.
-
-        Raises:
-            CheckpointChanged, CheckpointError, DiskFull, PublishError: as `file`.
-        """
-        with self.file(ranges, scratch) as path, open_shard(path) as descriptor:
-            yield descriptor
-
     def checksums(self, ranges: Sequence[Range], scratch: Path) -> list[int]:
         """The plain crc32c of each range, of less where a file ends; of an object nothing is written.
 
@@ -120,7 +110,7 @@ class Input(Struct, frozen=True, array_like=True):
         """
         url = Url.parse(self.place)
         if url is None:
-            with self.open(ranges, scratch) as descriptor:
+            with self.file(ranges, scratch) as path, open_shard(path) as descriptor:
                 return [crc_of(descriptor, each.offset, each.size) for each in ranges]
         parts: dict[int, tuple[int, int]] = {}
 
@@ -178,6 +168,25 @@ class Task(Struct, frozen=True, kw_only=True):
     name: str
     inputs: tuple[Input, ...] = ()
     bytes_: int = 0
+
+    @contextmanager
+    def files(self, ranges: Sequence[Range], scratch: Path) -> Iterator[list[Path]]:
+        """A file for each input in which these ranges can be read.
+
+        Raises:
+            CheckpointChanged, CheckpointError, DiskFull, PublishError: as `Input.file`.
+        """
+        with ExitStack() as stack:
+            yield [
+                stack.enter_context(each.file([one for one in ranges if one.input == number], scratch))
+                for number, each in enumerate(self.inputs)
+            ]
+
+    @contextmanager
+    def opened(self, ranges: Sequence[Range], scratch: Path) -> Iterator[list[int]]:
+        """Descriptors of `files`."""
+        with self.files(ranges, scratch) as paths, ExitStack() as stack:
+            yield [stack.enter_context(open_shard(path)) for path in paths]
 
     def run(self, directory: Directory) -> Receipt:
         """Do it. What the task writes becomes the object `name` of the directory.

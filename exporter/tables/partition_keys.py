@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -127,14 +126,8 @@ class Partition(Task, frozen=True, kw_only=True):
     def run(self, directory: Directory) -> Receipt:
         """See `Task`."""
         wanted = [each for run in self.runs for each in run.ranges_read]
-        with ExitStack() as stack, new_file(directory.scratch) as (target, path):
-            files = tuple(
-                stack.enter_context(
-                    each.file((found for found in wanted if found.input == number), directory.scratch)
-                )
-                for number, each in enumerate(self.inputs)
-            )
-            catalog = Catalog("", Path(self.checkpoint), {}, files, ())
+        with self.files(wanted, directory.scratch) as files, new_file(directory.scratch) as (target, path):
+            catalog = Catalog("", Path(self.checkpoint), {}, tuple(files), ())
             offset, sorting = 0, []
             for run in self.runs:
                 one = _Sorting(self, run, catalog, target, offset)
