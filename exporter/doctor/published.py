@@ -16,7 +16,7 @@ from exporter.publish.delta_log import DeltaLog
 from exporter.publish.hold import Hold
 from exporter.publish.permission import binding
 from exporter.publish.retention import logs_without_base
-from exporter.publish.versions import VersionDir, read_head, version_dirs
+from exporter.publish.versions import VersionDir, newest_version, published_versions, read_head, version_dirs
 from exporter.verify.log import Problem, VerifiedModel
 
 CANARY_SECONDS = 600.0
@@ -110,7 +110,7 @@ def strangers(model: Path) -> Iterator[Finding]:
 
 def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
     """Find versions with a time in the future: what they replaced stays until then."""
-    paths = [child.path for child in version_dirs(model) if child.has_manifest]
+    paths = [child.path for child in published_versions(model)]
     paths += [delta.path for delta in found.log.deltas] if found.log else []
     later: list[tuple[float, Path]] = []
     for path in paths:
@@ -172,8 +172,8 @@ def _remedy(model: Path, log: DeltaLog | None, problem: Problem, ckpt_dir: Path 
     if not isinstance(problem.error, DeltaGap):
         if log is not None and path.parent == log.path and _is_spare(log, path):
             return command("rm", "-r", path)
-        newest = next((child.path for child in version_dirs(model) if child.has_manifest), None)
-        if path.parent == model and path != newest:
+        newest = newest_version(model)
+        if path.parent == model and (newest is None or path != newest.path):
             return command("rm", "-r", path)
     options = ["--updatable"] if log is not None or (model / DELTAS_DIRECTORY).is_dir() else []
     return _new_base(model, ckpt_dir, options)

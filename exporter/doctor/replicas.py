@@ -15,7 +15,7 @@ from exporter.doctor.finding import Check, Finding, Level, command
 from exporter.errors import CallFailed, ManifestError, PositionError
 from exporter.progress import count
 from exporter.publish.delta_log import LogDelta
-from exporter.publish.versions import read_head, version_dirs
+from exporter.publish.versions import newest_version, read_head
 from exporter.verify.log import VerifiedModel
 
 AVAILABLE = "AVAILABLE"
@@ -55,7 +55,7 @@ def judge(
         remedy = start if is_gone else command("serve-model", "status", replica.address, "--model", "NAME")
         yield Finding(Check.REPLICAS, Level.WRONG, failure.message, remedy, failure.cause)
         return
-    newest = next((child for child in version_dirs(model) if child.has_manifest), None)
+    newest = newest_version(model)
     if newest is None:
         return
     answer = replica.versions.get(newest.version)

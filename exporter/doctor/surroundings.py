@@ -17,7 +17,7 @@ from exporter.files import writing
 from exporter.layout import DELTAS_DIRECTORY, LOCK_FILE
 from exporter.progress import count, human_bytes
 from exporter.publish.staging import Staging, dead_leftovers
-from exporter.publish.versions import version_dirs
+from exporter.publish.versions import published_versions
 
 _CLOSED = {"others": "users outside its group", "group": "its group", "owner": "its owner"}
 
@@ -92,7 +92,7 @@ def _closed_files(model: Path) -> Iterator[Finding]:
     """Published files that fewer may read than may look into the model's directory."""
     allowed = _Readers.of(model)
     closed: list[tuple[Path, str]] = []
-    trees = [child.path for child in version_dirs(model) if child.has_manifest]
+    trees = [child.path for child in published_versions(model)]
     for top in [*trees, model / DELTAS_DIRECTORY]:
         for directory, names, files in os.walk(top):
             names[:] = [name for name in names if not name.startswith(".")]

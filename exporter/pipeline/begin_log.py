@@ -12,7 +12,7 @@ from exporter.errors import ManifestError, NotUpdatable
 from exporter.options import ExportRequest, Updates
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.delta_log import read_log
-from exporter.publish.versions import version_dirs
+from exporter.publish.versions import newest_version
 
 if TYPE_CHECKING:
     from exporter.pipeline.full import Exported
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def is_begun(request: ExportRequest) -> bool:
     """True if something is published under the target already."""
-    return any(child.has_manifest for child in version_dirs(request.out))
+    return newest_version(request.out) is not None
 
 
 def export_base(

@@ -40,7 +40,7 @@ from exporter.pipeline.table_comparison import (
     tables_of_log,
 )
 from exporter.publish.delta_log import DeltaLog, read_log
-from exporter.publish.versions import version_dirs
+from exporter.publish.versions import newest_version, published_versions
 from exporter.storage.url import Url
 
 Array = np.ndarray[Any, Any]
@@ -108,7 +108,7 @@ def parse_side(text: str) -> Side:
     path = Path(text)
     if index_path(path / VARIABLES_PREFIX).exists():
         return _of_catalog(read_catalog(path / VARIABLES_PREFIX), text)
-    if path.is_dir() and any(child.has_manifest for child in version_dirs(path)):
+    if path.is_dir() and newest_version(path) is not None:
         return _of_model(path, None, text)
     return _of_catalog(open_checkpoint(path), text)
 
@@ -195,7 +195,7 @@ def _of_model(model: Path, position: int | None, label: str) -> Side:
     try:
         log = read_log(model)
     except NotUpdatable:
-        versions = (child for child in version_dirs(model) if child.has_manifest)
+        versions = published_versions(model)
         found = next((child for child in versions if position in (None, child.version)), None)
         if found is None:
             raise

@@ -38,6 +38,8 @@ from exporter.publish.versions import (
     VersionDir,
     greatest,
     last_position,
+    newest_version,
+    published_versions,
     read_head,
     read_manifest,
     taken,
@@ -90,7 +92,7 @@ def is_plain(model: Path) -> bool:
     Raises:
         ManifestError: its manifest is damaged.
     """
-    newest = next((child for child in version_dirs(model) if child.has_manifest), None)
+    newest = newest_version(model)
     return newest is not None and read_head(newest.path).log is None
 
 
@@ -192,7 +194,7 @@ def _operating(model: Path) -> Iterator[tuple[list[VersionDir], Staging]]:
 
 
 def _versions(model: Path) -> list[VersionDir]:
-    versions = [child for child in version_dirs(model) if child.has_manifest]
+    versions = published_versions(model)
     if not versions:
         raise nothing_published(model)
     return versions

@@ -13,7 +13,7 @@ from exporter.publish.commit import VersionRule
 from exporter.publish.delta_log import LogBase
 from exporter.publish.made_from import PublishedAlready, newest_made_from
 from exporter.publish.permission import Permission
-from exporter.publish.versions import version_dirs
+from exporter.publish.versions import newest_version
 
 
 def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> None:
@@ -61,7 +61,7 @@ def permission(request: ExportRequest) -> Permission:
 
 def target_notes(model: Path) -> tuple[str, ...]:
     """A plain version over one that takes deltas ends the freshness of every server that loads it."""
-    newest = next((child for child in version_dirs(model) if child.has_manifest), None)
+    newest = newest_version(model)
     if newest is None:
         return ()
     with suppress(NotUpdatable, ManifestError):

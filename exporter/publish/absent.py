@@ -6,7 +6,7 @@ from pathlib import Path
 
 from exporter.errors import ExportError, NotUpdatable
 from exporter.files import nearest
-from exporter.publish.versions import version_dirs
+from exporter.publish.versions import newest_version
 
 
 def nothing_published(model: Path) -> NotUpdatable:
@@ -33,4 +33,4 @@ def likely_model(model: Path) -> Path | None:
 
 
 def _is_model(path: Path) -> bool:
-    return path.is_dir() and any(child.has_manifest for child in version_dirs(path))
+    return path.is_dir() and newest_version(path) is not None

@@ -36,7 +36,7 @@ from exporter.publish.absent import nothing_published
 from exporter.publish.hold import Hold
 from exporter.publish.log_entries import BaseEntry, DeltaEntry
 from exporter.publish.manifest import Manifest, tensor_entries
-from exporter.publish.versions import delta_names, read_manifest, version_dirs
+from exporter.publish.versions import delta_names, newest_version, published_versions, read_manifest
 
 BROKEN_LOG_HINT = "publish a new base, which leaves this log behind: the same export with --updatable --again"
 
@@ -161,9 +161,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
     def bases(self) -> tuple[LogBase, ...]:
         """Every base of the log that is still there, newest first."""
         found = []
-        for child in version_dirs(self.model):
-            if not child.has_manifest:
-                continue
+        for child in published_versions(self.model):
             try:
                 base = self.base if child.path == self.base.path else LogBase.read(child.path)
             except (ManifestError, NotUpdatable):
@@ -329,7 +327,7 @@ def read_log(model: Path) -> DeltaLog:
         NotUpdatable: nothing is published, or the newest version takes no deltas.
         ManifestError: its manifest cannot be read.
     """
-    newest = next((child for child in version_dirs(model) if child.has_manifest), None)
+    newest = newest_version(model)
     if newest is None:
         raise nothing_published(model)
     base = LogBase.read(newest.path)

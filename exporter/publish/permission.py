@@ -14,7 +14,7 @@ from msgspec import Struct
 from exporter.errors import ChainEnds, ManifestError, ModelHeld
 from exporter.publish.delta_log import log_path
 from exporter.publish.hold import Hold
-from exporter.publish.versions import VersionDir, read_head, version_dirs
+from exporter.publish.versions import VersionDir, newest_version, read_head
 
 
 class Permission(Struct, frozen=True):
@@ -34,7 +34,7 @@ class Permission(Struct, frozen=True):
             ModelHeld: the model is held.
             ChainEnds: the newest version takes deltas, and this one does not.
         """
-        newest = next((child for child in version_dirs(model) if child.has_manifest), None)
+        newest = newest_version(model)
         log = None if newest is None else _log_of(newest)
         if not self.despite_hold:
             for hold in binding(model, log):
@@ -64,7 +64,7 @@ def held_at(model: Path) -> int | None:
     that cannot be read.
     """
     with suppress(ManifestError):
-        newest = next((child for child in version_dirs(model) if child.has_manifest), None)
+        newest = newest_version(model)
         for hold in _holds(model, None if newest is None else _log_of(newest)):
             return hold.read()
     return None

@@ -18,7 +18,7 @@ from exporter.files import open_lock, try_lock
 from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE, TRASH_PREFIX
 from exporter.publish.delta_log import DeltaLog, LogDelta, list_deltas
 from exporter.publish.log_entries import BaseEntry
-from exporter.publish.versions import VersionDir, read_head, read_manifest, version_dirs
+from exporter.publish.versions import VersionDir, published_versions, read_head, read_manifest
 
 GRACE_SECONDS = 300.0
 """How long a superseded version stays: a server polls each second but loads for minutes, and one that began
@@ -114,8 +114,8 @@ def _unreadable_bases(log: DeltaLog) -> list[int]:
     A version that takes deltas is named by its position. Of those older than the log none can be of it.
     """
     found = []
-    for child in version_dirs(log.model):
-        if child.has_manifest and child.version >= log.base.entry.log:
+    for child in published_versions(log.model):
+        if child.version >= log.base.entry.log:
             try:
                 read_head(child.path)
             except ManifestError:
@@ -159,7 +159,7 @@ def logs_without_base(model: Path, current: Path | None) -> list[Path]:
     if not others:  # as a rule; then no version's manifest has to be read
         return []
     try:
-        manifests = [read_manifest(child.path) for child in version_dirs(model) if child.has_manifest]
+        manifests = [read_manifest(child.path) for child in published_versions(model)]
     except ManifestError:
         return []
     entries = [manifest.incremental for manifest in manifests]

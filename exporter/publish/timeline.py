@@ -22,7 +22,7 @@ from exporter.publish.delta_log import LogDelta, list_deltas, read_log
 from exporter.publish.log_entries import BaseEntry, DeltaEntry, DeltaOrigin
 from exporter.publish.manifest import Manifest
 from exporter.publish.permission import held_at
-from exporter.publish.versions import VersionDir, read_manifest, version_dirs
+from exporter.publish.versions import VersionDir, published_versions, read_manifest
 
 
 class What(StrEnum):
@@ -92,7 +92,7 @@ def read_timeline(model: Path) -> Timeline:
         NotUpdatable: nothing is published.
         ManifestError: the model cannot be looked at.
     """
-    versions = [child for child in version_dirs(model) if child.has_manifest]
+    versions = published_versions(model)
     if not versions:
         raise nothing_published(model)
     log, at, is_canary = None, None, False

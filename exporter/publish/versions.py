@@ -68,6 +68,16 @@ def version_dirs(model: Path) -> tuple[VersionDir, ...]:
     return tuple(sorted(found, key=lambda child: child.version, reverse=True))
 
 
+def published_versions(model: Path) -> list[VersionDir]:
+    """The versions with a manifest, newest first."""
+    return [child for child in version_dirs(model) if child.has_manifest]
+
+
+def newest_version(model: Path) -> VersionDir | None:
+    """The newest version with a manifest; None if there is none."""
+    return next(iter(published_versions(model)), None)
+
+
 def require_base_path(model: Path) -> None:
     """Refuse a path that is itself a version.
 

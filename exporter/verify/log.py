@@ -26,7 +26,7 @@ from exporter.layout import VARIABLES_PREFIX
 from exporter.publish.absent import nothing_published
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, read_log
 from exporter.publish.hold import Hold
-from exporter.publish.versions import version_dirs
+from exporter.publish.versions import published_versions
 from exporter.verify.version_files import verify_bytes, verify_published
 
 
@@ -90,7 +90,7 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
         NotUpdatable: nothing is published.
     """
     damage: list[Problem] = []
-    versions = [child for child in version_dirs(model) if child.has_manifest]
+    versions = published_versions(model)
     if not versions:
         raise nothing_published(model)
     for child in versions:

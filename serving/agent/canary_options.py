@@ -9,7 +9,7 @@ from pathlib import Path
 from exporter.errors import ExportError, UsageError
 from exporter.golden import Gates, GoldenRequest, check_signatures, read_golden
 from exporter.local_paths import local_path
-from exporter.publish.versions import version_dirs
+from exporter.publish.versions import newest_version
 from exporter.terminal.server_access import ServerAccess
 from serving.agent.canary_keeper import CanaryRules
 
@@ -64,7 +64,7 @@ def _check_published(name: str, model: Path, requests: Sequence[GoldenRequest]) 
             hint="mount it so that the agent may write, or leave out --canary",
         )
     try:
-        newest = next((child for child in version_dirs(model) if child.has_manifest), None)
+        newest = newest_version(model)
     except ExportError:
         return
     if newest is not None:

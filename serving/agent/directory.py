@@ -19,7 +19,7 @@ from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE
 from exporter.publish.delta_log import LogBase, LogDelta, list_deltas, log_path
 from exporter.publish.hold import Hold
 from exporter.publish.log_entries import DeltaOrigin
-from exporter.publish.versions import version_dirs
+from exporter.publish.versions import published_versions
 from serving.agent.rollout import Published, PublishedLog, Rollback
 
 _UNREADABLE_HOLD = -1
@@ -106,7 +106,7 @@ class ModelDirectory:
             begun = "" if self._was_seen or is_there else "has anything been published, and "
             what = "is not a directory" if is_there else "does not exist"
             return Published(problem=f"{self.path} {what}: {begun}is its volume mounted?")
-        versions = [child for child in version_dirs(self.path) if child.has_manifest]
+        versions = published_versions(self.path)
         if not versions:
             lost = ": is its volume mounted?" if self._was_seen else ""
             return Published(problem=f"nothing is published under {self.path}{lost}")
