@@ -99,8 +99,8 @@ def test_what_a_suspended_publisher_shows_late_stays_removed(
         went_on(trainer, 50)
         assert incr(trainer, url).code == 0
         assert export_model("merge", url).code == 0
-        store, place = ObjectWriter(parse(url)), parse(url)
-        remove_stored(store, place, stored_model(store, place), DELTA)  # as retention does, in its time
+        store = ObjectWriter(parse(url))
+        remove_stored(store, stored_model(store), DELTA)  # as retention does, in its time
         assert not bucket.keys(f"{BASE}/{DELTA}/")
 
     went_on(trainer, 40)

@@ -141,9 +141,7 @@ def remove_abandoned(kept: str, now: float | None = None) -> None:
         return
     with suppress(ExportError):
         store = ObjectWriter(url)
-        base = f"{url.path}/" if url.path else ""
-        found = {each.key.removeprefix(base): each for each in store.below(url.path)}
-        store.delete(*(base + name for name in abandoned_objects(found.items(), now)))
+        store.delete(*map(url.key, abandoned_objects(store.contents().items(), now)))
 
 
 def abandoned_objects(objects: Iterable[tuple[str, RemoteObject]], now: float | None = None) -> list[str]:

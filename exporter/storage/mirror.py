@@ -218,7 +218,7 @@ class Mirror:
 
     def _name(self, each: RemoteObject) -> str | None:
         """The path below the root; None for what cannot be a file there: `a//b`, `..`, `a/`."""
-        base = f"{self.url.path}/" if self.url.path else ""
+        base = self.url.key("")
         parts = each.key.removeprefix(base).split("/")
         is_plain = all(part not in ("", ".", "..") and "\0" not in part for part in parts)
         return "/".join(parts) if is_plain and each.key.startswith(base) else None

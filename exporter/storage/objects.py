@@ -94,6 +94,15 @@ class ObjectReader:
         with asking(self.url):
             yield from again(listed)
 
+    def contents(self) -> dict[str, RemoteObject]:
+        """All objects below the URL, by their names there.
+
+        Raises:
+            CheckpointError: as `below`.
+        """
+        base = self.url.key("")
+        return {each.key.removeprefix(base): each for each in self.below(self.url.path)}
+
     def beside(self, path: str) -> Iterator[RemoteObject]:
         """The objects of a directory alone.
 

@@ -198,36 +198,36 @@ class StoreDirectory:
 
     def put_file(self, name: str, path: Path) -> str:
         """See `Directory`."""
-        return self._store.upload(self._key(name), path)
+        return self._store.upload(self._url.key(name), path)
 
     def put_new(self, name: str, path: Path) -> None:
         """See `Directory`."""
         with _naming(path):
             content = path.read_bytes()
-        self._store.create(self._key(name), content)
+        self._store.create(self._url.key(name), content)
 
     def put(self, name: str, content: bytes) -> None:
         """See `Directory`."""
-        self._store.put(self._key(name), content)
+        self._store.put(self._url.key(name), content)
 
     def read(self, name: str) -> bytes | None:
         """See `Directory`."""
-        found = self._store.fetch(self._key(name), _LONGEST)
+        found = self._store.fetch(self._url.key(name), _LONGEST)
         return None if found is None else found[0]
 
     def look(self, name: str) -> tuple[int, str] | None:
         """See `Directory`."""
-        found = self._store.look(self._key(name))
+        found = self._store.look(self._url.key(name))
         return None if found is None else (found.size, found.tag or "")
 
     def names(self, below: str) -> list[str]:
         """See `Directory`."""
-        base = f"{self._url.path}/"
-        return sorted(each.key.removeprefix(base) for each in self._store.below(self._key(below)))
+        base = self._url.key("")
+        return sorted(each.key.removeprefix(base) for each in self._store.below(self._url.key(below)))
 
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
         """See `Directory`."""
-        found = RemoteObject(self._key(name), size, tag, 0.0)
+        found = RemoteObject(self._url.key(name), size, tag, 0.0)
         mirrored = mirror.find(path)
         if mirrored is not None and mirrored[0].url.bucket == self._url.bucket:
             mirrored[0].stand_in(path, found)
@@ -238,8 +238,7 @@ class StoreDirectory:
 
     def as_local(self) -> Path:
         """See `Directory`."""
-        base = f"{self._url.path}/"
-        found = {each.key.removeprefix(base): each for each in self._store.below(self._url.path)}
+        found = self._store.contents()
         shown = mirror.Mirror(self._url, is_directory=True)
         shown.show({name: replace(each, tag=None) for name, each in found.items() if "/" not in name})
         mirror.register(shown)
@@ -248,9 +247,6 @@ class StoreDirectory:
     def remove(self) -> None:
         """See `Directory`."""
         self._store.delete(*(each.key for each in self._store.below(self._url.path)))
-
-    def _key(self, name: str) -> str:
-        return f"{self._url.path}/{name}"
 
 
 @contextmanager

@@ -46,6 +46,10 @@ class Url(Struct, frozen=True):
         """What follows the last slash."""
         return self.path.rpartition("/")[2]
 
+    def key(self, name: str) -> str:
+        """The key of the object that has this name below the URL."""
+        return f"{self.path}/{name}" if self.path else name
+
     def __str__(self) -> str:
         """The URL as it is written."""
         return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")

@@ -19,9 +19,8 @@ from exporter.publish.versions import MAX_MANIFEST_BYTES, lease
 from exporter.storage import mirror
 from exporter.storage.objects import ObjectWriter, RemoteObject, Tag
 from exporter.storage.requests import MOST_COPIED
-from exporter.storage.url import Url
 from exporter.transfer.head import Head, Upload, as_bytes, as_text, fetch_head, files_digest
-from exporter.transfer.items import Item, StoredModel, item_of
+from exporter.transfer.items import Item, StoredModel, item_of, stored_model
 
 BEAT_SECONDS = 10.0
 """How often an upload says that it goes on."""
@@ -38,8 +37,8 @@ _UNREADABLE_HOLD = b"a rollback is being published\n"
 class Carrier:
     """Publishes to a model in a store as long as nobody else does, from the head on that it has read."""
 
-    def __init__(self, store: ObjectWriter, url: Url) -> None:
-        self._store, self._url, self._owner = store, url, secrets.token_hex(8)
+    def __init__(self, store: ObjectWriter) -> None:
+        self._store, self._url, self._owner = store, store.url, secrets.token_hex(8)
         self._is_probed = False
         self._skew: float | None = None
         self.head = Head()
@@ -53,7 +52,7 @@ class Carrier:
         Raises:
             ManifestError, CheckpointError: it cannot be read.
         """
-        found = fetch_head(self._store, self._url)
+        found = fetch_head(self._store)
         self.head, self._tag = found or (Head(), None)
 
     def await_turn(self, is_ours: Callable[[Upload], bool] = lambda upload: False) -> None:
@@ -87,10 +86,10 @@ class Carrier:
         """
         self.probe()
         before = self.head
-        if item.path == before.path and self._store.look(self._key(f"{item.path}/{MANIFEST_FILE}")):
+        if item.path == before.path and self._store.look(self._url.key(f"{item.path}/{MANIFEST_FILE}")):
             raise PositionMoved(f"{self._url}/{item.path} was published while the store was listed")
         upload = Upload(item.path, item.digest, files_digest(item.manifest))
-        key = self._key(_pending(item.path, item.digest))
+        key = self._url.key(_pending(item.path, item.digest))
         if before.given_up.get(item.path, upload.files) != upload.files:
             raise PositionMoved(
                 f"{self._url}/{item.path} was begun by another machine and given up",
@@ -127,7 +126,7 @@ class Carrier:
         """
         copies: list[tuple[RemoteObject, str]] = []
         for file in item.manifest.files:
-            path, key = model / item.path / file.path, self._key(f"{item.path}/{file.path}")
+            path, key = model / item.path / file.path, self._url.key(f"{item.path}/{file.path}")
             mirrored = mirror.find(path)
             each = None if mirrored is None else mirrored[0].standing_in(mirrored[1])
             if each is not None and each.size <= MOST_COPIED:
@@ -152,16 +151,24 @@ class Carrier:
         self._replace(replace(self.head, holds=as_text(holds)))
         self._show_holds()
 
-    def finish(self, stored: StoredModel) -> bool:
-        """Reveal what a process had published that was killed then; True if `stored` is out of date then.
+    def stored(self, known: StoredModel, *, finish: bool = True) -> StoredModel:
+        """What is published now; manifests that are `known` are not read again.
+
+        With `finish`, what a killed process has published and not yet shown is shown first.
 
         Raises:
             PublishError, CheckpointError, ManifestError: the store cannot be written or read.
         """
+        found = stored_model(self._store, known)
+        self.shown = dict(found.holds)
+        return stored_model(self._store, found) if finish and self._finish(found) else found
+
+    def _finish(self, stored: StoredModel) -> bool:
+        """Reveal what is published and is not shown; True if `stored` is out of date then."""
         head = self.head
         pending = _pending(head.path, head.manifest)
         if pending in stored.objects:
-            found = self._store.fetch(self._key(pending), MAX_MANIFEST_BYTES)
+            found = self._store.fetch(self._url.key(pending), MAX_MANIFEST_BYTES)
             if found is not None:  # else another machine has revealed it since
                 self._reveal(item_of(head.path, found[0], f"{self._url}/{head.path}"))
             return True
@@ -193,12 +200,12 @@ class Carrier:
     def _silence(self) -> float:
         """Seconds since the head was written, by the store's clock."""
         if self._skew is None:
-            key = self._key(f".clock-{self._owner}")
+            key = self._url.key(f".clock-{self._owner}")
             self._store.put(key, b"")
             found = self._store.look(key)
             self._store.delete(key)
             self._skew = 0.0 if found is None else found.modified - time.time()
-        found = self._store.look(self._key(HEAD_FILE))
+        found = self._store.look(self._url.key(HEAD_FILE))
         return 0.0 if found is None else time.time() + self._skew - found.modified
 
     def _replace(self, head: Head) -> None:
@@ -209,13 +216,13 @@ class Carrier:
             PublishError: the store cannot be written.
         """
         head = replace(head, owner=self._owner, beat=self.head.beat + 1)
-        key, content = self._key(HEAD_FILE), head.encoded()
+        key, content = self._url.key(HEAD_FILE), head.encoded()
         if self._tag is None:
             tag = self._store.create(key, content)
         else:
             tag = self._store.replace(key, content, self._tag)
         if tag is None:
-            found = fetch_head(self._store, self._url)
+            found = fetch_head(self._store)
             if found is None or found[0] != head:  # else the answer was lost, and the request repeated
                 raise PositionMoved(f"another machine published to {self._url} meanwhile")
             tag = found[1]
@@ -259,7 +266,8 @@ class Carrier:
         is_late = False
         for name, content in as_bytes(self.head.holds or {}).items():
             is_late |= self._show_hold(name, _UNREADABLE_HOLD if name == item.hold else content)
-        key, pending = self._key(f"{item.path}/{MANIFEST_FILE}"), self._key(_pending(item.path, item.digest))
+        key = self._url.key(f"{item.path}/{MANIFEST_FILE}")
+        pending = self._url.key(_pending(item.path, item.digest))
         found = self._store.fetch(key, MAX_MANIFEST_BYTES)
         if found is None:
             self._store.copy_if_there(pending, key)
@@ -277,7 +285,7 @@ class Carrier:
 
         `look_first`: some were set, of which another machine may not have known.
         """
-        newest = fetch_head(self._store, self._url) if look_first else None
+        newest = fetch_head(self._store) if look_first else None
         head, changed = self.head if newest is None else newest[0], False
         while head.holds is not None:
             holds = as_bytes(head.holds)
@@ -285,7 +293,7 @@ class Carrier:
             if not sum(self._show_hold(name, holds.get(name)) for name in names):
                 break
             changed = True
-            found = fetch_head(self._store, self._url)  # of somebody who has shown other ones meanwhile
+            found = fetch_head(self._store)  # of somebody who has shown other ones meanwhile
             head = head if found is None else found[0]
         return changed
 
@@ -294,15 +302,12 @@ class Carrier:
         if self.shown.get(name) == content:
             return False
         if content is None:
-            self._store.delete(self._key(name))
+            self._store.delete(self._url.key(name))
             del self.shown[name]
         else:
-            self._store.put(self._key(name), content)
+            self._store.put(self._url.key(name), content)
             self.shown[name] = content
         return True
-
-    def _key(self, name: str) -> str:
-        return f"{self._url.path}/{name}"
 
 
 _Check = Callable[[], None]

@@ -74,21 +74,23 @@ class Head(Struct, frozen=True):
         return other is not None and (self.path, self.manifest) == (other.path, other.manifest)
 
 
-def fetch_head(store: ObjectWriter, url: Url) -> tuple[Head, Tag] | None:
+def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
     """The head in a store and its tag; None where nothing was published yet.
 
     Raises:
         ManifestError: there is one, and it says nothing.
         CheckpointError: it cannot be read.
     """
-    found = store.fetch(f"{url.path}/{HEAD_FILE}", _LONGEST)
+    found = store.fetch(store.url.key(HEAD_FILE), _LONGEST)
     if found is None:
         return None
     try:
         return msgspec.json.decode(found[0], type=Head), found[1]
     except msgspec.DecodeError as error:
         raise ManifestError(
-            f"{url}/{HEAD_FILE} is no head of a model", cause=str(error), hint="publish to a URL of its own"
+            f"{store.url}/{HEAD_FILE} is no head of a model",
+            cause=str(error),
+            hint="publish to a URL of its own",
         ) from None
 
 

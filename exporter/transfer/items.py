@@ -20,9 +20,8 @@ from exporter.errors import CheckpointChanged, ManifestError
 from exporter.files import Unchanged, read_regular
 from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
 from exporter.publish.manifest import Manifest, from_json
-from exporter.publish.versions import MAX_MANIFEST_BYTES, delta_names, version_dirs
+from exporter.publish.versions import MAX_MANIFEST_BYTES, delta_names, published_versions
 from exporter.storage.objects import ObjectReader, RemoteObject
-from exporter.storage.url import Url
 
 _ITEM = re.compile(rf"([0-9]{{1,19}}|{DELTAS_DIRECTORY}/[0-9]{{20}}/[0-9]{{20}}-[0-9]{{20}})/(.+)")
 _HOLD = re.compile(rf"(?:{DELTAS_DIRECTORY}/[0-9]{{20}}/)?{HOLD_FILE}")
@@ -86,7 +85,7 @@ def local_items(model: Path) -> list[Item]:
 
 def local_paths(model: Path) -> dict[str, Path]:
     """The directories of what is published locally, by their paths below the model."""
-    paths = [child.path for child in version_dirs(model) if child.has_manifest]
+    paths = [child.path for child in published_versions(model)]
     logs = sorted(path for path in (model / DELTAS_DIRECTORY).glob("*") if path.is_dir())
     paths += [log / name for log in logs for name, _, _ in delta_names(log)]
     return {path.relative_to(model).as_posix(): path for path in paths}
@@ -139,19 +138,18 @@ def looking_again(work: Callable[[], T]) -> T:
     return work()
 
 
-def stored_model(store: ObjectReader, url: Url, known: StoredModel | None = None) -> StoredModel:
+def stored_model(store: ObjectReader, known: StoredModel | None = None) -> StoredModel:
     """What is published in a store. Of what was `known` before, only manifests that changed are read.
 
     Raises:
         ManifestError: a manifest is damaged.
         CheckpointError: the store cannot be read.
     """
-    return looking_again(lambda: _stored_model(store, url, known))
+    return looking_again(lambda: _stored_model(store, known))
 
 
-def _stored_model(store: ObjectReader, url: Url, known: StoredModel | None) -> StoredModel:
-    base = f"{url.path}/" if url.path else ""
-    objects = {each.key.removeprefix(base): each for each in store.below(url.path)}
+def _stored_model(store: ObjectReader, known: StoredModel | None) -> StoredModel:
+    objects = store.contents()
     items: dict[str, Item] = {}
     holds, new = {}, {}
     for name, each in objects.items():
@@ -166,7 +164,7 @@ def _stored_model(store: ObjectReader, url: Url, known: StoredModel | None) -> S
     with ThreadPoolExecutor(_CONNECTIONS, "manifests") as pool:
         contents = pool.map(lambda pair: _read(store, *pair), new.items())
         for path, content in zip(new, contents, strict=True):
-            items[path] = item_of(path, content, f"{url}/{path}")
+            items[path] = item_of(path, content, f"{store.url}/{path}")
     return StoredModel(items, objects, holds)
 
 

@@ -110,7 +110,7 @@ def opened_if_model(place: str) -> Iterator[str]:
     from exporter.storage.objects import ObjectWriter
     from exporter.transfer.head import fetch_head
 
-    if fetch_head(ObjectWriter(url), url) is None:
+    if fetch_head(ObjectWriter(url)) is None:
         yield place
         return
     with opened(place, read_only=True) as model:

@@ -116,8 +116,8 @@ class LocalCopy:
 
     def _update(self, store: ObjectWriter, fetched: list[Item], progress: ProgressFactory) -> Pulled:
         model = self._model
-        head = fetch_head(store, self.url)  # before what it may name
-        self._stored = stored = stored_model(store, self.url, self._stored)
+        head = fetch_head(store)  # before what it may name
+        self._stored = stored = stored_model(store, self._stored)
         if not stored.items:
             raise CheckpointNotFound(
                 f"there is no model at {self.url}", hint=f"publish one: export-model push MODEL {self.url}"

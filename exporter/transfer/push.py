@@ -60,8 +60,8 @@ def plan_push(model: Path, url: str, *, prune: bool = False) -> PushPlan:
     """
     place = parse(url)
     store = ObjectWriter(place)
-    found = fetch_head(store, place)
-    return _plan(model, place, stored_model(store, place), Head() if found is None else found[0], prune)
+    found = fetch_head(store)
+    return _plan(model, place, stored_model(store), Head() if found is None else found[0], prune)
 
 
 def _plan(model: Path, place: Url, stored: StoredModel, head: Head, prune: bool) -> PushPlan:
@@ -111,13 +111,10 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
         VerificationError, CheckpointError: what is to be uploaded is damaged.
     """
     store, url, model = ObjectWriter(plan.url), plan.url, plan.model
-    carrier = Carrier(store, url)
+    carrier = Carrier(store)
     ours = {item.digest for item in plan.upload}
     carrier.await_turn(lambda upload: upload.manifest in ours)
-    stored = stored_model(store, url, plan.stored)
-    carrier.shown = dict(stored.holds)
-    if carrier.finish(stored):
-        stored = stored_model(store, url, stored)
+    stored = carrier.stored(plan.stored)
     plan = _plan(model, url, stored, carrier.head, plan.prune)
     with progress("uploading", plan.bytes_) as bar:
         for item in plan.upload:
@@ -128,7 +125,7 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
         carrier.settle(plan.holds)
     _remember(model, url, carrier.head)
     for path in plan.remove:
-        remove_stored(store, url, stored, path)
+        remove_stored(store, stored, path)
     return plan
 
 
@@ -156,14 +153,14 @@ def parse(url: str) -> Url:
     return found
 
 
-def remove_stored(store: ObjectWriter, url: Url, stored: StoredModel, path: str) -> None:
+def remove_stored(store: ObjectWriter, stored: StoredModel, path: str) -> None:
     """Remove a publication from a store, its manifest first: what is left cannot be seen.
 
     Raises:
         PublishError: the store cannot be written.
     """
-    store.delete(f"{url.path}/{path}/{MANIFEST_FILE}")
-    store.delete(*(f"{url.path}/{name}" for name in stored.objects if name.startswith(f"{path}/")))
+    store.delete(store.url.key(f"{path}/{MANIFEST_FILE}"))
+    store.delete(*(store.url.key(name) for name in stored.objects if name.startswith(f"{path}/")))
 
 
 def _require_ours(plan: PushPlan, head: Head) -> None:

@@ -38,7 +38,7 @@ from exporter.storage.objects import ObjectWriter, RemoteObject
 from exporter.storage.url import Url
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.head import as_bytes
-from exporter.transfer.items import StoredModel, local_holds, local_item, local_paths, path_of, stored_model
+from exporter.transfer.items import StoredModel, local_holds, local_item, local_paths, path_of
 from exporter.transfer.push import parse, remove_stored
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class RemoteModel:
     def __init__(self, url: str, *, read_only: bool = False) -> None:
         self.url: Url = parse(url)
         self._store = ObjectWriter(self.url)
-        self._carrier = Carrier(self._store, self.url)
+        self._carrier = Carrier(self._store)
         self._read_only = read_only
         self._stored = StoredModel({}, {}, {})
         self._is_stale = True
@@ -104,10 +104,7 @@ class RemoteModel:
             carrier.await_turn()
         if carrier.head == before and not self._is_stale:
             return
-        stored = stored_model(self._store, self.url, self._stored)
-        carrier.shown = dict(stored.holds)
-        if not self._read_only and carrier.finish(stored):
-            stored = stored_model(self._store, self.url, stored)
+        stored = carrier.stored(self._stored, finish=not self._read_only)
         self._show(stored)
         self._stored, self._is_stale = stored, False
 
@@ -196,7 +193,7 @@ class RemoteModel:
             carrier.settle(holds)
         with suppress(ExportError):  # as above
             for path in gone:
-                remove_stored(self._store, self.url, stored, path)
+                remove_stored(self._store, stored, path)
             self._put_caches()
             self._remove_given_up()
 
@@ -212,7 +209,7 @@ class RemoteModel:
         for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{CACHES_DIRECTORY}/{RESIDUAL_PREFIX}*"):
             name = path.relative_to(self.path).as_posix()
             if name not in self._stored.objects:
-                self._store.upload(self._key(name), path)
+                self._store.upload(self.url.key(name), path)
 
     def _put_caches(self) -> None:
         """After it: hashes, which tell themselves what they are of. Old residuals go."""
@@ -220,11 +217,11 @@ class RemoteModel:
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{HASHES_DIRECTORY}"):
                 name = path.relative_to(self.path).as_posix()
                 if not self._mirror.has(name):
-                    self._store.upload(self._key(name), path)
+                    self._store.upload(self.url.key(name), path)
             old = [
                 name for name in self._stored.objects if _is_cache(name) and not (self.path / name).exists()
             ]
-            self._store.delete(*(self._key(name) for name in old))
+            self._store.delete(*map(self.url.key, old))
 
     def _remove_given_up(self) -> None:
         """Remove what was uploaded and given up, whose path is never used again; what old probes left, and
@@ -235,7 +232,7 @@ class RemoteModel:
         base = f"{JOBS_DIRECTORY}/"
         jobs = ((n.removeprefix(base), each) for n, each in stored.objects.items() if n.startswith(base))
         old += [base + name for name in abandoned_objects(jobs)]
-        self._store.delete(*(self._key(name) for name in old))
+        self._store.delete(*map(self.url.key, old))
         found = {
             path: [name for name in stored.objects if name.startswith(f"{path}/")]
             for path in carrier.head.given_up
@@ -244,10 +241,7 @@ class RemoteModel:
         left = {path: names for path, names in found.items() if names}
         if left:
             carrier.forget(left)
-            self._store.delete(*(self._key(name) for names in left.values() for name in names))
-
-    def _key(self, name: str) -> str:
-        return f"{self.url.path}/{name}"
+            self._store.delete(*(self.url.key(name) for names in left.values() for name in names))
 
 
 def _is_cache(name: str) -> bool:
