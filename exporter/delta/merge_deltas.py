@@ -11,7 +11,7 @@ from exporter.catalog import Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_path
 from exporter.delta.delta_files import DeltaTensors, header_tensors, tensor_keys
 from exporter.delta.format import DeltaHeader, Schema, ServedVariable
-from exporter.delta.merge_job import Files, MergeJob, Piece, Placed, Stored, rows_of
+from exporter.delta.merge_job import Files, MergeJob, Piece, Placed, Stored, table_pieces
 from exporter.delta.merge_task import MergedRows, header_bytes
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.progress import Progress
@@ -76,7 +76,7 @@ class DeltaMerger:
         for variable in self._schema.variables:
             if variable.is_table:
                 packing = self._header.packing
-                yield from rows_of(
+                yield from table_pieces(
                     variable, self._deltas, self._files, packing=packing, task_bytes=task_bytes
                 )
             elif (copied := newest_value(variable.name, self._deltas)) is not None:

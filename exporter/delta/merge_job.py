@@ -190,7 +190,7 @@ class Files:
                 compare_checksum(path, name, extent, mask(crc), hint=self._hint)
 
 
-def rows_of(
+def table_pieces(
     variable: ServedVariable,
     deltas: Sequence[DeltaTensors],
     files: Files,

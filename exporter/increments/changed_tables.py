@@ -89,24 +89,35 @@ def read_table(catalog: Catalog, table: ChangedTable) -> TableRows:
     count = (table.rows,)
     shapes = (count, count, (table.rows, table.dim), (table.removed,))
     dtypes = (DType.INT64, DType.INT64, table.dtype, DType.INT64)
-    tensors = []
-    for key, dtype, shape in zip(table.keys, dtypes, shapes, strict=True):
-        ref = catalog.tensors.get(key)
-        if ref is None or ref.dtype is not dtype or ref.shape != shape:
-            found = "not there" if ref is None else f"{ref.dtype.label}{list(ref.shape)}"
-            expected = f"{dtype.label}{list(shape)}"
-            raise CorruptFile(f"{catalog.prefix}: {key!r} is {found}, its manifest says {expected}")
-        tensors.append(read_array(catalog, ref))
-    found_rows = TableRows(*tensors)
-    _check(catalog, table, found_rows)
-    return found_rows
-
-
-def _check(catalog: Catalog, table: ChangedTable, found: TableRows) -> None:
-    ids = found.ids
-    is_inside = not len(ids) or (ids[0] >= 0 and ids[-1] < table.capacity)
-    if not is_inside or (ids[1:] <= ids[:-1]).any():
-        raise CorruptFile(f"{catalog.prefix}: the ids of {table.name!r} are not rows of {table.capacity}")
+    tensors = zip(table.keys, dtypes, shapes, strict=True)
+    found = TableRows(*(read_listed(catalog, key, dtype, shape) for key, dtype, shape in tensors))
+    check_ids(catalog, table.name, found.ids, table.capacity)
     for keys in (found.keys, found.removed):
         if len(distinct(keys)) != len(keys):
             raise CorruptFile(f"{catalog.prefix}: a key of {table.name!r} is there twice")
+    return found
+
+
+def read_listed(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]) -> Array:
+    """A tensor of an increment, which its manifest lists so; its checksum is verified.
+
+    Raises:
+        CorruptFile: the checksum is wrong, or the tensor is missing or another.
+    """
+    ref = catalog.tensors.get(key)
+    if ref is None or ref.dtype is not dtype or ref.shape != shape:
+        found = "not there" if ref is None else f"{ref.dtype.label}{list(ref.shape)}"
+        expected = f"{dtype.label}{list(shape)}"
+        raise CorruptFile(f"{catalog.prefix}: {key!r} is {found}, its manifest says {expected}")
+    return read_array(catalog, ref)
+
+
+def check_ids(catalog: Catalog, name: str, ids: Array, rows: int, *, of: object = None) -> None:
+    """Check that ids are increasing numbers of so many rows; `of` says which in words.
+
+    Raises:
+        CorruptFile: they are not.
+    """
+    is_inside = not len(ids) or (ids[0] >= 0 and ids[-1] < rows)
+    if not is_inside or (ids[1:] <= ids[:-1]).any():
+        raise CorruptFile(f"{catalog.prefix}: the ids of {name!r} are not rows of {of or rows}")

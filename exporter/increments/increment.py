@@ -29,10 +29,17 @@ import numpy as np
 from msgspec import UNSET, Struct, UnsetType
 
 from exporter.catalog import Catalog, SliceRef, TensorRef
-from exporter.checkpoint.tensor_bundle import memory_map, read_array, read_catalog
+from exporter.checkpoint.tensor_bundle import memory_map, read_catalog
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
 from exporter.errors import CorruptFile, UnsupportedFormat
-from exporter.increments.changed_tables import ChangedTable, TableDocument, TableRows, read_table
+from exporter.increments.changed_tables import (
+    ChangedTable,
+    TableDocument,
+    TableRows,
+    check_ids,
+    read_listed,
+    read_table,
+)
 from exporter.layout import DELTA_NAME
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import (
@@ -335,16 +342,9 @@ def _change(catalog: Catalog, changed: Changed) -> Change:
     tensors = []
     for key, dtype in zip(variable.keys, variable.dtypes, strict=True):
         shape = (changed.rows, *(variable.element_shape if key == variable.keys[-1] else ()))
-        ref = catalog.tensors.get(key)
-        if ref is None or ref.dtype is not dtype or ref.shape != shape:
-            found = "not there" if ref is None else f"{ref.dtype.label}{list(ref.shape)}"
-            expected = f"{dtype.label}{list(shape)}"
-            raise CorruptFile(f"{catalog.prefix}: {key!r} is {found}, its manifest says {expected}")
-        tensors.append(read_array(catalog, ref))
+        tensors.append(read_listed(catalog, key, dtype, shape))
     if not changed.is_table:
         return tensors[0][0, ...]
     ids, values = tensors
-    is_inside = not len(ids) or (ids[0] >= 0 and ids[-1] < variable.shape[0])
-    if not is_inside or (ids[1:] <= ids[:-1]).any():
-        raise CorruptFile(f"{catalog.prefix}: the ids of {variable.name!r} are not rows of {variable.shape}")
+    check_ids(catalog, variable.name, ids, variable.shape[0], of=variable.shape)
     return Rows(ids, values)

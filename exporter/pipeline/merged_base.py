@@ -14,7 +14,7 @@ from exporter.checkpoint.tensor_bundle import BundleWriter, encode_index, index_
 from exporter.delta.delta_files import DeltaTensors
 from exporter.delta.format import Schema, ServedVariable
 from exporter.delta.merge_deltas import newest_value
-from exporter.delta.merge_job import Files, MergeJob, Piece, Placed, Stored, rows_of
+from exporter.delta.merge_job import Files, MergeJob, Piece, Placed, Stored, table_pieces
 from exporter.delta.merge_task import MergedRows
 from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.delta.snapshot import Snapshot
@@ -92,7 +92,7 @@ class BaseMerger:
                 if not runs:
                     yield from self._copied(variable.name, source.key, part.part)
                     continue
-                yield from rows_of(
+                yield from table_pieces(
                     variable, self._deltas, self._files, packing=None, task_bytes=task_bytes, base=runs
                 )
 

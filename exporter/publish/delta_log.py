@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -194,27 +195,21 @@ class DeltaLog(Struct, frozen=True, dict=True):
         """
         return plan_chain(self.deltas, start, target)
 
-    def open(self, delta: LogDelta, *, verify: bool = True, only: Collection[str] | None = None) -> Delta:
-        """The delta's changes as memory maps, every checksum compared if `verify`; of variables `only`.
+    def open(self, delta: LogDelta, *, only: Collection[str] | None = None) -> Delta:
+        """The delta's changes as memory maps, every checksum compared; of variables `only`.
 
         Raises:
             CheckpointError: it is damaged, see errors.py.
             ForeignLineage, SchemaChanged: it is of another log.
         """
-        try:
-            found = self._open(delta)
+        tensors = self.tensors(delta)
+        with _hinted():
+            found = with_values(tensors, self.schema)
             if only is not None:
                 changes = {name: change for name, change in found.changes.items() if name in only}
                 found = replace(found, changes=changes)
-            if verify:
-                _check_values(found, self.schema, only)
+            _check_values(found, self.schema, only)
             return found
-        except CheckpointError as error:
-            error.advise(BROKEN_LOG_HINT)  # the reader of bundles takes it for a checkpoint
-            raise
-
-    def _open(self, delta: LogDelta) -> Delta:
-        return with_values(self._tensors(delta), self.schema)
 
     def tensors(self, delta: LogDelta) -> DeltaTensors:
         """The delta's tensors, whose values are not read.
@@ -223,21 +218,15 @@ class DeltaLog(Struct, frozen=True, dict=True):
             CheckpointError: it is damaged, see errors.py.
             ForeignLineage, SchemaChanged: it is of another log.
         """
-        try:
-            return self._tensors(delta)
-        except CheckpointError as error:
-            error.advise(BROKEN_LOG_HINT)
-            raise
-
-    def _tensors(self, delta: LogDelta) -> DeltaTensors:
-        found = read_tensors(delta.path / DELTA_NAME, self.schema)
-        header = found.header
-        if (header.from_position, header.to_position) != (delta.start, delta.end):
-            raise CorruptFile(f"{delta.path} leads from {header.from_position} to {header.to_position}")
-        digest = self.schema.digest
-        check_fits(header, lineage=self.lineage, schema_digest=digest, position=delta.start)
-        _check_listed(found.catalog, delta.manifest)
-        return found
+        with _hinted():
+            found = read_tensors(delta.path / DELTA_NAME, self.schema)
+            header = found.header
+            if (header.from_position, header.to_position) != (delta.start, delta.end):
+                raise CorruptFile(f"{delta.path} leads from {header.from_position} to {header.to_position}")
+            digest = self.schema.digest
+            check_fits(header, lineage=self.lineage, schema_digest=digest, position=delta.start)
+            _check_listed(found.catalog, delta.manifest)
+            return found
 
     def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> Snapshot:
         """The values at a position, by default at the newest; of variables `only`, if these are named.
@@ -297,6 +286,16 @@ class DeltaLog(Struct, frozen=True, dict=True):
             ManifestError: the file is there and does not say.
         """
         return self.held.read()
+
+
+@contextmanager
+def _hinted() -> Iterator[None]:
+    """Say what helps against damage: the reader of bundles takes a delta for a checkpoint."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.advise(BROKEN_LOG_HINT)
+        raise
 
 
 def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) -> None:
