@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -81,12 +82,9 @@ def tasks_for(
     Raises:
         CheckpointChanged: a source is no longer there.
     """
-    inputs: dict[int, Input] = {}
+    planned = cache(Input.of)
     for batch in batches(pieces, task_bytes, _bytes_of):
         used = sorted({each.input for piece in batch for each in piece.segment.sources})
-        for shard in used:
-            if shard not in inputs:
-                inputs[shard] = Input.of(catalog.shards[shard])
         segments = tuple(
             replace(
                 piece.segment,
@@ -95,10 +93,8 @@ def tasks_for(
             for piece in batch
         )
         size = sum(each.size for piece in batch for each in piece.segment.sources)
-        yield (
-            batch,
-            Move(name="", inputs=tuple(inputs[shard] for shard in used), bytes_=size, segments=segments),
-        )
+        inputs = tuple(planned(catalog.shards[shard]) for shard in used)
+        yield batch, Move(name="", inputs=inputs, bytes_=size, segments=segments)
 
 
 def size_of_tasks(pieces: Iterable[Piece], task_bytes: int) -> tuple[int, int]:

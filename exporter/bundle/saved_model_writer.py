@@ -24,7 +24,7 @@ from exporter.graph.training_graph import TrainingGraph
 from exporter.layout import SAVED_MODEL_FILE
 from exporter.mapping.build import VariableMapping
 from exporter.progress import human_bytes
-from exporter.wire.protos import Proto, message_class
+from exporter.wire.protos import Proto, all_nodes, message_class
 
 PROTOBUF_LIMIT_BYTES = (1 << 31) - 1
 """No reader of protocol buffers takes a larger message."""
@@ -85,10 +85,8 @@ def _add_training(
     meta_graph: Proto, training: TrainingGraph, directory: Path, placed: dict[Path, str]
 ) -> None:
     meta_graph.CopyFrom(training.meta_graph)
-    graph_def = meta_graph.graph_def
-    for body in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
-        for node in body:
-            node.device = ""  # a job's tasks are gone when somebody trains on
+    for node in all_nodes(meta_graph.graph_def):
+        node.device = ""  # a job's tasks are gone when somebody trains on
     del meta_graph.asset_file_def[:]
     meta_graph.collection_def.pop(ASSETS_COLLECTION, None)
     place_assets([Asset(*item) for item in training.assets.items()], meta_graph, directory, placed)

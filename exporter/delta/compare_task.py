@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -180,7 +181,7 @@ class TaskComparison:
     ) -> None:
         self._old, self._new, self._hasher, self._runner = old, new, hasher, runner
         self._rows = {table.name: TableRows(old, new, table, hasher) for table in tables}
-        self._inputs: dict[Path, Input] = {}
+        self._planned = cache(Input.of)
         self._tasks = [
             task for number, table in enumerate(tables) for task in self._tasks_of(table, f"{number:05d}")
         ]
@@ -245,7 +246,7 @@ class TaskComparison:
             ]
             yield Compare(
                 name=f"{name}-{number:06d}",
-                inputs=tuple(map(self._input, shards)),
+                inputs=tuple(map(self._planned, shards)),
                 bytes_=sum(size for side in (before, after) for _, _, size in side.stored(start, stop)),
                 variable=variable,
                 old=before,
@@ -254,11 +255,6 @@ class TaskComparison:
                 stop=stop,
                 seed=self._hasher.seed,
             )
-
-    def _input(self, path: Path) -> Input:
-        if path not in self._inputs:
-            self._inputs[path] = Input.of(path)
-        return self._inputs[path]
 
 
 def _read(directory: Directory, receipt: Receipt, task: Compare, rows: TableRows) -> Found:

@@ -14,7 +14,7 @@ from exporter.graph.inference_graph import TrainingMode
 from exporter.graph.live import CalledBody, is_by_batch, node_of
 from exporter.graph.nodes import attr_dtype, const_value
 from exporter.wire.dtypes import DType
-from exporter.wire.protos import Proto
+from exporter.wire.protos import Proto, all_nodes
 
 _RANDOM = re.compile(
     r"(Stateless)?(Random|TruncatedNormal|ParameterizedTruncatedNormal|Multinomial"
@@ -31,8 +31,7 @@ _MAX_STEPS = 8
 def training_mode(graph_def: Proto, roots: Collection[str], fed: Collection[str]) -> TrainingMode:
     """The signs in what runs for the nodes `roots`, given the nodes `fed` by requests."""
     library = {function.signature.name: function for function in graph_def.library.function}
-    everything = (graph_def.node, *(function.node_def for function in library.values()))
-    if not any(_is_suspicious(node) for nodes in everything for node in nodes):
+    if not any(map(_is_suspicious, all_nodes(graph_def))):
         return TrainingMode()
     graph = CalledBody({node.name: node for node in graph_def.node}, roots, library, fed=fed)
     bodies = [*graph.bodies()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -77,7 +78,7 @@ class IndexJob:
         self._catalog = catalog
         self._read = RangeChecksums[int]()
         self._shown = mirror.shown(os.fspath(catalog.prefix))  # the local path is another in each process
-        self._inputs: dict[int, Input] = {}
+        self._planned = cache(Input.of)
         runs = [_Run(table, run) for table in tables for run in _key_runs(table, admission, task_bytes)]
         self._sorted = list(batches(runs, task_bytes, lambda each: each.run.part(each.run.keys).size))
         places = chain.from_iterable(_Wanted.of_table(table, task_bytes) for table in tables)
@@ -134,13 +135,10 @@ class IndexJob:
     def _partition(self, number: int, batch: Sequence[_Run], admission: Admission) -> Partition:
         refs = [ref for each in batch for ref in each.run.tensors]
         shards = sorted({extent.shard for ref in refs for extent in ref.extents})
-        for shard in shards:
-            if shard not in self._inputs:
-                self._inputs[shard] = Input.of(self._catalog.shards[shard])
         runs = tuple(each.run.renumbered(shards) for each in batch)
         return Partition(
             name=f"keys-{number:05d}",
-            inputs=tuple(self._inputs[shard] for shard in shards),
+            inputs=tuple(self._planned(self._catalog.shards[shard]) for shard in shards),
             bytes_=sum(found.size for run in runs for found in run.ranges_read),
             checkpoint=self._shown,
             runs=runs,

@@ -7,7 +7,7 @@ fills them in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from msgspec import Struct
 from exporter.tables.geometry import MULTIPLIER, OFFSET, WINDOW, WINDOW_BITS, TableGeometry
 from exporter.wire import tensor_proto
 from exporter.wire.dtypes import DType
-from exporter.wire.protos import Proto
+from exporter.wire.protos import Proto, all_nodes
 
 TABLE = "_dynamic_table"
 """The attribute of a node that names the table which it belongs to."""
@@ -73,7 +73,7 @@ def add_rows(
 
 def set_sizes(graph_def: Proto, tables: Mapping[str, TableGeometry]) -> None:
     """Fill in the sizes of tables, by their names, wherever the graph or a function of it needs one."""
-    for node in _all_nodes(graph_def):
+    for node in all_nodes(graph_def):
         if SIZE in node.attr:
             geometry = tables.get(node.attr[TABLE].s.decode())
             if geometry is not None:
@@ -85,7 +85,7 @@ def first_defaults(graph_def: Proto) -> dict[str, int]:
     """The first default row of each table that a graph looks keys up in, by the table's name."""
     return {
         node.attr[TABLE].s.decode(): int(tensor_proto.to_array(node.attr["value"].tensor).item())
-        for node in _all_nodes(graph_def)
+        for node in all_nodes(graph_def)
         if SIZE in node.attr and node.attr[SIZE].s == b"first_default"
     }
 
@@ -97,12 +97,6 @@ def _sizes(geometry: TableGeometry) -> dict[str, int]:
         "stride": geometry.stride,
         "first_default": geometry.first_default,
     }
-
-
-def _all_nodes(graph_def: Proto) -> Iterator[Proto]:
-    yield from graph_def.node
-    for function in graph_def.library.function:
-        yield from function.node_def
 
 
 def _signed(number: int) -> int:

@@ -182,9 +182,8 @@ def _run_source(
     runnable = runnable_graph(source)
     tables.size(source, runnable)
     graph_def = tf.compat.v1.GraphDef.FromString(runnable.SerializeToString())
-    for body in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
-        for node in body:
-            node.device = ""
+    for node in protos.all_nodes(graph_def):
+        node.device = ""
     with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
         tf.import_graph_def(graph_def, name="")
         _restore(session, mapping, tables)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from msgspec import Struct
@@ -217,20 +218,17 @@ def _batches(runs: Iterable[_Run], most: int) -> Iterator[list[_Piece]]:
 
 
 def _tasks(catalog: Catalog, batches: Iterable[list[_Piece]]) -> list[Checksum]:
-    inputs: dict[int, Input] = {}
+    planned = cache(Input.of)
     tasks = []
     for number, batch in enumerate(batches):
         shards = sorted({piece.run.extent.shard for piece in batch})
-        for shard in shards:
-            if shard not in inputs:
-                inputs[shard] = Input.of(catalog.shards[shard])
         ranges = tuple(
             Range(shards.index(run.extent.shard), run.extent.offset + piece.start, piece.size)
             for piece in batch
             for run in [piece.run]
         )
         size = sum(piece.size for piece in batch)
-        sources = tuple(inputs[shard] for shard in shards)
+        sources = tuple(planned(catalog.shards[shard]) for shard in shards)
         tasks.append(Checksum(name=f"{number:06d}", inputs=sources, bytes_=size, ranges=ranges))
     return tasks
 

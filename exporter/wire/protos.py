@@ -13,6 +13,7 @@ import ast
 import importlib
 import importlib.util
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -99,6 +100,13 @@ def _descriptor_bytes(file: str) -> bytes:
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "AddSerializedFile":
             return bytes(ast.literal_eval(node.args[0]))
     raise ImportError(f"{module}.py holds no serialised descriptor")
+
+
+def all_nodes(graph_def: Proto) -> Iterator[Proto]:
+    """The nodes of a graph and of its functions."""
+    yield from graph_def.node
+    for function in graph_def.library.function:
+        yield from function.node_def
 
 
 @cache
