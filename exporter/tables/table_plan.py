@@ -59,15 +59,12 @@ class TablePlan(Struct, frozen=True, eq=False):
         keys = [part.keys for part in parts] if wide else []
         dim, dtype = self.variable.dim, self.variable.value_dtype
         made = {
-            INDEX_SEEDS: self._whole(INDEX_SEEDS, DType.INT64, (size.groups,), place),
-            INDEX_ROWS: self._whole(INDEX_ROWS, DType.INT32, (size.slots,), place),
+            INDEX_SEEDS: self._joined(INDEX_SEEDS, DType.INT64, (size.groups,), [], place),
+            INDEX_ROWS: self._joined(INDEX_ROWS, DType.INT32, (size.slots,), [], place),
             KEYS: self._joined(KEYS, DType.INT64, (size.capacity,), keys, place),
             VALUES: self._joined(VALUES, dtype, (size.capacity, dim), [part.values for part in parts], place),
         }
         return made, place.offset
-
-    def _whole(self, part: str, dtype: DType, shape: tuple[int, ...], place: _Allocation) -> TensorRef:
-        return self._joined(part, dtype, shape, [], place)
 
     def _joined(
         self, part: str, dtype: DType, shape: tuple[int, ...], stored: Iterable[TensorRef], place: _Allocation
@@ -76,9 +73,9 @@ class TablePlan(Struct, frozen=True, eq=False):
         slices, row = [], 0
         for ref in stored:
             if ref.shape[0]:
-                slices.append(SliceRef(rows_of(shape, row, ref.shape[0]), ref.extent or _to_come(ref)))
+                slices.append(SliceRef(row_box(shape, row, ref.shape[0]), ref.extent or _to_come(ref)))
                 row += ref.shape[0]
-        rest = rows_of(shape, row, shape[0] - row)
+        rest = row_box(shape, row, shape[0] - row)
         extent = place.take(int(np.prod(rest.lengths)) * (dtype.itemsize or 0))
         name = f"{self.name}/{part}"
         if not slices:
@@ -103,7 +100,7 @@ def _to_come(ref: TensorRef) -> Extent:
     return Extent(-1, 0, ref.bytes_, 0)
 
 
-def rows_of(shape: tuple[int, ...], first: int, count: int) -> SliceSpec:
+def row_box(shape: tuple[int, ...], first: int, count: int) -> SliceSpec:
     """The box of some rows."""
     rest = shape[1:]
     return SliceSpec(shape, (first, *(0 for _ in rest)), (count, *rest))

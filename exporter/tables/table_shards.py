@@ -28,7 +28,7 @@ from exporter.storage.open_files import write_at
 from exporter.storage.output_directory import Directory, new_file
 from exporter.tables.geometry import EMPTY_KEY, KEYS, PARTS, VALUES
 from exporter.tables.index_job import Piece
-from exporter.tables.table_plan import TablePlan, rows_of
+from exporter.tables.table_plan import TablePlan, row_box
 from exporter.wire.crc32c import chunks_of, combine, extend, mask
 
 Array = np.ndarray[Any, Any]
@@ -126,9 +126,9 @@ class _Rest:
             size = (row - held) * (raw.size // len(elements))
             self._zeros = max(self._zeros, size)
             extent = Extent(self._shard + 1, 0, size, mask(zeros_crc(size)))
-            yield SliceRef(rows_of(ref.shape, held, row - held), extent)
+            yield SliceRef(row_box(ref.shape, held, row - held), extent)
         extent = Extent(self._shard, len(self._content), raw.size, mask(extend(0, raw)))
-        yield SliceRef(rows_of(ref.shape, row, len(elements)), extent)
+        yield SliceRef(row_box(ref.shape, row, len(elements)), extent)
         self._content += raw.tobytes()
 
     def put(self, directory: Directory, scratch: Path) -> str:
@@ -162,7 +162,7 @@ def _slices(
     for piece in pieces:
         if (piece.table, piece.part) == (table.name, part):
             extent = Extent(objects[piece.object], piece.offset, piece.size, mask(piece.crc))
-            yield SliceRef(rows_of(ref.shape, piece.first, piece.count), extent)
+            yield SliceRef(row_box(ref.shape, piece.first, piece.count), extent)
 
 
 class _Objects:
