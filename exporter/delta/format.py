@@ -96,7 +96,7 @@ class ChangeKind(StrEnum):
 
 
 OPEN = -1
-"""In a served shape: a first dimension that may be another after each delta."""
+"""A first dimension in a served shape that each delta may change."""
 
 
 class TableSide(StrEnum):

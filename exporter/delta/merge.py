@@ -90,7 +90,7 @@ def newest_rows(tables: Sequence[SortedRows]) -> Iterator[tuple[Array, Array]]:
 
 
 def _range_end(tables: Sequence[SortedRows], starts: Sequence[int]) -> int:
-    """An id up to which few enough rows follow: of one table its share of `_ROWS_AT_ONCE`, of no one more."""
+    """The end of the next range of ids: no table has more rows in it than its share of `_ROWS_AT_ONCE`."""
     share = max(1, _ROWS_AT_ONCE // len(tables))
     ends = [
         int(table.ids[start + share])

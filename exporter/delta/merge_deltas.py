@@ -99,7 +99,7 @@ class DeltaMerger:
                 yield from self._rows(variable, pieces)
 
     def _absent(self, variable: ServedVariable) -> Iterator[TensorRef]:
-        """The tensors of a variable that did not change: of no rows, or of no value."""
+        """The tensors of a variable that did not change: they have no rows, or no value."""
         shapes = self._shapes(variable, 0, 0)
         for key in tensor_keys(variable, self._header.packing):
             dtype, shape = shapes[key]

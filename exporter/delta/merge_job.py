@@ -233,7 +233,7 @@ class _StoredLayer(Struct, frozen=True):
 
 
 def _layers_of(delta: DeltaTensors, variable: ServedVariable, files: Files) -> Iterator[_StoredLayer]:
-    """Of a delta whose tensors are in slices, each range of ids."""
+    """The rows of a table in a delta: one layer, or one for each range of ids if they are in slices."""
     refs = delta.tensors.get(variable.name, ())
     if not refs:
         return

@@ -29,7 +29,7 @@ OPERATIONS = {
     "partition": "exporter.tables.partition_keys:Partition",
     "place": "exporter.tables.place_keys:Place",
 }
-"""Where the class of each operation is: in the room that plans it, which imports this one."""
+"""The class of each operation's tasks. They lie in the rooms that plan them, which import this one."""
 
 
 class Work(Struct, frozen=True):

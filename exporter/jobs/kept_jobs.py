@@ -88,7 +88,7 @@ def _locked(path: Path) -> int | None:
 
 
 class StoredJob:
-    """In a store there are no locks: of two commands the one that began last removes the directory."""
+    """A job in a store, which has no locks: the command that began last removes the directory."""
 
     def __init__(self, place: str, *, is_begun: bool = False) -> None:
         self._directory = open_directory(place)
@@ -135,7 +135,7 @@ def remove_abandoned_jobs(kept: Path, now: float | None = None) -> None:
 
 
 def remove_abandoned(kept: str, now: float | None = None) -> None:
-    """As `remove_abandoned_jobs`, of a path or a URL; what a store refuses is left there."""
+    """`remove_abandoned_jobs` for a path or a URL. What a store refuses to remove stays."""
     if (url := Url.parse(kept)) is None:
         remove_abandoned_jobs(Path(kept), now)
         return
@@ -145,7 +145,10 @@ def remove_abandoned(kept: str, now: float | None = None) -> None:
 
 
 def abandoned_objects(objects: Iterable[tuple[str, RemoteObject]], now: float | None = None) -> list[str]:
-    """Of objects by their names below the directory of jobs: those of jobs that nobody has used for long."""
+    """The names of objects that belong to jobs which nobody has used for long.
+
+    `objects` are given by their names below the directory of jobs.
+    """
     since = (time.time() if now is None else now) - ABANDONED_SECONDS
     jobs: dict[str, list[tuple[str, float]]] = {}
     for name, each in objects:

@@ -85,7 +85,8 @@ class Job:
 
     def __init__(self, runner: Runner, tasks: Sequence[Task], scratch: str) -> None:
         self.tasks = tasks
-        """May be replaced by the same with other inputs: of files that the command makes, the places vary."""
+        """The plan. The same tasks with other inputs may take its place: files that a command makes for them
+        lie at another path each time."""
         self._runner = runner
         self._used: UsedJob | None = None
         self._receipts: Generator[Receipt, None, None] | None = None
@@ -98,7 +99,7 @@ class Job:
 
     @property
     def is_kept(self) -> bool:
-        """Whether its directory is its own, and outlives a command that fails."""
+        """True if it has a directory of its own, which outlives a command that fails."""
         return bool(self._runner.kept and self.tasks)
 
     def receipts(
@@ -106,7 +107,8 @@ class Job:
     ) -> Generator[Receipt, None, None]:
         """Receipts in the order of the tasks. Closing the iterator, or the job, cancels what has not begun.
 
-        A plan in which tasks read what others wrote is done in turns: `tasks` are those of one.
+        `tasks` are those to do now, by default all. A plan in which tasks read what others wrote is done in
+        several calls.
 
         Raises:
             ExportError: the first error that a task ended with, whatever it was.
@@ -115,9 +117,9 @@ class Job:
         return self._receipts
 
     def keep_until_stored(self, path: Path) -> None:
-        """Have a job in a store removed only when what is below a path is in its own, if that is in one.
+        """If the job and a path are both in stores, keep the job until what is below the path was uploaded.
 
-        What the job wrote was read to make it: whoever goes on after an upload that was killed finds it.
+        The upload reads what the job wrote: after one that was killed, the next command goes on with the job.
         """
         found = mirror.find(path)
         if found is not None and isinstance(self.directory, StoreDirectory):

@@ -27,7 +27,7 @@ from exporter.storage.url import Url
 from exporter.wire.crc32c import combine, crc_of, extend
 
 ZEROS = "zeros:"
-"""The name of a file of zeros alone, and the place of such an input: nobody needs to see it to read them."""
+"""The name of a file of nothing but zeros, and the place of such an input: workers make it themselves."""
 
 
 class Range(Struct, frozen=True, array_like=True):
@@ -41,8 +41,8 @@ class Range(Struct, frozen=True, array_like=True):
 class Input(Struct, frozen=True, array_like=True):
     """A file (absolute path) or an object (URL) as it was when the task was planned.
 
-    `tag` is the store's entity tag; of a file the time of its last change, in ns. What a task of the same job
-    wrote has none: whoever does the task again writes the same.
+    `tag` is the store's entity tag, or the time of a file's last change in ns. It is empty for what a task of
+    the same job wrote: that task may be done again, and writes the same.
     """
 
     place: str

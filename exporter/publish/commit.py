@@ -164,7 +164,7 @@ class UnderLock(Struct, frozen=True):
 
 
 TAKING_THE_LOCK = UnderLock()
-"""As most publish: the lock is taken for the commit."""
+"""The usual way: the lock is taken for the commit."""
 
 
 def reserve_position(model: Path, step: int | None) -> ReservedPosition:

@@ -109,7 +109,7 @@ def retire_deltas(
 
 
 def _unreadable_bases(log: DeltaLog) -> list[int]:
-    """Where versions stand whose manifests cannot be read; servers do not ask manifests, and may serve them.
+    """Positions of versions whose manifests cannot be read: servers do not read these, and may serve them.
 
     A version that takes deltas is named by its position. Of those older than the log none can be of it.
     """

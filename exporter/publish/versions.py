@@ -29,7 +29,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 _DELTA = re.compile(r"([0-9]{20})-([0-9]{20})", re.ASCII)
 _MOST_NAMES = 1 << 16
-"""Of deltas that are parsed once: a watch lists the same thousands several times for each that it adds."""
+"""Names of deltas that are kept parsed: a watch lists the same thousands several times for each new one."""
 
 
 class VersionDir(Struct, frozen=True):

@@ -47,7 +47,7 @@ class Mirror:
         self._inodes: dict[str, int] = {}
         self._stand_ins: dict[int, tuple[RemoteObject, Ranges]] = {}  # by inode: they may be renamed
         self.spent: set[str] = set()
-        """Directories of jobs in a store that are needed no more once what is here is in its store."""
+        """Directories of jobs in a store, to be removed once what is here was uploaded."""
         self._lock = threading.Lock()
         self._is_prefix = not is_directory and not any(self._reader.below(url.path))
         self.url = url.parent if self._is_prefix and url.path else url
@@ -77,7 +77,7 @@ class Mirror:
         self.show(found)
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
-        """Have files for these objects, by their names, and for no others."""
+        """Make files for these objects, by their names, and remove all others."""
         with self._lock:
             for name in self._found.keys() - found.keys():
                 (self.root / name).unlink(missing_ok=True)
@@ -107,7 +107,7 @@ class Mirror:
         return inode not in self._stand_ins and inode != self._inodes.get(name)
 
     def stand_in(self, path: Path, each: RemoteObject) -> None:
-        """Have a new file for an object of the bucket, wherever below the root it will be renamed to.
+        """Make a new file that stands for an object of the bucket, also when it is renamed below the root.
 
         Raises:
             DiskFull, PublishError: it cannot be made.
@@ -290,7 +290,7 @@ def local(path: Path) -> Path:
 
 
 def register(mirror: Mirror) -> None:
-    """Have a mirror's files fetched when they are read, and its URL told in place of its path."""
+    """Register a mirror: its files are fetched when they are read, and messages name its URL."""
     _MIRRORS[str(mirror.root)] = mirror
 
 
@@ -355,7 +355,7 @@ def refresh(path: Path) -> None:
 
 
 def fetch(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> None:
-    """Have ranges (start, stop) of a file, or all of it, if it is a mirror's; see `Mirror.fetch`."""
+    """Fetch ranges (start, stop) of a mirror's file, or all of it; nothing for any other path."""
     if (found := find(path)) is not None:
         found[0].fetch(found[1], ranges)
 

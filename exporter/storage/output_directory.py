@@ -29,11 +29,11 @@ class Directory(Protocol):
 
     place: str
     is_stood_for: bool
-    """Files that `show` made stand for its objects, which are needed until those are copied."""
+    """True once `show` made files that stand for its objects: these are needed until they are copied."""
 
     @property
     def scratch(self) -> Path:
-        """Where files are made that `put_file` takes."""
+        """The directory for files that are then given to `put_file`."""
 
     def put_file(self, name: str, path: Path) -> str:
         """Make a file of `scratch` the object of this name, and return its tag; the file may be gone then.
@@ -78,7 +78,7 @@ class Directory(Protocol):
         """
 
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
-        """Have an object at a local path: a link to a file, or what is fetched, at the latest when read.
+        """Make an object appear at a local path: by a link, or fetched now or when it is read.
 
         Raises:
             CheckpointChanged: another object has its name.

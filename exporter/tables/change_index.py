@@ -123,7 +123,7 @@ def change_index(geometry: TableGeometry, state: TableState, add: Array, drop: A
 
 
 class _Found(Struct, frozen=True):
-    """Of each key its row (-1: absent), its slot under the seed of its group, and what that slot holds."""
+    """Keys that were looked up: rows (-1: absent), slots under the groups' seeds, what these slots hold."""
 
     rows: Array
     slots: Array
@@ -141,7 +141,7 @@ class _Found(Struct, frozen=True):
 
 
 def _take_rows(geometry: TableGeometry, state: TableState, gone: Array, count: int) -> tuple[Array, int]:
-    """Free rows for `count` keys, and the cursor then: of dropped keys, never used ones, others.
+    """Free rows for `count` keys, and the cursor then. Rows of dropped keys go first, then unused ones.
 
     Raises:
         TableFull: there are fewer.

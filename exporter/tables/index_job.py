@@ -36,11 +36,10 @@ from exporter.wire.crc32c import mask
 Array = np.ndarray[Any, Any]
 
 _LEAST_RANGES = 16
-"""Of a run that is placed, if there are as many: some of the range behind it are placed twice."""
-
+"""Ranges of a run, if the table has so many: a part of the range behind each run is placed twice."""
 
 _LEAST_RUNS = 4
-"""Of a table that has enough ranges for them: so that a few threads have something to do."""
+"""Runs of a table, if it has enough ranges: so that a few threads have something to do."""
 
 
 class IndexedTable(Struct, frozen=True):

@@ -20,10 +20,10 @@ RANGE_KEYS = 1 << 18
 """Keys of a range, at most twice as many as on average: all ranges are equally wide, and hashes even."""
 
 KEY_BYTES = 12
-"""Of a key among the sorted ones: its hash (uint64) and its row (int32)."""
+"""Bytes of a sorted key: its hash (uint64) and its row (int32)."""
 
 _LEAST_GROUPS = WINDOW
-"""Of a range: its slots begin and end with a window of their own."""
+"""Groups that a range has at least: its slots begin and end with a window of their own."""
 
 
 class KeyRanges(Struct, frozen=True):

@@ -32,7 +32,7 @@ from exporter.wire.crc32c import crc_of
 
 Array = np.ndarray[Any, Any]
 KeysOfRange = Callable[[int, int], tuple[Array, Array]]
-"""Hashes and rows of a range's keys by its number, or of so many of them; `~row` if a key is not served."""
+"""Reads a range, by its number, up to so many keys: their hashes and rows, `~row` for keys not served."""
 
 _CHUNK_GROUPS = 1 << 16
 _FETCHED = 16  # sections that are fetched at a time
@@ -47,7 +47,7 @@ class KeyTwice(Exception):
 
 
 class Section(Struct, frozen=True, array_like=True):
-    """Where keys of a run of ranges are: in an input from `offset` on, `counts` of each range."""
+    """Sorted keys of a run of ranges in an input, from `offset` on; `counts` has how many of each range."""
 
     input: int
     offset: int
@@ -123,7 +123,7 @@ class Place(Task, frozen=True, kw_only=True):
 
     @contextmanager
     def _fetched(self, directory: Directory) -> Iterator[list[list[_Located]]]:
-        """Where the sections of each run are; those of objects are fetched into one file, many at a time."""
+        """Files with the sections of each run; from a store all are fetched into one, many at a time."""
         with new_file(directory.scratch) as (descriptor, path), ThreadPoolExecutor(_FETCHED) as pool:
 
             def fetch(section: Section, offset: int) -> _Located:

@@ -28,7 +28,7 @@ UPKEEP = "_table_upkeep"
 
 _FRESH_ROWS = 1024
 _UNKNOWN = -1
-"""Of a row: nobody knows at which step it was looked up last."""
+"""The step of a row that was looked up nobody knows when."""
 
 
 class TrainableTable(TableLookups):

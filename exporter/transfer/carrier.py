@@ -314,5 +314,5 @@ _Check = Callable[[], None]
 
 
 def _pending(path: str, digest: str) -> str:
-    """Where a manifest waits until what it tells of is published."""
+    """The name of a manifest while its files are uploaded."""
     return f"{path}/{MANIFEST_FILE}.{digest[:16]}"

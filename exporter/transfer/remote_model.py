@@ -55,7 +55,7 @@ class _ModelMirror(Mirror):
         """Nothing: see `show`."""
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
-        """As `Mirror.show`, also of what a command that failed has removed here."""
+        """`Mirror.show`, which also makes files anew that a failed command has removed here."""
         with self._lock:
             for name in [name for name in self._found if not (self.root / name).exists()]:
                 del self._found[name], self._fetched[name], self._inodes[name]

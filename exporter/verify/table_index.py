@@ -23,7 +23,7 @@ from exporter.tables.table_plan import TablePlan
 Array = np.ndarray[Any, Any]
 
 _ASKED = 1024
-"""Of a table: each key takes four small reads."""
+"""Keys of a table that are looked up: each takes four small reads."""
 
 
 def verify_tables(layout: TableLayout, staged: Catalog, *, is_filtered: bool) -> None:

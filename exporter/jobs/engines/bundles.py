@@ -13,7 +13,7 @@ _MOST_WORKS = 16  # of a call: they are lost together
 
 
 class Bundles:
-    """Works in calls of as many as take a moment, by what was done last: of long works each is a call."""
+    """Works put together into calls of about `_CALL_SECONDS`, going by the last ones done."""
 
     def __init__(self, works: Iterator[bytes]) -> None:
         self._works = works
