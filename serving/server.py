@@ -164,9 +164,8 @@ class ModelServer:
             "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
             "grpc.so_reuseport": 0,  # a second server on the port is an error, not a coin toss
         }
-        arguments = own | dict(
-            options.channel_arguments()
-        )  # of a name that is there twice gRPC takes the first
+        # Merged here: of a name that is there twice gRPC would take the first.
+        arguments = own | dict(options.channel_arguments())
         server = grpc.server(self._executor, options=list(arguments.items()))
         add_services(server, self._calls, self._metrics)
         add_health_service(server, self.models, self._health)

@@ -23,7 +23,7 @@ from msgspec import Struct, field
 from exporter.delta.compare_rows import Found, TableRows, differing_rows
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.row_hashes import BlockHasher, HashIndex
-from exporter.delta.row_spill import RowSpill
+from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
 from exporter.delta.snapshot import Snapshot
 from exporter.delta.stored_checksums import StoredChecksums
 from exporter.integer_sets import distinct
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-_ROWS_AT_ONCE = 1 << 16
 _STORE_CHUNK_BYTES = 64 << 20  # of a store: many requests are under way at a time
 
 _AHEAD = 2  # chunks in work for each thread: enough to keep it busy, few enough to bound memory
@@ -144,8 +143,8 @@ def _changed_since(old: Snapshot, new: Snapshot, variable: ServedVariable, scrat
         value = new.whole(name) if len(ids) else None
         return None if value is None or same_bits(old.whole(name), value) else value
     with RowSpill(variable, scratch) as spill:
-        for start in range(0, len(ids), _ROWS_AT_ONCE):
-            some = ids[start : start + _ROWS_AT_ONCE]
+        for start in range(0, len(ids), ROWS_AT_ONCE):
+            some = ids[start : start + ROWS_AT_ONCE]
             values = new.rows_at(name, some)
             differ = differing_rows(old.rows_at(name, some), values)
             spill.add(some[differ], values[differ])

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
-from exporter.delta.row_spill import RowSpill
+from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
 from exporter.delta.snapshot import Changes, Snapshot
 from exporter.integer_sets import distinct
 
 Array = np.ndarray[Any, Any]
-
-_ROWS_AT_ONCE = 1 << 16
 
 
 def restoring(since: Sequence[Changes], then: Snapshot, schema: Schema, scratch: Path) -> dict[str, Change]:
@@ -47,7 +45,7 @@ def _rows_then(
 ) -> Rows | None:
     ids = distinct(np.concatenate([change.ids for change in touched]))
     with RowSpill(variable, scratch) as spill:
-        for start in range(0, len(ids), _ROWS_AT_ONCE):
-            some = ids[start : start + _ROWS_AT_ONCE]
+        for start in range(0, len(ids), ROWS_AT_ONCE):
+            some = ids[start : start + ROWS_AT_ONCE]
             spill.add(some, then.rows_at(variable.name, some))
         return spill.rows()

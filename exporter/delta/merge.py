@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, SortedRows
-from exporter.delta.row_spill import RowSpill
+from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
 from exporter.delta.snapshot import Changes, Snapshot
 
 Array = np.ndarray[Any, Any]
-
-_ROWS_AT_ONCE = 1 << 16
 
 
 def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> dict[str, Change]:
@@ -90,8 +88,8 @@ def newest_rows(tables: Sequence[SortedRows]) -> Iterator[tuple[Array, Array]]:
 
 
 def _range_end(tables: Sequence[SortedRows], starts: Sequence[int]) -> int:
-    """The end of the next range of ids: no table has more rows in it than its share of `_ROWS_AT_ONCE`."""
-    share = max(1, _ROWS_AT_ONCE // len(tables))
+    """The end of the next range of ids: no table has more rows in it than its share of `ROWS_AT_ONCE`."""
+    share = max(1, ROWS_AT_ONCE // len(tables))
     ends = [
         int(table.ids[start + share])
         for table, start in zip(tables, starts, strict=True)

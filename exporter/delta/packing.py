@@ -113,7 +113,7 @@ class PackedRows:
 
     def pieces(self) -> Iterator[Array]:
         """All rows, a bounded number at a time."""
-        return (self[start : start + _ROWS_AT_ONCE] for start in _starts(len(self)))
+        return (self[piece] for piece in _pieces(len(self)))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return self[:].astype(dtype or self.dtype, copy=False)
@@ -151,7 +151,7 @@ class SlicedRows:
 
     def pieces(self) -> Iterator[Array]:
         """All rows, a bounded number at a time."""
-        return (self[start : start + _ROWS_AT_ONCE] for start in _starts(len(self)))
+        return (self[piece] for piece in _pieces(len(self)))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return np.asarray(np.concatenate(self._parts).astype(dtype or self.dtype, copy=False))
@@ -178,7 +178,7 @@ class Packing(Struct, frozen=True):
     @classmethod
     def of(cls, rows: RowValues, dtype: DeltaDtype) -> Packing:
         """Decide for each of `rows` whether it packs without loss."""
-        found = [pack_rows(rows[start : start + _ROWS_AT_ONCE], dtype) for start in _starts(len(rows))]
+        found = [pack_rows(rows[piece], dtype) for piece in _pieces(len(rows))]
         fits = np.concatenate([np.empty(0, bool), *(piece.fits for piece in found)])
         scales = [piece.scales[piece.fits] for piece in found if piece.scales is not None]
         has_scales = dtype is DeltaDtype.INT8
@@ -192,16 +192,16 @@ class Packing(Struct, frozen=True):
 
     def values(self) -> Iterator[Array]:
         """The exact rows, in pieces."""
-        return (self.rows[self.exact[start : start + _ROWS_AT_ONCE]] for start in _starts(len(self.exact)))
+        return (self.rows[self.exact[piece]] for piece in _pieces(len(self.exact)))
 
     def codes(self) -> Iterator[Array]:
         """The codes of the other rows, in pieces."""
-        for start in _starts(len(self.packed)):
-            yield encode(self.rows[self.packed[start : start + _ROWS_AT_ONCE]], self.dtype).codes
+        for piece in _pieces(len(self.packed)):
+            yield encode(self.rows[self.packed[piece]], self.dtype).codes
 
 
-def _starts(count: int) -> range:
-    return range(0, count, _ROWS_AT_ONCE)
+def _pieces(count: int) -> Iterator[slice]:
+    return (slice(start, start + _ROWS_AT_ONCE) for start in range(0, count, _ROWS_AT_ONCE))
 
 
 def _to_bfloat16(rows: Array) -> Codes:

@@ -11,6 +11,8 @@ from exporter.delta.format import Rows, ServedVariable
 
 Array = np.ndarray[Any, Any]
 
+ROWS_AT_ONCE = 1 << 16
+"""Rows of a table that are worked on at a time."""
 SPILL_BYTES = 256 << 20
 """Rows of a table in memory before they go to the scratch file."""
 

@@ -21,7 +21,7 @@ from exporter.delta.delta_files import read_delta, write_delta
 from exporter.delta.deviation import LeftOut, Rounded
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.packing import round_rows, shrinks
-from exporter.delta.row_spill import RowSpill
+from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
 from exporter.delta.snapshot import Changes, Snapshot
 from exporter.errors import CheckpointError
 from exporter.layout import RESIDUAL_PREFIX
@@ -31,7 +31,6 @@ from exporter.wire.dtypes import DType
 Array = np.ndarray[Any, Any]
 
 _FLOATS = {DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16}
-_ROWS_AT_ONCE = 1 << 16
 
 
 class Tolerance(Struct, frozen=True):
@@ -150,8 +149,8 @@ class _Sieve:
     def run(self, change: Rows, scratch: Path) -> Rows | None:
         """The rows to send, as they are sent."""
         with RowSpill(self._variable, scratch) as send, RowSpill(self._variable, scratch) as held_back:
-            for start in range(0, len(change.ids), _ROWS_AT_ONCE):
-                piece = slice(start, start + _ROWS_AT_ONCE)
+            for start in range(0, len(change.ids), ROWS_AT_ONCE):
+                piece = slice(start, start + ROWS_AT_ONCE)
                 self._sift(change.ids[piece], change.values[piece], send, held_back)
             self.held_back = held_back.rows()
             return send.rows()

@@ -145,9 +145,7 @@ class Hold(Struct, frozen=True):
 
     def settle(self, prepared: Path) -> None:
         """Replace a link by the `prepared` file, which says the same; or a canary's hold, by a rollback's."""
-        with suppress(
-            OSError, PublishError
-        ):  # the link says it, too; and it may have been the file that took its place
+        with suppress(OSError, PublishError):  # the link says the same, or the file has its place already
             self._replace(prepared)
 
     def prepare(self, position: int, staging: Staging) -> Path:

@@ -324,9 +324,7 @@ class _Pull:
         self._set_holds()
         for name in local_holds(self._model).keys() - self._stored.holds.keys():
             hold = Hold((self._model / name).parent)
-            if (
-                not hold.is_canary and name != self._kept_hold
-            ):  # what an agent's canary decided about the copy
+            if not hold.is_canary and name != self._kept_hold:  # these an agent's canary set, for the copy
                 hold.lift()
 
     def _prune(self, *, is_current: bool) -> tuple[str, ...]:

@@ -118,9 +118,7 @@ def _field(dtype: DType) -> str:
 
 def _fill_field(proto: Proto, dtype: DType, array: NDArray[Any]) -> None:
     name = _field(dtype)
-    if (
-        dtype in _WIRE_IS_MEMORY
-    ):  # item by item a float costs 0.15 us, so a wide output would take milliseconds
+    if dtype in _WIRE_IS_MEMORY:  # item by item a float costs 0.15 us: a wide output, milliseconds
         number = proto.DESCRIPTOR.fields_by_name[name].number
         data = array.astype(dtype.numpy, copy=False).tobytes()
         proto.MergeFromString(_varint(number << 3 | _LENGTH_DELIMITED) + _varint(len(data)) + data)

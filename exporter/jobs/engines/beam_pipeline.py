@@ -27,9 +27,8 @@ class Pipeline:
         if flags["runner"] == _LOCAL:
             flags |= {"direct_running_mode": "multi_processing", "direct_num_workers": str(cores)}
         self._running: list[Any] = []
-        threading.excepthook = (
-            self._failed
-        )  # Beam's own runner loses workers in threads of its own, and waits
+        # Beam's own runner loses workers in threads of its own, and waits.
+        threading.excepthook = self._failed
         arguments = (place, [f"--{name}={value}" for name, value in flags.items()])
         self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
         self._thread.start()
