@@ -13,11 +13,9 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.checkpoint.cast_values import cast_values
-from exporter.errors import CheckpointChanged
 from exporter.files import writing
+from exporter.jobs.byte_runs import ReadRun, WrittenRun
 from exporter.jobs.task import Range, Receipt, Task
-from exporter.jobs.written_run import WrittenRun
-from exporter.storage.open_files import read_at
 from exporter.storage.output_directory import Directory, new_file
 from exporter.wire import crc32c
 from exporter.wire.dtypes import DType
@@ -90,7 +88,7 @@ class Move(Task, frozen=True, kw_only=True):
             offset = 0
             for segment in self.segments:
                 sources = [
-                    _Source(files[each.input], self.inputs[each.input].place, segment, each)
+                    ReadRun(files[each.input], each, self.inputs[each.input].place)
                     for each in segment.sources
                 ]
                 runs = []
@@ -108,7 +106,7 @@ class Move(Task, frozen=True, kw_only=True):
         return Receipt(self.name, tuple(read), tuple(wrote), offset, tag)
 
 
-def _copy(segment: Segment, sources: Sequence[_Source], runs: Sequence[WrittenRun]) -> None:
+def _copy(segment: Segment, sources: Sequence[ReadRun], runs: Sequence[WrittenRun]) -> None:
     """Copy bytes as they are: what is read has the checksum of what is written, which is taken once."""
     buffer = np.empty(min(COPY_BYTES, max((source.size for source in sources), default=0)), np.uint8)
     waiting = zip(runs, segment.counts, strict=True)
@@ -133,20 +131,23 @@ def _followed(crc: int, by: int, done: int, size: int) -> int:
     return by if done == size else crc32c.combine(crc, by, size)
 
 
-def _rows(segment: Segment, sources: Sequence[_Source]) -> Iterator[Array]:
+def _rows(segment: Segment, sources: Sequence[ReadRun]) -> Iterator[Array]:
     """The rows in their natural order, as blocks [n, width]."""
     row_bytes = max(1, segment.width * segment.dtype.numpy.itemsize)
     rows = max(1, BLOCK_BYTES // row_bytes)
     if not segment.turns_in:
         for source in sources:
-            yield from (source.rows(count) for count in _cut(source.size // row_bytes, rows))
+            yield from (
+                source.take((count, segment.width), segment.dtype.numpy)
+                for count in _cut(source.size // row_bytes, rows)
+            )
         return
     parts = len(sources)
     for count in _cut(sum(segment.counts), max(parts, rows // parts * parts)):
         block = np.empty((count, segment.width), segment.dtype.numpy)
         for part, source in enumerate(sources):
             into = block[part::parts]
-            into[...] = source.rows(len(into))
+            into[...] = source.take(into.shape, segment.dtype.numpy)
         yield block
 
 
@@ -167,33 +168,3 @@ def _deal(segment: Segment, blocks: Iterable[Array], runs: Sequence[WrittenRun])
                 rows = block[max(0, start) : max(0, stop)]
             run.write(cast_values(rows, segment.to, segment.name))
         first += len(block)
-
-
-class _Source:
-    """A range's rows in sequence, and the checksum of what was read."""
-
-    def __init__(self, descriptor: int, place: str, segment: Segment, wanted: Range) -> None:
-        self._descriptor, self._place = descriptor, place
-        self._segment = segment
-        self._offset = wanted.offset
-        self.size = self.left = wanted.size
-        self.crc = 0
-
-    @property
-    def done(self) -> int:
-        """Bytes that were read."""
-        return self.size - self.left
-
-    def rows(self, count: int) -> Array:
-        """The next rows, [count, width]."""
-        data = np.empty(count * self._segment.width * self._segment.dtype.numpy.itemsize, np.uint8)
-        self.crc = crc32c.extend(self.crc, self.read(data))
-        return data.view(self._segment.dtype.numpy).reshape(count, self._segment.width)
-
-    def read(self, buffer: Array) -> Array:
-        """The next bytes, as many as the buffer has, which is made to hold them."""
-        # A read, not a map: a file that shrinks under a map kills the process.
-        if read_at(self._descriptor, self._offset + self.done, buffer.data) != len(buffer):
-            raise CheckpointChanged(f"{self._place} became shorter after its index was read")
-        self.left -= len(buffer)
-        return buffer

@@ -18,6 +18,7 @@ from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_values import compare_checksum
 from exporter.errors import MappingError
 from exporter.jobs.division import batches, piece_bytes
+from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.task import Input, Range, Receipt
 from exporter.mapping.build import TensorSource
 from exporter.wire import crc32c
@@ -113,7 +114,7 @@ class Written:
         self._catalog = catalog
         self._slices: dict[str, list[SliceRef]] = {}
         self._sources: dict[str, TensorSource] = {}
-        self._read: dict[Extent, tuple[int, int]] = {}
+        self._read = RangeChecksums[int]()
 
     def add(self, shard: int, pieces: Iterable[Piece], receipt: Receipt) -> None:
         """Take the receipt of the task that wrote these pieces; each source's come in the order of its rows.
@@ -125,7 +126,10 @@ class Written:
         for piece in pieces:
             source, segment = piece.source, piece.segment
             for extent, part in zip(piece.extents, segment.sources, strict=True):
-                self._check(source.tensor, extent, next(read), part.size)
+                crc = self._read.joined(part.input, part, next(read), extent)
+                if crc is not None and source.tensor.dtype.itemsize is not None:
+                    path = self._catalog.path_of(extent)
+                    compare_checksum(path, source.tensor.name, extent, crc32c.mask(crc))
             self._sources[source.key] = source
             slices = self._slices.setdefault(source.key, [])
             for box, count in zip(piece.boxes, segment.counts, strict=True):
@@ -145,14 +149,6 @@ class Written:
                 yield TensorRef(key, source.dtype, shape, slices[0].extent)
             else:
                 yield TensorRef(key, source.dtype, shape, slices=tuple(slices))
-
-    def _check(self, tensor: TensorRef, extent: Extent, crc: int, size: int) -> None:
-        before, done = self._read.get(extent, (0, 0))
-        crc = crc32c.combine(before, crc, size) if done else crc
-        self._read[extent] = (crc, done + size)
-        if done + size == extent.size and tensor.dtype.itemsize is not None:
-            path = self._catalog.path_of(extent)
-            compare_checksum(path, tensor.name, extent, crc32c.mask(crc))
 
 
 def _as_stored(source: TensorSource, box: SliceSpec, extent: Extent) -> Piece:

@@ -23,11 +23,11 @@ from exporter.delta.merge import newest_rows
 from exporter.delta.packing import PackedRows, pack_rows
 from exporter.errors import CorruptFile
 from exporter.files import writing
+from exporter.jobs.byte_runs import ReadRun, WrittenRun
 from exporter.jobs.task import Range, Receipt, Task
-from exporter.jobs.written_run import WrittenRun
 from exporter.options import DeltaDtype
 from exporter.storage.output_directory import Directory, new_file
-from exporter.wire.crc32c import chunks_of, read_into
+from exporter.wire.crc32c import chunks_of
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
@@ -180,10 +180,14 @@ class _SectionJob:
         self._section = section
         row = section.variable.shape[1:]
         dtype = section.variable.dtype.numpy
-        self._base = [_Stream(files[each.input], each) for each in section.base]
+
+        def read(each: Range) -> ReadRun:
+            return ReadRun(files[each.input], each, places[each.input])
+
+        self._base = [read(each) for each in section.base]
         self._row, self._dtype = row, dtype
         self._layers = [
-            _LayerRows(section, [_Stream(files[each.input], each) for each in layer], places[layer[0].input])
+            _LayerRows(section, [read(each) for each in layer], places[layer[0].input])
             for layer in section.layers
         ]
 
@@ -258,33 +262,10 @@ class _SectionJob:
         return _Written(rows, exact, output.crcs, output.end)
 
 
-class _Stream:
-    """A range of a file, read once from its beginning, and the checksum of what was read."""
-
-    def __init__(self, descriptor: int, wanted: Range) -> None:
-        self._descriptor = descriptor
-        self._at, self._end = wanted.offset, wanted.offset + wanted.size
-        self.size = wanted.size
-        self.crc = 0
-
-    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """The next values."""
-        values = np.empty(shape, dtype)
-        self.fill(values.reshape(-1).view(np.uint8))
-        return values
-
-    def fill(self, flat: Array) -> Array:
-        """Fill bytes with the next ones, as far as they go; those that are left."""
-        count = min(len(flat), self._end - self._at)
-        self.crc = read_into(self._descriptor, self._at, flat[:count], self.crc)
-        self._at += count
-        return flat[count:]
-
-
 class _LayerRows:
     """The rows of one layer: ids in memory, values as they are asked for, each once."""
 
-    def __init__(self, section: MergedRows, streams: Sequence[_Stream], place: str) -> None:
+    def __init__(self, section: MergedRows, streams: Sequence[ReadRun], place: str) -> None:
         self.streams = streams
         self._row, self._dtype = section.variable.shape[1:], section.variable.dtype.numpy
         ids, self._values, *packed = streams

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
+from exporter.catalog import Extent
+from exporter.jobs.task import Range
 from exporter.wire.crc32c import combine
 
 File = TypeVar("File", bound=Hashable)
@@ -22,6 +24,12 @@ class RangeChecksums(Generic[File]):
         ranges = self._ranges[file]
         if size > ranges.get(start, (0, 0))[0]:
             ranges[start] = size, crc
+
+    def joined(self, file: File, part: Range, crc: int, whole: Extent) -> int | None:
+        """Add a range of a stored run, in their order; with the last one it gives the checksum of the run."""
+        self.add(file, part.offset, part.size, crc)
+        is_last = part.offset + part.size == whole.offset + whole.size
+        return self.of(file, whole.offset, whole.size) if is_last else None
 
     def of(self, file: File, start: int, size: int) -> int | None:
         """The plain crc32c of a run; None if some of it was not read, or in ranges that do not join."""

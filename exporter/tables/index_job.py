@@ -151,10 +151,8 @@ class IndexJob:
         for each in batch:
             for ref in each.run.counted:
                 part, (extent,) = each.run.part(ref), ref.extents
-                self._read.add(part.input, part.offset, part.size, next(crcs))
-                if part.offset + part.size == extent.offset + extent.size:
-                    crc = self._read.of(part.input, extent.offset, extent.size)
-                    assert crc is not None  # tasks' receipts come in their order
+                crc = self._read.joined(part.input, part, next(crcs), extent)
+                if crc is not None:
                     compare_checksum(self._catalog.path_of(extent), ref.name, extent, mask(crc))
 
     def _place(self, number: int, batch: Sequence[_Wanted], found: dict[str, list[_Sorted]]) -> Place:
