@@ -82,20 +82,16 @@ def verify_files(
 
 
 def verify_bytes(
-    catalog: Catalog,
-    refs: Iterable[TensorRef] | None = None,
-    *,
-    runner: Runner = LOCAL,
-    progress: Progress | None = None,
+    catalog: Catalog, *, runner: Runner = LOCAL, progress: Progress | None = None
 ) -> BytesReport:
-    """Read every stored byte of `refs` (by default all) once, in parallel, and compare the index's checksums.
+    """Read every stored byte of a bundle's tensors once, in parallel, and compare the index's checksums.
 
     Large tensors are divided among workers too. `progress` advances by bytes.
 
     Raises:
         VerificationError: the first tensor, in the files' order, whose bytes differ or are not there.
     """
-    runs = _runs(catalog.tensors.values() if refs is None else refs)
+    runs = _runs(catalog.tensors.values())
     numeric = [run for run in runs if run.ref.dtype.itemsize is not None]
     strings = [run for run in runs if run.ref.dtype is DType.STRING]
     progress = progress or NoProgress()
@@ -134,7 +130,7 @@ def _verify_file(bundle: Path, entry: FileEntry, found: dict[str, int]) -> None:
         raise VerificationError(f"{path} is in the manifest and not there as a file", hint=_DAMAGED_HINT)
     if size != entry.bytes_:
         raise VerificationError(f"{path} has {size} bytes, expected {entry.bytes_}", hint=_DAMAGED_HINT)
-    if entry.crc32c is not None and (crc := f"{mask(_file_crc(path, 0, size)):08x}") != entry.crc32c:
+    if entry.crc32c is not None and (crc := f"{mask(_file_crc(path, size)):08x}") != entry.crc32c:
         raise VerificationError(f"{path} has checksum {crc}, expected {entry.crc32c}", hint=_DAMAGED_HINT)
 
 
@@ -233,11 +229,11 @@ def _tasks(catalog: Catalog, batches: Iterable[list[_Piece]]) -> list[Checksum]:
     return tasks
 
 
-def _file_crc(path: Path, offset: int, size: int) -> int:
-    """The plain crc32c of a range of a file; of less where the file ends earlier."""
+def _file_crc(path: Path, size: int) -> int:
+    """The plain crc32c of so many bytes of a file; of fewer where the file ends earlier."""
     descriptor = open_regular(path)
     try:
-        return crc_of(descriptor, offset, size)
+        return crc_of(descriptor, 0, size)
     finally:
         os.close(descriptor)
 
