@@ -14,7 +14,6 @@ tensorflow/core/util/tensor_bundle/tensor_bundle.cc.
 from __future__ import annotations
 
 import math
-import mmap
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
+from exporter.checkpoint.mapped_file import map_range
 from exporter.checkpoint.source_shard import open_shard
 from exporter.checkpoint.sstable import varint
 from exporter.errors import CheckpointChanged, CorruptFile, UnsupportedFormat
@@ -183,11 +183,7 @@ def stored_extent(ref: TensorRef, part: SliceRef | None) -> tuple[Extent, tuple[
 
 def map_bytes(fd: int, extent: Extent) -> Array:
     """The bytes of an extent of an open shard as a read-only map."""
-    if extent.size == 0:  # nothing to map, and mmap refuses
-        return np.empty(0, np.uint8)
-    start = extent.offset - extent.offset % mmap.ALLOCATIONGRANULARITY
-    pages = mmap.mmap(fd, extent.offset + extent.size - start, offset=start, access=mmap.ACCESS_READ)
-    return np.frombuffer(pages, np.uint8, extent.size, extent.offset - start)
+    return map_range(fd, extent.offset, extent.size)
 
 
 def _read_extent(catalog: Catalog, ref: TensorRef, extent: Extent, shape: tuple[int, ...]) -> Array:
