@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# By all cores, where pip takes one; and once, where PYTHONDONTWRITEBYTECODE has each process compile for itself.
+COMPILE = $(BIN)/python -m compileall -q -j 0
 
 .PHONY: help demo test lint unit thorough stores docs soak pictures fuzz chaos faults bench clean
 help:
@@ -22,7 +24,7 @@ help:
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]'
-	-@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib  # by all cores, where pip takes one
+	-@$(COMPILE) $(VENV)/lib
 	@touch $@
 
 demo: $(STAMP)
@@ -38,9 +40,11 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
+	@$(COMPILE) exporter serving tests/support
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 thorough: $(STAMP)
+	@$(COMPILE) exporter serving tests/support
 	THOROUGH=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 build/azurite:

@@ -43,7 +43,7 @@ def python_of(engine: str, factory: pytest.TempPathFactory) -> Path:
         (packages / "below.pth").write_text("\n".join([str(ROOT), *map(str, _packages())]) + "\n")
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         pip = [directory / "bin/python", "-m", "pip"]
-        install = [*pip, "install", "--quiet", "--no-compile", *extras[engine]]
+        install = [*pip, "install", "--quiet", *extras[engine]]
         subprocess.run(install, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         subprocess.run([*pip, "check"], check=True)
 
