@@ -132,6 +132,24 @@ def test_a_comparison_is_gone_on_with(tmp_path: Path) -> None:
     assert not list((tmp_path / "jobs").iterdir())
 
 
+@pytest.mark.parametrize("task_bytes", [ROWS * WIDTH * 4 * 1024, ROWS * WIDTH * 4 * 1023])
+def test_a_small_table_of_a_file_is_compared_here(tmp_path: Path, task_bytes: int) -> None:
+    before = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
+    after = before.copy()
+    after[7] += 1
+    old, new = (
+        Snapshot({"t": stored(tmp_path / name, "whole", table)})
+        for name, table in (("a", before), ("b", after))
+    )
+    variable = ServedVariable("t", DType.FLOAT, (ROWS, WIDTH), ChangeKind.TABLE)
+    engine = Noted()
+    how = Comparison(tmp_path, runner=Runner(engine, task_bytes=task_bytes))
+    found = diff(old, new, Schema((variable,)), how).changes["t"]
+    assert isinstance(found, Rows)
+    assert found.ids.tolist() == [7]
+    assert len(engine.done) == (task_bytes < ROWS * WIDTH * 4 * 1024)
+
+
 def test_a_side_that_is_replaced_meanwhile(tmp_path: Path) -> None:
     table = np.zeros((ROWS, WIDTH), np.float32)
     old, new = (Snapshot({"t": stored(tmp_path / name, "whole", table)}) for name in "ab")

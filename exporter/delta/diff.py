@@ -38,6 +38,7 @@ Array = np.ndarray[Any, Any]
 
 _STORE_CHUNK_BYTES = 64 << 20  # of a store: many requests are under way at a time
 
+_SMALL = 1024  # such a part of what one task reads is a small table
 _AHEAD = 2  # chunks in work for each thread: enough to keep it busy, few enough to bound memory
 
 
@@ -89,7 +90,7 @@ def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compa
             change: Change | None
             if how.changes and _is_shared(old, new, variable):
                 change = _changed_since(old, new, variable, how.scratch)
-                size = math.prod(variable.shape) * (variable.dtype.itemsize or 0)
+                size = _size(variable)
                 how.progress.advance(size)
             elif variable.kind is ChangeKind.DENSE:
                 value = new.whole(variable.name)
@@ -113,7 +114,10 @@ def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compa
 def _tasks(
     old: Snapshot, new: Snapshot, schema: Schema, hasher: BlockHasher, how: Comparison
 ) -> TaskComparison:
-    """The comparison of tables by tasks; of those that lie in bundles, and are not replaced by a delta."""
+    """The comparison of tables by tasks; of those that lie in bundles, and are not replaced by a delta.
+
+    Small ones of files, of which there may be thousands, are compared here sooner than anybody is told of it.
+    """
     from exporter.delta.compare_task import TaskComparison  # few ask for it, and a delta takes no time
 
     assert how.runner is not None
@@ -123,8 +127,16 @@ def _tasks(
         if variable.kind is not ChangeKind.DENSE
         and not (old.replaces(variable.name) or new.replaces(variable.name))
         and not (how.changes and _is_shared(old, new, variable))
+        and (
+            _size(variable) > how.runner.task_bytes // _SMALL
+            or any(side.stored[variable.name].is_remote for side in (old, new))
+        )
     ]
     return TaskComparison(old, new, tables, hasher, how.runner, how.scratch)
+
+
+def _size(variable: ServedVariable) -> int:
+    return math.prod(variable.shape) * (variable.dtype.itemsize or 0)
 
 
 def _is_shared(old: Snapshot, new: Snapshot, variable: ServedVariable) -> bool:
