@@ -30,6 +30,7 @@ if THOROUGH:
 
 ALWAYS = {
     Fault.STATUS_500: "500 Internal Server Error",
+    Fault.STATUS_501: "501 Not Implemented",
     Fault.STATUS_503: "503 Service Unavailable",
     Fault.STATUS_429: "429 Too Many Requests",
     Fault.STATUS_403: "the store refuses these credentials",
@@ -132,10 +133,20 @@ def test_writes_alone(commands: Commands, weather: Weather, bucket: Bucket) -> N
     """Whoever may read but not write: told so, and the model in the store is as it was."""
     before = bucket.keys("models")
     weather.only = "PUT"
-    weather.be(Fault.STATUS_403)
-    ran = export_model("push", commands.machine.model, commands.url, "--json")
-    assert (ran.code, ran.error["error"]) == (1, "PublishError"), ran.err
-    assert "refuses these credentials" in ran.error["cause"]
+    weather.said = f"<Error><Code>ExpiredToken</Code><Message>{SECRET}</Message></Error>".encode()
+    for fault, cause, hint in (
+        (
+            Fault.STATUS_403,
+            "refuses these credentials (ExpiredToken)",
+            "needs to list, read, write and delete",
+        ),
+        (Fault.STATUS_501, "501 Not Implemented", "use a store that honours If-None-Match"),
+    ):
+        weather.be(fault)
+        ran = export_model("push", commands.machine.model, commands.url, "--json")
+        assert (ran.code, ran.error["error"]) == (1, "PublishError"), ran.err
+        assert (cause in ran.error["cause"], hint in ran.error["hint"]) == (True, True), ran.err
+        assert SECRET not in ran.err
     assert bucket.keys("models") == before
     weather.be(None)
     commands.assert_nothing_is_lost()

@@ -18,16 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from exporter.errors import (
-    CheckpointChanged,
-    CheckpointError,
-    PublishError,
-    UsageError,
-    os_error,
-)
+from exporter.errors import CheckpointChanged, CheckpointError, PublishError, UsageError, os_error
 from exporter.storage.open_files import write_at
 from exporter.storage.requests import Request, requests, upload_parts
-from exporter.storage.store_errors import BrokenOff, again, asking, writing_to
+from exporter.storage.store_errors import NOT_IMPLEMENTED, BrokenOff, again, asking, writing_to
 from exporter.storage.url import Url
 
 if TYPE_CHECKING:
@@ -233,7 +227,22 @@ class ObjectWriter(ObjectReader):
         Raises:
             PublishError: it does not, or cannot be written.
         """
-        key = f"{path}/.probe-{os.urandom(8).hex()}"
+        try:
+            is_careful = self._is_careful(f"{path}/.probe-{os.urandom(8).hex()}")
+            wrong = "" if is_careful else "it replaced an object that it was asked to create only if absent"
+        except PublishError as error:
+            if not error.cause.startswith(NOT_IMPLEMENTED):
+                raise
+            wrong = error.cause
+        if wrong:
+            raise PublishError(
+                f"{self.url}: this store ignores conditional requests",
+                cause=wrong,
+                hint="use a store that honours If-None-Match and If-Match: S3, GCS, Azure, R2, MinIO",
+            )
+
+    def _is_careful(self, key: str) -> bool:
+        """True if the store says no where it should; the key is not used for anything else."""
         try:
             first = self.create(key, b"1") or self._tag_of(key, b"1")
             second = self.create(key, b"2")
@@ -241,12 +250,7 @@ class ObjectWriter(ObjectReader):
             stale = first and self.replace(key, b"4", first)
         finally:
             self.delete(key)
-        if first is None or second is not None or moved is None or stale is not None:
-            raise PublishError(
-                f"{self.url}: this store ignores conditional requests",
-                cause="it replaced an object that it was asked to create only if absent",
-                hint="use a store that honours If-None-Match and If-Match: S3, GCS, Azure, R2, MinIO",
-            )
+        return first is not None and second is None and moved is not None and stale is None
 
     def _tag_of(self, key: str, content: bytes) -> Tag | None:
         """The tag of an object that nobody else writes, if it is this: the answer to its writing was lost."""

@@ -28,10 +28,19 @@ _CREDENTIALS = {
     "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or what else identifies you",
 }
 _STATUS = re.compile(r"\b(?:status:? |HTTP error: )?([45][0-9]{2} [A-Z][A-Za-z ]+)")
+_CODE = re.compile(
+    "<Code>(AccessDenied|AuthenticationFailed|AuthorizationFailure|AuthorizationHeaderMalformed|"
+    "AuthorizationPermissionMismatch|ExpiredToken|InvalidAccessKeyId|InvalidToken|RequestTimeTooSkewed|"
+    "SignatureDoesNotMatch)</Code>"
+)
+"""The stores' own words for what is wrong with credentials; what else they say may repeat these."""
+_MAY = "publishing needs to list, read, write and delete"
+NOT_IMPLEMENTED = "501"
 _KINDS = {
     "TimedOut": "no answer in time",
     "NotPartial": "it sends whole objects where it is asked for a range",
     "body error": "its answers break off",
+    "redirect without LOCATION": "the bucket is in another region than AWS_REGION says",
 }
 """What of obstore's text tells the kind of a failure."""
 
@@ -89,7 +98,12 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
 
     where = str(url) if key is None else f"{url.scheme}://{url.bucket}/{key}"
     absent = CheckpointNotFound(f"there is no {where}", hint="name a bucket that is there")
-    refused = CheckpointError(f"{where}: the store refuses these credentials", hint=_CREDENTIALS[url.scheme])
+
+    def refused(error: Exception) -> CheckpointError:
+        code = "".join(f" ({found})" for found in _CODE.findall(str(error))[:1])
+        said = f"{where}: the store refuses these credentials{code}"
+        return CheckpointError(said, hint=f"{_CREDENTIALS[url.scheme]}; {_MAY}")
+
     try:
         yield
     except (exceptions.PreconditionError, FileNotFoundError) as error:
@@ -100,8 +114,8 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
             f"{where} {'vanished' if gone else 'was replaced'} after it was listed",
             hint="run the command again: it reads what is there now",
         ) from None
-    except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
-        raise refused from None
+    except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise refused(error) from None
     except exceptions.InvalidPathError:
         raise CheckpointError(
             f"{where}: a name below it is no path",
@@ -112,11 +126,11 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
         raise CheckpointError(f"{where}: the store cannot be read", cause=str(error), hint=_LATER) from None
     except exceptions.BaseError as error:
         said = _said(error)
-        if said[:3] in ("401", "403"):
-            raise refused from None
+        if said[:3] in ("401", "403") or (said[:3] == "400" and _CODE.search(str(error))):
+            raise refused(error) from None
         if said[:3] == "404" and key is None:
             raise absent from None
-        is_ill = said[:3] == "429" or said[:1] == "5"
+        is_ill = said[:3] == "429" or (said[:1] == "5" and said[:3] != NOT_IMPLEMENTED)
         hint = _LATER if is_ill else _CREDENTIALS[url.scheme]
         raise CheckpointError(f"{where}: the store cannot be read", cause=said, hint=hint) from None
 

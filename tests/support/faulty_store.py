@@ -20,6 +20,7 @@ class Fault(Enum):
     """What happens to a request."""
 
     STATUS_500 = "500"
+    STATUS_501 = "501"
     STATUS_503 = "503"
     STATUS_429 = "429"
     STATUS_403 = "403"
@@ -40,6 +41,8 @@ class Weather:
     def __init__(self) -> None:
         self.fault: Fault | None = None
         self.times = 0
+        self.said = b"<Error><Code>Bad</Code></Error>"
+        """The body of a refusal."""
         self.only = ""
         """If not empty, requests of other methods are as they should be."""
         self.seen: Counter[tuple[str, str]] = Counter()
@@ -84,8 +87,14 @@ def _proxy(address: str, weather: Weather, elsewhere: str) -> type[BaseHTTPReque
         def forward(self) -> None:
             fault = weather.fault_of(self.command, self.path)
             match fault:
-                case Fault.STATUS_500 | Fault.STATUS_503 | Fault.STATUS_429 | Fault.STATUS_403:
-                    return self.answer(Answer(int(fault.value), b"<Error><Code>Bad</Code></Error>"))
+                case (
+                    Fault.STATUS_500
+                    | Fault.STATUS_501
+                    | Fault.STATUS_503
+                    | Fault.STATUS_429
+                    | Fault.STATUS_403
+                ):
+                    return self.answer(Answer(int(fault.value), weather.said))
                 case Fault.CLOSED:
                     return self.hang_up()
                 case Fault.REDIRECT:
