@@ -13,6 +13,7 @@ import pytest
 from exporter.errors import CheckpointChanged, PublishError
 from exporter.layout import HEAD_FILE
 from exporter.publish.delta_log import read_log
+from exporter.storage.conditions import require_conditions
 from exporter.storage.objects import ObjectReader, ObjectWriter
 from exporter.storage.url import Url
 from exporter.transfer.pull import pull
@@ -106,7 +107,7 @@ def test_a_push_that_is_killed_anywhere(
 
 def test_conditions_are_probed_for(bucket: Bucket) -> None:
     store = ObjectWriter(cast("Url", Url.parse(bucket.url("m"))))
-    store.probe("m")
+    require_conditions(store, "m")
     assert bucket.keys() == {}
     first = store.create("m/x", b"1")
     assert first is not None

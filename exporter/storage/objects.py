@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from exporter.errors import CheckpointChanged, CheckpointError, PublishError, UsageError, os_error
+from exporter.errors import CheckpointChanged, CheckpointError, UsageError, os_error
 from exporter.storage.open_files import write_at
 from exporter.storage.requests import Request, requests, upload_parts
-from exporter.storage.store_errors import NOT_IMPLEMENTED, BrokenOff, again, asking, writing_to
+from exporter.storage.store_errors import BrokenOff, again, asking, writing_to
 from exporter.storage.url import Url
 
 if TYPE_CHECKING:
@@ -210,52 +210,12 @@ class ObjectReader:
 
 
 class ObjectWriter(ObjectReader):
-    """The objects of one bucket, to be written as well.
-
-    Raises:
-        PublishError: the store does not honour conditions, by which publishers keep out of each other's way.
-    """
+    """The objects of one bucket, to be written as well."""
 
     @cached_property
     def _patient(self) -> ObjectStore:
         """The store, for requests that say nothing until they are done: parts of uploads, and copies."""
         return _open(self.url, _SLOW)
-
-    def probe(self, path: str) -> None:
-        """Find out whether the store refuses to create what is there, and to replace what has changed.
-
-        Raises:
-            PublishError: it does not, or cannot be written.
-        """
-        try:
-            is_careful = self._is_careful(f"{path}/.probe-{os.urandom(8).hex()}")
-            wrong = "" if is_careful else "it replaced an object that it was asked to create only if absent"
-        except PublishError as error:
-            if not error.cause.startswith(NOT_IMPLEMENTED):
-                raise
-            wrong = error.cause
-        if wrong:
-            raise PublishError(
-                f"{self.url}: this store ignores conditional requests",
-                cause=wrong,
-                hint="use a store that honours If-None-Match and If-Match: S3, GCS, Azure, R2, MinIO",
-            )
-
-    def _is_careful(self, key: str) -> bool:
-        """True if the store says no where it should; the key is not used for anything else."""
-        try:
-            first = self.create(key, b"1") or self._tag_of(key, b"1")
-            second = self.create(key, b"2")
-            moved = first and (self.replace(key, b"3", first) or self._tag_of(key, b"3"))
-            stale = first and self.replace(key, b"4", first)
-        finally:
-            self.delete(key)
-        return first is not None and second is None and moved is not None and stale is None
-
-    def _tag_of(self, key: str, content: bytes) -> Tag | None:
-        """The tag of an object that nobody else writes, if it is this: the answer to its writing was lost."""
-        found = self.fetch(key, len(content))
-        return found[1] if found is not None and found[0] == content else None
 
     def upload(self, key: str, file: Path) -> str:
         """Put a file under a key, in parts if it is large, and return its tag.

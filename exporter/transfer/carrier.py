@@ -17,6 +17,7 @@ from exporter.layout import HEAD_FILE, MANIFEST_FILE
 from exporter.progress import Progress
 from exporter.publish.versions import MAX_MANIFEST_BYTES, lease
 from exporter.storage import mirror
+from exporter.storage.conditions import require_conditions
 from exporter.storage.objects import ObjectWriter, RemoteObject, Tag
 from exporter.storage.requests import MOST_COPIED
 from exporter.transfer.head import Head, Upload, as_bytes, as_text, fetch_head, files_digest
@@ -181,7 +182,7 @@ class Carrier:
             PublishError: it does, or cannot be written.
         """
         if not self._is_probed:
-            self._store.probe(self._url.path)
+            require_conditions(self._store, self._url.path)
             self._is_probed = True
 
     def forget(self, paths: Iterable[str]) -> None:
