@@ -25,6 +25,9 @@ Array = np.ndarray[Any, Any]
 BLOCK_BYTES = 1 << 20
 """Source bytes in memory at a time: what is checked and written is still in the processor's cache."""
 
+TURN_BYTES = 16 << 10
+"""What is read of each source at least, where rows are taken in turns from many."""
+
 COPY_BYTES = 512 << 10
 """The same where bytes are copied as they are, through one buffer."""
 
@@ -87,10 +90,7 @@ class Move(Task, frozen=True, kw_only=True):
             wrote: list[int] = []
             offset = 0
             for segment in self.segments:
-                sources = [
-                    ReadRun(files[each.input], each, self.inputs[each.input].place)
-                    for each in segment.sources
-                ]
+                sources = [ReadRun(files, each, self.inputs[each.input].place) for each in segment.sources]
                 runs = []
                 for count in segment.counts:
                     runs.append(WrittenRun(target, offset))
@@ -143,7 +143,8 @@ def _rows(segment: Segment, sources: Sequence[ReadRun]) -> Iterator[Array]:
             )
         return
     parts = len(sources)
-    for count in _cut(sum(segment.counts), max(parts, rows // parts * parts)):
+    each = max(1, rows // parts, TURN_BYTES // row_bytes)
+    for count in _cut(sum(segment.counts), each * parts):
         block = np.empty((count, segment.width), segment.dtype.numpy)
         for part, source in enumerate(sources):
             into = block[part::parts]

@@ -24,6 +24,7 @@ from exporter.delta.packing import PackedRows, pack_rows
 from exporter.errors import CorruptFile
 from exporter.files import writing
 from exporter.jobs.byte_runs import ReadRun, WrittenRun
+from exporter.jobs.few_files import FewFiles
 from exporter.jobs.task import Range, Receipt, Task
 from exporter.options import DeltaDtype
 from exporter.storage.output_directory import Directory, new_file
@@ -176,13 +177,13 @@ class _Output:
 
 
 class _SectionJob:
-    def __init__(self, section: MergedRows, files: Sequence[int], places: Sequence[str]) -> None:
+    def __init__(self, section: MergedRows, files: FewFiles, places: Sequence[str]) -> None:
         self._section = section
         row = section.variable.shape[1:]
         dtype = section.variable.dtype.numpy
 
         def read(each: Range) -> ReadRun:
-            return ReadRun(files[each.input], each, places[each.input])
+            return ReadRun(files, each, places[each.input])
 
         self._base = [read(each) for each in section.base]
         self._row, self._dtype = row, dtype

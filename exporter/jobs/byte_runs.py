@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from exporter.errors import CheckpointChanged
+from exporter.jobs.few_files import FewFiles
 from exporter.jobs.task import Range
 from exporter.storage.open_files import read_at, write_at
 from exporter.wire import crc32c
@@ -21,8 +22,9 @@ class ReadRun:
         CheckpointChanged: the file, which is called `place`, ends before.
     """
 
-    def __init__(self, descriptor: int, wanted: Range, place: str) -> None:
-        self._descriptor, self._offset, self._place = descriptor, wanted.offset, place
+    def __init__(self, files: FewFiles, wanted: Range, place: str) -> None:
+        self._files, self._input = files, wanted.input
+        self._offset, self._place = wanted.offset, place
         self.size = self.left = wanted.size
         self.crc = 0
 
@@ -48,7 +50,7 @@ class ReadRun:
     def read(self, buffer: Array) -> Array:
         """Fill a buffer of bytes with the next ones, whose checksum is the caller's to take."""
         # A read, not a map: a file that shrinks under a map kills the process.
-        if read_at(self._descriptor, self._offset + self.done, buffer.data) != len(buffer):
+        if read_at(self._files[self._input], self._offset + self.done, buffer.data) != len(buffer):
             raise CheckpointChanged(f"{self._place} became shorter after its index was read")
         self.left -= len(buffer)
         return buffer

@@ -20,9 +20,11 @@ from msgspec import Struct
 
 from exporter.checkpoint.source_shard import open_shard, shard_status
 from exporter.errors import CheckpointChanged
+from exporter.files import writing
+from exporter.jobs.few_files import FewFiles
 from exporter.storage import mirror
 from exporter.storage.objects import ObjectReader, RemoteObject
-from exporter.storage.output_directory import Directory, new_file
+from exporter.storage.output_directory import Directory, new_path
 from exporter.storage.url import Url
 from exporter.wire.crc32c import combine, crc_of, extend
 
@@ -76,13 +78,12 @@ class Input(Struct, frozen=True, array_like=True):
         """
         url = Url.parse(self.place)
         if url is not None or self.place == ZEROS:
-            with new_file(scratch) as (descriptor, path):
-                os.truncate(descriptor, self.size)
-                if url is None:
-                    yield path
-                    return
-                pieces = [(each.offset, each.offset + each.size, each.offset) for each in ranges]
-                _reader(url.scheme, url.bucket).copy(self._object(url), descriptor, pieces, path)
+            with new_path(scratch) as path:
+                with writing(path), path.open("xb") as file:
+                    file.truncate(self.size)
+                    if url is not None:
+                        pieces = [(each.offset, each.offset + each.size, each.offset) for each in ranges]
+                        _reader(url.scheme, url.bucket).copy(self._object(url), file.fileno(), pieces, path)
                 yield path
             return
         path = Path(self.place)
@@ -176,17 +177,18 @@ class Task(Struct, frozen=True, kw_only=True):
         Raises:
             CheckpointChanged, CheckpointError, DiskFull, PublishError: as `Input.file`.
         """
+        wanted: list[list[Range]] = [[] for _ in self.inputs]
+        for each in ranges:
+            wanted[each.input].append(each)
         with ExitStack() as stack:
-            yield [
-                stack.enter_context(each.file([one for one in ranges if one.input == number], scratch))
-                for number, each in enumerate(self.inputs)
-            ]
+            files = (source.file(some, scratch) for source, some in zip(self.inputs, wanted, strict=True))
+            yield [stack.enter_context(file) for file in files]
 
     @contextmanager
-    def opened(self, ranges: Sequence[Range], scratch: Path) -> Iterator[list[int]]:
-        """Descriptors of `files`."""
-        with self.files(ranges, scratch) as paths, ExitStack() as stack:
-            yield [stack.enter_context(open_shard(path)) for path in paths]
+    def opened(self, ranges: Sequence[Range], scratch: Path) -> Iterator[FewFiles]:
+        """Descriptors of `files`, of which a few are open at a time."""
+        with self.files(ranges, scratch) as paths, FewFiles(paths) as opened:
+            yield opened
 
     def run(self, directory: Directory) -> Receipt:
         """Do it. What the task writes becomes the object `name` of the directory.

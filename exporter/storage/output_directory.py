@@ -256,13 +256,22 @@ def new_file(directory: Path) -> Iterator[tuple[int, Path]]:
     Raises:
         DiskFull, PublishError: it cannot be made.
     """
+    with new_path(directory) as path:
+        with _naming(path):  # not tempfile: others may read what is published
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            yield descriptor, path
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def new_path(directory: Path) -> Iterator[Path]:
+    """A path where nothing is yet; what is there at the end is removed."""
     path = directory / f"{_NEW}{os.urandom(8).hex()}"
-    with _naming(path):  # not tempfile: others may read what is published
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
     try:
-        yield descriptor, path
+        yield path
     finally:
-        os.close(descriptor)
         with suppress(OSError):
             path.unlink()
 

@@ -1,0 +1,70 @@
+"""Checkpoints of more shards than files may be open: trainers on many nodes have thousands."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exporter.bundle.variables import write_variables
+from exporter.catalog import Extent, SliceRef, SliceSpec, TensorRef
+from exporter.checkpoint.tensor_bundle import encode_index, index_path, read_array, read_catalog, shard_path
+from exporter.jobs.runner import LOCAL, Runner
+from exporter.pipeline import comparison
+from exporter.wire.crc32c import masked_crc
+from exporter.wire.dtypes import DType
+from tests.test_bundle_rewrite import in_parts, mapping_of
+
+SHARDS, ROWS = 150, 300
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """A third of the shards may be open beyond what is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(each.name) for each in Path("/proc/self/fd").iterdir()}
+    free = (number for number in count() if number not in used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(islice(free, SHARDS // 3, None)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def saved(prefix: Path, *, mod: bool, seed: int = 0) -> np.ndarray:
+    """A checkpoint of one table in as many shards."""
+    table = np.random.default_rng(seed).normal(size=(ROWS, 4)).astype(np.float32)
+    prefix.parent.mkdir()
+    slices, start = [], 0
+    for number, part in enumerate(in_parts(table, SHARDS, mod)):
+        shard_path(prefix, number, SHARDS).write_bytes(part.tobytes())
+        box = SliceSpec(table.shape, (start, 0), part.shape)
+        extent = Extent(number, 0, part.nbytes, masked_crc(part.tobytes()))
+        slices.append(SliceRef(box, extent))
+        start += len(part)
+    tensor = TensorRef("w", DType.FLOAT, table.shape, slices=tuple(slices))
+    index_path(prefix).write_bytes(encode_index([tensor], SHARDS))
+    return table
+
+
+@pytest.mark.parametrize("mod", [True, False])
+def test_rows_that_are_laid_out_anew(tmp_path: Path, few_files: None, mod: bool) -> None:
+    table = saved(tmp_path / "train" / "model.ckpt", mod=mod)
+    source = read_catalog(tmp_path / "train" / "model.ckpt")
+    mapping = mapping_of(source, gather_parts=SHARDS if mod else 0, cast=None if mod else DType.BFLOAT16)
+    report = write_variables(mapping, tmp_path / "version")
+    bundle = read_catalog(report.catalog.prefix)
+    found = read_array(bundle, bundle.tensors["w"])
+    np.testing.assert_array_equal(found, table.astype(found.dtype))
+
+
+@pytest.mark.parametrize("runner", [None, LOCAL, Runner(task_bytes=256)])
+def test_comparing_checkpoints(tmp_path: Path, few_files: None, runner: Runner | None) -> None:
+    before = saved(tmp_path / "before" / "model.ckpt-1", mod=False)
+    after = saved(tmp_path / "after" / "model.ckpt-2", mod=False, seed=1)
+    sides = (comparison.parse_side(str(tmp_path / name)) for name in ("before", "after"))
+    (found,) = comparison.compare(*sides, runner).variables
+    assert (found.changed_rows, found.rows) == (ROWS, ROWS)
+    assert found.largest == pytest.approx(np.abs(after.astype(float) - before).max())
