@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.errors import EngineFailed, UsageError
 from exporter.jobs.engines import beam, dask, process
 from exporter.jobs.engines.choose import choose_engine
-from exporter.jobs.engines.engine_options import require_room
+from exporter.jobs.engines.engine_options import require_room, require_short
 from exporter.jobs.engines.process import Asked
 from exporter.jobs.execute import OPERATIONS, decode, encode
 from exporter.jobs.task import Input
@@ -103,6 +104,15 @@ def test_options_that_ray_does_not_follow() -> None:
     for wanted in ({"num_cpus": 3}, {"num_gpus": 0.5}, {"resources": {"IO": 1}}):
         with pytest.raises(UsageError, match="a task asks for"):
             require_room(wanted, there)
+
+
+def test_a_directory_that_is_too_long_for_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert len(str(tmp_path)) > 31
+    with pytest.raises(UsageError, match="too long a path") as caught:
+        decode(next(choose_engine("ray", 1).run([b""]))).settle()
+    assert "TMPDIR=/tmp" in caught.value.hint
+    require_short("/tmp/ray-12345678")
 
 
 def expected(runs: EngineRuns) -> str:

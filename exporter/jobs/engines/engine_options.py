@@ -1,13 +1,17 @@
-"""Refuse options that an engine cannot follow before it has begun: it would say so late, or wait for ever."""
+"""Refuse what an engine cannot follow before it has begun: it would say so late, or wait for ever."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from exporter.errors import UsageError
 from exporter.local_paths import local_name
 from exporter.storage.url import Url
+
+_LONGEST_OF_SOCKETS = 107
+_OF_RAY = len("/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 
 
 def require_known(engine: str, options: Collection[str], known: Collection[str]) -> None:
@@ -36,6 +40,19 @@ def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None
                 f"a task asks for {amount:g} of Ray's {name}, and this machine has {there.get(name, 0):g}",
                 hint="ask for less in --engine-option, or name a cluster that has it: --engine-address",
             )
+
+
+def require_short(path: str) -> None:
+    """Refuse a directory below which Ray's sockets would have longer names than sockets may have.
+
+    Raises:
+        UsageError: it is too long.
+    """
+    if len(os.fsencode(path)) > _LONGEST_OF_SOCKETS - _OF_RAY:
+        raise UsageError(
+            f"{path} is too long a path for the files of Ray, which have sockets among them",
+            hint="name a shorter directory for temporary files: TMPDIR=/tmp export-model ...",
+        )
 
 
 def seconds(name: str, text: str) -> float:

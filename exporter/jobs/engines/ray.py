@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from exporter.errors import UsageError
-from exporter.jobs.engines.engine_options import require_room
+from exporter.jobs.engines.engine_options import require_room, require_short
 from exporter.jobs.engines.process import Asked
 from exporter.jobs.execute import execute
 
@@ -30,6 +30,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     own: dict[str, Any] = {}
     if not asked.address:  # Ray listens on all networks: nobody else shall run code here
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        require_short(asked.files)
         own = {"num_cpus": asked.cores, "include_dashboard": False, "_temp_dir": asked.files}
         own |= {"object_store_memory": _STORE_BYTES, "_node_ip_address": _LOOPBACK}
     elif ":" in asked.address:
