@@ -41,7 +41,7 @@ def history(
     with command(json_, quiet, debug) as sink, opened(model, read_only=True) as target:
         from exporter.publish.timeline import read_timeline
 
-        told(read_timeline(target.path), sink, last)
+        told(target.carry(lambda: read_timeline(target.path)), sink, last)
 
 
 def told(found: Timeline, sink: Output, last: int | None) -> None:

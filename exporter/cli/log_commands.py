@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -175,7 +174,9 @@ def diff(
       export-model diff models/ranker train/
       export-model diff s3://bucket/train/model.ckpt-900 s3://bucket/train/model.ckpt-1000 --engine ray
     """
-    with command(json_, quiet, debug) as sink, _side(a) as first, _side(b) as second:
+    with command(json_, quiet, debug) as sink, ExitStack() as stack:
+        models: dict[str, str] = {}
+        first, second = (_side(text, models, stack) for text in (a, b))
         from exporter.cli import render_log
         from exporter.jobs.runner import Runner
         from exporter.pipeline import comparison
@@ -188,16 +189,16 @@ def diff(
         raise click.exceptions.Exit(Exit.DIFFERENT)
 
 
-@contextmanager
-def _side(text: str) -> Iterator[str]:
-    """A side of a comparison, a model's URL as the local path that stands for it."""
+def _side(text: str, models: dict[str, str], stack: ExitStack) -> str:
+    """A side of a comparison, a model's URL as the local path that stands for it: one for both sides."""
     name, at, position = text.rpartition("@")
     if at and position.isdecimal() and Url.parse(name) is not None:
-        with opened(name, read_only=True) as model:
-            yield f"{model.path}@{position}"
-        return
-    with opened_if_model(text) as place:
-        yield place
+        if name not in models:
+            models[name] = str(stack.enter_context(opened(name, read_only=True)).path)
+        return f"{models[name]}@{position}"
+    if text not in models:
+        models[text] = stack.enter_context(opened_if_model(text))
+    return models[text]
 
 
 def verify(

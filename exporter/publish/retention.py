@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from exporter.delta.format import log_name
 from exporter.delta.spans import expendable
-from exporter.errors import ManifestError
+from exporter.errors import CheckpointChanged, ManifestError
 from exporter.files import open_lock, try_lock
 from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE, TRASH_PREFIX
 from exporter.publish.delta_log import DeltaLog, LogDelta, list_deltas
@@ -90,13 +90,18 @@ def retire_deltas(
     `GRACE_SECONDS` replaces nothing yet, and is not removed: whoever listed the directory before it came must
     find what was listed.
     """
-    settled = [delta for delta in log.deltas if now - _created(delta) >= GRACE_SECONDS]
+    settled = [delta for delta in log.deltas if now - _written(delta) >= GRACE_SECONDS]
     bases = [*(base.at.position for base in log.bases), *_unreadable_bases(log)]
     known = {position for delta in log.deltas for position in (delta.start, delta.end)}
     needed = sorted({*known, *bases})[-rollback_positions:]
     if (approved := log.approved) is not None:
         needed.append(approved)
-    unneeded = expendable(settled, bases, needed=needed)
+    while unneeded := expendable(settled, bases, needed=needed):
+        removable = {delta.path for delta in unneeded}  # their manifests need not be read: they may be many
+        new = {d.path for d in settled if d.path not in removable and now - _created(d) < GRACE_SECONDS}
+        if not new:
+            break
+        settled = [delta for delta in settled if delta.path not in new]
     spare = {delta.path for delta in expendable(log.deltas, bases, needed=needed)} if unneeded else set()
     removed, trash = [], []
     for delta in unneeded:
@@ -170,11 +175,19 @@ def logs_without_base(model: Path, current: Path | None) -> list[Path]:
 _LOG = re.compile(r"[0-9]{20}", re.ASCII)
 
 
+def _written(delta: LogDelta) -> float:
+    """When a delta's manifest was written, as its file system or store says: not before it was `_created`."""
+    try:
+        return (delta.path / MANIFEST_FILE).stat().st_mtime
+    except OSError:
+        return float("inf")
+
+
 def _created(delta: LogDelta) -> float:
     """When a delta was published; infinity, as if it were always new, if that is unknown."""
     try:
         return delta.manifest.created.timestamp()
-    except ManifestError:
+    except (ManifestError, CheckpointChanged):
         return float("inf")
 
 

@@ -15,15 +15,16 @@ import fcntl
 import os
 import shutil
 import threading
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from exporter.errors import CheckpointChanged, CheckpointError, os_error
 from exporter.layout import LOCK_FILE
 from exporter.storage.objects import ObjectReader, RemoteObject
-from exporter.storage.requests import near
+from exporter.storage.ranges import Ranges
+from exporter.storage.read_ahead import ReadAhead
+from exporter.storage.requests import GAP_BYTES, near
 from exporter.storage.url import Url
 
 _PREFIX = "export-model-"
@@ -45,11 +46,13 @@ class Mirror:
         self._found: dict[str, RemoteObject] = {}
         self._fetched: dict[str, Ranges] = {}
         self._inodes: dict[str, int] = {}
+        self._ahead = ReadAhead()
         self._stand_ins: dict[int, tuple[RemoteObject, Ranges]] = {}  # by inode: they may be renamed
         self.spent: set[str] = set()
         """Directories of jobs in a store, to be removed once what is here was uploaded."""
         self._lock = threading.Lock()
-        self._is_prefix = not is_directory and not any(self._reader.below(url.path))
+        self._first = () if is_directory else tuple(self._reader.below(url.path))  # for the first `refresh`
+        self._is_prefix = not (is_directory or self._first)
         self.url = url.parent if self._is_prefix and url.path else url
         directory = _new_directory()
         self._private = directory / "stand-ins"
@@ -86,6 +89,7 @@ class Mirror:
                 if self._found.get(name) != each:
                     self._place(name, each)
                     self._found[name], self._fetched[name] = each, Ranges()
+            self._ahead.show(self._found)
 
     def listed(self, name: str) -> RemoteObject:
         """The object that a file stands for.
@@ -148,17 +152,10 @@ class Mirror:
             return self._stand_ins.get((self.root / name).stat().st_ino)
         return None
 
-    def fill(self, name: str, content: bytes) -> None:
-        """Give a file its content, which is known already."""
-        with self._lock:
-            path = self.root / name
-            times = path.stat()
-            path.write_bytes(content)
-            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-            self._fetched[name].add(0, len(content))
-
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
         """Fill ranges (start, stop) of a file, or all of it; what is there already is not fetched again.
+
+        With a small one, others of its kind may come too: see `exporter.storage.read_ahead`.
 
         Raises:
             CheckpointChanged: the object is gone or was replaced.
@@ -178,20 +175,46 @@ class Mirror:
                 for gap in fetched.gaps(start, stop):
                     missing.add(*gap)
             if any(missing):
-                path = self.root / name
-                descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-                before = os.fstat(descriptor)
-                if before.st_ino not in self._stand_ins and before.st_ino != self._inodes[name]:
-                    os.close(descriptor)  # a local file has taken its place
-                    return
-                try:
-                    pieces = [(start, stop, start) for start, stop in missing]
-                    self._reader.copy(each, descriptor, pieces, path)
-                finally:
-                    os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
-                    os.close(descriptor)
-                for start, stop in missing:
-                    fetched.add(start, stop)
+                is_small = each.size <= GAP_BYTES
+                others = self._ahead.with_neighbours(name, self._is_small_and_missing) if is_small else []
+                with self._reading_ahead(others):
+                    self._fill(name, each, fetched, missing)
+
+    def _is_small_and_missing(self, name: str) -> bool:
+        size = self._found[name].size
+        return size <= GAP_BYTES and any(self._fetched[name].gaps(0, size))
+
+    @contextmanager
+    def _reading_ahead(self, names: Sequence[str]) -> Iterator[None]:
+        """Fetch files that nobody has asked for yet; whoever does is told if one could not be."""
+        if not names:
+            yield
+            return
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(len(names), "read-ahead") as pool:
+            for name in names:
+                each, fetched = self._found[name], self._fetched[name]
+                pool.submit(self._fill, name, each, fetched, [(0, each.size)])
+            yield
+
+    def _fill(
+        self, name: str, each: RemoteObject, fetched: Ranges, missing: Iterable[tuple[int, int]]
+    ) -> None:
+        path = self.root / name
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        before = os.fstat(descriptor)
+        if before.st_ino not in self._stand_ins and before.st_ino != self._inodes[name]:
+            os.close(descriptor)  # a local file has taken its place
+            return
+        try:
+            pieces = [(start, stop, start) for start, stop in missing]
+            self._reader.copy(each, descriptor, pieces, path)
+        finally:
+            os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
+            os.close(descriptor)
+        for start, stop in missing:
+            fetched.add(start, stop)
 
     def copy(
         self,
@@ -210,9 +233,10 @@ class Mirror:
         """
         self._reader.copy(self.listed(name), descriptor, pieces, target, advance)
 
-    def _list(self) -> Iterator[RemoteObject]:
+    def _list(self) -> Iterable[RemoteObject]:
+        first, self._first = self._first, ()
         if not self._is_prefix:
-            return self._reader.below(self.url.path)
+            return first or self._reader.below(self.url.path)
         prefix = self.asked.path
         return (each for each in self._reader.beside(self.url.path) if each.key.startswith(prefix))
 
@@ -236,36 +260,6 @@ class Mirror:
         except OSError as error:
             raise os_error(error, path) from error
         self._inodes[name] = inode
-
-
-class Ranges:
-    """Ranges that do not overlap, in order."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Each as (start, stop)."""
-        return zip(self._starts, self._stops, strict=True)
-
-    def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """What is missing of a range."""
-        at = bisect_left(self._stops, start)
-        while start < stop and at < len(self._starts) and self._starts[at] < stop:
-            if start < self._starts[at]:
-                yield start, self._starts[at]
-            start = max(start, self._stops[at])
-            at += 1
-        if start < stop:
-            yield start, stop
-
-    def add(self, start: int, stop: int) -> None:
-        """Add a range, joined with those that it touches."""
-        first, last = bisect_left(self._stops, start), bisect_left(self._starts, stop + 1)
-        if first < last:
-            start, stop = min(start, self._starts[first]), max(stop, self._stops[last - 1])
-        self._starts[first:last], self._stops[first:last] = [start], [stop]
 
 
 def local(path: Path) -> Path:

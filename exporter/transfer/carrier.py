@@ -152,17 +152,17 @@ class Carrier:
         self._replace(replace(self.head, holds=as_text(holds)))
         self._show_holds()
 
-    def stored(self, known: StoredModel, *, finish: bool = True) -> StoredModel:
-        """What is published now; manifests that are `known` are not read again.
+    def stored(self, *, finish: bool = True) -> StoredModel:
+        """What is published now.
 
         With `finish`, what a killed process has published and not yet shown is shown first.
 
         Raises:
             PublishError, CheckpointError, ManifestError: the store cannot be written or read.
         """
-        found = stored_model(self._store, known)
+        found = stored_model(self._store)
         self.shown = dict(found.holds)
-        return stored_model(self._store, found) if finish and self._finish(found) else found
+        return stored_model(self._store) if finish and self._finish(found) else found
 
     def _finish(self, stored: StoredModel) -> bool:
         """Reveal what is published and is not shown; True if `stored` is out of date then."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -66,11 +66,17 @@ class Item(Struct, frozen=True):
 
 
 class StoredModel(Struct, frozen=True):
-    """A model in a store: what has a manifest, by path; all objects, by key below the model; its holds."""
+    """A model in a store: all objects, by key below the model; the manifests of what is there; its holds."""
+
+    objects: dict[str, RemoteObject]
+    manifests: dict[str, RemoteObject]
+    holds: dict[str, bytes]
+
+
+class StoredItems(StoredModel, frozen=True):
+    """A model in a store, with what all its manifests say."""
 
     items: dict[str, Item]
-    objects: dict[str, RemoteObject]
-    holds: dict[str, bytes]
 
 
 def local_items(model: Path) -> list[Item]:
@@ -81,6 +87,11 @@ def local_items(model: Path) -> list[Item]:
     """
     found = (local_item(model, path) for path in local_paths(model).values())
     return sorted(found, key=lambda item: item.order)
+
+
+def by_path(items: Iterable[Item]) -> dict[str, Item]:
+    """Items by their paths, in the same order."""
+    return {item.path: item for item in items}
 
 
 def local_paths(model: Path) -> dict[str, Path]:
@@ -138,37 +149,82 @@ def looking_again(work: Callable[[], T]) -> T:
     return work()
 
 
-def stored_model(store: ObjectReader, known: StoredModel | None = None) -> StoredModel:
-    """What is published in a store. Of what was `known` before, only manifests that changed are read.
+def stored_model(store: ObjectReader) -> StoredModel:
+    """What is published in a store, by the names of its objects; no manifest is read.
+
+    Raises:
+        CheckpointError: the store cannot be read.
+    """
+    return looking_again(lambda: _stored_model(store))
+
+
+def _stored_model(store: ObjectReader) -> StoredModel:
+    objects = store.contents()
+    manifests, holds = {}, {}
+    for name, each in objects.items():
+        found = _ITEM.fullmatch(name)
+        if found and found[2] == MANIFEST_FILE:
+            manifests[found[1]] = each
+        elif _HOLD.fullmatch(name):
+            holds[name] = bytes(store.read(each, 0, min(each.size, _LONGEST_HOLD)))
+    return StoredModel(objects, manifests, holds)
+
+
+def stored_items(
+    store: ObjectReader,
+    ours: Mapping[str, Item],
+    known: StoredItems | None = None,
+    listed: Callable[[], StoredModel] | None = None,
+) -> StoredItems:
+    """What is published in a store, as `listed` tells or by the names of its objects.
+
+    Of manifests that are `ours`, or were `known` before, none is read.
 
     Raises:
         ManifestError: a manifest is damaged.
         CheckpointError: the store cannot be read.
     """
-    return looking_again(lambda: _stored_model(store, known))
+    look = listed or (lambda: _stored_model(store))
+    return looking_again(lambda: _with_items(store, look(), ours, known))
 
 
-def _stored_model(store: ObjectReader, known: StoredModel | None) -> StoredModel:
-    objects = store.contents()
+def _with_items(
+    store: ObjectReader, model: StoredModel, ours: Mapping[str, Item], known: StoredItems | None
+) -> StoredItems:
     items: dict[str, Item] = {}
-    holds, new = {}, {}
-    for name, each in objects.items():
-        found = _ITEM.fullmatch(name)
-        if found and found[2] == MANIFEST_FILE:
-            if known is not None and known.objects.get(name) == each:
-                items[found[1]] = known.items[found[1]]
-            else:
-                new[found[1]] = each
-        elif _HOLD.fullmatch(name):
-            holds[name] = bytes(store.read(each, 0, min(each.size, _LONGEST_HOLD)))
+    new = {}
+    for path, each in model.manifests.items():
+        if known is not None and known.manifests.get(path) == each:
+            items[path] = known.items[path]
+        elif is_of(each, ours.get(path)):
+            items[path] = ours[path]
+        else:
+            new[path] = each
     with ThreadPoolExecutor(_CONNECTIONS, "manifests") as pool:
-        contents = pool.map(lambda pair: _read(store, *pair), new.items())
+        contents = pool.map(lambda pair: read_stored(store, *pair), new.items())
         for path, content in zip(new, contents, strict=True):
             items[path] = item_of(path, content, f"{store.url}/{path}")
-    return StoredModel(items, objects, holds)
+    return StoredItems(model.objects, model.manifests, model.holds, items)
 
 
-def _read(store: ObjectReader, path: str, each: RemoteObject) -> bytes:
+def is_of(each: RemoteObject, item: Item | None) -> bool:
+    """True if an object is certainly the manifest of an item; False also if it would have to be read.
+
+    In most stores the tag of a small object is the MD5 of its bytes. Where it is not, it is never by chance
+    equal to it.
+    """
+    if item is None or each.size != len(item.content):
+        return False
+    return (each.tag or "").strip('"') == hashlib.md5(item.content, usedforsecurity=False).hexdigest()
+
+
+def read_stored(store: ObjectReader, path: str, each: RemoteObject) -> bytes:
+    """A manifest in a store.
+
+    Raises:
+        ManifestError: it is too long.
+        CheckpointChanged, CheckpointError: as `ObjectReader.read`.
+    """
     if each.size > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{store.url}/{path}/{MANIFEST_FILE} is longer than {MAX_MANIFEST_BYTES} bytes")
     return bytes(store.read(each, 0, each.size))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -36,18 +37,19 @@ from exporter.publish.commit import model_lock
 from exporter.publish.hold import Hold
 from exporter.publish.retention import move_away
 from exporter.publish.staging import Staging
-from exporter.storage.objects import ObjectWriter, RemoteObject
+from exporter.storage.objects import ObjectWriter, RemoteObject, Tag
 from exporter.storage.requests import PART_BYTES
 from exporter.storage.url import Url
-from exporter.transfer.head import Head, Upload, fetch_head, files_digest, recall, remember
+from exporter.transfer.head import Head, Upload, as_bytes, fetch_head, files_digest, recall, remember
 from exporter.transfer.items import (
     Item,
-    StoredModel,
+    StoredItems,
+    by_path,
     files_of,
     local_holds,
     local_items,
     looking_again,
-    stored_model,
+    stored_items,
 )
 from exporter.transfer.push import parse
 from exporter.transfer.soundness import require_sound
@@ -55,8 +57,25 @@ from exporter.transfer.superseded import superseded
 from exporter.transfer.taken_back import TakenBack, is_of_a_canary, is_restoration
 
 _LOCK_SECONDS = 5.0
+_LIST_SECONDS = 10.0
+"""How long a listing holds while the head stays the same: other tools may put objects there, too."""
 _AHEAD = 8
 """Small publications that are fetched at one time."""
+
+
+class Seen(Struct, frozen=True):
+    """What was seen in a store: its head, what was listed after that, and when, by the monotonic clock (s).
+
+    `at` is None if what the head says could not be seen yet.
+    """
+
+    head: tuple[Head, Tag] | None = None
+    stored: StoredItems = StoredItems({}, {}, {}, {})
+    at: float | None = None
+
+    def is_of(self, head: tuple[Head, Tag] | None, now: float) -> bool:
+        """True if nothing was published since, going by the head of now."""
+        return head == self.head and self.at is not None and now - self.at < _LIST_SECONDS
 
 
 class Pulled(Struct, frozen=True):
@@ -93,7 +112,7 @@ class LocalCopy:
         self.url = parse(url)
         self._model, self._prune = model, prune
         self._store: ObjectWriter | None = None
-        self._stored: StoredModel | None = None
+        self._seen = Seen()
 
     def update(self, progress: ProgressFactory = no_progress) -> Pulled:
         """Fetch what is new. With `prune` what is not in the store any more is removed here, too.
@@ -116,8 +135,9 @@ class LocalCopy:
 
     def _update(self, store: ObjectWriter, fetched: list[Item], progress: ProgressFactory) -> Pulled:
         model = self._model
-        head = fetch_head(store)  # before what it may name
-        self._stored = stored = stored_model(store, self._stored)
+        seen = self._look(store)
+        head, stored = seen.head, seen.stored
+        self._seen = replace(seen, at=None)  # if this fails, it is listed again
         if not stored.items:
             raise CheckpointNotFound(
                 f"there is no model at {self.url}", hint=f"publish one: export-model push MODEL {self.url}"
@@ -130,10 +150,26 @@ class LocalCopy:
             incomplete, removed = job.run(progress, prune=self._prune)
             if head is not None and job.here.keys() >= stored.items.keys() and head[0].path in stored.items:
                 remember(model, self.url, head[0])
+        self._seen = seen
         position = max((item.manifest.position for item in job.here.values()), default=None)
         size = sum(item.bytes_ for item in fetched)
         paths = tuple(item.path for item in fetched)
         return Pulled(paths, removed, incomplete, size, position, job.waiting)
+
+    def _look(self, store: ObjectWriter) -> Seen:
+        now = time.monotonic()
+        head = fetch_head(store)  # before what it may name
+        if self._seen.is_of(head, now):
+            return self._seen
+        stored = stored_items(store, by_path(local_items(self._model)), self._seen.stored)
+        return Seen(head, stored, now if head is not None and _is_settled(head[0], stored) else None)
+
+
+def _is_settled(head: Head, stored: StoredItems) -> bool:
+    """True if all that a head says can be seen; that comes a moment after the head."""
+    holds = {} if head.holds is None else as_bytes(head.holds)
+    is_shown = head.path in stored.manifests and holds == stored.holds
+    return is_shown and all(files_of(stored, item) is not None for item in stored.items.values())
 
 
 def _require_own_directory(model: Path) -> None:
@@ -147,11 +183,11 @@ def _require_own_directory(model: Path) -> None:
 
 class _Pull:
     def __init__(
-        self, store: ObjectWriter, url: Url, model: Path, stored: StoredModel, fetched: list[Item]
+        self, store: ObjectWriter, url: Url, model: Path, stored: StoredItems, fetched: list[Item]
     ) -> None:
         self._store, self._url, self._model, self._stored = store, url, model, stored
         self._fetched = fetched
-        self.here = {item.path: item for item in local_items(model)}
+        self.here = by_path(local_items(model))
         self.waiting: tuple[str, ...] = ()
         self._kept_hold = ""
 

@@ -21,7 +21,17 @@ from exporter.storage.objects import ObjectWriter
 from exporter.storage.url import Url
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.head import Head, as_bytes, fetch_head, recall, remember
-from exporter.transfer.items import Item, StoredModel, local_holds, local_item, local_items, stored_model
+from exporter.transfer.items import (
+    Item,
+    StoredItems,
+    StoredModel,
+    by_path,
+    local_holds,
+    local_item,
+    local_items,
+    path_of,
+    stored_items,
+)
 from exporter.transfer.soundness import require_sound
 from exporter.transfer.taken_back import is_restoration
 
@@ -33,7 +43,7 @@ class PushPlan(Struct, frozen=True):
     url: Url
     upload: tuple[Item, ...]
     remove: tuple[str, ...]
-    stored: StoredModel
+    stored: StoredItems
     position: int | None
     holds: dict[str, bytes]
     prune: bool = False
@@ -60,16 +70,23 @@ def plan_push(model: Path, url: str, *, prune: bool = False) -> PushPlan:
     """
     place = parse(url)
     store = ObjectWriter(place)
+    ours = _ours(model)
     found = fetch_head(store)
-    return _plan(model, place, stored_model(store), Head() if found is None else found[0], prune)
+    head = Head() if found is None else found[0]
+    return _plan(model, ours, place, stored_items(store, ours), head, prune)
 
 
-def _plan(model: Path, place: Url, stored: StoredModel, head: Head, prune: bool) -> PushPlan:
+def _ours(model: Path) -> dict[str, Item]:
     require_base_path(model)
-    items = local_items(model)
+    items = by_path(local_items(model))
     if not items:
         raise NotUpdatable(f"there is nothing published under {model}", hint="export first, to --out MODEL")
-    ours = {item.path: item for item in items}
+    return items
+
+
+def _plan(
+    model: Path, ours: dict[str, Item], place: Url, stored: StoredItems, head: Head, prune: bool
+) -> PushPlan:
     for path, item in stored.items.items():
         if path in ours and ours[path].digest != item.digest:
             raise ForeignLineage(
@@ -81,7 +98,7 @@ def _plan(model: Path, place: Url, stored: StoredModel, head: Head, prune: bool)
             f"{place} holds {min(foreign)}, which {model} does not",
             hint="push to a URL of its own, or begin from the store's: export-model pull URL MODEL",
         )
-    upload = tuple(item for item in items if item.path not in stored.items)
+    upload = tuple(item for path, item in ours.items() if path not in stored.items)
     known = recall(model, place)
     synced = None if known is None else ours.get(known.path) or stored.items.get(known.path)
     last = -1 if synced is None else synced.manifest.position
@@ -94,7 +111,7 @@ def _plan(model: Path, place: Url, stored: StoredModel, head: Head, prune: bool)
                 hint=f"roll the store's back, too: export-model rollback {place} --to POSITION",
             )
     gone = tuple(sorted(stored.items.keys() - ours.keys())) if prune else ()
-    position = items[-1].manifest.position
+    position = list(ours.values())[-1].manifest.position
     plan = PushPlan(model, place, upload, gone, stored, position, local_holds(model), prune)
     if head.path:
         _require_ours(plan, head)
@@ -112,10 +129,11 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
     """
     store, url, model = ObjectWriter(plan.url), plan.url, plan.model
     carrier = Carrier(store)
-    ours = {item.digest for item in plan.upload}
-    carrier.await_turn(lambda upload: upload.manifest in ours)
-    stored = carrier.stored(plan.stored)
-    plan = _plan(model, url, stored, carrier.head, plan.prune)
+    digests = {item.digest for item in plan.upload}
+    carrier.await_turn(lambda upload: upload.manifest in digests)
+    ours = _ours(model)
+    stored = stored_items(store, ours, plan.stored, carrier.stored)
+    plan = _plan(model, ours, url, stored, carrier.head, plan.prune)
     with progress("uploading", plan.bytes_) as bar:
         for item in plan.upload:
             require_sound(model / item.path, is_delta="/" in item.path)
@@ -124,8 +142,7 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
     if carrier.shown != plan.holds or (plan.remove and not plan.upload):
         carrier.settle(plan.holds)
     _remember(model, url, carrier.head)
-    for path in plan.remove:
-        remove_stored(store, stored, path)
+    remove_stored(store, stored, *plan.remove)
     return plan
 
 
@@ -153,14 +170,16 @@ def parse(url: str) -> Url:
     return found
 
 
-def remove_stored(store: ObjectWriter, stored: StoredModel, path: str) -> None:
-    """Remove a publication from a store, its manifest first: what is left cannot be seen.
+def remove_stored(store: ObjectWriter, stored: StoredModel, *paths: str) -> None:
+    """Remove publications from a store, their manifests first: what is left cannot be seen.
 
     Raises:
         PublishError: the store cannot be written.
     """
-    store.delete(store.url.key(f"{path}/{MANIFEST_FILE}"))
-    store.delete(*(store.url.key(name) for name in stored.objects if name.startswith(f"{path}/")))
+    manifests = {f"{path}/{MANIFEST_FILE}" for path in paths}
+    files = [name for name in stored.objects if path_of(name) in paths and name not in manifests]
+    for names in (manifests, files):
+        store.delete(*(store.url.key(name) for name in names))
 
 
 def _require_ours(plan: PushPlan, head: Head) -> None:

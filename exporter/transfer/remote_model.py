@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from exporter.errors import ExportError, NothingChanged, PositionMoved, PublishError
+from exporter.errors import CheckpointChanged, ExportError, NothingChanged, PositionMoved, PublishError
 from exporter.files import make_directories, remove_tree, writing
 from exporter.jobs.kept_jobs import StoredJob, abandoned_objects
 from exporter.layout import (
@@ -38,7 +38,15 @@ from exporter.storage.objects import ObjectWriter, RemoteObject
 from exporter.storage.url import Url
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.head import as_bytes
-from exporter.transfer.items import StoredModel, local_holds, local_item, local_paths, path_of
+from exporter.transfer.items import (
+    StoredModel,
+    is_of,
+    local_holds,
+    local_item,
+    local_paths,
+    path_of,
+    read_stored,
+)
 from exporter.transfer.push import parse, remove_stored
 
 T = TypeVar("T")
@@ -83,6 +91,8 @@ class RemoteModel:
         self._carrier = Carrier(self._store)
         self._read_only = read_only
         self._stored = StoredModel({}, {}, {})
+        self._own: dict[str, RemoteObject] = {}
+        """Manifests in the store that are certainly those of what this process published."""
         self._is_stale = True
         self._mirror = _ModelMirror(self.url, is_directory=True)
         mirror.register(self._mirror)
@@ -104,7 +114,7 @@ class RemoteModel:
             carrier.await_turn()
         if carrier.head == before and not self._is_stale:
             return
-        stored = carrier.stored(self._stored, finish=not self._read_only)
+        stored = carrier.stored(finish=not self._read_only)
         self._show(stored)
         self._stored, self._is_stale = stored, False
 
@@ -128,6 +138,10 @@ class RemoteModel:
             except PositionMoved:
                 if attempt == _ATTEMPTS or self._read_only:
                     raise
+            except CheckpointChanged:  # another machine has removed what was listed, and not read yet
+                if attempt == _ATTEMPTS or not self._read_only:
+                    raise
+                self._is_stale = True
             else:
                 return done
         raise AssertionError("the loop is left, or raises")
@@ -137,28 +151,31 @@ class RemoteModel:
         self._mirror.close()
 
     def _show(self, stored: StoredModel) -> None:
-        here = local_paths(self.path)
-        for name, path in here.items():
-            item = stored.items.get(name)
-            if item is None or (path / MANIFEST_FILE).read_bytes() != item.content:
+        ours = set()
+        for name, path in local_paths(self.path).items():
+            each, manifest = stored.manifests.get(name), f"{name}/{MANIFEST_FILE}"
+            is_ours = not self._mirror.has(manifest)
+            if each is None or not (
+                self._is_own(name, each) if is_ours else self._mirror.listed(manifest) == each
+            ):
                 remove_tree(path)
-        ours = {
-            name
-            for name, path in here.items()
-            if path.exists() and not self._mirror.has(f"{name}/{MANIFEST_FILE}")
-        }
-        shown = {name: each for name, each in stored.objects.items() if _is_shown(name, stored, ours)}
-        new = [item for item in stored.items.values() if not self._has(item.path)]
-        self._mirror.show(shown)
-        for item in new:
-            self._mirror.fill(f"{item.path}/{MANIFEST_FILE}", item.content)
+            elif is_ours:
+                ours.add(name)
+        self._mirror.show({n: each for n, each in stored.objects.items() if _is_shown(n, stored, ours)})
         head = self._carrier.head
         self._show_holds(stored.holds if head.holds is None else as_bytes(head.holds))
         with writing(self.path):
             (self.path / TAKEN_FILE).write_text("".join(f"{path}\n" for path in sorted(head.given_up)))
 
-    def _has(self, path: str) -> bool:
-        return (self.path / path / MANIFEST_FILE).exists()
+    def _is_own(self, name: str, each: RemoteObject) -> bool:
+        """True if an object is the manifest of what was published here."""
+        if self._own.get(name) == each:
+            return True
+        ours = local_item(self.path, self.path / name)
+        if not is_of(each, ours) and read_stored(self._store, name, each) != ours.content:
+            return False
+        self._own[name] = each
+        return True
 
     def _show_holds(self, holds: Mapping[str, bytes]) -> None:
         with writing(self.path):
@@ -172,9 +189,9 @@ class RemoteModel:
     def _publish(self, progress: ProgressFactory) -> None:
         """Carry the difference between what is here and what was shown."""
         stored, carrier, here = self._stored, self._carrier, local_paths(self.path)
-        new = [local_item(self.path, path) for name, path in here.items() if name not in stored.items]
+        new = [local_item(self.path, path) for name, path in here.items() if name not in stored.manifests]
         new.sort(key=lambda item: (item.manifest.created, item.order))
-        gone = sorted(stored.items.keys() - here.keys())
+        gone = sorted(stored.manifests.keys() - here.keys())
         holds = local_holds(self.path)
         if not (new or gone) and holds == carrier.shown:
             self._is_stale = False
@@ -192,8 +209,7 @@ class RemoteModel:
         if holds != carrier.shown or not new:
             carrier.settle(holds)
         with suppress(ExportError):  # as above
-            for path in gone:
-                remove_stored(self._store, stored, path)
+            remove_stored(self._store, stored, *gone)
             self._put_caches()
             self._remove_given_up()
 
@@ -236,7 +252,7 @@ class RemoteModel:
         found = {
             path: [name for name in stored.objects if name.startswith(f"{path}/")]
             for path in carrier.head.given_up
-            if path not in stored.items
+            if path not in stored.manifests
         }
         left = {path: names for path, names in found.items() if names}
         if left:
@@ -265,4 +281,4 @@ def _is_shown(name: str, stored: StoredModel, ours: set[str]) -> bool:
     if _is_cache(name):
         return True
     found = path_of(name)
-    return found in stored.items and found not in ours
+    return found in stored.manifests and found not in ours

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from exporter.checkpoint.tensor_bundle import read_catalog
+from exporter.transfer.items import local_items
 from tests.benchmarks import data
 from tests.benchmarks.bench_full_export import EXPORT_MODEL
 from tests.benchmarks.data import Checkpoint
@@ -65,10 +66,10 @@ def _beside_download(lab: Lab, checkpoint: Checkpoint, what: str, *, at_least: f
 
 def inspect(lab: Lab) -> Iterator[Row]:
     """A checkpoint of 1 TB in a store that takes 50 ms a request: its index tells all that is shown."""
-    from tests.support.sparse_store import BUCKET, sparse_store
+    from tests.support.directory_store import BUCKET, directory_store
 
     checkpoint = data.terabyte(lab)
-    with sparse_store(checkpoint.prefix.parent.parent, _WAIT) as (environment, traffic):
+    with directory_store(checkpoint.prefix.parent.parent, _WAIT) as (environment, traffic):
         settings = [f"{name}={value}" for name, value in environment.items()]
         url = f"s3://{BUCKET}/{checkpoint.prefix.parent.name}"
 
@@ -87,9 +88,35 @@ def inspect(lab: Lab) -> Iterator[Row]:
             found.time,
             at_most=seconds(2),
         )
-        yield bounded("  requests", count(len(traffic.requests)), at_most=count(8))
+        yield bounded("  requests", count(len(traffic.requests)), at_most=count(5))
         fetched = sum(each for _, _, each in traffic.requests)
         yield bounded("  bytes that came", bytes_(fetched), at_most=bytes_(4e6))
 
 
-BENCHMARKS: tuple[Benchmark, ...] = (many_tensors, large_tables, inspect)
+def increment(lab: Lab) -> Iterator[Row]:
+    """`--incr` where a thousand deltas are published, in the same store."""
+    from tests.support.directory_store import BUCKET, directory_store
+    from tests.support.many_deltas import many_deltas
+    from tests.support.remote_models import went_on
+
+    deltas = 30 if lab.quick else 1000
+    directory = lab.fresh("many-deltas")
+    directory.mkdir()
+    trainer = many_deltas(directory, deltas)
+    with directory_store(directory, _WAIT) as (environment, traffic):
+        settings = [f"{name}={value}" for name, value in environment.items()]
+        exported = [EXPORT_MODEL, "--ckpt-dir", trainer.directory, "--out", f"s3://{BUCKET}/model", "--incr"]
+
+        def ours() -> Sample:
+            went_on(trainer, trainer.step + 10)
+            traffic.requests.clear()
+            return command("env", *settings, *exported, "--quiet")
+
+        (found,) = lab.side_by_side(ours)
+        assert local_items(directory / "model")[-1].manifest.position == trainer.step
+        what = f"export-model --incr to a model of {deltas:,} deltas, {_WAIT * 1000:.0f} ms a request"
+        yield bounded(what, found.time, at_most=seconds(4))
+        yield bounded("  requests", count(len(traffic.requests)), at_most=count(32))
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (many_tensors, large_tables, inspect, increment)

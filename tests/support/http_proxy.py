@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -93,14 +94,15 @@ class Traffic:
 
 
 @contextmanager
-def counting(address: str) -> Iterator[tuple[str, Traffic]]:
-    """The address of a proxy before a store, and what passes it."""
+def counting(address: str, wait: float = 0.0) -> Iterator[tuple[str, Traffic]]:
+    """The address of a proxy before a store, and what passes it; each request waits so many seconds."""
     traffic = Traffic()
 
     class Counting(Forwarding):
         target = address
 
         def forward(self) -> None:
+            time.sleep(wait)
             answer = self.ask()
             traffic.requests.append((self.command, self.path, len(answer.content)))
             self.answer(answer)
