@@ -321,24 +321,18 @@ class ObjectWriter(ObjectReader):
         Raises:
             PublishError: the store cannot be written.
         """
-        import obstore
-
-        def remove(key: str) -> None:
-            with writing_to(self.url, key), suppress(FileNotFoundError, obstore.exceptions.NotFoundError):
-                obstore.delete(self._store, key)
-
-        if len(keys) <= 1:
-            for key in keys:
-                remove(key)
-            return
-        if self.url.scheme == "s3":  # by one request for a thousand, which does not tell what was not there
-            with writing_to(self.url, keys[0]):
-                obstore.delete(self._store, keys)
-            return
         from concurrent.futures import ThreadPoolExecutor
 
+        import obstore
+
+        def remove(some: list[str]) -> None:
+            with writing_to(self.url, some[0]), suppress(FileNotFoundError, obstore.exceptions.NotFoundError):
+                obstore.delete(self._store, some)
+
+        # S3 removes a thousand by one request; others end at the first that is not there
+        parts = [[*keys]] if keys and self.url.scheme == "s3" else [[key] for key in keys]
         with ThreadPoolExecutor(_CONNECTIONS, "delete") as pool:
-            for _ in pool.map(remove, keys):
+            for _ in pool.map(remove, parts):
                 pass
 
 
