@@ -13,6 +13,9 @@ import pytest
 from exporter.bundle.variables import write_variables
 from exporter.catalog import Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, read_array, read_catalog, shard_path
+from exporter.delta import compare_task
+from exporter.delta.compare_task import Side
+from exporter.delta.row_reader import RowReader
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.pipeline import comparison
 from exporter.wire.crc32c import masked_crc
@@ -68,3 +71,23 @@ def test_comparing_checkpoints(tmp_path: Path, few_files: None, runner: Runner |
     (found,) = comparison.compare(*sides, runner).variables
     assert (found.changed_rows, found.rows) == (ROWS, ROWS)
     assert found.largest == pytest.approx(np.abs(after.astype(float) - before).max())
+
+
+def test_of_thousands_of_slices_a_task_looks_at_those_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "train" / "model.ckpt-1", mod=False)
+    asked, overlaps = [], compare_task.overlaps
+
+    def counted(a: SliceSpec, b: SliceSpec) -> bool:
+        asked.append(a)
+        return overlaps(a, b)
+
+    monkeypatch.setattr(compare_task, "overlaps", counted)
+    catalog = read_catalog(tmp_path / "train" / "model.ckpt-1")
+    table = catalog.tensors["w"]
+    reader = RowReader("w", catalog, table, SliceSpec.whole(table.shape), table.dtype)
+    sides = [Side.of(reader, start, start + 3, 0) for start in range(0, ROWS, 3)]
+    stored = [extent.shard for side in sides for extent in side.tensor.extents]
+    assert sorted(set(stored)) == list(range(SHARDS))
+    assert len(asked) < 5 * len(sides)

@@ -56,13 +56,13 @@ class Side(Struct, frozen=True):
     def of(cls, reader: RowReader, start: int, stop: int, first: int) -> Side:
         """The value of a reader, which can read rows `start` to `stop`."""
         whole = cls(reader.tensor, reader.box, reader.dtype, reader.order, reader.part, (), first)
+        if reader.order.gather:  # slices count
+            return replace(whole, shards=tuple(sorted({extent.shard for extent in reader.tensor.extents})))
+        near = replace(reader.tensor, slices=reader.slices_near(*whole._stored_rows(start, stop)))
+        whole = replace(whole, tensor=near)
         extents = {extent for extent, _, _ in whole.stored(start, stop)}
-        tensor = reader.tensor
-        if not reader.order.gather:  # else slices count
-            slices = tuple(part for part in tensor.slices if part.extent in extents)
-            tensor = replace(tensor, slices=slices)
-        shards = {extent.shard for extent in (extents if tensor is not reader.tensor else tensor.extents)}
-        return replace(whole, tensor=tensor, shards=tuple(sorted(shards)))
+        tensor = replace(near, slices=tuple(part for part in near.slices if part.extent in extents))
+        return replace(whole, tensor=tensor, shards=tuple(sorted({extent.shard for extent in extents})))
 
     def reader(self, name: str, paths: Sequence[Path]) -> RowReader:
         """The reader, of shards at other paths."""
@@ -76,9 +76,7 @@ class Side(Struct, frozen=True):
 
         Of rows that follow each other, ranges do.
         """
-        low, high = self.box.starts[0] + start, self.box.starts[0] + stop
-        if self.order.scatter:
-            low, high = start * self.order.scatter, stop * self.order.scatter
+        low, high = self._stored_rows(start, stop)
         whole = [(SliceSpec.whole(self.tensor.shape), self.tensor.extent)]
         slices = sorted(self.tensor.slices, key=lambda part: part.spec.starts)
         stored = [(part.spec, part.extent) for part in slices] or whole
@@ -92,6 +90,12 @@ class Side(Struct, frozen=True):
             row = math.prod(spec.lengths[1:]) * (self.tensor.dtype.itemsize or 0)
             if first < last and row:
                 yield extent, first * row, (last - first) * row
+
+    def _stored_rows(self, start: int, stop: int) -> tuple[int, int]:
+        """The rows of the tensor between which these served ones lie."""
+        if self.order.scatter:
+            return start * self.order.scatter, stop * self.order.scatter
+        return self.box.starts[0] + start, self.box.starts[0] + stop
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
         """The same as ranges of the task's inputs."""
@@ -230,7 +234,7 @@ class TaskComparison:
         for side, state, known in zip(
             (task.old, task.new), (self._old, self._new), self._checksums, strict=True
         ):
-            runs = {run.extent: run for run in state.stored[task.variable.name].runs}
+            runs = state.stored[task.variable.name].run_of
             for extent, start, size in side.stored(task.start, task.stop):
                 known.add(runs[extent], start, size, next(crcs))
 

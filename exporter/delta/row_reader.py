@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -124,6 +125,23 @@ class RowReader(Struct, frozen=True, dict=True):
         for part in self.tensor.slices:
             if part.extent is not None and (self.order != SliceOrder() or overlaps(part.spec, self.box)):
                 yield StoredRun(self.catalog.path_of(part.extent), part.extent, part)
+
+    @cached_property
+    def run_of(self) -> dict[Extent, StoredRun]:
+        """The same by their extents."""
+        return {run.extent: run for run in self.runs}
+
+    def slices_near(self, first: int, last: int) -> tuple[SliceRef, ...]:
+        """The slices that may hold rows `first` to `last` of the tensor: of thousands a few."""
+        slices, starts, longest = self._by_rows
+        return slices[bisect_right(starts, first - longest) : bisect_left(starts, last)]
+
+    @cached_property
+    def _by_rows(self) -> tuple[tuple[SliceRef, ...], list[int], int]:
+        """The slices by their first rows, these, and the rows of the longest."""
+        slices = tuple(sorted(self.tensor.slices, key=lambda part: part.spec.starts))
+        longest = max((part.spec.lengths[0] for part in slices), default=0)
+        return slices, [part.spec.starts[0] for part in slices], longest
 
     @property
     def is_row_addressable(self) -> bool:
