@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator
 from contextlib import suppress
 from os import urandom
 
-from exporter.errors import EngineFailed, ExportError
+from exporter.errors import ExportError
 from exporter.jobs.engines.beam_pipeline import OUTCOMES, Pipeline, put_works
 from exporter.jobs.engines.engine_options import place, seconds
 from exporter.jobs.engines.process import Asked
@@ -40,26 +40,9 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
             seen.update(new)
             came = time.monotonic() if new else came
             if not new and (is_over or time.monotonic() - came > stall_s):
-                raise _given_up(pipeline.error, stall_s, results and directory.place)
+                raise pipeline.failure(stall_s, results and directory.place)
             time.sleep(_LOOK_S)
     finally:
         pipeline.end()
         with suppress(ExportError):  # what stays does no harm: its name is used once
             directory.remove()
-
-
-def _given_up(error: BaseException | None, stall_s: float, results: str) -> EngineFailed:
-    if error is not None:
-        said = str(error).strip().splitlines()  # of a worker's the whole traceback, the error last
-        found = EngineFailed(
-            "the pipeline of Beam failed", cause=f"{type(error).__name__}: {''.join(said[-1:])}"
-        )
-    else:
-        found = EngineFailed(
-            f"no task of the pipeline of Beam was done for {stall_s:g} s: it hangs, or a task takes longer",
-            hint="run the same command again: tasks that are done are not done again; "
-            "for longer tasks add --engine-option stall=SECONDS",
-        )
-    if results:  # elsewhere, where workers may go on for a while
-        found.hint += f"; remove what its workers may yet write below {results}"
-    return found

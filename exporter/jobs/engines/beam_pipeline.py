@@ -8,6 +8,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from exporter.errors import EngineFailed
 from exporter.jobs.execute import execute
 from exporter.storage.output_directory import Directory, open_directory
 
@@ -43,6 +44,26 @@ class Pipeline:
         for each in self._running:
             if self._thread.is_alive():
                 each.cancel()
+
+    def failure(self, stall_s: float, results: str) -> EngineFailed:
+        """Why it is given up: its error, or that nothing came for so many seconds.
+
+        `results` is the directory of outcomes where that is on other machines, whose workers may go on.
+        """
+        if self.error is not None:
+            said = str(self.error).strip().splitlines()  # of a worker's the whole traceback, the error last
+            cause = f"{type(self.error).__name__}: {''.join(said[-1:])}"
+            found = EngineFailed("the pipeline of Beam failed", cause=cause)
+        else:
+            found = EngineFailed(
+                f"no task of the pipeline of Beam was done for {stall_s:g} s: "
+                "it hangs, or a task takes longer",
+                hint="run the same command again: tasks that are done are not done again; "
+                "for longer tasks add --engine-option stall=SECONDS",
+            )
+        if results:
+            found.hint += f"; remove what its workers may yet write below {results}"
+        return found
 
     def _run(self, place: str, flags: list[str]) -> None:
         import apache_beam as beam

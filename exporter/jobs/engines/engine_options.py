@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from exporter.errors import UsageError
 from exporter.local_paths import local_name
 from exporter.storage.url import Url
 
+_CONNECT_S = 30.0
 _LONGEST_OF_SOCKETS = 107
 _OF_RAY = len("/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 
@@ -40,6 +42,18 @@ def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None
                 f"a task asks for {amount:g} of Ray's {name}, and this machine has {there.get(name, 0):g}",
                 hint="ask for less in --engine-option, or name a cluster that has it: --engine-address",
             )
+
+
+def require_reachable(address: str) -> None:
+    """Connect to an address, if it names a port: others are for the engine to find.
+
+    Raises:
+        OSError: nobody answers there in time.
+        ValueError: the port is no number.
+    """
+    host, colon, port = address.rpartition("/")[2].rpartition(":")
+    if colon:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
 
 
 def require_short(path: str) -> None:

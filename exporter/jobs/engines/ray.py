@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from collections.abc import Generator, Iterator
 from typing import Any
 
 from exporter.errors import UsageError
-from exporter.jobs.engines.engine_options import require_room, require_short
+from exporter.jobs.engines.engine_options import require_reachable, require_room, require_short
 from exporter.jobs.engines.process import Asked
 from exporter.jobs.execute import execute
 
 LIBRARY = "ray"
 
 _AHEAD = 4  # works for each core that are given to Ray: enough to keep it busy
-_CONNECT_S = 30.0
-_STORE_BYTES = 80 << 20  # works and outcomes are small
 _LOOPBACK = "127.0.0.2"  # for 127.0.0.1 Ray takes the machine's address in the network
 
 
@@ -32,10 +29,9 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         require_short(asked.files)
         own = {"num_cpus": asked.cores, "include_dashboard": False, "_temp_dir": asked.files}
-        own |= {"object_store_memory": _STORE_BYTES, "_node_ip_address": _LOOPBACK}
-    elif ":" in asked.address:
-        host, _, port = asked.address.rpartition("/")[2].rpartition(":")
-        socket.create_connection((host, int(port)), _CONNECT_S).close()  # Ray itself would try for ever
+        own |= {"object_store_memory": 80 << 20, "_node_ip_address": _LOOPBACK}  # outcomes are small
+    else:
+        require_reachable(asked.address)  # Ray itself would try for ever
     import ray
 
     options = {"max_retries": 3, **asked.values()}
