@@ -13,11 +13,11 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exporter.bundle import move
+from exporter.bundle import move, variables
 from exporter.bundle.variables import ShardOrigin, write_variables
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.errors import CheckpointChanged, CorruptFile, MappingError
+from exporter.errors import CheckpointChanged, CorruptFile, MappingError, UsageError
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 from exporter.jobs.runner import Runner
 from exporter.mapping.build import CastRule, MappingRules, TensorSource, VariableMapping
@@ -264,6 +264,20 @@ def test_slices_in_any_order_are_cast_where_they_lie(tmp_path: Path, seed: int, 
     bundle = read_catalog(report.catalog.prefix)
     found = read_array(bundle, bundle.tensors["w"])
     np.testing.assert_array_equal(found, table.astype(ml_dtypes.bfloat16))
+
+
+def test_more_shards_than_a_reader_takes_are_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variables, "MAX_SHARDS", 9)
+    values = np.ones((40, 3), np.float32)
+    mapping, runner = one_source(tmp_path, values, cast=DType.BFLOAT16), Runner(task_bytes=8)
+    said = "would lie in .* shards, and a bundle has at most 9"
+    with pytest.raises(UsageError, match=said):
+        write_variables(mapping, tmp_path / "1", runner=runner)
+    with pytest.raises(UsageError, match=said):
+        variables.size_of_work(mapping, tmp_path / "1", runner.task_bytes)
+    assert not list((tmp_path / "1").rglob("variables.*"))
 
 
 def in_parts(table: np.ndarray, count: int, by_mod: bool) -> list[np.ndarray]:

@@ -22,15 +22,15 @@ from exporter.bundle.kernel_copy import ByteRange
 from exporter.bundle.link import NewFile, link_shard
 from exporter.bundle.move import Move
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
-from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_path
-from exporter.errors import LinkRefused
+from exporter.checkpoint.tensor_bundle import MAX_SHARDS, encode_index, index_path, shard_path
+from exporter.errors import LinkRefused, UsageError
 from exporter.files import writing
 from exporter.jobs import made_inputs
 from exporter.jobs.runner import LOCAL, Job, Runner
 from exporter.layout import VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.options import DataMode
-from exporter.progress import NoProgress, Progress
+from exporter.progress import NoProgress, Progress, human_bytes
 from exporter.storage import mirror
 
 _COPIES = 4  # at a time: they wait for disks more than for processors
@@ -113,6 +113,7 @@ def write_variables(
         LinkRefused: `data` is LINK and a shard cannot be linked, or the server could not read it.
         MappingError: a value does not fit the dtype it is cast to.
         PublishError: the target cannot be written; DiskFull if there is no space.
+        UsageError: tasks are so small that there would be more shards than a bundle may have.
     """
     prefix = directory / VARIABLES_DIRECTORY / VARIABLES_NAME
     if not mapping.sources:
@@ -129,10 +130,22 @@ def size_of_work(mapping: VariableMapping, model: Path, task_bytes: int) -> tupl
 
     Raises:
         MappingError: values would have to move out of, or into, parts that are not ranges of whole rows.
+        UsageError: tasks are so small that there would be more shards than a bundle may have.
     """
     _, moved = _divided(mapping, model)
     pieces = (piece for source in moved for piece in rewrite.divide(source, task_bytes))
-    return rewrite.size_of_tasks(pieces, task_bytes)
+    count, size = rewrite.size_of_tasks(pieces, task_bytes)
+    _require_few(count, task_bytes)
+    return count, size
+
+
+def _require_few(shards: int, task_bytes: int) -> None:
+    """Refuse before the work what no reader would take after it."""
+    if shards > MAX_SHARDS:
+        raise UsageError(
+            f"the values would lie in {shards:,} shards, and a bundle has at most {MAX_SHARDS:,}",
+            hint=f"name a larger --task-size than {human_bytes(task_bytes)}",
+        )
 
 
 def _divided(mapping: VariableMapping, target: Path) -> tuple[list[TensorSource], list[TensorSource]]:
@@ -178,6 +191,7 @@ class _Job:
         pieces = (piece for source in moved for piece in rewrite.divide(source, runner.task_bytes))
         self._moves = list(rewrite.tasks_for(pieces, mapping.catalog, runner.task_bytes))
         self._num_shards = len(self._kept) + len(self._moves)
+        _require_few(self._num_shards, runner.task_bytes)
         self._job: Job | None = None
         self._new_file = NewFile.in_directory(prefix.parent)
 

@@ -29,6 +29,8 @@ Array = np.ndarray[Any, Any]
 Buffer = bytes | bytearray | memoryview | Array
 
 _VERSION = 1  # kTensorBundleVersion, the producer that TensorFlow writes
+MAX_SHARDS = 100_000
+"""Of a bundle: their names have five digits."""
 
 
 def index_path(prefix: Path) -> Path:

@@ -22,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
-from exporter.checkpoint.bundle_writer import BundleWriter, encode_index, index_path, shard_path
+from exporter.checkpoint.bundle_writer import MAX_SHARDS, BundleWriter, encode_index, index_path, shard_path
 from exporter.checkpoint.slice_keys import WHOLE, overlap, slice_key
 from exporter.checkpoint.sstable import Entry, read_table
 from exporter.checkpoint.tensor_values import check_tensor, check_values, memory_map, read_array
@@ -40,6 +40,7 @@ from exporter.wire import protos
 from exporter.wire.dtypes import DType
 
 __all__ = [
+    "MAX_SHARDS",
     "BundleWriter",
     "Index",
     "check_tensor",
@@ -59,7 +60,6 @@ OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
 _VERSION = 1  # kTensorBundleVersion: what this reader understands
 _MAX_INDEX_BYTES = 1 << 30
-_MAX_SHARDS = 100_000  # file names have five digits
 _STEP_LIMIT = 1 << 63  # a training step is an int64
 _MAX_RANK = 254  # TensorShape::MaxDimensions
 _MAX_ELEMENTS = 1 << 63
@@ -159,7 +159,7 @@ def _check_header(table: list[Entry], path: Path) -> int:
         raise UnsupportedFormat(
             f"{path} needs a reader of version {header.version.min_consumer}, this one is {_VERSION}"
         )
-    if not 1 <= header.num_shards <= _MAX_SHARDS:
+    if not 1 <= header.num_shards <= MAX_SHARDS:
         raise CorruptFile(f"{path} is damaged: its header lists {header.num_shards} shards")
     return int(header.num_shards)
 
