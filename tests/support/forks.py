@@ -107,6 +107,7 @@ class WarmNode:
     """A node of `examples.cluster`, forked warm, as `subprocess.Popen` has it."""
 
     def __init__(self, command: NodeCommand, env: Mapping[str, str], log: Path) -> None:
+        log.touch()  # whoever started the node reads it at once; the node is there in a while
         given = (command.words, command.cwd or Path.cwd(), command.seconds, {**env}, log)
         self._process = FORKS.Process(target=_as_node, args=given, daemon=True)
         self._process.start()
