@@ -47,6 +47,7 @@ SERVING_SHARES = {
     "exporter.delta.spans",
     "exporter.golden",
     # The agent fetches what its servers read, and what is published is read where it is.
+    "exporter.storage.waiting",
     "exporter.transfer.opened",
     "exporter.transfer.pull",
     "exporter.transfer.push",

@@ -162,3 +162,25 @@ def test_a_canarys_rollback_stays_when_the_store_has_merged(
     assert export_model("resume", copy).code == 0  # the canary's, too
     assert pull(url, copy, prune=True).removed == (delta(10, 20), delta(20, 30), delta(20, 31))
     assert_same_bits(values_at(read_log(copy)), served_now(machine.trainer, Serving()))
+
+
+def test_what_a_canary_took_back_stays_while_its_merger_has_to_wait(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    """The store has merged what was taken back; the copy cannot have that, and goes back by the parts."""
+    copy = tmp_path / "copy"
+    machine.go_on(35)
+    machine.go_on(40)
+    pushed(machine.model, url)
+    pull(url, copy)
+    with Staging(copy) as staging:
+        read_log(copy).held.put(20, staging, canary=True)
+    assert export_model("rollback", copy, "--to", 20, "--if-canary", "--reason", "canary: NaN").code == 0
+    merge(machine.model, start=30)
+    forget(machine, url, delta(30, 35), delta(35, 40))
+    grow_old(copy)
+    done = pull(url, copy, prune=True)
+    assert (done.waiting, done.removed) == ((delta(30, 40),), ())
+    resumed = export_model("resume", copy)
+    assert resumed.code == 0, resumed.err
+    assert_same_bits(values_at(read_log(copy)), served_now(machine.trainer, Serving()))

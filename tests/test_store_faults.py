@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,9 +17,15 @@ import pytest
 
 from exporter.storage import mirror, objects, store_errors
 from exporter.storage.store_errors import BrokenOff, again
+from exporter.storage.waiting import workers
+from exporter.transfer.pull import pull
+from serving.agent.journal import Event, Journal
+from serving.agent.publications import Model
+from serving.agent.puller import Puller, pulling
 from tests.support.budget import THOROUGH
 from tests.support.commands import export_model
 from tests.support.faulty_store import Fault, Weather, faulty
+from tests.support.http_proxy import Forwarding, serving
 from tests.support.object_stores import SECRET, Bucket
 from tests.test_transfer import Machine, files, machine  # noqa: F401  a fixture
 
@@ -177,11 +186,109 @@ def test_a_command_ends_when_it_is_told_to_while_the_store_is_silent(
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
             monkeypatch.setenv(name, "tests")
-        command = [sys.executable, "-m", "exporter", "pull", "s3://models/ranker", str(tmp_path), "--watch"]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                silent.accept()
-                process.terminate()
-                assert process.wait(40) == 130
-            finally:
-                process.kill()
+        _ends_when_it_is_told_to("s3://models/ranker", tmp_path, silent.accept)
+
+
+def _ends_when_it_is_told_to(url: str, copy: Path, waits: Callable[[], object]) -> None:
+    command = [sys.executable, "-m", "exporter", "pull", url, str(copy), "--watch"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            waits()
+            process.terminate()
+            assert process.wait(40) == 130
+        finally:
+            process.kill()
+
+
+@contextmanager
+def _silent_about(bucket: Bucket, names: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The bucket's store does not answer to reading some objects; set once it is asked for one."""
+    asked, over = threading.Event(), threading.Event()
+
+    class Silent(Forwarding):
+        target = bucket.environment["AWS_ENDPOINT_URL"]
+
+        def forward(self) -> None:
+            if self.command == "GET" and re.search(names, self.path):
+                asked.set()
+                over.wait()
+                self.close_connection = True
+            else:
+                self.answer(self.ask())
+
+    with serving(Silent) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        try:
+            yield asked
+        finally:
+            over.set()
+
+
+@pytest.mark.parametrize("names", ["manifest.json$", "/deltas/.*(?<!manifest.json)$"])
+def test_a_command_ends_while_its_workers_wait_for_the_store(
+    machine: Machine,  # noqa: F811
+    bucket: Bucket,
+    names: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = bucket.url("models/ranker")
+    assert export_model("push", machine.model, url).code == 0
+    with _silent_about(bucket, names, monkeypatch) as asked:
+        _ends_when_it_is_told_to(url, tmp_path / "copy", lambda: asked.wait(30))
+
+
+def test_an_agent_that_ends_leaves_nobody_who_fetches(
+    machine: Machine,  # noqa: F811
+    bucket: Bucket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process would wait for whoever fetches, until a copy that lags far behind has caught up."""
+    url, copy = bucket.url("models/ranker"), tmp_path / "copy"
+    assert export_model("push", machine.model, url).code == 0
+    events: list[Event] = []
+    journal = Journal()
+    journal.read_by(events.append)
+    puller = Puller(Model("ranker", copy), url, journal, 0.1)
+    before = {*threading.enumerate()}
+    with _silent_about(bucket, "/deltas/.*(?<!manifest.json)$", monkeypatch) as asked:
+        with pulling([puller]):
+            assert asked.wait(30)
+        left = {thread.name for thread in {*threading.enumerate()} - before}
+    assert not [name for name in left if name.startswith(("pull", "ahead"))]
+    assert not events, "that it ends is no failure"
+    assert pull(url, copy).position == 30
+
+
+def test_tasks_that_nobody_waits_for_end() -> None:
+    """At their next request; a failure alone waits for what is under way."""
+    silent, begun = threading.Event(), list[int]()
+
+    def task(number: int) -> None:
+        begun.append(number)
+        again(silent.wait)
+
+    try:
+        with pytest.raises(KeyboardInterrupt), workers(2, "outer") as pool:
+            pool.submit(_together, task)
+            while len(begun) < 2:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        assert len(begun) == 2
+    finally:
+        silent.set()
+    slow = threading.Event()
+    threading.Timer(0.3, slow.set).start()
+    with pytest.raises(ValueError, match="one"), workers(2, "failing") as pool:
+        done = pool.submit(again, slow.wait)
+        while not done.running():
+            time.sleep(0.01)
+        raise ValueError("one")
+    assert done.result()
+
+
+def _together(task: Callable[[int], None]) -> None:
+    with workers(2, "inner") as pool:
+        for each in [pool.submit(task, number) for number in range(100)]:
+            each.result()

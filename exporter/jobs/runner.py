@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from tempfile import gettempdir
@@ -30,6 +29,7 @@ from exporter.progress import NoProgress, Progress
 from exporter.storage import mirror
 from exporter.storage.mirror import Mirror
 from exporter.storage.output_directory import Directory, StoreDirectory, open_directory
+from exporter.storage.waiting import workers
 from exporter.version import __version__
 
 _LOOKS = 16  # receipts that are asked for at a time
@@ -187,6 +187,6 @@ def _known(tasks: Sequence[Task], place: Directory) -> dict[str, Receipt]:
     """The receipts of a job that was begun before."""
     names = set(place.names(RECEIPTS_DIRECTORY))
     begun = [task.name for task in tasks if f"{RECEIPTS_DIRECTORY}/{task.name}.json" in names]
-    with ThreadPoolExecutor(_LOOKS, "receipts") as pool:
+    with workers(_LOOKS, "receipts") as pool:
         found = pool.map(lambda name: kept_receipt(place, name), begun)
         return {receipt.task: receipt for receipt in found if receipt is not None}

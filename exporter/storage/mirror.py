@@ -26,6 +26,7 @@ from exporter.storage.ranges import Ranges
 from exporter.storage.read_ahead import ReadAhead
 from exporter.storage.requests import GAP_BYTES, near
 from exporter.storage.url import Url
+from exporter.storage.waiting import workers
 
 _PREFIX = "export-model-"
 _MOST_FILES = 100_000
@@ -190,9 +191,7 @@ class Mirror:
         if not names:
             yield
             return
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(len(names), "read-ahead") as pool:
+        with workers(len(names), "read-ahead") as pool:
             for name in names:
                 each, fetched = self._found[name], self._fetched[name]
                 pool.submit(self._fill, name, each, fetched, [(0, each.size)])

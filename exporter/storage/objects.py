@@ -23,6 +23,7 @@ from exporter.storage.open_files import write_at
 from exporter.storage.requests import Request, requests, upload_parts
 from exporter.storage.store_errors import BrokenOff, again, asking, writing_to
 from exporter.storage.url import Url
+from exporter.storage.waiting import workers
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -185,7 +186,6 @@ class ObjectReader:
         Raises:
             CheckpointChanged, CheckpointError: as `read`.
         """
-        from concurrent.futures import ThreadPoolExecutor
 
         def take(request: Request) -> None:
             content = self.read(found, request.start, request.stop)
@@ -196,14 +196,9 @@ class ObjectReader:
         if len(planned) == 1:
             take(planned[0])
             return
-        with ThreadPoolExecutor(_CONNECTIONS, "fetch") as pool:
-            tasks = [pool.submit(take, request) for request in planned]
-            try:
-                for task in tasks:
-                    task.result()
-            finally:
-                for task in tasks:
-                    task.cancel()
+        with workers(_CONNECTIONS, "fetch") as pool:
+            for task in [pool.submit(take, request) for request in planned]:
+                task.result()
 
     def _named(self, key: str) -> str:
         return f"{self.url.scheme}://{self.url.bucket}/{key}"
@@ -321,8 +316,6 @@ class ObjectWriter(ObjectReader):
         Raises:
             PublishError: the store cannot be written.
         """
-        from concurrent.futures import ThreadPoolExecutor
-
         import obstore
 
         def remove(some: list[str]) -> None:
@@ -331,7 +324,7 @@ class ObjectWriter(ObjectReader):
 
         # S3 removes a thousand by one request; others end at the first that is not there
         parts = [[*keys]] if keys and self.url.scheme == "s3" else [[key] for key in keys]
-        with ThreadPoolExecutor(_CONNECTIONS, "delete") as pool:
+        with workers(_CONNECTIONS, "delete") as pool:
             for _ in pool.map(remove, parts):
                 pass
 

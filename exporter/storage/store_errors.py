@@ -6,15 +6,14 @@ Of a store's text only what can hold no secret is kept.
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
 from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, PublishError
 from exporter.storage.url import Url
+from exporter.storage.waiting import awaited
 
 T = TypeVar("T")
 
@@ -56,33 +55,13 @@ def again(ask: Callable[[], T]) -> T:
     deadline = time.monotonic() + _AGAIN_SECONDS
     for pause in _PAUSES:
         try:
-            return _awaited(ask)
+            return awaited(ask)
         except (BrokenOff, GenericError) as error:
             breaks_off = isinstance(error, BrokenOff) or "body error" in str(error)
             if not breaks_off or time.monotonic() >= deadline:
                 raise
         time.sleep(pause)
-    return _awaited(ask)
-
-
-def _awaited(ask: Callable[[], T]) -> T:
-    """What `ask` returns or raises; SIGINT and SIGTERM end the wait for a store that is silent.
-
-    Python calls their handlers once the main thread is back from the library, after a minute then. So another
-    thread asks for it, which nobody waits for at the end of the process: nothing is written by it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return ask()
-    answer = Future[T]()
-
-    def wait() -> None:
-        try:
-            answer.set_result(ask())
-        except BaseException as error:  # noqa: BLE001 - it is raised where the answer is awaited
-            answer.set_exception(error)
-
-    threading.Thread(target=wait, name="ask", daemon=True).start()
-    return answer.result()
+    return awaited(ask)
 
 
 @contextmanager

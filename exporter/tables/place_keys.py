@@ -8,7 +8,6 @@ range, too, as the other task does, and only then its own last range around it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate, islice
 from pathlib import Path
@@ -23,6 +22,7 @@ from exporter.files import writing
 from exporter.jobs.task import Range, Receipt, Task
 from exporter.storage.open_files import read_at, write_at
 from exporter.storage.output_directory import Directory, new_file
+from exporter.storage.waiting import workers
 from exporter.tables.crowding import table_full
 from exporter.tables.geometry import WINDOW, keys_of
 from exporter.tables.key_ranges import KEY_BYTES, KeyRanges
@@ -124,7 +124,7 @@ class Place(Task, frozen=True, kw_only=True):
     @contextmanager
     def _fetched(self, directory: Directory) -> Iterator[list[list[_Located]]]:
         """Files with the sections of each run; from a store all are fetched into one, many at a time."""
-        with new_file(directory.scratch) as (descriptor, path), ThreadPoolExecutor(_FETCHED) as pool:
+        with new_file(directory.scratch) as (descriptor, path), workers(_FETCHED, "sections") as pool:
 
             def fetch(section: Section, offset: int) -> _Located:
                 wanted, source = Range(0, section.offset, section.bytes_), self.inputs[section.input]

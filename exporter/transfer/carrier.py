@@ -6,7 +6,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from exporter.storage import mirror
 from exporter.storage.conditions import require_conditions
 from exporter.storage.objects import ObjectWriter, RemoteObject, Tag
 from exporter.storage.requests import MOST_COPIED
+from exporter.storage.waiting import workers
 from exporter.transfer.head import Head, Upload, as_bytes, as_text, fetch_head, files_digest
 from exporter.transfer.items import Item, StoredModel, item_of, stored_model
 
@@ -136,7 +136,7 @@ class Carrier:
             mirror.fetch(path)
             self._store.upload(key, path)
             yield file.bytes_
-        with ThreadPoolExecutor(_COPIES, "copy") as pool:
+        with workers(_COPIES, "copy") as pool:
             done = pool.map(lambda copy: self._store.duplicate(*copy), copies)
             for (each, _), _ in zip(copies, done, strict=True):
                 yield each.size

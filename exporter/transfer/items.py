@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +21,7 @@ from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
 from exporter.publish.manifest import Manifest, from_json
 from exporter.publish.versions import MAX_MANIFEST_BYTES, delta_names, published_versions
 from exporter.storage.objects import ObjectReader, RemoteObject
+from exporter.storage.waiting import workers
 
 _ITEM = re.compile(rf"([0-9]{{1,19}}|{DELTAS_DIRECTORY}/[0-9]{{20}}/[0-9]{{20}}-[0-9]{{20}})/(.+)")
 _HOLD = re.compile(rf"(?:{DELTAS_DIRECTORY}/[0-9]{{20}}/)?{HOLD_FILE}")
@@ -200,7 +200,7 @@ def _with_items(
             items[path] = ours[path]
         else:
             new[path] = each
-    with ThreadPoolExecutor(_CONNECTIONS, "manifests") as pool:
+    with workers(_CONNECTIONS, "manifests") as pool:
         contents = pool.map(lambda pair: read_stored(store, *pair), new.items())
         for path, content in zip(new, contents, strict=True):
             items[path] = item_of(path, content, f"{store.url}/{path}")

@@ -16,7 +16,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,6 +39,7 @@ from exporter.publish.staging import Staging
 from exporter.storage.objects import ObjectWriter, RemoteObject, Tag
 from exporter.storage.requests import PART_BYTES
 from exporter.storage.url import Url
+from exporter.storage.waiting import workers
 from exporter.transfer.head import Head, Upload, as_bytes, fetch_head, files_digest, recall, remember
 from exporter.transfer.items import (
     Item,
@@ -147,14 +147,11 @@ class LocalCopy:
             make_directories(model)
         with model_lock(model, _LOCK_SECONDS, PULL_LOCK_FILE):
             job = _Pull(store, self.url, model, stored, fetched)
-            incomplete, removed = job.run(progress, prune=self._prune)
+            done = job.run(progress, prune=self._prune)
             if head is not None and job.here.keys() >= stored.items.keys() and head[0].path in stored.items:
                 remember(model, self.url, head[0])
         self._seen = seen
-        position = max((item.manifest.position for item in job.here.values()), default=None)
-        size = sum(item.bytes_ for item in fetched)
-        paths = tuple(item.path for item in fetched)
-        return Pulled(paths, removed, incomplete, size, position, job.waiting)
+        return done
 
     def _look(self, store: ObjectWriter) -> Seen:
         now = time.monotonic()
@@ -188,11 +185,10 @@ class _Pull:
         self._store, self._url, self._model, self._stored = store, url, model, stored
         self._fetched = fetched
         self.here = by_path(local_items(model))
-        self.waiting: tuple[str, ...] = ()
         self._kept_hold = ""
 
-    def run(self, progress: ProgressFactory, *, prune: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Fetch what is missing; what is not whole in the store yet, and what was removed."""
+    def run(self, progress: ProgressFactory, *, prune: bool) -> Pulled:
+        """Fetch what is missing."""
         wanted = sorted(
             (item for item in self._stored.items.values() if not self._has(item)), key=lambda item: item.order
         )
@@ -206,17 +202,26 @@ class _Pull:
                     cause="neither leads on from the other",
                     hint=f"pull into a directory of its own: export-model pull {self._url} OTHER",
                 )
-            return (), ()
+            return self._done()
+        waiting: tuple[str, ...] = ()
         if taken_back is not None:
-            self.waiting = tuple(item.path for item in wanted if taken_back.withholds(item))
+            waiting = tuple(item.path for item in wanted if taken_back.withholds(item))
             wanted = [item for item in wanted if not taken_back.withholds(item)]
             if Hold(self._model / taken_back.log).binds:
                 self._kept_hold = f"{taken_back.log}/{HOLD_FILE}"
-        removed = self._prune(is_current=not wanted) if prune else ()
+        removed = self._prune(is_current=not wanted and not waiting) if prune else ()
         incomplete = self._fetch(wanted, progress)
         if not incomplete:
             self._settle_holds()
-        return incomplete, removed
+        return self._done(removed, incomplete, waiting)
+
+    def _done(
+        self, removed: tuple[str, ...] = (), incomplete: tuple[str, ...] = (), waiting: tuple[str, ...] = ()
+    ) -> Pulled:
+        fetched = tuple(item.path for item in self._fetched)
+        size = sum(item.bytes_ for item in self._fetched)
+        position = max((item.manifest.position for item in self.here.values()), default=None)
+        return Pulled(fetched, removed, incomplete, size, position, waiting)
 
     def _published_here(self) -> list[Item]:
         """What lies beyond all that came from the store, or was sent there; and what a canary took back."""
@@ -260,7 +265,7 @@ class _Pull:
         """Fetch small publications, as most deltas are, while those before them are fetched and published:
         requests take their time, and a copy may lag a thousand deltas behind. What is large comes in parts.
         """
-        with ThreadPoolExecutor(_AHEAD, "ahead") as pool:
+        with workers(_AHEAD, "ahead") as pool:
             tasks = {
                 item.path: pool.submit(self._staged, item, whole[item.path], bar)
                 for item in items
@@ -271,11 +276,7 @@ class _Pull:
                 task = tasks.get(item.path)
                 return self._staged(item, whole[item.path], bar) if task is None else task.result()
 
-            try:
-                yield staged
-            finally:
-                for task in tasks.values():
-                    task.cancel()
+            yield staged
 
     def _has(self, item: Item) -> bool:
         ours = self.here.get(item.path)

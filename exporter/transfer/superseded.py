@@ -1,9 +1,13 @@
 """What a pulled copy can do without: the store has no more, and servers have no use for either.
 
-Servers list the directory and then take, and load, what they saw there. So a publication goes when what they
-take instead has been here for a while: a merger, or a base that leads at least as far. If everything of the
-store is here, and has been, servers take whatever they find. What lies beyond a hold replaces nothing. The
-last base stays whatever somebody removes from the store, and a rollback until something replaces it.
+Servers list the directory and then take, and load, what they saw there. So what came a moment ago, or lies
+beyond a hold, counts for nothing here: only what is settled does. What the store has no more goes
+
+- if it is replaced: a merger that has all its rows, or a base, is settled and leads at least as far;
+- if the copy is quiet: everything of the store is here and settled, a base among it, so servers take whatever
+  they find. A rollback and its resumption stay, which a canary may have made here.
+
+So the last base stays, whatever somebody removes from the store.
 """
 
 from __future__ import annotations

@@ -5,18 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import ExportError, TargetBusy, UsageError
+from exporter.storage.waiting import GivenUp, until
 from exporter.transfer.pull import LocalCopy
 from exporter.transfer.push import parse
 from serving.agent.journal import Event, Journal, What
 from serving.agent.publications import Model
 from serving.optional_libraries import require_libraries
+
+_END_SECONDS = 5.0
+"""How long the end of the agent waits for what is being written of a publication."""
 
 
 class Fetched(Struct, frozen=True):
@@ -43,9 +47,10 @@ class Puller:
     def follow(self, stop: threading.Event) -> None:
         """Look into the store every `poll_s`, until `stop`."""
         copy = LocalCopy(self._url, self._model.path, prune=True)
-        while not stop.is_set():
-            self._look(copy)
-            stop.wait(self._poll_s)
+        with suppress(GivenUp), until(stop):
+            while not stop.is_set():
+                self._look(copy)
+                stop.wait(self._poll_s)
 
     def _look(self, copy: LocalCopy) -> None:
         began, before = time.monotonic(), self.fetched
@@ -111,11 +116,20 @@ def pullers_of(
 
 @contextmanager
 def pulling(pullers: Sequence[Puller]) -> Iterator[None]:
-    """Fetch while the block runs; what is being fetched when it ends is fetched on by the next agent."""
+    """Fetch while the block runs; what is being fetched when it ends is fetched on by the next agent.
+
+    The threads that ask for it end before the process does, which would wait for them.
+    """
     stop = threading.Event()
-    for puller in pullers:
-        threading.Thread(target=puller.follow, args=(stop,), name="pull", daemon=True).start()
+    threads = [
+        threading.Thread(target=puller.follow, args=(stop,), name="pull", daemon=True) for puller in pullers
+    ]
+    for thread in threads:
+        thread.start()
     try:
         yield
     finally:
         stop.set()
+        deadline = time.monotonic() + _END_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))

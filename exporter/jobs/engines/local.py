@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from exporter.jobs.execute import execute
+from exporter.storage.waiting import workers
 
 _AHEAD = 2  # works for each thread that are taken from the plan: enough to keep it busy
 
@@ -21,17 +22,14 @@ class LocalEngine:
 
     def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
         """See `Engine`."""
-        pool = ThreadPoolExecutor(self._workers, "jobs")
         pending: set[Future[bytes]] = set()
-        try:
+        with workers(self._workers, "jobs") as pool:
             for work in works:
                 pending.add(pool.submit(execute, work))
                 if len(pending) > _AHEAD * self._workers:
                     yield from _finished(pending)
             while pending:
                 yield from _finished(pending)
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def _finished(pending: set[Future[bytes]]) -> Iterator[bytes]:

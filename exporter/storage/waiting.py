@@ -1,0 +1,96 @@
+"""Wait for what a store answers, for as long as somebody wants the answer: a silent store may take a minute.
+
+Requests of the main thread end with SIGINT and SIGTERM, those of `workers` when the block that set them to
+work is interrupted, and those of a thread in `until` once its event is set.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, wait
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.1
+
+
+class GivenUp(BaseException):
+    """Nobody waits for this work any more; no failure, so that nothing reports it as one."""
+
+
+class _Thread(threading.local):
+    """What ends the requests of a thread."""
+
+    ends: tuple[threading.Event, ...] = ()
+
+
+_this = _Thread()
+
+
+@contextmanager
+def until(end: threading.Event) -> Iterator[None]:
+    """Requests of this thread, and of the workers that it has, raise `GivenUp` once `end` is set."""
+    before = _this.ends
+    _this.ends = (*before, end)
+    try:
+        yield
+    finally:
+        _this.ends = before
+
+
+@contextmanager
+def workers(count: int, name: str) -> Iterator[Executor]:
+    """Threads for tasks that ask a store; at the end of the block those under way are awaited.
+
+    After a failure what has not begun is dropped. If the block is interrupted, what is under way ends at its
+    next request, too: the process waits for these threads.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    end = threading.Event()
+    pool = ThreadPoolExecutor(count, name, setattr, (_this, "ends", (*_this.ends, end)))
+    try:
+        yield pool
+        pool.shutdown()
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            end.set()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def awaited(ask: Callable[[], T]) -> T:
+    """What `ask` returns or raises, unless it is given up; it must write nothing.
+
+    Python cannot break off a request, and calls the handlers of signals once the main thread is back from the
+    library. So another thread asks for it, which nobody waits for at the end of the process.
+
+    Raises:
+        GivenUp: the answer is not wanted any more.
+    """
+    ends = _this.ends
+    if not ends and threading.current_thread() is not threading.main_thread():
+        return ask()
+    answer = Future[T]()
+
+    def take() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:  # noqa: BLE001 - it is raised where the answer is awaited
+            answer.set_exception(error)
+
+    _require_wanted(ends)
+    threading.Thread(target=take, name="ask", daemon=True).start()
+    while not answer.done():
+        wait([answer], _LOOK_SECONDS if ends else None)
+        _require_wanted(ends)
+    return answer.result()
+
+
+def _require_wanted(ends: tuple[threading.Event, ...]) -> None:
+    if any(end.is_set() for end in ends):
+        raise GivenUp
