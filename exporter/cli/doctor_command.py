@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,12 +75,15 @@ def doctor(
         from exporter.doctor.replicas import judge
 
         model, now = opened_model.path, time.time()
-        seen = examine(model, ckpt_dir, now=now, is_remote=opened_model.is_remote)
-        findings = [*seen.findings]
         name = model_name or model.resolve().name
         replicas = [_ask(address, name, deadline, access) for address in target or ()]
-        for replica in replicas:
-            findings += judge(model, seen.found, replica, now=now, patience=patience)
+
+        def look() -> tuple[Examination, list[Finding]]:
+            seen = examine(model, ckpt_dir, now=now, is_remote=opened_model.is_remote)
+            judged = (judge(model, seen.found, replica, now=now, patience=patience) for replica in replicas)
+            return seen, [*seen.findings, *chain.from_iterable(judged)]
+
+        seen, findings = opened_model.carry(look)
         _report(seen, findings, replicas, ckpt_dir, sink)
         error = diagnosis(model, findings)
         if error is not None:

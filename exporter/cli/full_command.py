@@ -34,7 +34,7 @@ def run(
         return
     try:
         if dry_run:
-            render.plan(full_plan.plan(request), sink)
+            render.plan(target.carry(lambda: full_plan.plan(request)), sink)
         else:
             graphs = run_builders_once()
             done = target.carry(lambda: full.export(request, sink.progress, graphs), sink.progress)

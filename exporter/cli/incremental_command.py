@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 from exporter.cli.documents.exported import DeltaExport, DeltaPlan, Notified, RowsLeftOut, RowsRounded
 from exporter.cli.documents.values import Status
 from exporter.cli.notify import NOBODY, Servers
-from exporter.errors import ExportError, ManifestError, PositionError, UsageError
+from exporter.errors import ExportError, ManifestError, PositionError, PositionMoved, UsageError
 from exporter.graph.origin import check_named
 from exporter.options import ExportRequest
 from exporter.pipeline import begin_log, incremental
@@ -229,15 +229,17 @@ def _next_lines(plan: IncrementalPlan) -> Iterator[str]:
 
 def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
     if not begin_log.is_begun(request):
-        _dry_run_base(request, sink)
+        _dry_run_base(request, sink, how)
         return
     try:
-        planned = incremental.plan_incremental(request)
+        planned = how.target.carry(lambda: incremental.plan_incremental(request))
+    except PositionMoved:
+        raise
     except PositionError as error:
         if not how.full_on_mismatch:
             raise
         sink.note(f"a new base is due: {error.message}" + (f" ({error.cause})" if error.cause else ""))
-        _dry_run_base(request, sink)
+        _dry_run_base(request, sink, how)
         return
     what = "nothing" if planned.is_nothing else f"the delta {planned.span}"
     status = Status.NOTHING_TO_DO if planned.is_nothing else Status.PLANNED
@@ -250,11 +252,11 @@ def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
             sink.note(f"note: {note}")
 
 
-def _dry_run_base(request: ExportRequest, sink: Output) -> None:
+def _dry_run_base(request: ExportRequest, sink: Output, how: RunOptions) -> None:
     from exporter.cli import render
     from exporter.pipeline.full_plan import plan
 
-    render.plan(plan(begin_log.as_base(request)), sink)
+    render.plan(how.target.carry(lambda: plan(begin_log.as_base(request))), sink)
 
 
 def _document(planned: IncrementalPlan, status: Status, *, dry_run: bool = False) -> DeltaPlan:

@@ -10,7 +10,7 @@ from exporter.local_paths import checkpoint_parser
 from exporter.options import ExportRequest
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command, pairs
 from exporter.terminal.parameters import App, Argument, Option
-from exporter.transfer.opened import opened_if_model
+from exporter.transfer.opened import LocalModel, opened_if_model
 
 
 def register(app: App) -> None:
@@ -79,5 +79,7 @@ def inspect(
         from exporter.cli import render_inspection
         from exporter.pipeline import inspection
 
-        with opened_if_model(str(path)) as place:
-            render_inspection.inspected(inspection.inspect(Path(place)), sink, tensors=tensors)
+        with opened_if_model(str(path)) as stored:
+            target = stored or LocalModel(path)
+            found = target.carry(lambda: inspection.inspect(target.path))
+            render_inspection.inspected(found, sink, tensors=tensors)

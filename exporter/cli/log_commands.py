@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +16,7 @@ from exporter.local_paths import checkpoint_parser
 from exporter.storage.url import Url
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
 from exporter.terminal.parameters import App, Argument, Option, Options
-from exporter.transfer.opened import opened, opened_if_model
+from exporter.transfer.opened import OpenModel, opened, opened_if_model
 
 DryRunFlag = Annotated[bool, Option("--dry-run", help="Print what would be done and write nothing.")]
 ModelArgument = Annotated[
@@ -67,14 +69,15 @@ def merge(
 
         path, jobs, bar = target.path, job_flags.jobs(), sink.progress
         if rebase and dry_run:
-            render_log.rebasing(bases.plan_rebase(path, despite_hold=despite_hold, jobs=jobs), sink)
+            planned = target.carry(lambda: bases.plan_rebase(path, despite_hold=despite_hold, jobs=jobs))
+            render_log.rebasing(planned, sink)
         elif rebase:
             based = target.carry(
                 lambda: bases.rebase(path, keep=keep, despite_hold=despite_hold, jobs=jobs, progress=bar)
             )
             render_log.rebased(based, sink)
         elif dry_run:
-            render_log.merging(log_maintenance.plan_merge(path, from_, to, jobs), sink)
+            render_log.merging(target.carry(lambda: log_maintenance.plan_merge(path, from_, to, jobs)), sink)
         else:
             done = target.carry(lambda: log_maintenance.merge(path, from_, to, jobs, bar))
             render_log.merged(done, sink)
@@ -115,7 +118,8 @@ def rollback(
 
         path = target.path
         if dry_run:
-            render_log.taking_back(log_maintenance.plan_rollback(path, to, if_canary=if_canary), sink)
+            planned = target.carry(lambda: log_maintenance.plan_rollback(path, to, if_canary=if_canary))
+            render_log.taking_back(planned, sink)
         else:
             done = target.carry(
                 lambda: log_maintenance.rollback(path, to, reason=reason, if_canary=if_canary)
@@ -150,7 +154,8 @@ def resume(
 
         path = target.path
         if dry_run:
-            render_log.taking_back(log_maintenance.plan_resume(path, lift_only=lift_only), sink)
+            planned = target.carry(lambda: log_maintenance.plan_resume(path, lift_only=lift_only))
+            render_log.taking_back(planned, sink)
         else:
             done = target.carry(lambda: log_maintenance.resume(path, lift_only=lift_only))
             render_log.taken_back(done, sink)
@@ -175,7 +180,7 @@ def diff(
       export-model diff s3://bucket/train/model.ckpt-900 s3://bucket/train/model.ckpt-1000 --engine ray
     """
     with command(json_, quiet, debug) as sink, ExitStack() as stack:
-        models: dict[str, str] = {}
+        models: dict[str, OpenModel] = {}
         first, second = (_side(text, models, stack) for text in (a, b))
         from exporter.cli import render_log
         from exporter.jobs.runner import Runner
@@ -183,22 +188,32 @@ def diff(
 
         jobs = job_flags.jobs()
         runner = Runner.of(jobs) if jobs.engine else None
-        found = comparison.compare(comparison.parse_side(first), comparison.parse_side(second), runner)
+
+        def compared() -> comparison.Differences:
+            return comparison.compare(comparison.parse_side(first), comparison.parse_side(second), runner)
+
+        work: Callable[[], comparison.Differences] = compared
+        for model in models.values():
+            work = partial(model.carry, work)
+        found = work()
         render_log.differences(found, sink)
     if exit_code and not found.is_empty:
         raise click.exceptions.Exit(Exit.DIFFERENT)
 
 
-def _side(text: str, models: dict[str, str], stack: ExitStack) -> str:
+def _side(text: str, models: dict[str, OpenModel], stack: ExitStack) -> str:
     """A side of a comparison, a model's URL as the local path that stands for it: one for both sides."""
     name, at, position = text.rpartition("@")
     if at and position.isdecimal() and Url.parse(name) is not None:
         if name not in models:
-            models[name] = str(stack.enter_context(opened(name, read_only=True)).path)
-        return f"{models[name]}@{position}"
+            models[name] = stack.enter_context(opened(name, read_only=True))
+        return f"{models[name].path}@{position}"
     if text not in models:
-        models[text] = stack.enter_context(opened_if_model(text))
-    return models[text]
+        found = stack.enter_context(opened_if_model(text))
+        if found is None:
+            return text
+        models[text] = found
+    return str(models[text].path)
 
 
 def verify(
@@ -223,7 +238,7 @@ def verify(
         from exporter.verify import log as verify_log
 
         runner = Runner.of(job_flags.jobs())
-        found = verify_log.verify_model(target.path, bytes_=bytes_, runner=runner)
+        found = target.carry(lambda: verify_log.verify_model(target.path, bytes_=bytes_, runner=runner))
         render_log.verified(found, sink)
         if found.problems:
             raise found.problems[0]

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from exporter.errors import CheckpointError, PositionMoved, VerificationError
 from exporter.publish.delta_log import DeltaLog, read_log
+from exporter.storage import mirror
 
 T = TypeVar("T")
 
@@ -31,6 +32,8 @@ def undisturbed(
         try:
             return action(log)
         except (CheckpointError, PositionMoved, VerificationError) as error:
+            if mirror.find(model) is not None:  # whoever opened it looks again: here nothing changes
+                raise
             if not isinstance(error, PositionMoved) and all(delta.path.exists() for delta in log.deltas):
                 raise
             if clock() >= deadline:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from exporter.delta.format import log_name
 from exporter.delta.spans import expendable
-from exporter.errors import CheckpointChanged, ManifestError
+from exporter.errors import ManifestError, PositionMoved
 from exporter.files import open_lock, try_lock
 from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE, TRASH_PREFIX
 from exporter.publish.delta_log import DeltaLog, LogDelta, list_deltas
@@ -187,7 +187,7 @@ def _created(delta: LogDelta) -> float:
     """When a delta was published; infinity, as if it were always new, if that is unknown."""
     try:
         return delta.manifest.created.timestamp()
-    except (ManifestError, CheckpointChanged):
+    except (ManifestError, PositionMoved):
         return float("inf")
 
 

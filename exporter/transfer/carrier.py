@@ -67,8 +67,9 @@ class Carrier:
         self.look()
         while (upload := self.head.uploading) is not None:
             if is_ours(upload) or self._silence() >= LEASE_SECONDS:
-                self._give_up(upload)
-                return
+                with suppress(PositionMoved):  # another machine did so first, or it goes on after all
+                    self._give_up(upload)
+                    return
             if time.monotonic() >= deadline:
                 raise PositionMoved(
                     f"{self._url}: {upload.path} is being published by another machine",
@@ -152,19 +153,26 @@ class Carrier:
         self._replace(replace(self.head, holds=as_text(holds)))
         self._show_holds()
 
-    def stored(self, *, finish: bool = True) -> StoredModel:
-        """What is published now.
-
-        With `finish`, what a killed process has published and not yet shown is shown first.
+    def completed(self) -> StoredModel:
+        """Show what a killed process has published and not shown yet; return what is published then.
 
         Raises:
             PublishError, CheckpointError, ManifestError: the store cannot be written or read.
         """
+        found = self.listed()
+        return self.listed() if self._complete(found) else found
+
+    def listed(self) -> StoredModel:
+        """What is published now.
+
+        Raises:
+            CheckpointError: the store cannot be read.
+        """
         found = stored_model(self._store)
         self.shown = dict(found.holds)
-        return stored_model(self._store) if finish and self._finish(found) else found
+        return found
 
-    def _finish(self, stored: StoredModel) -> bool:
+    def _complete(self, stored: StoredModel) -> bool:
         """Reveal what is published and is not shown; True if `stored` is out of date then."""
         head = self.head
         pending = _pending(head.path, head.manifest)

@@ -69,7 +69,7 @@ class Head(Struct, frozen=True):
         coming = "" if self.uploading is None else self.uploading.path
         return [path for path in (self.path, coming) if path]
 
-    def is_of(self, other: Head | None) -> bool:
+    def is_same_publication(self, other: Head | None) -> bool:
         """True if both name the same publication."""
         return other is not None and (self.path, self.manifest) == (other.path, other.manifest)
 

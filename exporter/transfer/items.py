@@ -174,9 +174,9 @@ def stored_items(
     store: ObjectReader,
     ours: Mapping[str, Item],
     known: StoredItems | None = None,
-    listed: Callable[[], StoredModel] | None = None,
+    look: Callable[[], StoredModel] | None = None,
 ) -> StoredItems:
-    """What is published in a store, as `listed` tells or by the names of its objects.
+    """What is published in a store: whoever publishes there too may `look` in another way than by listing it.
 
     Of manifests that are `ours`, or were `known` before, none is read.
 
@@ -184,8 +184,7 @@ def stored_items(
         ManifestError: a manifest is damaged.
         CheckpointError: the store cannot be read.
     """
-    look = listed or (lambda: _stored_model(store))
-    return looking_again(lambda: _with_items(store, look(), ours, known))
+    return looking_again(lambda: _with_items(store, look() if look else _stored_model(store), ours, known))
 
 
 def _with_items(
@@ -196,7 +195,7 @@ def _with_items(
     for path, each in model.manifests.items():
         if known is not None and known.manifests.get(path) == each:
             items[path] = known.items[path]
-        elif is_of(each, ours.get(path)):
+        elif is_certainly(each, ours.get(path)):
             items[path] = ours[path]
         else:
             new[path] = each
@@ -207,7 +206,7 @@ def _with_items(
     return StoredItems(model.objects, model.manifests, model.holds, items)
 
 
-def is_of(each: RemoteObject, item: Item | None) -> bool:
+def is_certainly(each: RemoteObject, item: Item | None) -> bool:
     """True if an object is certainly the manifest of an item; False also if it would have to be read.
 
     In most stores the tag of a small object is the MD5 of its bytes. Where it is not, it is never by chance

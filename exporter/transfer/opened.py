@@ -97,21 +97,21 @@ def opened(model: str | os.PathLike[str], *, read_only: bool = False) -> Iterato
 
 
 @contextmanager
-def opened_if_model(place: str) -> Iterator[str]:
-    """The local path of a model, if the place is the URL of one; else the place, which may be a checkpoint's.
+def opened_if_model(place: str) -> Iterator[OpenModel | None]:
+    """A model to read, if the place is the URL of one; else None: the place may be a checkpoint's.
 
     Raises:
         ExportError: the store cannot be read; see errors.py.
     """
     url = Url.parse(place)
     if url is None or not url.path:
-        yield place
+        yield None
         return
     from exporter.storage.objects import ObjectWriter
     from exporter.transfer.head import fetch_head
 
     if fetch_head(ObjectWriter(url)) is None:
-        yield place
+        yield None
         return
     with opened(place, read_only=True) as model:
-        yield str(model.path)
+        yield model

@@ -73,7 +73,7 @@ class Seen(Struct, frozen=True):
     stored: StoredItems = StoredItems({}, {}, {}, {})
     at: float | None = None
 
-    def is_of(self, head: tuple[Head, Tag] | None, now: float) -> bool:
+    def is_current(self, head: tuple[Head, Tag] | None, now: float) -> bool:
         """True if nothing was published since, going by the head of now."""
         return head == self.head and self.at is not None and now - self.at < _LIST_SECONDS
 
@@ -156,7 +156,7 @@ class LocalCopy:
     def _look(self, store: ObjectWriter) -> Seen:
         now = time.monotonic()
         head = fetch_head(store)  # before what it may name
-        if self._seen.is_of(head, now):
+        if self._seen.is_current(head, now):
             return self._seen
         stored = stored_items(store, by_path(local_items(self._model)), self._seen.stored)
         return Seen(head, stored, now if head is not None and _is_settled(head[0], stored) else None)

@@ -132,7 +132,7 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
     digests = {item.digest for item in plan.upload}
     carrier.await_turn(lambda upload: upload.manifest in digests)
     ours = _ours(model)
-    stored = stored_items(store, ours, plan.stored, carrier.stored)
+    stored = stored_items(store, ours, plan.stored, carrier.completed)
     plan = _plan(model, ours, url, stored, carrier.head, plan.prune)
     with progress("uploading", plan.bytes_) as bar:
         for item in plan.upload:
@@ -189,14 +189,14 @@ def _require_ours(plan: PushPlan, head: Head) -> None:
     if (directory / MANIFEST_FILE).is_file():
         is_ours = local_item(plan.model, directory).digest == head.manifest
     else:
-        is_ours = head.is_of(known)
+        is_ours = head.is_same_publication(known)
     if not is_ours:
         raise PositionMoved(
             f"{plan.url}: {head.path} was published by another machine",
             cause=f"{plan.model} does not lead on from it",
             hint=f"begin from the store's: export-model pull {plan.url} MODEL",
         )
-    if known is None or known.holds is None or head.holds is None or not head.is_of(known):
+    if known is None or known.holds is None or head.holds is None or not head.is_same_publication(known):
         return
     if head.holds != known.holds and as_bytes(head.holds) != plan.holds:
         raise PositionMoved(

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -40,10 +41,11 @@ from exporter.transfer.carrier import Carrier
 from exporter.transfer.head import as_bytes
 from exporter.transfer.items import (
     StoredModel,
-    is_of,
+    is_certainly,
     local_holds,
     local_item,
     local_paths,
+    looking_again,
     path_of,
     read_stored,
 )
@@ -57,7 +59,13 @@ _ATTEMPTS = 3
 
 
 class _ModelMirror(Mirror):
-    """What is shown is decided by the model, not by whoever reads a file."""
+    """What is shown is decided by the model, not by whoever reads a file.
+
+    No trainer prunes here: what was listed and is gone, another publisher has removed.
+    """
+
+    is_outdated = False
+    """Something was asked for that is not there any more, whatever became of the error."""
 
     def refresh(self) -> None:
         """Nothing: see `show`."""
@@ -68,6 +76,43 @@ class _ModelMirror(Mirror):
             for name in [name for name in self._found if not (self.root / name).exists()]:
                 del self._found[name], self._fetched[name], self._inodes[name]
         super().show(found)
+        self.is_outdated = False
+
+    def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
+        """As `Mirror.fetch`, but PositionMoved in place of CheckpointChanged."""
+        with self._noting_what_moved():
+            super().fetch(name, ranges)
+
+    def copy(
+        self,
+        name: str,
+        descriptor: int,
+        pieces: Iterable[tuple[int, int, int]],
+        target: Path,
+        advance: Callable[[int], None],
+    ) -> None:
+        """As `Mirror.copy`, but PositionMoved in place of CheckpointChanged."""
+        with self._noting_what_moved():
+            super().copy(name, descriptor, pieces, target, advance)
+
+    def require_current(self) -> None:
+        """Refuse what was read of this if something was missing, also where its reader went on without it.
+
+        Raises:
+            PositionMoved: something was.
+        """
+        if self.is_outdated:
+            raise PositionMoved(f"another machine published to {self.url} meanwhile")
+
+    @contextmanager
+    def _noting_what_moved(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointChanged as error:
+            self.is_outdated = True
+            raise PositionMoved(
+                f"another machine published to {self.url} meanwhile", cause=error.message
+            ) from error
 
     def has(self, name: str) -> bool:
         """True if there is a file that stands for an object."""
@@ -114,9 +159,8 @@ class RemoteModel:
             carrier.await_turn()
         if carrier.head == before and not self._is_stale:
             return
-        stored = carrier.stored(finish=not self._read_only)
-        self._show(stored)
-        self._stored, self._is_stale = stored, False
+        self._stored = looking_again(self._shown_anew)
+        self._is_stale = False
 
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
         """Do what may publish under `path`, and carry to the store what it did; again, if another was faster.
@@ -130,18 +174,17 @@ class RemoteModel:
             self._is_stale = not self._read_only
             try:
                 done = work()
-                if not self._read_only:
+                if self._read_only:
+                    self._mirror.require_current()
+                else:
                     self._publish(progress)
             except NothingChanged:  # after another machine was faster, too, with the same job
                 self._remove_jobs()
                 raise
-            except PositionMoved:
-                if attempt == _ATTEMPTS or self._read_only:
-                    raise
-            except CheckpointChanged:  # another machine has removed what was listed, and not read yet
-                if attempt == _ATTEMPTS or not self._read_only:
-                    raise
+            except ExportError as error:
                 self._is_stale = True
+                if attempt == _ATTEMPTS or not self._has_moved(error):
+                    raise
             else:
                 return done
         raise AssertionError("the loop is left, or raises")
@@ -149,6 +192,21 @@ class RemoteModel:
     def close(self) -> None:
         """Remove the local directory; its path is told as the URL for as long as the process lives."""
         self._mirror.close()
+
+    def _has_moved(self, error: ExportError) -> bool:
+        """True if a failure may come of what another machine has published or removed."""
+        if isinstance(error, PositionMoved) or self._mirror.is_outdated:
+            return True
+        if not isinstance(error, CheckpointChanged):
+            return False
+        before = self._carrier.head  # engines' tasks ask the store themselves, of the trainer's files too
+        self._carrier.look()
+        return self._carrier.head != before
+
+    def _shown_anew(self) -> StoredModel:
+        stored = self._carrier.listed() if self._read_only else self._carrier.completed()
+        self._show(stored)
+        return stored
 
     def _show(self, stored: StoredModel) -> None:
         ours = set()
@@ -172,7 +230,7 @@ class RemoteModel:
         if self._own.get(name) == each:
             return True
         ours = local_item(self.path, self.path / name)
-        if not is_of(each, ours) and read_stored(self._store, name, each) != ours.content:
+        if not is_certainly(each, ours) and read_stored(self._store, name, each) != ours.content:
             return False
         self._own[name] = each
         return True

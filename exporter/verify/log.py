@@ -17,6 +17,7 @@ from exporter.errors import (
     ManifestError,
     MissingShard,
     NotUpdatable,
+    PositionMoved,
     TruncatedFile,
     UnsupportedFormat,
     VerificationError,
@@ -41,9 +42,9 @@ def _problem(path: Path, error: ExportError) -> Problem:
     """What is published is read as checkpoints are; its damage is no damage of a checkpoint.
 
     Raises:
-        CheckpointChanged: it is that: another machine removed what was listed.
+        CheckpointChanged, PositionMoved: it is that: another machine removed what was listed.
     """
-    if isinstance(error, CheckpointChanged):
+    if isinstance(error, CheckpointChanged | PositionMoved):
         raise error
     if isinstance(error, CorruptFile | TruncatedFile | MissingShard | UnsupportedFormat):
         error = VerificationError(error.message, cause=error.cause, hint=error.hint)
