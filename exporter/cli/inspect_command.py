@@ -10,7 +10,7 @@ from exporter.local_paths import checkpoint_parser
 from exporter.options import ExportRequest
 from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command, pairs
 from exporter.terminal.parameters import App, Argument, Option
-from exporter.transfer.opened import LocalModel, opened_if_model
+from exporter.transfer.opened import LocalModel, OpenModel, opened_if_model
 
 
 def register(app: App) -> None:
@@ -80,6 +80,6 @@ def inspect(
         from exporter.pipeline import inspection
 
         with opened_if_model(str(path)) as stored:
-            target = stored or LocalModel(path)
+            target: OpenModel = stored or LocalModel(path)
             found = target.carry(lambda: inspection.inspect(target.path))
             render_inspection.inspected(found, sink, tensors=tensors)

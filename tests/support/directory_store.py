@@ -60,9 +60,10 @@ def directory_store(directory: Path, wait: float = 0.0) -> Iterator[tuple[dict[s
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            if self.command != "HEAD":
+                self.wfile.write(content)
 
-        do_GET = do_PUT = do_POST = take
+        do_GET = do_HEAD = do_PUT = do_POST = take
 
         def get(self, path: Path, _: bytes) -> tuple[int, bytes]:
             if not path.is_file():
@@ -80,6 +81,8 @@ def directory_store(directory: Path, wait: float = 0.0) -> Iterator[tuple[dict[s
             about = {"ETag": _tag(path), "Last-Modified": modified}
             self.told = about | {"Content-Range": f"bytes {start}-{stop - 1}/{size}"}
             return (206 if "Range" in self.headers else 200), content
+
+        head = get
 
         def put(self, path: Path, body: bytes) -> tuple[int, bytes]:
             is_there, match = path.is_file(), self.headers.get("If-Match")
