@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,7 @@ def _silent_about(bucket: Bucket, names: str, monkeypatch: pytest.MonkeyPatch) -
             yield asked
         finally:
             over.set()
+            monkeypatch.setenv("AWS_ENDPOINT_URL", Silent.target)
 
 
 @pytest.mark.parametrize("names", ["manifest.json$", "/deltas/.*(?<!manifest.json)$"])
@@ -263,19 +265,22 @@ def test_an_agent_that_ends_leaves_nobody_who_fetches(
 
 def test_tasks_that_nobody_waits_for_end() -> None:
     """At their next request; a failure alone waits for what is under way."""
-    silent, begun = threading.Event(), list[int]()
+    silent, asked = threading.Event(), list[int]()
+
+    def ask(number: int) -> bool:
+        asked.append(number)
+        return silent.wait()
 
     def task(number: int) -> None:
-        begun.append(number)
-        again(silent.wait)
+        again(partial(ask, number))
 
     try:
         with pytest.raises(KeyboardInterrupt), workers(2, "outer") as pool:
             pool.submit(_together, task)
-            while len(begun) < 2:
+            while len(asked) < 2:
                 time.sleep(0.01)
             raise KeyboardInterrupt
-        assert len(begun) == 2
+        assert len(asked) == 2
     finally:
         silent.set()
     slow = threading.Event()
