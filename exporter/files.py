@@ -91,14 +91,17 @@ def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int,
     """
     kind = 0 if follow else os.O_NOFOLLOW
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | kind)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
         mirror.fetch(path, ranges)
-        return descriptor
-    os.close(descriptor)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def read_regular(path: Path, limit: int | None = None) -> bytes:

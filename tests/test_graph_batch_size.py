@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from exporter.graph.batch.suspects import rows_are_equal
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph
 from tests.support.graph_runs import Trained, serve, train
@@ -118,6 +119,11 @@ def broadcast_constant(x: Any) -> Any:
     return tf.constant(2.0, shape=[BATCH, 1]) * tf.matmul(x[:, 1], kernel(WIDTH))
 
 
+def large_constant(x: Any) -> Any:
+    """More bytes than are filled up to read a value: one number is all that is written of it."""
+    return tf.reduce_sum(tf.constant(1.0, shape=[BATCH, 70_000]), 1, True) + tf.matmul(x[:, 1], kernel(WIDTH))
+
+
 def zeros_like(x: Any) -> Any:
     first = tf.matmul(x[:, 1], kernel(WIDTH))
     return tf.where(first > 0.0, first, tf.zeros_like(first))
@@ -184,7 +190,7 @@ def attention(x: Any) -> Any:
 
 OPENED = [
     reshaped, flattened_by_its_shape, steps_as_rows, time_major, concatenated_zeros, filled, zeros_like,
-    tiled, broadcast_constant, sliced, square, squared_by_row, recurrent, convolved,
+    tiled, broadcast_constant, large_constant, sliced, square, squared_by_row, recurrent, convolved,
     keras_lstm, attention,
 ]  # fmt: skip
 
@@ -297,6 +303,15 @@ def test_a_batch_of_one(build: Any, tmp_path: Path) -> None:
         x = np.random.default_rng(1).normal(size=(count, STEPS, WIDTH)).astype(np.float32)
         served = serve(graph, trained.value, {"x": x})["scores"]
         np.testing.assert_allclose(served, own_answers(trained, x, 1), atol=1e-6)
+
+
+def test_rows_of_every_type_are_compared() -> None:
+    values = tf.make_tensor_proto(np.array([[1], [2]], np.uint32))
+    values.tensor_content = b""
+    for numbers, are_equal in (([1, 2], False), ([2], True)):
+        values.uint32_val[:] = numbers
+        node = v1.NodeDef(name="c", op="Const", attr={"value": v1.AttrValue(tensor=values)})
+        assert rows_are_equal(node, 0) is are_equal
 
 
 def test_a_damaged_constant_is_no_reason_to_fall_over(tmp_path: Path) -> None:

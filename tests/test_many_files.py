@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from itertools import count, islice
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from exporter.checkpoint.tensor_bundle import encode_index, index_path, read_arr
 from exporter.delta import compare_task
 from exporter.delta.compare_task import Side
 from exporter.delta.row_reader import RowReader
+from exporter.jobs.few_files import FewFiles
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.pipeline import comparison
 from exporter.wire.crc32c import masked_crc
@@ -61,6 +64,29 @@ def test_rows_that_are_laid_out_anew(tmp_path: Path, few_files: None, mod: bool)
     bundle = read_catalog(report.catalog.prefix)
     found = read_array(bundle, bundle.tensors["w"])
     np.testing.assert_array_equal(found, table.astype(found.dtype))
+
+
+def test_many_tables_in_one_process(tmp_path: Path, few_files: None) -> None:
+    """Each of 16 threads reads one of 10 files, which are more together than may be open."""
+    paths = [tmp_path / f"{number}" for number in range(10)]
+    for path in paths:
+        path.write_text(path.name)
+    with ExitStack() as stack:
+        tables = [stack.enter_context(FewFiles(paths)) for _ in range(16)]
+        for number in range(len(paths)):
+            assert {os.pread(table[number], 9, 0) for table in tables} == {b"%d" % number}
+
+
+def test_others_have_files_open(tmp_path: Path, few_files: None) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.write_text(path.name)
+    with FewFiles(paths) as files, ExitStack() as stack:
+        assert os.pread(files[0], 9, 0) == b"a"
+        with suppress(OSError):
+            while True:
+                stack.callback(os.close, os.dup(0))
+        assert os.pread(files[1], 9, 0) == b"b"
 
 
 @pytest.mark.parametrize("runner", [None, LOCAL, Runner(task_bytes=256)])

@@ -292,6 +292,9 @@ def test_nobody_removes_a_directory_that_is_just_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed = tmp_path / ".export-model-killed"
+    killed.mkdir()
+    os.utime(killed, (0, 0))
     real, others = fcntl.flock, list[Path]()
 
     def flock(descriptor: int, operation: int) -> None:
@@ -303,6 +306,7 @@ def test_nobody_removes_a_directory_that_is_just_made(
     monkeypatch.setattr(fcntl, "flock", flock)
     assert (mirror._new_directory() / LOCK_FILE).exists()
     assert (others[1] / LOCK_FILE).exists()
+    assert not killed.exists()
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

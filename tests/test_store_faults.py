@@ -13,11 +13,16 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from exporter.errors import PublishError
 from exporter.storage import mirror, objects, store_errors
+from exporter.storage.conditions import require_conditions
+from exporter.storage.objects import ObjectWriter
 from exporter.storage.store_errors import BrokenOff, again
+from exporter.storage.url import Url
 from exporter.storage.waiting import workers
 from exporter.transfer.pull import pull
 from serving.agent.journal import Event, Journal
@@ -160,6 +165,24 @@ def test_writes_alone(commands: Commands, weather: Weather, bucket: Bucket) -> N
     assert bucket.keys("models") == before
     weather.be(None)
     commands.assert_nothing_is_lost()
+
+
+def test_a_store_that_removes_one_object_at_a_time(bucket: Bucket, weather: Weather) -> None:
+    for key in "abc":
+        bucket.put(f"m/{key}", b"")
+    weather.only = "POST"  # which removes many
+    weather.be(Fault.STATUS_501)
+    store = ObjectWriter(cast("Url", Url.parse(bucket.url("m"))))
+    require_conditions(store, "m")
+    store.delete("m/a")
+    assert not weather.seen
+    store.delete("m/b", "m/c", "m/gone")
+    assert (bucket.keys(), len(weather.seen)) == ({}, 1)
+    bucket.put("m/d", b"")
+    weather.only = ""
+    weather.be(Fault.STATUS_403)
+    with pytest.raises(PublishError, match=r"m/d: the store cannot be written"):
+        store.delete("m/d", "m/d")
 
 
 def test_how_often_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from exporter.bundle.warmup_requests import WarmupRequest, examples_request, takes_examples, tensors_request
-from exporter.graph.bodies import data_inputs
+from exporter.graph.bodies import input_names
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.graph.signature_tensors import canonical, tensors_of
 from exporter.graph.variable_uses import read_rows_only
@@ -186,7 +186,7 @@ def _check(order: Iterable[Proto], fed: set[str]) -> None:
     for node in order:
         if node.name in fed or node.op == "VarHandleOp":
             continue
-        inputs = [_node(ref) for ref in data_inputs(node)]
+        inputs = [_node(ref) for ref in input_names(node)]
         depends = [index for index, name in enumerate(inputs) if name in valued]
         if node.op == "ReadVariableOp" or (node.op in _GATHERS and not depends):
             valued.add(node.name)
@@ -229,7 +229,7 @@ class _Trial(Struct, frozen=True):
         known = {variable.node: variable for variable in variables}
         users: dict[str, set[str]] = {}
         for node in graph_def.node:
-            for reference in data_inputs(node):
+            for reference in input_names(node):
                 users.setdefault(_node(reference), set()).add(node.op)
         handles = {node.name for node in graph_def.node if node.op == "VarHandleOp"}
         if not handles <= known.keys():

@@ -65,10 +65,11 @@ class DeltaFlags(Struct, frozen=True):
     @property
     def updates(self) -> Updates | None:
         """How a base takes deltas; None if it is to take none."""
-        return self._updates if self.incr or self.updatable else None
+        return self._as_asked if self.incr or self.updatable else None
 
     @property
-    def _updates(self) -> Updates:
+    def _as_asked(self) -> Updates:
+        """What the options say of a base, whether or not one takes deltas."""
         baked = self.isolation, self.snapshot_max_rows, self.stamp, self.with_digest, self.require_finite
         return Updates(*baked)
 
@@ -93,7 +94,7 @@ class DeltaFlags(Struct, frozen=True):
         if of_incr and not self.incr:
             options = "--min-change, --delta-dtype, --rebase, --full-on-mismatch, --check-graph and --notify"
             raise UsageError(f"{options} go with --incr")
-        if self.updates is None and self._updates != Updates():
+        if self.updates is None and self._as_asked != Updates():
             options = "--isolation, --snapshot-max-rows, --stamp, --with-digest and --require-finite"
             raise UsageError(f"{options} go with --incr and --updatable: only such a base takes deltas")
 

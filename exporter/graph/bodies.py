@@ -81,7 +81,7 @@ def bodies(graph_def: Proto) -> Iterator[Body]:
     yield from map(Body.of, graph_def.library.function)
 
 
-def data_inputs(node: Proto) -> list[str]:
+def input_names(node: Proto) -> list[str]:
     """The tensors that a node takes, as it names them; control inputs come after them."""
     return [reference for reference in node.input if not reference.startswith("^")]
 

@@ -14,7 +14,7 @@ from itertools import count
 from msgspec import Struct
 
 from exporter.errors import MappingError
-from exporter.graph.bodies import CALLS, LOOPS, Body, called, data_inputs
+from exporter.graph.bodies import CALLS, LOOPS, Body, called, input_names
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -78,7 +78,7 @@ class _Library:
 def _rewrite(body: Body, handles: dict[str, _Cast], library: _Library) -> None:
     _follow_handles(body, handles)
     for node in list(body.nodes):
-        inputs = map(body.canonical, data_inputs(node))
+        inputs = map(body.canonical, input_names(node))
         casts = {i: handles[tensor] for i, tensor in enumerate(inputs) if tensor in handles}
         if not casts or node.op in _INDIFFERENT or node.op in _FORWARDS:
             continue
@@ -110,7 +110,7 @@ def _forwarded(body: Body, node: Proto) -> Iterator[tuple[str, str]]:
         for index in range(_FORWARDS[node.op]):
             yield body.output(node, index), body.canonical(node.input[0])
     elif node.op in LOOPS:
-        for index, reference in enumerate(data_inputs(node)):
+        for index, reference in enumerate(input_names(node)):
             yield body.output(node, index), body.canonical(reference)
 
 

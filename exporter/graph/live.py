@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from exporter.graph.bodies import data_inputs
+from exporter.graph.bodies import input_names
 from exporter.graph.control_flow import MERGES, SWITCHES
 from exporter.graph.nodes import attr, attr_dtype, const_value
 from exporter.graph.servable import called_functions
@@ -131,7 +131,7 @@ class CalledBody:
             return self._arguments.get(name)
         if node.op == "Const":
             return _scalar(node)
-        inputs = data_inputs(node)
+        inputs = input_names(node)
         if node.op in _SAME_VALUE:
             return self.value(inputs[0]) if inputs else None
         if node.op in MERGES:
@@ -148,14 +148,14 @@ class CalledBody:
     def _find_dead(self) -> frozenset[str]:
         """Tensors that are never made, by node and, for what a Switch makes, by output."""
         switches = [
-            node for node in self.nodes.values() if node.op in SWITCHES and len(data_inputs(node)) == 2
+            node for node in self.nodes.values() if node.op in SWITCHES and len(input_names(node)) == 2
         ]
         self._dead = frozenset[str]()
         for _ in range(_ROUNDS if switches else 0):
             self._values.clear()
             found = set[str]()
             for node in switches:
-                taken = self.value(data_inputs(node)[1])
+                taken = self.value(input_names(node)[1])
                 if taken is not None:
                     found.add(f"{node.name}:{0 if taken else 1}")
             found = self._spread(found)
@@ -173,7 +173,7 @@ class CalledBody:
                 node = self.nodes[reader]
                 if reader in dead:
                     continue
-                inputs = data_inputs(node) if node.op in MERGES else [*node.input]
+                inputs = input_names(node) if node.op in MERGES else [*node.input]
                 is_gone = [node_of(text) in dead or _output(self.nodes, text) in dead for text in inputs]
                 if (all if node.op in MERGES else any)(is_gone):
                     dead.add(reader)
@@ -195,7 +195,7 @@ class CalledBody:
 
     def _needed(self, node: Proto) -> list[str]:
         """The inputs that a node that runs waits for; of a call those that its function uses."""
-        inputs = data_inputs(node)
+        inputs = input_names(node)
         if node.op in MERGES:
             return [text for text in inputs if not self._is_dead(text)]
         if is_by_batch(node):  # moving statistics are its inputs to be moved, not to normalise by

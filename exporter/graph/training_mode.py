@@ -9,7 +9,7 @@ from functools import cache
 
 from msgspec import Struct
 
-from exporter.graph.bodies import data_inputs
+from exporter.graph.bodies import input_names
 from exporter.graph.inference_graph import TrainingMode
 from exporter.graph.live import CalledBody, is_by_batch, node_of
 from exporter.graph.nodes import attr_dtype, const_value
@@ -64,21 +64,21 @@ def _batch_norms(body: CalledBody) -> Iterator[str]:
 
 def _is_one_example(body: CalledBody, node: Proto) -> bool:
     """True if the batch was laid out as the channels of one example: normalised by layer, or by instance."""
-    reshape = _node(body, data_inputs(node)[0])
-    shape = _node(body, data_inputs(reshape)[1]) if reshape is not None and reshape.op == "Reshape" else None
+    reshape = _node(body, input_names(node)[0])
+    shape = _node(body, input_names(reshape)[1]) if reshape is not None and reshape.op == "Reshape" else None
     if shape is None or shape.op != "Pack":
         value = const_value(shape)
         return value is not None and value.size > 0 and value.ravel()[0] == 1
-    return bool(body.value(data_inputs(shape)[0]) == 1)
+    return bool(body.value(input_names(shape)[0]) == 1)
 
 
 def _is_batch_variance(body: CalledBody, node: Proto) -> bool:
     """True for the distance of a tensor from its own mean over the batch, as `tf.nn.moments` takes it."""
-    inputs = data_inputs(node)
+    inputs = input_names(node)
     mean = _origin(body, inputs[1]) if len(inputs) == 2 else None
-    if mean is None or mean.op != "Mean" or len(data_inputs(mean)) != 2 or data_inputs(mean)[0] != inputs[0]:
+    if mean is None or mean.op != "Mean" or len(input_names(mean)) != 2 or input_names(mean)[0] != inputs[0]:
         return False
-    value = const_value(_node(body, data_inputs(mean)[1]))
+    value = const_value(_node(body, input_names(mean)[1]))
     return value is not None and 0 in value.ravel().tolist()
 
 
@@ -91,7 +91,7 @@ def _origin(body: CalledBody, tensor: str) -> Proto | None:
     for _ in range(_MAX_STEPS):
         if node is None or node.op not in _SAME:
             break
-        node = _node(body, data_inputs(node)[0])
+        node = _node(body, input_names(node)[0])
     return node
 
 
@@ -108,7 +108,7 @@ def _drawn(body: CalledBody) -> Iterator[_Drawn]:
         return
     readers: dict[str, list[Proto]] = {}
     for name in body.live & body.nodes.keys():
-        for text in data_inputs(body.nodes[name]):
+        for text in input_names(body.nodes[name]):
             readers.setdefault(node_of(text), []).append(body.nodes[name])
     for name in drawing:
         node = body.nodes[name]
@@ -136,7 +136,7 @@ def _masks(body: CalledBody, readers: Mapping[str, list[Proto]], uniform: Proto)
             return
         source, low, high = pending.pop()
         for node in readers.get(source.name, ()):
-            others = [text for text in data_inputs(node) if node_of(text) != source.name]
+            others = [text for text in input_names(node) if node_of(text) != source.name]
             other = body.value(others[0]) if len(others) == 1 else None
             if node.op in _COMPARES:
                 yield _part(node, source, low, high, other)
@@ -161,7 +161,7 @@ def _part(
     if low is None or high is None or bound is None or high <= low:
         return None
     below = min(1.0, max(0.0, (bound - low) / (high - low)))
-    is_left = node_of(data_inputs(node)[0]) == source.name
+    is_left = node_of(input_names(node)[0]) == source.name
     return below if node.op.startswith("Greater") == is_left else 1 - below
 
 

@@ -15,7 +15,7 @@ from enum import Flag, auto
 
 import numpy as np
 
-from exporter.graph.bodies import CALLS, LOOPS, Body, bodies, called, data_inputs
+from exporter.graph.bodies import CALLS, LOOPS, Body, bodies, called, input_names
 from exporter.graph.new_nodes import constant, free_name
 from exporter.graph.nodes import attr_dtype
 from exporter.wire.dtypes import DType
@@ -171,7 +171,7 @@ def _drop_unread(body: Body, candidates: set[str], fetched: set[str]) -> None:
     kept = set(fetched) if body.function is None else set()
     dead: set[str] = set()
     while True:
-        taken = {ref.partition(":")[0] for n in body.nodes if n.name not in dead for ref in data_inputs(n)}
+        taken = {ref.partition(":")[0] for n in body.nodes if n.name not in dead for ref in input_names(n)}
         taken |= {reference.partition(":")[0] for reference in body.results()} | kept
         found = candidates - dead - taken
         if not found:
@@ -251,7 +251,7 @@ class _Consumers:
         self.body = body
         self._found: dict[str, list[tuple[Proto, int]]] = defaultdict(list)
         for node in body.nodes:
-            for index, reference in enumerate(data_inputs(node)):
+            for index, reference in enumerate(input_names(node)):
                 self._found[body.canonical(reference)].append((node, index))
 
     def of(self, tensor: str) -> list[tuple[Proto, int]]:

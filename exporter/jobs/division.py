@@ -10,14 +10,14 @@ from exporter.storage.requests import MOST_COPIED
 T = TypeVar("T")
 
 _WHOLE, _DIVIDED = 16, 4
-"""A table of more bytes than this many tasks read is divided into pieces of so many: a server reads a table
+"""A table of more than 16 tasks' bytes is divided into pieces of 4 tasks' bytes: a server reads a table
 faster in one piece, and two workers write one faster in two."""
 
 
 def piece_bytes(size: int, task_bytes: int) -> int | None:
-    """The bytes of the pieces that a table of so many is written in; None: it is written in one.
+    """How large the pieces are in which a table of `size` bytes is written; None if it is written in one.
 
-    A store can copy each of them to where it is published.
+    No piece is larger than what a store copies by one request to where it is published.
     """
     if size <= min(_WHOLE * task_bytes, MOST_COPIED):
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import resource
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Self
 
 from exporter.checkpoint.source_shard import open_shard
+from exporter.errors import CheckpointError
 
 _MOST_OPEN = 256  # more gain nothing
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
+_IN_USE: set[FewFiles] = set()  # of all tasks that run in this process
 
 
 class FewFiles:
@@ -21,12 +24,13 @@ class FewFiles:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
         self._open: OrderedDict[int, tuple[int, ExitStack]] = OrderedDict()
-        self._most = most_open()
 
     def __enter__(self) -> Self:
+        _IN_USE.add(self)
         return self
 
     def __exit__(self, *error: object) -> None:
+        _IN_USE.discard(self)
         while self._open:
             self._close_one()
 
@@ -39,11 +43,20 @@ class FewFiles:
         if number in self._open:
             self._open.move_to_end(number)
         else:
-            if len(self._open) >= self._most:
+            while len(self._open) >= most_open():
                 self._close_one()
-            stack = ExitStack()
-            self._open[number] = stack.enter_context(open_shard(self._paths[number])), stack
+            self._open[number] = self._opened(self._paths[number])
         return self._open[number][0]
+
+    def _opened(self, path: Path) -> tuple[int, ExitStack]:
+        while True:
+            stack = ExitStack()
+            try:
+                return stack.enter_context(open_shard(path)), stack
+            except CheckpointError as error:
+                if getattr(error.__cause__, "errno", None) not in _TOO_MANY or not self._open:
+                    raise
+            self._close_one()
 
     def _close_one(self) -> None:
         """Close what was not used for longest."""
@@ -52,7 +65,7 @@ class FewFiles:
 
 
 def most_open() -> int:
-    """How many files a task may have open, of what the system allows the process."""
+    """How many files each task may have open: together, a quarter of what the system allows the process."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    threads = len(os.sched_getaffinity(0))
-    return min(_MOST_OPEN, max(8, allowed // (4 * threads))) if allowed > 0 else _MOST_OPEN
+    share = allowed // (4 * max(1, len(_IN_USE)))
+    return min(_MOST_OPEN, max(1, share)) if allowed != resource.RLIM_INFINITY else _MOST_OPEN

@@ -15,6 +15,7 @@ import fcntl
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ from exporter.storage.waiting import workers
 
 _PREFIX = "export-model-"
 _MOST_FILES = 100_000
+_LOCKED_SECONDS = 60.0  # within which a directory that is made has its lock
 _MIRRORS: dict[str, Mirror] = {}  # by the path of their directory
 _CHECKPOINTS: dict[Url, Mirror] = {}
 _LOCK = threading.Lock()
@@ -51,7 +53,7 @@ class Mirror:
         self._stand_ins: dict[int, tuple[RemoteObject, Ranges]] = {}  # by inode: they may be renamed
         self.spent: set[str] = set()
         """Directories of jobs in a store, to be removed once what is here was uploaded."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._first = () if is_directory else tuple(self._reader.below(url.path))  # for the first `refresh`
         self._is_prefix = not (is_directory or self._first)
         self.url = url.parent if self._is_prefix and url.path else url
@@ -296,13 +298,11 @@ def _new_directory() -> Path:
     fcntl.flock(lock, fcntl.LOCK_EX)
     root = new.rename(new.with_name(new.name[1:]))  # it is locked when others can find it
     for left in root.parent.glob(f"{_PREFIX}*"):
+        _remove_if_left(left, os.O_RDWR)
+    for left in root.parent.glob(f".{_PREFIX}*"):  # perhaps killed before it was locked
         with suppress(OSError):
-            found = os.open(left / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
-            finally:
-                os.close(found)
+            if time.time() - left.stat().st_mtime > _LOCKED_SECONDS:
+                _remove_if_left(left, os.O_RDWR | os.O_CREAT)
 
     def remove() -> None:
         if os.getpid() == owner:  # a forked child's end is not ours
@@ -310,6 +310,17 @@ def _new_directory() -> Path:
 
     atexit.register(remove)
     return root
+
+
+def _remove_if_left(directory: Path, flags: int) -> None:
+    """Remove a directory whose lock, opened with these flags, nobody holds."""
+    with suppress(OSError):
+        lock = os.open(directory / LOCK_FILE, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+        finally:
+            os.close(lock)
 
 
 def find(path: Path) -> tuple[Mirror, str] | None:

@@ -209,7 +209,7 @@ class ObjectWriter(ObjectReader):
 
     @cached_property
     def _patient(self) -> ObjectStore:
-        """The store, for requests that say nothing until they are done: parts of uploads, and copies."""
+        """The store, for requests that say nothing until all is done: parts, copies, removal of many."""
         return _open(self.url, _SLOW)
 
     def upload(self, key: str, file: Path) -> str:
@@ -318,14 +318,17 @@ class ObjectWriter(ObjectReader):
         """
         import obstore
 
-        def remove(some: list[str]) -> None:
-            with writing_to(self.url, some[0]), suppress(FileNotFoundError, obstore.exceptions.NotFoundError):
-                obstore.delete(self._store, some)
+        def remove(key: str) -> None:
+            with writing_to(self.url, key), suppress(FileNotFoundError, obstore.exceptions.NotFoundError):
+                obstore.delete(self._store, key)
 
-        # S3 removes a thousand by one request; others end at the first that is not there
-        parts = [[*keys]] if keys and self.url.scheme == "s3" else [[key] for key in keys]
+        if self.url.scheme == "s3" and len(keys) > 1:
+            # a thousand by one request; if it fails, one by one: not every store knows it, or names the key
+            with suppress(obstore.exceptions.BaseError, OSError):
+                obstore.delete(self._patient, [*keys])
+                return
         with workers(_CONNECTIONS, "delete") as pool:
-            for _ in pool.map(remove, parts):
+            for _ in pool.map(remove, keys):
                 pass
 
 
@@ -350,6 +353,8 @@ def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:
     }
     with asking(url):
         if url.scheme == "s3":
+            if silence is None:  # else one key is removed by the request for many
+                options["disable_bulk_delete"] = True
             return store.S3Store(url.bucket, **options)
         if url.scheme == "gs":
             return store.GCSStore(url.bucket, **options)

@@ -1,4 +1,4 @@
-"""Bytes at places in open files: all of them, where one call of the system may move fewer."""
+"""Read and write whole buffers at offsets of open files: one system call may move fewer bytes."""
 
 from __future__ import annotations
 

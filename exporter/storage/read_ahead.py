@@ -4,6 +4,7 @@ Each delta of a log has a directory of its own, with files of the same names. So
 the newest delta alone, some those of all, one after another; it need not know that each is a request. The
 first file of a name is fetched alone, the second brings one neighbour with it, the third three, up to as many
 as are fetched at once. So who reads few files asks for few, and who reads all waits seldom.
+The count is never set back: a process that runs for long may fetch each file of a kind once, read or not.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from exporter.errors import NotServable
-from exporter.graph.bodies import data_inputs
+from exporter.graph.bodies import input_names
 from exporter.graph.editor import privately_named
 from exporter.graph.signature_tensors import canonical
 from exporter.wire.dtypes import DType
@@ -39,7 +39,7 @@ class Forward(Struct, frozen=True):
         native = tf.compat.v1.GraphDef.FromString(graph_def.SerializeToString())
         passed_on = {name: inputs[name] for name in self.fetches if name in inputs}
         computed = [name for name in self.fetches if name not in inputs]
-        taken = {canonical(ref) for node in self.nodes for ref in data_inputs(node)}
+        taken = {canonical(ref) for node in self.nodes for ref in input_names(node)}
         found = tf.graph_util.import_graph_def(
             native,
             input_map={name: tensor for name, tensor in inputs.items() if name in taken},

@@ -23,7 +23,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from exporter.graph.bodies import data_inputs
+from exporter.graph.bodies import input_names
 from exporter.graph.editor import CPU, GraphEditor, PlacedFunction
 from exporter.graph.signature_tensors import SignatureTensor, StaticShape, canonical
 from exporter.subgraph.forward_pass import HANDLE_MARK, Forward, cut_out
@@ -55,7 +55,7 @@ def order_handles(
         ordered[handle] = node
     names = ordered | {f"{handle}:0": node for handle, node in ordered.items()}
     for consumer in consumers:
-        for index, reference in enumerate(data_inputs(consumer)):
+        for index, reference in enumerate(input_names(consumer)):
             if reference in names:
                 consumer.input[index] = names[reference]
     return SharedNodes(state, before, ordered, patience_seconds)

@@ -75,7 +75,7 @@ class _ModelMirror(Mirror):
         with self._lock:
             for name in [name for name in self._found if not (self.root / name).exists()]:
                 del self._found[name], self._fetched[name], self._inodes[name]
-        super().show(found)
+            super().show(found)
         self.is_outdated = False
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:

@@ -42,7 +42,7 @@ def _problem(path: Path, error: ExportError) -> Problem:
     """What is published is read as checkpoints are; its damage is no damage of a checkpoint.
 
     Raises:
-        CheckpointChanged, PositionMoved: it is that: another machine removed what was listed.
+        CheckpointChanged, PositionMoved: `error` is one: another machine removed what was listed.
     """
     if isinstance(error, CheckpointChanged | PositionMoved):
         raise error

@@ -10,11 +10,11 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.graph.batch.dims import Dim, Rows
-from exporter.graph.batch.suspects import rows_are_equal, suspects
+from exporter.graph.batch.suspects import equal_row, suspects
 from exporter.graph.batch.trace import Trace, trace
 from exporter.graph.control_flow import ENTERS, EXITS
 from exporter.graph.new_nodes import constant, free_name, new_node
-from exporter.graph.nodes import Endpoint, attr_dtype, const_value, endpoint
+from exporter.graph.nodes import Endpoint, attr_dtype, endpoint, shape_of
 from exporter.graph.reach import all_before, closure
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
@@ -182,15 +182,10 @@ class _Opening:
     def _widen_constant(self, name: str, opened: Mapping[int, Rows]) -> None:
         """A constant whose rows are equal becomes one of them, repeated for each row of the request."""
         old = self._nodes[name]
-        dtype = attr_dtype(old, "dtype")
-        if dtype is None or not all(rows_are_equal(old, axis) for axis in opened):
+        dtype, value = attr_dtype(old, "dtype"), equal_row(old, opened)
+        if dtype is None or value is None:
             raise _CannotOpen(name)
-        value = const_value(old)
-        if value is None:
-            raise _CannotOpen(name)
-        shape = value.shape
-        for axis in opened:
-            value = np.take(value, [0], axis)
+        shape = shape_of(old.attr["value"].tensor.tensor_shape) or ()
         row = self._constant(f"{name}/row", value, dtype)
         row.input.extend(old.input)
         numbers = [opened.get(at, size) for at, size in enumerate(shape)]

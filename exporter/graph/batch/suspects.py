@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
 
 import numpy as np
 
@@ -13,6 +14,11 @@ from exporter.graph.nodes import Endpoint, attr, base_dtype, const_value, data_i
 from exporter.wire.protos import Proto
 
 _MAX_SUSPECT_ELEMENTS = 64
+_NUMBERS = (
+    *("float_val", "double_val", "half_val", "float8_val", "scomplex_val", "dcomplex_val", "bool_val"),
+    *("int_val", "int64_val", "uint32_val", "uint64_val"),
+)
+"""The fields of a TensorProto that hold numbers."""
 
 
 def suspects(
@@ -78,14 +84,33 @@ def _is_suspect(node: Proto, batch: int) -> bool:
 
 def rows_are_equal(node: Proto, axis: int) -> bool:
     """True if a constant is one value all along a dimension."""
-    tensor = node.attr["value"].tensor
-    shape = shape_of(tensor.tensor_shape) or ()
-    if not tensor.tensor_content and base_dtype(tensor.dtype).itemsize is not None:
-        fields = ("float_val", "double_val", "int_val", "int64_val", "bool_val", "half_val")
-        if all(len(getattr(tensor, name)) <= 1 for name in fields):
-            return True
+    shape = shape_of(node.attr["value"].tensor.tensor_shape) or ()
+    if _is_one_value(node):
+        return True
     array = const_value(node)
     if array is None or array.shape != shape or not array.size:
         return False
     first = np.take(array, [0], axis)
     return bool((array == first).all())
+
+
+def equal_row(node: Proto, axes: Collection[int]) -> np.ndarray | None:
+    """A constant with a length of 1 along dimensions all along which it is one value; None if it is not."""
+    if not all(rows_are_equal(node, axis) for axis in axes):
+        return None
+    if _is_one_value(node):  # which is not filled up to the length that it has
+        node = deepcopy(node)
+        for axis in axes:
+            node.attr["value"].tensor.tensor_shape.dim[axis].size = 1
+    value = const_value(node)
+    for axis in axes if value is not None else ():
+        value = np.take(value, [0], axis)
+    return value
+
+
+def _is_one_value(node: Proto) -> bool:
+    """True if a constant is written as a number that fills its shape, or as none: zeros."""
+    tensor = node.attr["value"].tensor
+    if tensor.tensor_content or base_dtype(tensor.dtype).itemsize is None:
+        return False
+    return all(len(getattr(tensor, name)) <= 1 for name in _NUMBERS)
