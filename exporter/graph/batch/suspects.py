@@ -102,10 +102,12 @@ def equal_row(node: Proto, axes: Collection[int]) -> np.ndarray | None:
         node = deepcopy(node)
         for axis in axes:
             node.attr["value"].tensor.tensor_shape.dim[axis].size = 1
-    value = const_value(node)
-    for axis in axes if value is not None else ():
-        value = np.take(value, [0], axis)
-    return value
+    row = const_value(node)
+    if row is None:
+        return None
+    for axis in axes:
+        row = np.take(row, [0], axis)
+    return row
 
 
 def _is_one_value(node: Proto) -> bool:
