@@ -185,6 +185,16 @@ def test_a_store_that_removes_one_object_at_a_time(bucket: Bucket, weather: Weat
         store.delete("m/d", "m/d")
 
 
+def test_a_store_that_removes_nothing_is_refused_for_that(bucket: Bucket, weather: Weather) -> None:
+    store = ObjectWriter(cast("Url", Url.parse(bucket.url("m"))))
+    weather.only = "DELETE"
+    for fault, cause in ((Fault.STATUS_501, "501"), (Fault.STATUS_403, "refuses these credentials")):
+        weather.be(fault)
+        with pytest.raises(PublishError, match=r"\.probe-\w+: the store cannot be written") as refused:
+            require_conditions(store, "m")
+        assert cause in refused.value.cause
+
+
 def test_how_often_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 

@@ -63,7 +63,7 @@ def directory_store(directory: Path, wait: float = 0.0) -> Iterator[tuple[dict[s
             if self.command != "HEAD":
                 self.wfile.write(content)
 
-        do_GET = do_HEAD = do_PUT = do_POST = take
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = take
 
         def get(self, path: Path, _: bytes) -> tuple[int, bytes]:
             if not path.is_file():
@@ -101,6 +101,10 @@ def directory_store(directory: Path, wait: float = 0.0) -> Iterator[tuple[dict[s
             self.told = {"ETag": _tag(path)}
             copied = f"<CopyObjectResult><ETag>{escape(_tag(path))}</ETag></CopyObjectResult>"
             return 200, copied.encode() if source else b""
+
+        def delete(self, path: Path, _: bytes) -> tuple[int, bytes]:
+            path.unlink(missing_ok=True)
+            return 204, b""
 
         def removed(self, body: bytes) -> bytes:
             keys = _KEY.findall(body.decode())
