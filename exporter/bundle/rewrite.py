@@ -7,6 +7,7 @@ A table is divided into ranges of rows, and what belongs together into shards of
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
@@ -59,11 +60,15 @@ def divide(source: TensorSource, task_bytes: int) -> Iterator[Piece]:
     """
     tensor = source.tensor
     outputs = _boxes_served(source) if _moves_rows(source) else _boxes_stored(tensor)
-    outputs = sorted(outputs, key=lambda box: box.starts)  # savers list slices in any order
-    if not tensor.is_complete or any(box.lengths[1:] != box.full_shape[1:] for box in outputs):
+    has_rows = tensor.is_complete and tensor.dtype.itemsize is not None
+    if not has_rows or any(box.lengths[1:] != box.full_shape[1:] for box in outputs):
         for box, extent in zip(_boxes_stored(tensor), tensor.extents, strict=True):
             yield _as_stored(source, box, extent)
         return
+    stored = _in_order(tensor)
+    extents = [extent for _, extent in stored]
+    reads = _Boxes((box for box, _ in stored), source.gather_parts)
+    writes = _Boxes(outputs, source.scatter_parts)
     count = tensor.shape[0] if tensor.shape else 1
     step = max(1, count)
     most = piece_bytes(tensor.bytes_, task_bytes)
@@ -72,7 +77,7 @@ def divide(source: TensorSource, task_bytes: int) -> Iterator[Piece]:
         row_bytes = max(1, tensor.bytes_ // max(1, count))
         step = max(1, most // row_bytes // turn) * turn
     for start in range(0, max(1, count), step):
-        yield _rows(source, outputs, start, min(start + step, count))
+        yield _rows(source, reads, extents, writes, start, min(start + step, count))
 
 
 def tasks_for(
@@ -163,25 +168,25 @@ def _as_stored(source: TensorSource, box: SliceSpec, extent: Extent) -> Piece:
     return Piece(source, segment, (box,), (extent,))
 
 
-def _rows(source: TensorSource, outputs: Sequence[SliceSpec], start: int, stop: int) -> Piece:
-    """Rows `start` to `stop`, in their natural order, of a tensor that lies in ranges of whole rows."""
+def _rows(
+    source: TensorSource, reads: _Boxes, extents: Sequence[Extent], writes: _Boxes, start: int, stop: int
+) -> Piece:
+    """Rows `start` to `stop`, in their natural order, of a tensor that lies in ranges of whole rows.
+
+    `extents` are those of the boxes that are read.
+    """
     tensor = source.tensor
-    if tensor.dtype.itemsize is None:
-        return _as_stored(source, SliceSpec.whole(tensor.shape), tensor.extents[0])
     width = math.prod(tensor.shape[1:])
-    row_bytes = width * tensor.dtype.itemsize
-    parts, extents = [], []
-    for number, (box, extent) in enumerate(_in_order(tensor)):
-        first, last = _share(box, number, source.gather_parts, start, stop)
-        if first < last or source.gather_parts or not extent.size:
-            parts.append(Range(extent.shard, extent.offset + first * row_bytes, (last - first) * row_bytes))
-            extents.append(extent)
+    row_bytes = width * (tensor.dtype.itemsize or 0)
+    parts, stored = [], []
+    for number, first, last in reads.shares(start, stop):
+        extent = extents[number]
+        parts.append(Range(extent.shard, extent.offset + first * row_bytes, (last - first) * row_bytes))
+        stored.append(extent)
     boxes, counts = [], []
-    for number, box in enumerate(outputs):
-        first, last = _share(box, number, source.scatter_parts, start, stop)
-        if first < last or source.scatter_parts or not math.prod(box.lengths):
-            boxes.append(_cut(box, first, last))
-            counts.append(last - first)
+    for number, first, last in writes.shares(start, stop):
+        boxes.append(_cut(writes.boxes[number], first, last))
+        counts.append(last - first)
     segment = Segment(
         source.key,
         tensor.dtype,
@@ -192,18 +197,40 @@ def _rows(source: TensorSource, outputs: Sequence[SliceSpec], start: int, stop: 
         tuple(counts),
         bool(source.scatter_parts),
     )
-    return Piece(source, segment, tuple(boxes), tuple(extents))
+    return Piece(source, segment, tuple(boxes), tuple(stored))
 
 
-def _share(box: SliceSpec, number: int, turns: int, start: int, stop: int) -> tuple[int, int]:
-    """Which rows of a box are among the natural rows `start` to `stop`, of which `start` begins a turn."""
-    if turns:
-        return start // turns, start // turns + len(range(start + number, stop, turns))
+class _Boxes:
+    """The boxes of a tensor in the order of their rows; with `turns` each row is in the next one, in turn."""
+
+    def __init__(self, boxes: Iterable[SliceSpec], turns: int) -> None:
+        self.boxes, self._turns = sorted(boxes, key=lambda box: box.starts), turns
+        self._stops = [_rows_of(box).stop for box in self.boxes]
+
+    def shares(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The number of each box that has some of the natural rows `start` to `stop`, and which of its rows.
+
+        Of boxes in turns these are all, and `start` begins a turn; of a table without rows, too.
+        """
+        if self._turns:
+            for number in range(len(self.boxes)):
+                first = start // self._turns
+                yield number, first, first + len(range(start + number, stop, self._turns))
+            return
+        for number in range(bisect_left(self._stops, start), len(self.boxes)):
+            rows = _rows_of(self.boxes[number])
+            if rows.start > stop:
+                return
+            first, last = max(start, rows.start), min(stop, rows.stop)
+            if first < last or start == stop:
+                yield number, first - rows.start, last - rows.start
+
+
+def _rows_of(box: SliceSpec) -> range:
+    """Which rows a box is; a scalar is one row."""
     if not box.full_shape:
-        return 0, 1
-    first, count = box.starts[0], box.lengths[0]
-    low, high = max(first, start), min(first + count, stop)
-    return max(0, low - first), max(0, low - first, high - first)
+        return range(1)
+    return range(box.starts[0], box.starts[0] + box.lengths[0])
 
 
 def _cut(box: SliceSpec, first: int, last: int) -> SliceSpec:
