@@ -18,7 +18,6 @@ from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.errors import Exit, ManifestError
 from exporter.publish.manifest import (
     FileEntry,
-    Kind,
     Manifest,
     ManifestHead,
     Origin,
@@ -33,7 +32,6 @@ from exporter.publish.manifest import (
 from exporter.wire.dtypes import DType
 
 MANIFEST = Manifest(
-    kind=Kind.BASE,
     position=4200,
     step=4100,
     source=Origin("run7", "model.ckpt-4100", "0f" * 32),
@@ -82,7 +80,7 @@ def test_round_trip(manifest: Manifest) -> None:
 @given(st.integers(0, 2**63 - 2), st.data())
 def test_round_trip_of_a_delta(start: int, data: st.DataObject) -> None:
     position = data.draw(st.integers(start + 1, 2**63 - 1))
-    delta = Manifest(**{**asdict(MANIFEST), "kind": Kind.DELTA, "from_position": start, "position": position})
+    delta = Manifest(**{**asdict(MANIFEST), "from_position": start, "position": position})
     assert from_json(to_json(delta)) == delta
 
 
@@ -288,7 +286,7 @@ def test_what_is_not_one_json_object_is_refused(text: str | bytes) -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(5, 5), (6, 5)])
 def test_a_delta_leads_forward(start: int, end: int) -> None:
-    delta = Manifest(**{**asdict(MANIFEST), "kind": Kind.DELTA, "from_position": start, "position": end})
+    delta = Manifest(**{**asdict(MANIFEST), "from_position": start, "position": end})
     with pytest.raises(ManifestError, match="damaged") as caught:
         from_json(to_json(delta))
     assert "from_position" in caught.value.cause

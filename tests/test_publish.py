@@ -30,7 +30,14 @@ from exporter.files import open_lock, remove_tree, writing
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import execute_incremental, export_incremental, plan_incremental
 from exporter.publish import staging as staging_module
-from exporter.publish.commit import Staging, VersionRule, next_position, publish_version, reserve_position
+from exporter.publish.commit import (
+    Staging,
+    VersionRule,
+    model_lock,
+    next_position,
+    publish_version,
+    reserve_position,
+)
 from exporter.publish.delta_log import read_log
 from exporter.publish.permission import Permission
 from exporter.publish.staging import remove_leftovers
@@ -381,12 +388,11 @@ def test_a_version_on_its_way_out_gives_no_lease(tmp_path: Path) -> None:
 
 def test_waiting_for_another_exporter_ends_and_names_it(tmp_path: Path) -> None:
     publish(tmp_path, 1)
-    with Staging(tmp_path) as staging, (tmp_path / ".lock").open("rb+") as other:
+    with (tmp_path / ".lock").open("rb+") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(TargetBusy) as caught:
-            publish_version(staging, draft(), lock_seconds=0.05)
+        with pytest.raises(TargetBusy) as caught, model_lock(tmp_path, 0.05):
+            pass
     assert f"process {os.getpid()} on " in caught.value.cause, "the last holder signed the lock"
-    assert versions(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("place", ["", "below"])
@@ -477,7 +483,7 @@ def test_a_position_that_was_reserved_before_a_delta_came_is_lost(log_at_13: tup
     export_incremental(request(trainer, model))
     with Staging(model) as staging, pytest.raises(PositionMoved, match="is the newest now, it was 13"):
         fill(staging.path)
-        publish_version(staging, draft(20), place=place, permission=Permission(plain=True))
+        publish_version(staging, draft(20), place, permission=Permission(plain=True))
     assert versions(model) == [10]
 
 
@@ -500,7 +506,7 @@ def test_a_reserved_version_that_somebody_made_meanwhile_is_lost(tmp_path: Path)
     (model / "20").mkdir()
     with Staging(model) as staging, pytest.raises(VersionExists):
         fill(staging.path)
-        publish_version(staging, draft(20), place=place)
+        publish_version(staging, draft(20), place)
     assert list((model / "20").iterdir()) == []
 
 

@@ -38,7 +38,14 @@ from exporter.pipeline.target import (
 )
 from exporter.pipeline.updatable import UpdatableBase, make_base
 from exporter.progress import ProgressFactory, no_progress
-from exporter.publish.commit import Published, Staging, publish_version, reserve_position
+from exporter.publish.commit import (
+    TAKING_THE_LOCK,
+    Published,
+    Staging,
+    UnderLock,
+    publish_version,
+    reserve_position,
+)
 from exporter.publish.delta_log import LogBase, log_path
 from exporter.publish.log_entries import BaseEntry
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
@@ -104,15 +111,13 @@ def execute(
             incremental=_with_origin(base.entry, planned, staging.path) if base else None,
             plan_digest=digest,
         )
-        place = base.place if base else None
         published = publish_version(
             staging,
             draft,
-            version=planned.version,
-            place=place,
+            base.place if base else planned.version,
             keep=request.keep,
             permission=permission(request),
-            permit=(lambda: None) if request.again else permit,
+            under_lock=TAKING_THE_LOCK if request.again else UnderLock(permit=permit),
         )
     if base is not None:
         places = {asset.file_name: asset.source for asset in planned.graph.assets}

@@ -149,7 +149,7 @@ def _rebase(
             incremental=replace(base.entry, trained=trained, state=newest.manifest.state_id),
         )
         place = ReservedPosition(at.position, last=at.position, is_passed=True)
-        published = publish_version(staging, draft, place=place, keep=keep, permission=permission)
+        published = publish_version(staging, draft, place, keep=keep, permission=permission)
         return Rebased(published, len(chain), merger.tasks)
 
 

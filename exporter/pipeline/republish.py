@@ -26,6 +26,7 @@ from exporter.publish.commit import (
     Published,
     PublishedDelta,
     Staging,
+    UnderLock,
     VersionRule,
     model_lock,
     publish_version,
@@ -249,7 +250,8 @@ def _publish(
         taken_back=taken_back,
         plan_digest=manifest.plan_digest,
     )
-    return publish_version(staging, draft, permission=Permission(despite_hold=True), is_locked=True)
+    allowed = Permission(despite_hold=True)
+    return publish_version(staging, draft, permission=allowed, under_lock=UnderLock(is_ours=True))
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

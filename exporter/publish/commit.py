@@ -13,7 +13,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -150,17 +150,21 @@ class PublishedDelta(Struct, frozen=True):
 
 
 class UnderLock(Struct, frozen=True):
-    """How a delta is published under the model's lock.
+    """How something is published under the model's lock.
 
-    `is_ours` says that the caller has the lock already. `permit` raises if the delta may not be published.
-    With `holds` the log is held where the delta leads, from the instant in which it can be seen; or, if a
-    canary's hold keeps everybody before the delta, right after it (`follows_canary`).
+    `is_ours` says that the caller has the lock already. `permit` raises if it may not be published. With
+    `holds` the log is held where a delta leads, from the instant in which it can be seen; or, if a canary's
+    hold keeps everybody before the delta, right after it (`follows_canary`).
     """
 
     is_ours: bool = False
     permit: Callable[[], None] = lambda: None
     holds: bool = False
     follows_canary: bool = False
+
+    def take(self, model: Path) -> AbstractContextManager[None]:
+        """The model's lock, unless the caller has it."""
+        return nullcontext() if self.is_ours else model_lock(model)
 
 
 TAKING_THE_LOCK = UnderLock()
@@ -213,30 +217,26 @@ def next_position(step: int | None, last: int | None) -> int:
 def publish_version(
     staging: Staging,
     draft: ManifestDraft,
+    number: VersionRule | ReservedPosition = _BY_POSITION,
     *,
-    version: VersionRule = _BY_POSITION,
-    place: ReservedPosition | None = None,
     keep: int | None = None,
     permission: Permission = REFUSING,
-    permit: Callable[[], None] = lambda: None,
-    is_locked: bool = False,
+    under_lock: UnderLock = TAKING_THE_LOCK,
     grace_seconds: float = GRACE_SECONDS,
-    lock_seconds: float = LOCK_SECONDS,
     clock: Callable[[], float] = time.time,
 ) -> Published:
     """Turn `staging.path` into `<model>/<version>` and, with `keep`, move older versions away.
 
-    With a `place` the version is its position; `version` is not asked. `is_locked`: the caller has the lock.
-    `permit` is called under the lock, and raises if the version may not be published.
+    A reserved position is the version's number, too.
 
     When this returns the version survives a power cut, as far as its bytes are ours: a file with a second
     link (the trainer's shards) is neither synced, which would cost O(bytes), nor changed in its mode.
 
     Raises:
         ModelHeld, ChainEnds: see `Permission.check`; nothing was published.
-        VersionExists: see `VersionRule.choose`, or a version of the place's position or above is there.
-        PositionMoved: something was published since the place was found.
-        TargetBusy: another exporter held the lock for `lock_seconds`.
+        VersionExists: see `VersionRule.choose`, or a version of the reserved position or above is there.
+        PositionMoved: something was published since the position was reserved.
+        TargetBusy: another exporter held the lock for `LOCK_SECONDS`.
         ManifestError: the newest version's manifest is damaged, so that the next position is unknown.
         VerificationError: the staged tree holds something that is neither a file nor a directory.
         TargetNotWritable, DiskFull, PublishError: the operating system refused; nothing was published.
@@ -246,11 +246,10 @@ def publish_version(
     retired = Retired()
     with writing(staging.model):
         files = seal(staging.path)
-        with nullcontext() if is_locked else model_lock(staging.model, lock_seconds):
-            rule = version if place is None else place
-            permit()
+        with under_lock.take(staging.model):
+            under_lock.permit()
             permission.check(staging.model, takes_deltas=draft.incremental is not None)
-            published = _commit(staging, draft, files, rule, clock())
+            published = _commit(staging, draft, files, number, clock())
             warnings = [*published.warnings]
             if keep is not None:
                 try:
@@ -287,7 +286,7 @@ def publish_delta(
             held = Hold(log).prepare(position, staging)
             shutil.copyfile(held, staging.path / HOLD_FILE)
         files = seal(staging.path)
-        with nullcontext() if under_lock.is_ours else model_lock(staging.model):
+        with under_lock.take(staging.model):
             if last is not None:
                 _require_last(staging.model, last)
             under_lock.permit()

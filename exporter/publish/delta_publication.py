@@ -19,7 +19,7 @@ from exporter.options import DeltaDtype
 from exporter.publish.commit import TAKING_THE_LOCK, PublishedDelta, Staging, UnderLock, publish_delta
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
-from exporter.publish.manifest import Kind, ManifestDraft, Origin, tensor_entries
+from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.version import __version__
 
 
@@ -102,7 +102,6 @@ def publish_written(
         exporter=__version__,
         step=what.step,
         lineage=log.lineage,
-        kind=Kind.DELTA,
         from_position=span.start,
         incremental=DeltaEntry(
             log=log.base.entry.log,

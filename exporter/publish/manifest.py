@@ -23,7 +23,6 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -52,13 +51,6 @@ from exporter.wire.json_documents import (
 
 FORMAT_VERSION = 1
 Time = Annotated[str, Meta(pattern=r"^[0-9]{4}(-[0-9]{2}){2}T[0-9]{2}(:[0-9]{2}){2}(\.[0-9]{6})?Z$(?!\n)")]
-
-
-class Kind(StrEnum):
-    """What a published directory is."""
-
-    BASE = "base"
-    DELTA = "delta"
 
 
 class TensorEntry(Struct, frozen=True, rename={"bytes_": "bytes"}):
@@ -108,14 +100,16 @@ class RestoredValues(Struct, frozen=True, omit_defaults=True):
 
 
 class ManifestDraft(Struct, frozen=True, kw_only=True):
-    """What is known of a version before it has a position and before its files are final."""
+    """What is known of a version or delta before it has a position and before its files are final.
+
+    A delta has `from_position`, a version has none.
+    """
 
     tensors: tuple[TensorEntry, ...]
     source: Origin
     exporter: str
     step: int | None = None
     lineage: str | None = None
-    kind: Kind = Kind.BASE
     from_position: int | None = None
     incremental: BaseEntry | DeltaEntry | None = None
     taken_back: RestoredValues | None = None
@@ -262,30 +256,18 @@ def _damage_named(text: str | bytes) -> Iterator[None]:
 
 
 def _document(manifest: Manifest) -> Document:
+    kind = VersionDocument if manifest.from_position is None else DeltaDocument
     entry = manifest.incremental
-    common = VersionDocument(
-        position=manifest.position,
-        step=manifest.step,
-        lineage=manifest.lineage,
-        schema_digest=manifest.schema_digest,
-        source=manifest.source,
-        created=manifest.created.astimezone(UTC).isoformat(timespec="microseconds")[:-6] + "Z",
-        exporter=manifest.exporter,
-        plan_digest=manifest.plan_digest,
-        tensors=manifest.tensors,
-        files=manifest.files,
-        incremental=entry.document() if isinstance(entry, BaseEntry) else None,
-        taken_back=manifest.taken_back,
-    )
-    if manifest.from_position is None:
-        return common
-    fields = {name: getattr(common, name) for name in _Document.__struct_fields__}
-    incremental = entry if isinstance(entry, DeltaEntry) else None
-    return DeltaDocument(**fields, from_position=manifest.from_position, incremental=incremental)
+    said = asdict(manifest) | {
+        "schema_digest": manifest.schema_digest,
+        "created": manifest.created.astimezone(UTC).isoformat(timespec="microseconds")[:-6] + "Z",
+        "incremental": entry.document() if isinstance(entry, BaseEntry) else entry,
+    }
+    return kind(**{name: said[name] for name in kind.__struct_fields__ if name in said})
 
 
 def _text(document: Document) -> bytes:
-    kind = Kind.DELTA if isinstance(document, DeltaDocument) else Kind.BASE
+    kind = document.__struct_config__.tag
     fields = [f'"format_version": {FORMAT_VERSION}'.encode(), f'"kind": "{kind}"'.encode()]
     for name in (*_HEAD, *_IF_THERE):
         value = getattr(document, name, None)
@@ -299,24 +281,13 @@ def _text(document: Document) -> bytes:
 
 
 def _manifest(document: Document) -> Manifest:
-    entry = document.incremental
-    is_delta = isinstance(document, DeltaDocument)
-    manifest = Manifest(
-        kind=Kind.DELTA if is_delta else Kind.BASE,
-        from_position=getattr(document, "from_position", None),
-        position=document.position,
-        step=document.step,
-        lineage=document.lineage,
-        source=document.source,
-        created=_created(document.created),
-        exporter=document.exporter,
-        tensors=document.tensors,
-        files=document.files,
-        incremental=BaseEntry.of(entry) if isinstance(entry, BaseDocument) else entry,
-        taken_back=getattr(document, "taken_back", None),
-        plan_digest=document.plan_digest,
-    )
-    _check_consistency(manifest, document.schema_digest)
+    said, entry = asdict(document), document.incremental
+    del said["format_version"]
+    schema_digest = said.pop("schema_digest")
+    said["created"] = _created(document.created)
+    said["incremental"] = BaseEntry.of(entry) if isinstance(entry, BaseDocument) else entry
+    manifest = Manifest(**said)
+    _check_consistency(manifest, schema_digest)
     return manifest
 
 

@@ -178,7 +178,7 @@ def publish_base(
             lineage=secrets.token_hex(16),
             incremental=BaseEntry(place.position, schema, spec, trained, Updates()),
         )
-        return publish_version(staging, draft, place=place)
+        return publish_version(staging, draft, place)
 
 
 def _lay_out(

@@ -238,7 +238,7 @@ def publish_base(trainer: Trainer, serving: Serving, model: Path) -> Published:
                 Updates(),
             ),
         )
-        return publish_version(staging, draft, place=place)
+        return publish_version(staging, draft, place)
 
 
 def write_graph(bundle: Path, position: int, step: int) -> None:

@@ -38,7 +38,7 @@ def publish(
     with Staging(model) as staging:
         fill(staging.path)
         return publish_version(
-            staging, draft(step), version=rule, keep=keep, grace_seconds=grace_seconds, clock=lambda: now
+            staging, draft(step), rule, keep=keep, grace_seconds=grace_seconds, clock=lambda: now
         )
 
 
