@@ -11,7 +11,7 @@ import pytest
 
 from exporter.layout import HEAD_FILE, MANIFEST_FILE
 from exporter.publish.timeline import read_timeline
-from exporter.storage.read_ahead import AT_ONCE, ReadAhead
+from exporter.storage.read_ahead import ReadAhead
 from exporter.transfer.items import local_items
 from exporter.transfer.opened import opened
 from exporter.transfer.pull import LocalCopy, pull
@@ -20,7 +20,7 @@ from tests.support.commands import export_model
 from tests.support.directory_store import BUCKET, directory_store
 from tests.support.http_proxy import Traffic
 from tests.support.logs import Trainer
-from tests.support.many_deltas import many_deltas
+from tests.support.many_deltas import many_deltas, merged_deltas
 from tests.support.remote_models import incr, went_on
 from tests.support.setting import Setting
 
@@ -59,6 +59,18 @@ def test_an_export_asks_for_the_newest_manifest(trainer: Trainer, traffic: Traff
     ran = incr(trainer, URL)
     assert (ran.code, ran.document["status"]) == (0, "nothing_to_do")
     assert len(traffic.requests) <= 6
+
+
+def test_an_export_asks_for_what_may_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a log that is merged as it should be: the newest few of each size."""
+    trainer = merged_deltas(tmp_path, 2 * 64 + 3 * 8 + 4)
+    with directory_store(tmp_path) as (environment, traffic):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        went_on(trainer, 5010)
+        ran = incr(trainer, URL)
+        assert (ran.code, ran.document["position"]) == (0, 5010), ran.err
+        assert sum("deltas" in path and MANIFEST_FILE in path for path in gets(traffic)) <= 16
 
 
 def test_what_is_newest_is_inspected_with_few_requests(traffic: Traffic) -> None:
@@ -118,18 +130,19 @@ def test_a_watch_asks_for_the_head(trainer: Trainer, traffic: Traffic, tmp_path:
     assert copy.update().position == 5010
 
 
-def test_neighbours_come_with_the_second_file() -> None:
+def test_neighbours_come_with_who_reads_on() -> None:
     files = [f"log/{number:03}/manifest" for number in range(40)]
     ahead, fetched = ReadAhead(), set[str]()
     ahead.show([*files, "log/001/data", "base/manifest"])
 
     def fetch(name: str) -> list[str]:
-        found = ahead.with_neighbours(name, lambda other: other not in {*fetched, name})
+        found = ahead.with_neighbours(name, fetched.__contains__, lambda other: other not in {*fetched, name})
         fetched.update(found, [name])
         return found
 
-    assert fetch("base/manifest") == []
-    assert fetch(files[20]) == []
-    assert fetch(files[30]) == files[31:32]
-    assert fetch(files[39]) == files[38:35:-1]
-    assert [len(fetch(files[number])) for number in (0, 10)] == [7, AT_ONCE - 1]
+    assert fetch("base/manifest") == fetch(files[20]) == fetch(files[30]) == fetch(files[39]) == []
+    assert fetch(files[38]) == files[37:38]
+    assert fetch(files[36]) == files[35:32:-1]
+    assert [len(fetch(files[number])) for number in (0, 1, 3, 7)] == [0, 1, 3, 7]
+    assert fetch(files[15]) == [*files[16:20], *files[21:30], *files[31:33]]
+    assert fetched == {*files, "base/manifest"}

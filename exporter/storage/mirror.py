@@ -178,14 +178,17 @@ class Mirror:
                 for gap in fetched.gaps(start, stop):
                     missing.add(*gap)
             if any(missing):
-                is_small = each.size <= GAP_BYTES
-                others = self._ahead.with_neighbours(name, self._is_small_and_missing) if is_small else []
-                with self._reading_ahead(others):
+                with self._reading_ahead(self._neighbours(name) if each.size <= GAP_BYTES else []):
                     self._fill(name, each, fetched, missing)
 
-    def _is_small_and_missing(self, name: str) -> bool:
-        size = self._found[name].size
-        return size <= GAP_BYTES and any(self._fetched[name].gaps(0, size))
+    def _neighbours(self, name: str) -> Sequence[str]:
+        def is_there(other: str) -> bool:
+            return not any(self._fetched[other].gaps(0, self._found[other].size))
+
+        def is_wanted(other: str) -> bool:
+            return self._found[other].size <= GAP_BYTES and not is_there(other)
+
+        return self._ahead.with_neighbours(name, is_there, is_wanted)
 
     @contextmanager
     def _reading_ahead(self, names: Sequence[str]) -> Iterator[None]:

@@ -96,13 +96,13 @@ def inspect(lab: Lab) -> Iterator[Row]:
 def increment(lab: Lab) -> Iterator[Row]:
     """`--incr` where a thousand deltas are published, in the same store."""
     from tests.support.directory_store import BUCKET, directory_store
-    from tests.support.many_deltas import many_deltas
+    from tests.support.many_deltas import merged_deltas
     from tests.support.remote_models import went_on
 
     deltas = 30 if lab.quick else 1000
     directory = lab.fresh("many-deltas")
     directory.mkdir()
-    trainer = many_deltas(directory, deltas)
+    trainer = merged_deltas(directory, deltas)
     with directory_store(directory, _WAIT) as (environment, traffic):
         settings = [f"{name}={value}" for name, value in environment.items()]
         exported = [EXPORT_MODEL, "--ckpt-dir", trainer.directory, "--out", f"s3://{BUCKET}/model", "--incr"]
