@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 
 from exporter.errors import Exit, ExportError, UsageError
 from exporter.local_paths import local_path
-from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
+from exporter.terminal.edge import AS_TEXT, OutputOptions, command
 from exporter.terminal.output import Output, OutputMode
 from exporter.terminal.parameters import App, Option, Options
 from exporter.terminal.server_access import ServerAccess
@@ -82,12 +82,10 @@ def agent(
             "Repeat it for several models.",
         ),
     ] = (),
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Look after the fleet until a signal comes."""
-    with command(json_, quiet, debug) as sink:
+    with command(printing) as sink:
         require_libraries("agent", "the agent", *_LIBRARIES)
         stop_on_sigterm()
         from serving.agent import http, page, view

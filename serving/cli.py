@@ -10,15 +10,7 @@ from exporter.errors import ServerError, UsageError
 from exporter.local_paths import checkpoint_parser, local_path
 from exporter.progress import count
 from exporter.terminal import completion
-from exporter.terminal.edge import (
-    EXIT_CODES,
-    DebugFlag,
-    JsonFlag,
-    QuietFlag,
-    VersionFlag,
-    command,
-    run,
-)
+from exporter.terminal.edge import AS_TEXT, EXIT_CODES, OutputOptions, VersionFlag, command, run
 from exporter.terminal.output import Output
 from exporter.terminal.parameters import App, Argument, Option, Options
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
@@ -117,12 +109,10 @@ def status(
     ] = None,
     deadline: Deadline = 10.0,
     access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Print the versions, their states and positions."""
-    with command(json_, quiet, debug) as sink:
+    with command(printing) as sink:
         from serving import status_command
         from serving.client import ModelClient
 
@@ -153,12 +143,10 @@ def predict(
     ] = None,
     deadline: Deadline = 10.0,
     access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Send one request."""
-    with command(json_, quiet, debug) as sink:
+    with command(printing) as sink:
         import json
 
         from serving.client import ModelClient
@@ -191,12 +179,10 @@ def update(
     ] = None,
     deadline: Deadline = 60.0,
     access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Call the incremental subgraph."""
-    with command(json_, quiet, debug) as sink:
+    with command(printing) as sink:
         from msgspec.structs import asdict
 
         from serving import updates

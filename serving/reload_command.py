@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from exporter.errors import UsageError
 from exporter.files import sync, write_durably
-from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command, pairs
+from exporter.terminal.edge import AS_TEXT, OutputOptions, command, pairs
 from exporter.terminal.parameters import App, Argument, Option, Options
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving.address import with_port
@@ -90,12 +90,10 @@ def reload(
         float, Option(metavar="SECONDS", min=0.001, help="Fail when it takes longer than this.")
     ] = 60.0,
     access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Send a configuration."""
-    with command(json_, quiet, debug) as sink:
+    with command(printing) as sink:
         from rich.markup import escape
 
         from serving.client import ModelClient

@@ -9,7 +9,7 @@ import click
 from msgspec.structs import replace
 
 from exporter.errors import Exit, UsageError
-from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, VersionFlag, command
+from exporter.terminal.edge import AS_TEXT, OutputOptions, VersionFlag, command
 from exporter.terminal.output import Output
 from exporter.terminal.parameters import App, Argument, Option, Options
 from serving.documents import ServedModel, Serving
@@ -87,12 +87,10 @@ def run_server(
     options: Annotated[ServerOptions, Options()] = _DEFAULTS,
     network: Annotated[NetworkOptions, Options(REST_METRICS_TLS)] = GRPC_ALONE,
     own_version: VersionFlag = False,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Serve until a signal comes."""
-    with command(json_, quiet, debug) as sink:
+    with command(printing) as sink:
         stop_on_sigterm()
         for note in context.meta.get(_NOTES, ()):
             sink.note(note)

@@ -30,7 +30,7 @@ from exporter.cli.root_options import refuse_root_options
 from exporter.options import ExportRequest
 from exporter.roles import node_role
 from exporter.terminal import completion
-from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, VersionFlag, command, pairs, run
+from exporter.terminal.edge import AS_TEXT, OutputOptions, VersionFlag, command, pairs, run
 from exporter.terminal.parameters import App, Options
 from exporter.terminal.server_access import ServerAccess
 from exporter.transfer.opened import data_mode, opened, require_apart
@@ -51,17 +51,15 @@ def export(
     access: Annotated[ServerAccess, Options(DELTAS)],
     watch: Annotated[WatchFlags, Options(FOLLOWING)],
     job_flags: Annotated[JobFlags, Options(WORK)],
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
     own_version: VersionFlag = False,
 ) -> None:
     """Export (the root command)."""
     if context.invoked_subcommand is not None:
-        with command(json_, quiet, debug):
+        with command(printing):
             refuse_root_options(context)
         return
-    with command(json_, quiet, debug) as sink, ExitStack() as stack:
+    with command(printing) as sink, ExitStack() as stack:
         ckpt_dir, out = places.both()
         require_apart(ckpt_dir, out)
         request = ExportRequest(

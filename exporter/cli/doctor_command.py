@@ -15,7 +15,7 @@ from exporter.cli.documents import logs as documents
 from exporter.cli.log_commands import ModelArgument
 from exporter.local_paths import checkpoint_parser
 from exporter.storage.url import Url
-from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
+from exporter.terminal.edge import AS_TEXT, OutputOptions, command
 from exporter.terminal.markup import escape, labelled
 from exporter.terminal.output import Output
 from exporter.terminal.parameters import Option, Options
@@ -53,9 +53,7 @@ def doctor(
         float, Option(metavar="SECONDS", min=0.001, help="How long to wait for a server's answer.")
     ] = 5.0,
     access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """List what is wrong with a published model, or soon will be, with the command that helps.
 
@@ -69,7 +67,7 @@ def doctor(
       export-model doctor models/ranker
       export-model doctor models/ranker --ckpt-dir train/ --target localhost:8500 --target 10.0.0.7
     """
-    with command(json_, quiet, debug) as sink, opened(model, read_only=True) as opened_model:
+    with command(printing) as sink, opened(model, read_only=True) as opened_model:
         from exporter.doctor.examination import examine
         from exporter.doctor.finding import diagnosis
         from exporter.doctor.replicas import judge

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from exporter.cli.documents import logs as documents
 from exporter.cli.log_commands import ModelArgument
-from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
+from exporter.terminal.edge import AS_TEXT, OutputOptions, command
 from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
 from exporter.terminal.parameters import App, Option
@@ -27,9 +27,7 @@ def register(app: App) -> None:
 def history(
     model: ModelArgument,
     last: Annotated[int | None, Option(metavar="N", min=1, help="Show only the newest N events.")] = None,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """List what was published, in order: versions, bases, deltas, mergers, rollbacks; and the hold.
 
@@ -38,7 +36,7 @@ def history(
       export-model history models/ranker
       export-model history models/ranker --last 20 --json
     """
-    with command(json_, quiet, debug) as sink, opened(model, read_only=True) as target:
+    with command(printing) as sink, opened(model, read_only=True) as target:
         from exporter.publish.timeline import read_timeline
 
         told(target.carry(lambda: read_timeline(target.path)), sink, last)

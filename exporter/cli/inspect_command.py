@@ -8,7 +8,7 @@ from typing import Annotated
 from exporter.errors import UsageError
 from exporter.local_paths import checkpoint_parser
 from exporter.options import ExportRequest
-from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command, pairs
+from exporter.terminal.edge import AS_TEXT, OutputOptions, command, pairs
 from exporter.terminal.parameters import App, Argument, Option
 from exporter.transfer.opened import LocalModel, OpenModel, opened_if_model
 
@@ -44,9 +44,7 @@ def inspect(
     rename_file: Annotated[
         Path | None, Option(metavar="FILE", help="With --unmatched: the table of names so far.")
     ] = None,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Show what a checkpoint, a graph or a published model holds.
 
@@ -58,7 +56,7 @@ def inspect(
       export-model inspect models/ranker/900 --json
       export-model inspect weights.npz --unmatched my_model.py:serving
     """
-    with command(json_, quiet, debug) as sink:
+    with command(printing) as sink:
         if unmatched is not None:
             from exporter.cli import render_inspection
             from exporter.pipeline.both_sides import compare_names

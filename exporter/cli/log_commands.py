@@ -14,7 +14,7 @@ from exporter.cli.job_flags import LOCALLY, JobFlags
 from exporter.errors import Exit
 from exporter.local_paths import checkpoint_parser
 from exporter.storage.url import Url
-from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command
+from exporter.terminal.edge import AS_TEXT, OutputOptions, command
 from exporter.terminal.parameters import App, Argument, Option, Options
 from exporter.transfer.opened import OpenModel, opened, opened_if_model
 
@@ -48,9 +48,7 @@ def merge(
     ] = False,
     job_flags: Annotated[JobFlags, Options()] = LOCALLY,
     dry_run: DryRunFlag = False,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Merge published deltas into one, or with --rebase base and deltas into a new base.
 
@@ -62,7 +60,7 @@ def merge(
       export-model merge models/ranker --dry-run
       export-model merge s3://bucket/models/ranker --engine ray --engine-address ray://head:10001
     """
-    with command(json_, quiet, debug) as sink, opened(model, read_only=dry_run) as target:
+    with command(printing) as sink, opened(model, read_only=dry_run) as target:
         from exporter.cli import render_log
         from exporter.pipeline import log_maintenance
         from exporter.pipeline import rebase as bases
@@ -99,9 +97,7 @@ def rollback(
         ),
     ] = False,
     dry_run: DryRunFlag = False,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Publish an earlier position's values as the newest, and hold the model there.
 
@@ -112,7 +108,7 @@ def rollback(
       export-model rollback models/ranker --to 900 --dry-run
       export-model rollback models/ranker --to 900 --reason "scores fell"
     """
-    with command(json_, quiet, debug) as sink, opened(model, read_only=dry_run) as target:
+    with command(printing) as sink, opened(model, read_only=dry_run) as target:
         from exporter.cli import render_log
         from exporter.pipeline import log_maintenance
 
@@ -134,9 +130,7 @@ def resume(
         Option(help="Lift the hold and leave the values as they are."),
     ] = False,
     dry_run: DryRunFlag = False,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Lift the hold; after a rollback, restore the values from before it, unless newer ones are published.
 
@@ -148,7 +142,7 @@ def resume(
       export-model resume models/ranker
       export-model resume models/ranker --lift-only
     """
-    with command(json_, quiet, debug) as sink, opened(model, read_only=dry_run) as target:
+    with command(printing) as sink, opened(model, read_only=dry_run) as target:
         from exporter.cli import render_log
         from exporter.pipeline import log_maintenance
 
@@ -166,9 +160,7 @@ def diff(
     b: Annotated[str, Argument("B", help="What to compare A with.")],
     exit_code: Annotated[bool, Option(help="Exit with 10 if A and B differ.")] = False,
     job_flags: Annotated[JobFlags, Options()] = LOCALLY,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Show what differs between two states: variables, rows, norms.
 
@@ -179,7 +171,7 @@ def diff(
       export-model diff models/ranker train/
       export-model diff s3://bucket/train/model.ckpt-900 s3://bucket/train/model.ckpt-1000 --engine ray
     """
-    with command(json_, quiet, debug) as sink, ExitStack() as stack:
+    with command(printing) as sink, ExitStack() as stack:
         models: dict[str, OpenModel] = {}
         first, second = (_side(text, models, stack) for text in (a, b))
         from exporter.cli import render_log
@@ -220,9 +212,7 @@ def verify(
     model: ModelArgument,
     bytes_: Annotated[bool, Option("--bytes", help="Also read all values of the versions.")] = False,
     job_flags: Annotated[JobFlags, Options()] = LOCALLY,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Check everything that is published: files, checksums, and that each base reaches the newest position.
 
@@ -232,7 +222,7 @@ def verify(
       export-model verify models/ranker --bytes --json
       export-model verify models/ranker --bytes --engine ray --engine-address ray://head:10001
     """
-    with command(json_, quiet, debug) as sink, opened(model, read_only=True) as target:
+    with command(printing) as sink, opened(model, read_only=True) as target:
         from exporter.cli import render_log
         from exporter.jobs.runner import Runner
         from exporter.verify import log as verify_log

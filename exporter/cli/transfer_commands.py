@@ -12,7 +12,7 @@ from exporter.cli.documents.values import Status
 from exporter.cli.log_commands import DryRunFlag
 from exporter.errors import CheckpointError, ExportError, PublishError, UsageError, VerificationError
 from exporter.progress import count, human_bytes
-from exporter.terminal.edge import DebugFlag, JsonFlag, QuietFlag, command, outlived
+from exporter.terminal.edge import AS_TEXT, OutputOptions, command, outlived
 from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
 from exporter.terminal.parameters import App, Argument, Option
@@ -33,9 +33,7 @@ def push(
     url: Annotated[str, Argument("URL", "s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL.")],
     prune: Annotated[bool, Option(help="Remove from the store what is not published here any more.")] = False,
     dry_run: DryRunFlag = False,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Upload what is published to an object store: versions, deltas and the hold, each whole or not at all.
 
@@ -44,7 +42,7 @@ def push(
       export-model push models/ranker s3://models/ranker
       export-model push models/ranker s3://models/ranker --prune --dry-run
     """
-    with command(json_, quiet, debug) as sink:
+    with command(printing) as sink:
         from exporter.transfer import push as transfer
 
         plan = transfer.plan_push(model, url, prune=prune)
@@ -83,9 +81,7 @@ def pull(
     interval: Annotated[
         float, Option(metavar="SECONDS", min=0.05, help="With --watch: how often to look.")
     ] = 1.0,
-    json_: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
+    printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Fetch what is published in an object store into a local directory, checked, in order of positions.
 
@@ -94,7 +90,7 @@ def pull(
       export-model pull s3://models/ranker models/ranker
       export-model pull s3://models/ranker models/ranker --watch --interval 0.5 --prune
     """
-    with command(json_, quiet, debug) as sink:
+    with command(printing) as sink:
         from exporter.transfer import pull as transfer
 
         if interval != 1.0 and not watch:

@@ -11,17 +11,33 @@ from types import FrameType
 from typing import Annotated, NoReturn
 
 import click
+from msgspec import Struct
 
 from exporter.errors import Exit, ExportError, UsageError, unreachable
 from exporter.terminal.output import Output, OutputMode, silence
-from exporter.terminal.parameters import App, Option
+from exporter.terminal.parameters import App, Option, Options
 from exporter.terminal.quiet_import import quiet_tensorflow
 from exporter.version import __version__
 
-JsonFlag = Annotated[
-    bool, Option("--json", help="Print one JSON document on stdout, and errors as JSON on stderr.")
-]
-QuietFlag = Annotated[bool, Option("--quiet", "-q", help="Print nothing but errors.")]
+
+class OutputFlags(Struct, frozen=True):
+    """How a command prints: the options that all of them have."""
+
+    json_: Annotated[
+        bool, Option("--json", help="Print one JSON document on stdout, and errors as JSON on stderr.")
+    ] = False
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Print nothing but errors.")] = False
+    debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
+
+    @property
+    def mode(self) -> OutputMode:
+        """What the sink makes of what it is given."""
+        return OutputMode.JSON if self.json_ else OutputMode.QUIET if self.quiet else OutputMode.HUMAN
+
+
+OutputOptions = Annotated[OutputFlags, Options()]
+AS_TEXT = OutputFlags()
+"""Nothing was typed: text for a person."""
 
 
 def _print_version(is_asked: bool) -> None:
@@ -34,7 +50,6 @@ VersionFlag = Annotated[
     bool,
     Option("-V", callback=_print_version, help="Print the program's version."),
 ]
-DebugFlag = Annotated[bool, Option("--debug", help="Show tracebacks.")]
 
 
 def _exit_codes() -> str:
@@ -66,28 +81,27 @@ def pairs(option: str, values: Iterable[str]) -> dict[str, str]:
 
 
 @contextmanager
-def command(json_: bool, quiet: bool, debug: bool) -> Iterator[Output]:
+def command(flags: OutputFlags) -> Iterator[Output]:
     """Run a command's body with its sink; whatever it raises ends in a message and an exit code.
 
     SIGTERM is treated as SIGINT is: the body is unwound, so that staging is removed.
     """
-    mode = OutputMode.JSON if json_ else OutputMode.QUIET if quiet else OutputMode.HUMAN
-    sink = Output(mode)
+    sink = Output(flags.mode)
     quiet_tensorflow()
     signal.signal(signal.SIGTERM, _terminated)
     try:
         yield sink
     except ExportError as error:
-        _finish(sink, error, debug)
+        _finish(sink, error, flags.debug)
     except KeyboardInterrupt:
-        _finish(sink, Interrupted("interrupted"), debug)
+        _finish(sink, Interrupted("interrupted"), flags.debug)
     except BrokenPipeError:  # the reader of stdout has gone (`| head`): nothing is left to say
         silence(sys.stdout)
         raise click.exceptions.Exit(Exit.FAILURE) from None
     except OSError as error:  # of some look at a path: whether it is there, or a file
-        _finish(sink, unreachable(error), debug)
+        _finish(sink, unreachable(error), flags.debug)
     except Exception as error:  # noqa: BLE001 - the edge of the program: no traceback without --debug
-        _finish(sink, ExportError(f"unexpected {type(error).__name__}: {error}"), debug)
+        _finish(sink, ExportError(f"unexpected {type(error).__name__}: {error}"), flags.debug)
     finally:
         sink.close()
 

@@ -62,7 +62,6 @@ class Output(Struct):
     """
 
     mode: OutputMode = OutputMode.HUMAN
-    debug: bool = False
     json_lines: bool = False
     stdout: IO[str] = field(default_factory=lambda: sys.stdout)
     stderr: IO[str] = field(default_factory=lambda: sys.stderr)
