@@ -13,15 +13,7 @@ from pathlib import Path
 from exporter.files import open_regular
 from exporter.layout import WARMUP_FILE
 from exporter.wire.protos import Proto, message_class
-from serving.inference import (
-    DEFAULT_INFERENCE,
-    Inference,
-    Model,
-    classify,
-    multi_inference,
-    predict,
-    regress,
-)
+from serving.inference import DEFAULT_INFERENCE, Inference, Model, classify, multi_inference, predict, regress
 from serving.status import Code, StatusError, invalid
 
 MAX_RECORDS = 1000

@@ -27,9 +27,7 @@ from exporter.mapping.build import TensorSource
 from exporter.options import Verify
 from exporter.pipeline.full import Exported
 from exporter.pipeline.full_plan import Plan
-from exporter.pipeline.inspection import (
-    signatures_of,
-)
+from exporter.pipeline.inspection import signatures_of
 from exporter.progress import count, human_bytes
 from exporter.storage import mirror
 from exporter.terminal.output import Output

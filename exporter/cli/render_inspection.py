@@ -21,13 +21,7 @@ from exporter.cli.render_values import (
 )
 from exporter.mapping.unmatched import Unmatched
 from exporter.pipeline.both_sides import Unmatchable
-from exporter.pipeline.inspection import (
-    BundleView,
-    CheckpointView,
-    GraphView,
-    Inspection,
-    ModelView,
-)
+from exporter.pipeline.inspection import BundleView, CheckpointView, GraphView, Inspection, ModelView
 from exporter.progress import count, human_bytes
 from exporter.publish.manifest import Origin
 from exporter.terminal.markup import escape

@@ -7,10 +7,7 @@ from collections.abc import Iterable, Iterator
 from exporter.catalog import Catalog, TensorRef
 from exporter.cli.documents import values
 from exporter.mapping.extras import Extra, ExtraKind
-from exporter.pipeline.inspection import (
-    Signature,
-    TensorSpec,
-)
+from exporter.pipeline.inspection import Signature, TensorSpec
 from exporter.progress import human_bytes
 from exporter.terminal.markup import escape
 

@@ -21,14 +21,7 @@ from msgspec import Struct
 
 from exporter.errors import ExportError, NotServable, UsageError
 from exporter.graph.deeprec_ops import INITIALISERS
-from exporter.graph.nodes import (
-    Endpoint,
-    GraphIndex,
-    attr,
-    attr_dtype,
-    data_inputs,
-    through_identities,
-)
+from exporter.graph.nodes import Endpoint, GraphIndex, attr, attr_dtype, data_inputs, through_identities
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 from exporter.wire.tensor_proto import to_array

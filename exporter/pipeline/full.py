@@ -32,10 +32,7 @@ from exporter.pipeline.same_graph import SourceFiles
 from exporter.pipeline.staged_checks import check_staged
 from exporter.pipeline.table_deltas import note_index_written
 from exporter.pipeline.table_layout import write_tables
-from exporter.pipeline.target import (
-    permission,
-    require_new,
-)
+from exporter.pipeline.target import permission, require_new
 from exporter.pipeline.updatable import UpdatableBase, make_base
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import (

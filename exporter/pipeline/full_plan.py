@@ -27,12 +27,7 @@ from exporter.options import ExportFormat, ExportRequest
 from exporter.pipeline.both_sides import read_both
 from exporter.pipeline.plan_digest import plan_digest
 from exporter.pipeline.table_layout import lay_out_tables, map_laid_out
-from exporter.pipeline.target import (
-    check_permission,
-    require_new,
-    require_own_directory,
-    target_notes,
-)
+from exporter.pipeline.target import check_permission, require_new, require_own_directory, target_notes
 from exporter.pipeline.trainer_graph import training_graph
 from exporter.pipeline.updatable import update_notes
 from exporter.publish.commit import VersionRule

@@ -43,12 +43,7 @@ from exporter.delta.format import DeltaHeader
 from exporter.delta.invert import restoring
 from exporter.delta.merge_deltas import DeltaMerger
 from exporter.delta.spans import Position, Span, SpanLike, merge_due, merged, plan_chain
-from exporter.errors import (
-    ManifestError,
-    ModelHeld,
-    PositionError,
-    PositionMoved,
-)
+from exporter.errors import ManifestError, ModelHeld, PositionError, PositionMoved
 from exporter.files import remove_tree, writing
 from exporter.layout import DELTA_NAME
 from exporter.options import DeltaDtype, Jobs

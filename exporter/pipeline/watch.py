@@ -17,12 +17,7 @@ from msgspec.structs import replace
 
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.identity import Identity, Looks, look
-from exporter.errors import (
-    CheckpointChanged,
-    ExportError,
-    TargetBusy,
-    UsageError,
-)
+from exporter.errors import CheckpointChanged, ExportError, TargetBusy, UsageError
 from exporter.files import make_directories, writing
 from exporter.graph.load import GraphSource, run_builders_once
 from exporter.graph.origin import check_named

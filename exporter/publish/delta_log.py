@@ -24,13 +24,7 @@ from exporter.delta.format import Delta, Schema, log_name, span_name
 from exporter.delta.row_reader import RowReader, served_in
 from exporter.delta.snapshot import Snapshot
 from exporter.delta.spans import Position, Reach, check_fits, nearest_base, plan_chain
-from exporter.errors import (
-    CheckpointError,
-    CorruptFile,
-    ManifestError,
-    NotUpdatable,
-    PositionUnknown,
-)
+from exporter.errors import CheckpointError, CorruptFile, ManifestError, NotUpdatable, PositionUnknown
 from exporter.increments.trained import TrainerVersion
 from exporter.layout import DELTA_NAME, DELTAS_DIRECTORY, MANIFEST_FILE, VARIABLES_PREFIX
 from exporter.publish.absent import nothing_published

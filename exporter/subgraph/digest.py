@@ -11,15 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from exporter.delta.chunk_digest import (
-    CHUNK_ROWS,
-    GOLDEN,
-    LAST_SHIFT,
-    ROUNDS,
-    digested,
-    row_count,
-    word_size,
-)
+from exporter.delta.chunk_digest import CHUNK_ROWS, GOLDEN, LAST_SHIFT, ROUNDS, digested, row_count, word_size
 from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, read
 from exporter.subgraph.write_delta import UpdateTarget

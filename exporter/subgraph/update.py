@@ -24,13 +24,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from exporter.subgraph.list_deltas import (
-    NO_LIMIT,
-    ListedDeltas,
-    is_published,
-    list_published,
-    list_step,
-)
+from exporter.subgraph.list_deltas import NO_LIMIT, ListedDeltas, is_published, list_published, list_step
 from exporter.subgraph.read_delta import Expected, read_delta
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign
 from exporter.subgraph.turns import one_at_a_time

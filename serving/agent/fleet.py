@@ -26,17 +26,7 @@ from serving.agent.pacing import PacePolicy
 from serving.agent.publications import Model, Publications
 from serving.agent.rebuild import Rebuilder, was_left_out
 from serving.agent.replica import Replica
-from serving.agent.rollout import (
-    Apply,
-    Audit,
-    Observe,
-    Observed,
-    Paced,
-    Policy,
-    Published,
-    Refusal,
-    Rest,
-)
+from serving.agent.rollout import Apply, Audit, Observe, Observed, Paced, Policy, Published, Refusal, Rest
 from serving.agent.targets import Resolved, Targets
 from serving.status import VersionState
 from serving.updates import Updated

@@ -6,17 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct, field
 
-from exporter.graph.batch.dims import (
-    Dim,
-    Known,
-    Meeting,
-    Number,
-    Rows,
-    Slot,
-    Stuck,
-    Times,
-    Unclear,
-)
+from exporter.graph.batch.dims import Dim, Known, Meeting, Number, Rows, Slot, Stuck, Times, Unclear
 from exporter.graph.nodes import attr
 from exporter.wire.protos import Proto
 
