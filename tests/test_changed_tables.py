@@ -16,13 +16,12 @@ from exporter.errors import CorruptFile
 from exporter.increments.changed_tables import ChangedTable, TableRows
 from exporter.increments.increment import CheckpointId, Contents, Increment, StoredIncrement
 from exporter.training.store import Store
-from exporter.wire.dtypes import DType
 
 IDS = np.array([1, 4], np.int64)
 KEYS = np.array([2**63 - 1, -(2**63)], np.int64)
 VALUES = np.array([[1, 2, 3], [4, 5, np.nan]], np.float32)
 REMOVED = np.array([-5, 7, 9], np.int64)
-TABLE = ChangedTable("user/emb", DType.FLOAT, 3, 5, 2, 3)
+TABLE = ChangedTable("user/emb", "float32", 3, 5, 2, 3)
 
 
 def published(directory: Path, table: ChangedTable, *tensors: np.ndarray | None) -> StoredIncrement:

@@ -28,15 +28,20 @@ from exporter.wire.json_documents import Count, DtypeLabel, Text, doc
 Array = np.ndarray[Any, Any]
 
 
-class ChangedTable(Struct, frozen=True):
+class ChangedTable(Struct, frozen=True, rename={"label": "dtype"}):
     """A table by keys in an increment: how many of its rows are there, and how many removed keys."""
 
-    name: str
-    dtype: DType
-    dim: int
-    capacity: int
-    rows: int
-    removed: int
+    name: Annotated[Text, doc("what checkpoints call it")]
+    label: Annotated[DtypeLabel, doc("TensorFlow's name of its rows' dtype")]
+    dim: Annotated[Count, doc("the length of its rows")]
+    capacity: Annotated[Count, doc("how many rows the trainer has room for")]
+    rows: Annotated[Count, doc("how many of its rows are there")]
+    removed: Annotated[Count, doc("how many keys were removed")]
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of its rows."""
+        return DType.of(self.label)
 
     @property
     def keys(self) -> tuple[str, str, str, str]:
@@ -46,28 +51,7 @@ class ChangedTable(Struct, frozen=True):
     @property
     def kind(self) -> tuple[str, int, int]:
         """What the trainer's table has to be for its rows to fit."""
-        return self.dtype.label, self.dim, self.capacity
-
-
-class TableDocument(Struct, frozen=True):
-    """A table by keys in an increment."""
-
-    name: Annotated[Text, doc("what checkpoints call it")]
-    dtype: Annotated[DtypeLabel, doc("TensorFlow's name of its rows' dtype")]
-    dim: Annotated[Count, doc("the length of its rows")]
-    capacity: Annotated[Count, doc("how many rows the trainer has room for")]
-    rows: Annotated[Count, doc("how many of its rows are there")]
-    removed: Annotated[Count, doc("how many keys were removed")]
-
-    @classmethod
-    def of(cls, table: ChangedTable) -> TableDocument:
-        """The document of a table."""
-        return cls(table.name, table.dtype.label, table.dim, table.capacity, table.rows, table.removed)
-
-    def read(self) -> ChangedTable:
-        """The table."""
-        dtype = DType.of(self.dtype)
-        return ChangedTable(self.name, dtype, self.dim, self.capacity, self.rows, self.removed)
+        return self.label, self.dim, self.capacity
 
 
 class TableRows(Struct, frozen=True, eq=False):

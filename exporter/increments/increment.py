@@ -34,7 +34,6 @@ from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.increments.changed_tables import (
     ChangedTable,
-    TableDocument,
     TableRows,
     check_ids,
     read_listed,
@@ -220,7 +219,7 @@ class IncrementDocument(Struct, frozen=True, kw_only=True):
     ] = UNSET
     variables: Annotated[tuple[VariableDocument, ...], doc("what changed")]
     tables: Annotated[
-        tuple[TableDocument, ...] | UnsetType, doc("tables by keys that changed; absent: none")
+        tuple[ChangedTable, ...] | UnsetType, doc("tables by keys that changed; absent: none")
     ] = UNSET
 
 
@@ -241,7 +240,7 @@ def to_json(increment: Increment) -> str:
             for changed in increment.variables
             for v in [changed.variable]
         ),
-        tables=tuple(map(TableDocument.of, increment.tables)) or UNSET,
+        tables=increment.tables or UNSET,
     )
     return encode_indented(document).decode()
 
@@ -260,7 +259,6 @@ def from_json(text: bytes, path: Path) -> Increment:
         raise _damaged(path, "parent names neither an increment nor a checkpoint")
     if document.from_step >= document.to_step:
         raise _damaged(path, f"to_step is {document.to_step}, expected more than {document.from_step}")
-    tables = () if isinstance(document.tables, UnsetType) else document.tables
     increment = Increment(
         id=document.id,
         run=document.run,
@@ -269,7 +267,7 @@ def from_json(text: bytes, path: Path) -> Increment:
         from_step=document.from_step,
         to_step=document.to_step,
         variables=changed,
-        tables=tuple(each.read() for each in tables),
+        tables=() if isinstance(document.tables, UnsetType) else document.tables,
         session=document.session,
         event_time=None if isinstance(document.event_time, UnsetType) else document.event_time,
     )

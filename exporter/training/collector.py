@@ -265,7 +265,7 @@ class Collector:
         if not len(ids) and not len(removed):
             return None
         capacity, dim = entry.shape
-        table = ChangedTable(entry.name, entry.dtype, dim, capacity, len(ids), len(removed))
+        table = ChangedTable(entry.name, entry.dtype.label, dim, capacity, len(ids), len(removed))
         ids_key, keys_key, values_key, removed_key = table.keys
         writer.add(ids_key, ids)
         writer.add(keys_key, keys)
