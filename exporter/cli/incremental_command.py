@@ -18,7 +18,8 @@ from exporter.graph.origin import check_named
 from exporter.options import ExportRequest
 from exporter.pipeline import begin_log, incremental
 from exporter.pipeline.arrivals import Arrivals
-from exporter.pipeline.incremental import ExportedDelta, Incremental, IncrementalPlan
+from exporter.pipeline.incremental import ExportedDelta, Incremental
+from exporter.pipeline.incremental_plan import IncrementalPlan, plan_incremental
 from exporter.pipeline.watch_loop import Poll, Watching, follow, is_for_a_person
 from exporter.progress import count, human_bytes
 from exporter.publish.permission import Permission
@@ -232,7 +233,7 @@ def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
         _dry_run_base(request, sink, how)
         return
     try:
-        planned = how.target.carry(lambda: incremental.plan_incremental(request))
+        planned = how.target.carry(lambda: plan_incremental(request))
     except PositionMoved:
         raise
     except PositionError as error:

@@ -93,20 +93,9 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
         UsageError, CheckpointError, GraphError, MappingError: see errors.py.
     """
-    number = VersionRule.parse(request.version)
+    version = VersionRule.parse(request.version)
     require_base_path(request.out)
-    if request.plain and request.updates:
-        raise UsageError(
-            "--plain: this version takes deltas", hint="leave out --plain, or --incr and --updatable"
-        )
-    if request.updates and request.version:
-        raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
-    if request.updates and request.format is not ExportFormat.SAVED_MODEL:
-        raise UsageError(f"--format {request.format.value}: only a SavedModel takes deltas")
-    if request.golden and request.format is ExportFormat.METAGRAPH:
-        raise UsageError("--golden asks a SavedModel", hint="leave out --golden, or --format metagraph")
-    if request.warmup and request.no_warmup:
-        raise UsageError("--warmup and --no-warmup: requests, or none", hint="leave one out")
+    _require_consistent(request)
     rules = parse_rules(request)
     catalog = open_checkpoint(request.ckpt_dir)
     checkpoint = Identity.of(catalog)
@@ -125,23 +114,39 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
     if training is not None:
         mapping = with_training(mapping, training)
     planned = Plan(
-        request,
-        found.catalog,
-        found.checkpoint,
-        found.source,
-        graph,
-        mapping,
-        number,
-        found.rules,
-        read_requests(request.warmup, graph.meta_graph) if request.warmup else (),
-        read_requests(request.verify_inputs, graph.meta_graph) if request.verify_inputs else (),
-        training,
-        update_notes(graph, mapping) if request.updates else target_notes(request.out),
-        found.origin,
-        layout,
-        read_golden(request.golden) if request.golden else (),
+        request=request,
+        catalog=found.catalog,
+        checkpoint=found.checkpoint,
+        source=found.source,
+        graph=graph,
+        mapping=mapping,
+        version=version,
+        rules=found.rules,
+        warmup=read_requests(request.warmup, graph.meta_graph) if request.warmup else (),
+        probes=read_requests(request.verify_inputs, graph.meta_graph) if request.verify_inputs else (),
+        training=training,
+        target_notes=update_notes(graph, mapping) if request.updates else target_notes(request.out),
+        origin=found.origin,
+        layout=layout,
+        golden=read_golden(request.golden) if request.golden else (),
     )
     if is_known:
         require_new(request, checkpoint, planned.digest)
         check_permission(request)
     return planned
+
+
+def _require_consistent(request: ExportRequest) -> None:
+    """Refuse options that contradict each other."""
+    if request.plain and request.updates:
+        raise UsageError(
+            "--plain: this version takes deltas", hint="leave out --plain, or --incr and --updatable"
+        )
+    if request.updates and request.version:
+        raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
+    if request.updates and request.format is not ExportFormat.SAVED_MODEL:
+        raise UsageError(f"--format {request.format.value}: only a SavedModel takes deltas")
+    if request.golden and request.format is ExportFormat.METAGRAPH:
+        raise UsageError("--golden asks a SavedModel", hint="leave out --golden, or --format metagraph")
+    if request.warmup and request.no_warmup:
+        raise UsageError("--warmup and --no-warmup: requests, or none", hint="leave one out")

@@ -1,7 +1,5 @@
 """Incremental exports: publish what changed since the newest position as a delta; the first time, a base.
 
-`plan_incremental` reads what is published and what the trainer has, and decides; `execute_incremental`
-writes.
 TensorFlow is not imported unless a base has to be made.
 """
 
@@ -13,9 +11,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, TypeAlias
 
-from msgspec import Struct, field, structs
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog
@@ -26,9 +24,9 @@ from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema
 from exporter.delta.merge import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_hashes import BlockHasher, HashIndex, read_index, without_rows, write_index
-from exporter.delta.snapshot import Array, Changes, Snapshot
-from exporter.delta.spans import Position, Span
-from exporter.delta.tolerance import Tolerance, apply_tolerance, load_residual, save_residual
+from exporter.delta.snapshot import Array, Snapshot
+from exporter.delta.spans import Position
+from exporter.delta.tolerance import apply_tolerance, save_residual
 from exporter.errors import (
     CheckpointChanged,
     ExportError,
@@ -38,20 +36,15 @@ from exporter.errors import (
     TableFull,
 )
 from exporter.files import writing
-from exporter.increments.trained import TrainerVersion
 from exporter.layout import CACHES_DIRECTORY, CHECKED_DIRECTORY, HASHES_DIRECTORY
-from exporter.mapping.build import MappingRules
-from exporter.mapping.rename_file import read_renames
-from exporter.mapping.request_rules import parse_rules
 from exporter.options import ExportRequest, Verify
 from exporter.pipeline.begin_log import export_base, is_begun
+from exporter.pipeline.incremental_plan import IncrementalPlan, plan_incremental, state_of
 from exporter.pipeline.log_maintenance import tidy
-from exporter.pipeline.same_graph import SameGraph, check_same_graph
 from exporter.pipeline.table_deltas import has_room, ordinary, table_changes, without_index
-from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.progress import ProgressFactory, no_progress
-from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
-from exporter.publish.delta_log import DeltaLog, read_log
+from exporter.publish.commit import PublishedDelta, Staging
+from exporter.publish.delta_log import DeltaLog
 from exporter.publish.delta_publication import Publication, count_rows, publish_changes
 from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
 from exporter.storage import mirror
@@ -63,49 +56,6 @@ if TYPE_CHECKING:
 _REMOVE_EVERY_S = 10
 _ATTEMPTS = 3
 """Times that a trainer may prune, or another exporter publish, under our hands."""
-
-
-class IncrementalPlan(Struct, frozen=True):
-    """What an incremental export will do; `position` is where the log will stand.
-
-    `remembered` are rows that were left out so far: what is published and they are what the trainer had.
-    `lookups` are the contents of lookup tables that the increments do not tell of.
-    """
-
-    request: ExportRequest
-    log: DeltaLog
-    trainer: TrainerState
-    position: int
-    remembered: Changes = field(default_factory=dict)
-    graph: SameGraph = field(default_factory=SameGraph)
-    lookups: Changes = field(default_factory=dict)
-
-    @property
-    def is_nothing(self) -> bool:
-        """True if the newest of the trainer's states is published."""
-        return self.trainer.plan.is_nothing and not self.lookups
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a person should know about the deltas of this log, and of one that leads back."""
-        return (*self.log.schema.notes, *([self.goes_back] if self.goes_back else []))
-
-    @property
-    def goes_back(self) -> str:
-        """Which step takes the place of which later one; empty if the model goes on."""
-        step, published = self.trainer.plan.step, self.log.at.step
-        is_back = not self.is_nothing and self.trainer.catalog.step is not None and step < (published or 0)
-        return f"the model goes back from step {published}, which is published, to step {step}" * is_back
-
-    @property
-    def span(self) -> Span:
-        """The positions between which the next delta leads."""
-        return Span(self.log.at.position, self.position)
-
-    @property
-    def allowed(self) -> Tolerance:
-        """How far what is served may be from what the trainer has."""
-        return Tolerance(self.request.min_change, self.request.delta_dtype)
 
 
 class ExportedDelta(Struct, frozen=True):
@@ -150,37 +100,6 @@ class ExportedDelta(Struct, frozen=True):
 Incremental: TypeAlias = "Exported | ExportedDelta"
 
 
-def plan_incremental(request: ExportRequest, *, is_watching: bool = False) -> IncrementalPlan:
-    """Find the newest position under the target and what leads there from the trainer's files.
-
-    A watch waits for the increment after a full checkpoint, instead of comparing.
-
-    Raises:
-        NotUpdatable: nothing is published that takes deltas.
-        SchemaChanged: the checkpoint, or the rules of the request, do not fit what is published.
-        CheckpointError, ManifestError: see errors.py.
-    """
-    log = read_log(request.out)
-    entry = log.base.entry
-    entry.mapping_spec.check_rules(_rules(request))
-    entry.check_updates(request.updates)
-    bound = request.min_change
-    published = log.trained.exact_but_for(request.delta_dtype)
-    remembered = _remembered(log, published, bound)
-    published = structs.replace(published, left_out=None) if remembered else published
-    trainer = read_trainer(
-        request.ckpt_dir, entry.mapping_spec, log.schema, published, bound, is_watching=is_watching
-    )
-    lookups = trainer.changed_lookups(log)
-    # A watch goes on while the next model is being prepared; only a delta must be of the same graph.
-    is_idle = is_watching and trainer.plan.is_nothing and not lookups
-    graph = SameGraph() if is_idle else check_same_graph(log, request, trainer.catalog)
-    last = log.at.position
-    step = None if trainer.catalog.step is None else trainer.plan.step
-    position = next_delta_position(request.out, step, last)
-    return IncrementalPlan(request, log, trainer, position, remembered, graph, lookups)
-
-
 def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
     """Publish the planned delta; rows that it leaves out or rounds may be sent exactly by a later one.
 
@@ -199,7 +118,7 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         made = DeltaOrigin.INCREMENTS if plan.is_known else DeltaOrigin.COMPARISON
         span = replace(planned.span, exact_base=bool(found.left_out or found.rounded))
         rounded = _rounded_so_far(planned, found)
-        trained = structs.replace(plan.target, left_out=found.left_out, rounded=rounded)
+        trained = replace(plan.target, left_out=found.left_out, rounded=rounded)
         packing = planned.request.delta_dtype
         what = Publication(span, plan.step, made, trained, rounded=found.rounded, packing=packing)
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None
@@ -304,37 +223,10 @@ def _tidied(log: DeltaLog, published: PublishedDelta) -> tuple[ExportError, ...]
     return ()
 
 
-def _rules(request: ExportRequest) -> MappingRules:
-    """All rules that a request gives, as the base has them."""
-    rules = parse_rules(request)
-    if request.rename_file is None:
-        return rules
-    return replace(rules, renames=(*rules.renames, *read_renames(request.rename_file).rules))
-
-
 def _header(planned: IncrementalPlan) -> DeltaHeader:
     log, span = planned.log, planned.span
     step = planned.trainer.plan.step
     return DeltaHeader(log.lineage, log.schema.digest, span.start, span.end, step, exact_base=True)
-
-
-def _remembered(log: DeltaLog, published: TrainerVersion, bound: float) -> Changes:
-    """Rows that may stay behind further; none if some may not: then everything is compared."""
-    if published.left_out is None or not published.is_within(bound):
-        return {}
-    return load_residual(log.path / CACHES_DIRECTORY, log.schema, **_state_of(log)) or {}
-
-
-class _StateKey(TypedDict):
-    """What caches of a log's newest state are found by."""
-
-    lineage: str
-    position: int
-    state: str
-
-
-def _state_of(log: DeltaLog) -> _StateKey:
-    return {"lineage": log.lineage, "position": log.at.position, "state": log.newest.manifest.state_id}
 
 
 class _Found(Struct, frozen=True):
@@ -397,7 +289,7 @@ def _all_changes(
             layers = fold_whole(layers, log.schema, published())
         layers = (*layers, table_changes(log, trainer, scratch).changes)
         return _Found({**merge_changes(layers, log.schema, scratch), **planned.lookups})
-    known = read_index(log.path / HASHES_DIRECTORY, **_state_of(log))
+    known = read_index(log.path / HASHES_DIRECTORY, **state_of(log))
     spec = log.base.entry.mapping_spec
     with progress("compare", trainer.mapping.bytes_) as bar:
         runner = _runner(planned.request)
