@@ -63,6 +63,16 @@ def test_what_is_replaced_meanwhile(bucket: Bucket) -> None:
         store.read(found, 4, 9)
 
 
+def test_what_sorts_after_a_name_is_listed(bucket: Bucket) -> None:
+    names = [".jobs/5/driver", "10/manifest.json", "deltas/1/2", "head.json"]
+    for name in (*names, "../other"):
+        bucket.put(f"m/n/{name}".replace("n/../", ""), b"1")
+    store = ObjectReader(cast("Url", Url.parse(bucket.url("m/n"))))
+    assert [*store.contents()] == names
+    assert [*store.contents(after=".jobs0")] == names[1:]
+    assert store.directories("m/n/.jobs") == ["m/n/.jobs/5"]
+
+
 def test_there_and_back(machine: Machine, bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
     url = bucket.url("models/ranker")
     for step in (40, 50):  # the head is created, then replaced

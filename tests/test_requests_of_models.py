@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.layout import HEAD_FILE, MANIFEST_FILE
+from exporter.layout import HEAD_FILE, JOBS_DIRECTORY, MANIFEST_FILE, RECEIPTS_DIRECTORY
 from exporter.publish.timeline import read_timeline
 from exporter.storage.read_ahead import ReadAhead
 from exporter.transfer.items import local_items
@@ -128,6 +128,20 @@ def test_a_watch_asks_for_the_head(trainer: Trainer, traffic: Traffic, tmp_path:
     went_on(trainer, 5010)
     assert incr(trainer, URL).code == 0
     assert copy.update().position == 5010
+
+
+def test_nobody_pages_through_the_objects_of_jobs(trainer: Trainer, traffic: Traffic, tmp_path: Path) -> None:
+    """A job of many tasks may go on for days while others pull and publish."""
+    job = Setting(tmp_path).model / JOBS_DIRECTORY / ("5" * 32)
+    for name in ("driver", *(f"{RECEIPTS_DIRECTORY}/{number:05}.json" for number in range(2500))):
+        (job / name).parent.mkdir(parents=True, exist_ok=True)
+        (job / name).touch()
+    pull(URL, tmp_path / "here")
+    assert gets(traffic)[f"/{BUCKET}"] == 1
+    went_on(trainer, 5010)
+    assert incr(trainer, URL).code == 0
+    assert gets(traffic)[f"/{BUCKET}"] == 2, "the model, and which jobs there are"
+    assert (job / "driver").exists()
 
 
 def test_neighbours_come_with_who_reads_on() -> None:

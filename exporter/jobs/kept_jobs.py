@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +21,7 @@ from typing import Protocol
 from exporter.errors import ExportError
 from exporter.files import open_lock, remove_tree, still_at, try_lock, writing
 from exporter.layout import JOBS_DIRECTORY, LOCK_FILE, RECEIPTS_DIRECTORY
-from exporter.storage.objects import ObjectWriter, RemoteObject
+from exporter.storage.objects import ObjectWriter
 from exporter.storage.output_directory import open_directory
 from exporter.storage.url import Url
 
@@ -139,24 +139,21 @@ def remove_abandoned(kept: str, now: float | None = None) -> None:
     if (url := Url.parse(kept)) is None:
         remove_abandoned_jobs(Path(kept), now)
         return
+    since = (time.time() if now is None else now) - ABANDONED_SECONDS
     with suppress(ExportError):
         store = ObjectWriter(url)
-        store.delete(*map(url.key, abandoned_objects(store.contents().items(), now)))
+        for path in store.directories(url.path):
+            if _PLAN.fullmatch(path.rpartition("/")[2]):
+                store.delete(*_abandoned(store, path, since))
 
 
-def abandoned_objects(objects: Iterable[tuple[str, RemoteObject]], now: float | None = None) -> list[str]:
-    """The names of objects that belong to jobs which nobody has used for long.
-
-    `objects` are given by their names below the directory of jobs.
-    """
-    since = (time.time() if now is None else now) - ABANDONED_SECONDS
-    jobs: dict[str, list[tuple[str, float]]] = {}
-    for name, each in objects:
-        plan, _, inside = name.partition("/")
-        if inside and _PLAN.fullmatch(plan):
-            jobs.setdefault(plan, []).append((name, each.modified))
-    old = (names for names in jobs.values() if max(modified for _, modified in names) < since)
-    return [name for names in old for name, _ in names]
+def _abandoned(store: ObjectWriter, path: str, since: float) -> list[str]:
+    """The keys of a job that nobody has used since; of one that was begun later no object is listed."""
+    driver = store.look(f"{path}/{_DRIVER}")
+    if driver is not None and driver.modified >= since:
+        return []
+    found = [*store.below(path)]
+    return [] if any(each.modified >= since for each in found) else [each.key for each in found]
 
 
 def _directories(kept: Path) -> list[Path]:

@@ -74,8 +74,8 @@ class ObjectReader:
         self.url = url
         self._store = _open(url)
 
-    def below(self, path: str) -> Iterator[RemoteObject]:
-        """All objects below a directory, by key.
+    def below(self, path: str, *, after: str | None = None) -> Iterator[RemoteObject]:
+        """All objects below a directory, by key; with `after` those whose keys sort after it alone.
 
         Raises:
             CheckpointError: they cannot be listed.
@@ -83,32 +83,44 @@ class ObjectReader:
         import obstore
 
         def listed() -> list[RemoteObject]:
-            batches = obstore.list(self._store, path or None, chunk_size=1000)
-            return [_object(each) for batch in batches for each in batch]
+            batches = obstore.list(self._store, path or None, offset=after, chunk_size=1000)
+            found = (_object(each) for batch in batches for each in batch)
+            return [each for each in found if after is None or each.key > after]  # not all stores know it
 
         with asking(self.url):
             yield from again(listed)
 
-    def contents(self) -> dict[str, RemoteObject]:
-        """All objects below the URL, by their names there.
+    def contents(self, *, after: str | None = None) -> dict[str, RemoteObject]:
+        """All objects below the URL, by their names there; with `after` what sorts after that name alone.
 
         Raises:
             CheckpointError: as `below`.
         """
         base = self.url.key("")
-        return {each.key.removeprefix(base): each for each in self.below(self.url.path)}
+        found = self.below(self.url.path, after=after and base + after)
+        return {each.key.removeprefix(base): each for each in found}
 
-    def beside(self, path: str) -> Iterator[RemoteObject]:
+    def beside(self, path: str) -> list[RemoteObject]:
         """The objects of a directory alone.
 
         Raises:
             CheckpointError: they cannot be listed.
         """
+        return [_object(each) for each in self._level(path)["objects"]]
+
+    def directories(self, path: str) -> list[str]:
+        """The paths of the directories in a directory.
+
+        Raises:
+            CheckpointError: they cannot be listed.
+        """
+        return [*self._level(path)["common_prefixes"]]
+
+    def _level(self, path: str) -> Any:
         import obstore
 
         with asking(self.url):
-            found = again(lambda: obstore.list_with_delimiter(self._store, path or None)["objects"])
-            yield from map(_object, found)
+            return again(lambda: obstore.list_with_delimiter(self._store, path or None))
 
     def look(self, key: str) -> RemoteObject | None:
         """The object of a key as it is now, None if there is none.

@@ -209,7 +209,7 @@ class Carrier:
     def _silence(self) -> float:
         """Seconds since the head was written, by the store's clock."""
         if self._skew is None:
-            key = self._url.key(f".clock-{self._owner}")
+            key = self._url.key(f".probe-{self._owner}")
             self._store.put(key, b"")
             found = self._store.look(key)
             self._store.delete(key)

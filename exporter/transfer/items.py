@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from exporter.errors import CheckpointChanged, ManifestError
 from exporter.files import Unchanged, read_regular
-from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
+from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, JOBS_DIRECTORY, MANIFEST_FILE
 from exporter.publish.manifest import Manifest, from_json
 from exporter.publish.versions import MAX_MANIFEST_BYTES, delta_names, published_versions
 from exporter.storage.objects import ObjectReader, RemoteObject
@@ -25,6 +25,8 @@ from exporter.storage.waiting import workers
 
 _ITEM = re.compile(rf"([0-9]{{1,19}}|{DELTAS_DIRECTORY}/[0-9]{{20}}/[0-9]{{20}}-[0-9]{{20}})/(.+)")
 _HOLD = re.compile(rf"(?:{DELTAS_DIRECTORY}/[0-9]{{20}}/)?{HOLD_FILE}")
+_JOBS_END = f"{JOBS_DIRECTORY}0"
+"""All names of jobs sort before it (`0` comes after `/`), and what is published after it."""
 _LONGEST_HOLD = 64
 _CONNECTIONS = 16
 _LOOKS = 3
@@ -66,7 +68,7 @@ class Item(Struct, frozen=True):
 
 
 class StoredModel(Struct, frozen=True):
-    """A model in a store: all objects, by key below the model; the manifests of what is there; its holds."""
+    """A model in a store: all objects but those of jobs, by key below the model; its manifests and holds."""
 
     objects: dict[str, RemoteObject]
     manifests: dict[str, RemoteObject]
@@ -159,7 +161,7 @@ def stored_model(store: ObjectReader) -> StoredModel:
 
 
 def _stored_model(store: ObjectReader) -> StoredModel:
-    objects = store.contents()
+    objects = store.contents(after=_JOBS_END)
     manifests, holds = {}, {}
     for name, each in objects.items():
         found = _ITEM.fullmatch(name)

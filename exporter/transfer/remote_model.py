@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from exporter.errors import CheckpointChanged, ExportError, NothingChanged, PositionMoved, PublishError
 from exporter.files import make_directories, remove_tree, writing
-from exporter.jobs.kept_jobs import StoredJob, abandoned_objects
+from exporter.jobs.kept_jobs import StoredJob, remove_abandoned
 from exporter.layout import (
     CACHES_DIRECTORY,
     DELTAS_DIRECTORY,
@@ -54,6 +54,7 @@ from exporter.transfer.push import parse, remove_stored
 T = TypeVar("T")
 
 _LONG_GONE_SECONDS = 86400.0
+_SWEEP_SECONDS = 3600.0
 _ATTEMPTS = 3
 """Times that another machine may publish while a command does its work."""
 
@@ -139,6 +140,7 @@ class RemoteModel:
         self._own: dict[str, RemoteObject] = {}
         """Manifests in the store that are certainly those of what this process published."""
         self._is_stale = True
+        self._next_sweep = 0.0
         self._mirror = _ModelMirror(self.url, is_directory=True)
         mirror.register(self._mirror)
         self.path = self._mirror.root
@@ -298,15 +300,15 @@ class RemoteModel:
             self._store.delete(*map(self.url.key, old))
 
     def _remove_given_up(self) -> None:
-        """Remove what was uploaded and given up, whose path is never used again; what old probes left, and
-        jobs that nobody goes on with.
+        """Remove what was uploaded and given up, whose path is never used again; what old probes left, and,
+        now and then, jobs that nobody goes on with.
         """
         stored, carrier = self._stored, self._carrier
         old = [name for name, each in stored.objects.items() if _is_old_probe(name, each)]
-        base = f"{JOBS_DIRECTORY}/"
-        jobs = ((n.removeprefix(base), each) for n, each in stored.objects.items() if n.startswith(base))
-        old += [base + name for name in abandoned_objects(jobs)]
         self._store.delete(*map(self.url.key, old))
+        if time.monotonic() >= self._next_sweep:
+            self._next_sweep = time.monotonic() + _SWEEP_SECONDS
+            remove_abandoned(f"{self.url}/{JOBS_DIRECTORY}")
         found = {
             path: [name for name in stored.objects if name.startswith(f"{path}/")]
             for path in carrier.head.given_up
@@ -331,7 +333,7 @@ _CACHE = re.compile(
 
 def _is_old_probe(name: str, each: RemoteObject) -> bool:
     """True for what is written to try a store out, and was not removed by a process that is long gone."""
-    return name.startswith((".probe-", ".clock-")) and time.time() - each.modified > _LONG_GONE_SECONDS
+    return name.startswith(".probe-") and time.time() - each.modified > _LONG_GONE_SECONDS
 
 
 def _is_shown(name: str, stored: StoredModel, ours: set[str]) -> bool:

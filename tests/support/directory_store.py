@@ -131,12 +131,15 @@ def directory_store(directory: Path, wait: float = 0.0) -> Iterator[tuple[dict[s
 def _listing(directory: Path, query: dict[str, list[str]]) -> bytes:
     """A page of what is below a prefix, or with a delimiter of what is beside it."""
     (prefix,), is_flat = query.get("prefix", [""]), "delimiter" in query
-    (after,) = query.get("continuation-token", [""])
+    (after,) = query.get("continuation-token") or query.get("start-after", [""])
     keys = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
     found = sorted(key for key in keys if key.startswith(prefix) and key > after)
-    found = [key for key in found if not (is_flat and "/" in key.removeprefix(prefix))]
+    below = [key for key in found if is_flat and "/" in key.removeprefix(prefix)]
+    found = sorted({*found} - {*below})
+    directories = sorted({f"{prefix}{key.removeprefix(prefix).partition('/')[0]}/" for key in below})
     page = found[:_PAGE]
     parts = [_described(key, keys[key]) for key in page]
+    parts += [f"<CommonPrefixes><Prefix>{escape(key)}</Prefix></CommonPrefixes>" for key in directories]
     more = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if found[_PAGE:] else ""
     truncated = f"<IsTruncated>{str(bool(more)).lower()}</IsTruncated>"
     return f"<ListBucketResult>{truncated}{more}{''.join(parts)}</ListBucketResult>".encode()

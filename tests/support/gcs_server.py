@@ -124,7 +124,8 @@ class Handler(BaseHTTPRequestHandler):
     def xml(self, bucket: str, key: str, query: dict[str, str], body: bytes) -> None:
         """What obstore asks."""
         if not key:
-            names, prefixes, rest = self.listed(bucket, query, query.get("continuation-token", ""))
+            after = query.get("continuation-token") or query.get("start-after", "")
+            names, prefixes, rest = self.listed(bucket, query, after)
             found = Xml.Element("ListBucketResult")
             for name in names:
                 stored, entry = self.objects[bucket, name], Xml.SubElement(found, "Contents")
