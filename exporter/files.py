@@ -83,7 +83,7 @@ def sync(path: Path) -> None:
 def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int, int]] | None = None) -> int:
     """A descriptor to read a regular file with: opening a pipe or a device may block for ever.
 
-    Of a file that stands for an object of a store, only `ranges` (start, stop) need be there; all by default.
+    `ranges` (start, stop) are those to fetch of a file that stands for an object of a store; all by default.
 
     Raises:
         CheckpointError: what the file stands for cannot be fetched.
@@ -130,7 +130,7 @@ class Unchanged(Generic[T]):
     def of(self, path: str | Path, read: Callable[[Path], T]) -> T:
         """What `read` makes of a file, or made of it before: then the file is not even opened.
 
-        Of a symbolic link, the file that it leads to counts.
+        A symbolic link counts as the file that it leads to.
         """
         try:
             found = os.stat(path)  # noqa: PTH116  a `Path` costs more than the call, and there are thousands

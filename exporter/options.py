@@ -122,73 +122,89 @@ def option_of(name: str) -> str:
 
 
 class ExportRequest(Struct, frozen=True):
-    """Everything a full export is told; the fields are the options of `export-model`.
-
-    `model` is a name as `--model` takes it, or a builder itself; without it what lies beside the checkpoint
-    is used. `absent_keys` says by names of dynamic tables (regular expressions) what keys read there that are
-    absent. Of a SavedModel's graphs `tag` names the one to serve, `train_tag` one to keep for training.
-    `renames` and `casts` are rules in the command line's form; `partition_strategies` says `mod` or
-    `div` for tables; `object_path` leads to the served model among the objects of an object-based checkpoint;
-    `version` is None (the position), a number, or `"time"`. `tolerance` is the largest
-    absolute difference that `Verify.OUTPUTS` accepts; a version is not published that does not pass the
-    requests in `golden`. With `updates` the version takes deltas.
-    `rename_file` is a table of names (`exporter.mapping.rename_file`); `by_order` takes a list of values
-    without names to be in the order of the graph's variables. `allow_code` and `custom_objects` (modules) say
-    which code a model's own archive may ask for. A base that takes deltas brings made-up warm-up requests
-    unless `warmup` names others or `no_warmup` is set. With `min_change` a delta leaves out rows of
-    floating-point tables that are less than this (a Euclidean norm) from what is published; with
-    `delta_dtype` it holds them rounded. `allow_batch_statistics` serves a graph that normalises
-    by the request's own batch although the checkpoint has moving statistics. `plain` publishes a version that
-    takes no deltas over one that does; `despite_hold` publishes a version although the model is held.
-    Of dynamic tables, keys are served that were seen `min_freq` times and updated within `max_age_steps`.
-    A dynamic table gets room for `table_head_room` times as many keys as it has, beside those; a quarter by
-    default. `jobs` says where casts, moved rows and checksums are worked on.
-    `check_graph` builds the graph again before a delta and compares it with its base's. Without `again` a
-    checkpoint that is published already, by the same plan, is an error (`PublishedAlready`).
-    """
+    """Everything an export is told; the fields are the options of `export-model`."""
 
     ckpt_dir: Path
+    """A checkpoint, or a directory of which the newest one is exported."""
     out: Path
+    """The model base path."""
     model: str | Callable[..., Any] | None = None
+    """A name as `--model` takes it, or a builder itself; None: what lies beside the checkpoint."""
     model_args: Mapping[str, str] = field(default_factory=dict)
+    """Arguments of the builder."""
     inputs: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of the graph that are inputs of the signature, by their name there."""
     outputs: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of the graph that are outputs of the signature, by their name there."""
     signatures: Path | None = None
+    """A JSON file that defines several signatures."""
     feeds: Mapping[str, str] = field(default_factory=dict)
+    """Constants for placeholders, by name."""
     absent_keys: Mapping[str, str] = field(default_factory=dict)
+    """What absent keys read in dynamic tables, by regular expressions of their names."""
     renames: tuple[str, ...] = ()
+    """Rules that name a variable's tensor, as `--rename` takes them."""
     rename_file: Path | None = None
+    """A table of names: see `exporter.mapping.rename_file`."""
     by_order: bool = False
+    """Whether values without names are in the order of the graph's variables."""
     average: str | None = None
+    """The moving averages to serve, as `--average` names them."""
     casts: tuple[str, ...] = ()
+    """Rules that store variables smaller, as `--cast` takes them."""
     partition_strategies: Mapping[str, str] = field(default_factory=dict)
+    """`mod` or `div` for partitioned tables, by name."""
     object_path: str | None = None
+    """Where the served model is among the objects of an object-based checkpoint."""
     data: DataMode = DataMode.AUTO
     warmup: Path | None = None
+    """Warm-up requests; without them a base that takes deltas brings made-up ones."""
     no_warmup: bool = False
+    """Whether a base that takes deltas brings no made-up warm-up requests."""
     version: str | None = None
+    """The version's number, or `time`; None: its position."""
     keep: int | None = None
+    """How many versions stay; None: all."""
     verify: Verify = Verify.FILES
     verify_inputs: Path | None = None
+    """Requests for `Verify.OUTPUTS`."""
     tolerance: float = 1e-6
+    """The largest absolute difference that `Verify.OUTPUTS` accepts."""
     golden: Path | None = None
+    """Requests that a version has to pass before it is published."""
     updates: Updates | None = None
+    """How the version takes deltas; None: it takes none."""
     format: ExportFormat = ExportFormat.SAVED_MODEL
     allow_code: bool = False
+    """Whether code that a Keras archive carries or names may run."""
     custom_objects: tuple[str, ...] = ()
+    """Modules with classes that a Keras archive may use."""
     tag: str | None = None
+    """The graph of a SavedModel that is served."""
     train_tag: str | None = None
+    """The graph of a SavedModel that is kept for training."""
     min_change: float = 0.0
+    """A delta leaves out rows that are less than this (a Euclidean norm) from what is published."""
     delta_dtype: DeltaDtype | None = None
+    """What a delta rounds rows of floating-point tables to."""
     allow_batch_statistics: bool = False
+    """Whether a graph may normalise by the request's own batch although moving statistics are there."""
     plain: bool = False
+    """Whether a version that takes no deltas may be published over one that does."""
     despite_hold: bool = False
+    """Whether a version may be published although the model is held."""
     check_graph: bool = False
+    """Whether the graph is built again before a delta, and compared with its base's."""
     again: bool = True
+    """Whether to publish what is published already by the same plan; else that is `PublishedAlready`."""
     min_freq: int = 0
+    """Keys of dynamic tables are served if they were seen this often."""
     max_age_steps: int | None = None
+    """Keys of dynamic tables are served if they were updated within so many steps."""
     table_head_room: float | None = None
+    """Room for this times more keys in dynamic tables; None: a quarter."""
     jobs: Jobs = Jobs()
+    """Where values are cast, moved and compared."""
 
     def __post_init__(self) -> None:
         """Take `file://` as a path, and refuse other URLs where a path is expected."""

@@ -1,4 +1,4 @@
-"""How a command ends that goes on until it is told to stop."""
+"""End commands that go on until they are told to stop."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class _Boxes:
     def shares(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The number of each box that has some of the natural rows `start` to `stop`, and which of its rows.
 
-        Of boxes in turns these are all, and `start` begins a turn; of a table without rows, too.
+        Boxes that take turns all have some, and `start` begins a turn; so does a table without rows.
         """
         if self._turns:
             for number in range(len(self.boxes)):

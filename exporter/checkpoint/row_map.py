@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 class RowMap:
     """The rows of a tensor, or of one stored slice of it, as `memory_map` has them.
 
-    Of a shard that stands for an object of a store, rows are fetched before they are read, and no others.
+    If a shard stands for an object of a store, the rows that are read, and no others, are fetched first.
 
     Raises:
         ValueError, UnsupportedFormat, CheckpointChanged: as `memory_map`.

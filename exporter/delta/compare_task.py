@@ -74,7 +74,7 @@ class Side(Struct, frozen=True):
     def stored(self, start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
         """The bytes that served rows `start` to `stop` are made of: of which extents, from where, how many.
 
-        Of rows that follow each other, ranges do.
+        Rows that follow each other share ranges.
         """
         low, high = self._stored_rows(start, stop)
         whole = [(SliceSpec.whole(self.tensor.shape), self.tensor.extent)]

@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> dict[str, Change]:
     """Merge `layers`, oldest first; memory is bounded, large results lie in `scratch`.
 
-    Of a variable that is served whole the newest whole value counts.
+    The newest value of a variable that is served whole counts.
 
     Raises:
         ValueError: rows of such a variable are among the layers: see `fold_whole`.
@@ -69,7 +69,7 @@ def fold_whole(layers: Sequence[Changes], schema: Schema, old: Snapshot) -> tupl
 def newest_rows(tables: Sequence[SortedRows]) -> Iterator[tuple[Array, Array]]:
     """Ids and values in ascending order, in ranges of ids that hold a bounded number of rows.
 
-    Of rows of one id those of the last table count.
+    If several tables have rows of one id, those of the last one count.
     """
     newest_first = [table for table in reversed(tables) if len(table.ids)]
     starts = [0] * len(newest_first)

@@ -24,7 +24,7 @@ _NOTHING = Extent(0, 0, 0, mask(0))
 class DeltaMerger:
     """The merger of `deltas`, oldest first, as the delta of a header.
 
-    A small one is written by one task as one shard. Of many tasks the header is a shard of its own.
+    A small one is written by one task as one shard. If there are many tasks the header has its own shard.
 
     Raises:
         CheckpointChanged: a delta is no longer there.

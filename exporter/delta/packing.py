@@ -10,8 +10,8 @@ that were rounded always pack, also when they are merged or taken back later.
 A scale has 17 significant bits and is the least such that no code exceeds 127: so q * scale is exact in
 float32, whoever computes it and in whatever order, and what was unpacked packs into the same codes. Nothing
 subnormal is ever made: TensorFlow's kernels take it for zero, so it is rounded to zero here. A row that holds
-NaN or infinity, or would, is not rounded. Neither are tables of 16 bits, nor those whose rows would not
-shrink.
+NaN or infinity, or would, is not rounded. Tables of 16 bits, and those whose rows would not shrink, are not
+rounded either.
 """
 
 from __future__ import annotations

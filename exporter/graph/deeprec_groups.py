@@ -82,7 +82,7 @@ def is_convertible_group(node: Proto) -> bool:
 
 
 class _Group(Struct, frozen=True):
-    """A group lookup, of `count` tables; lists have an element for each. Of dense ids, `indices` is empty."""
+    """A lookup in `count` tables; lists have an element for each, `indices` none if ids are dense."""
 
     node: Proto
     is_keyed: bool

@@ -20,7 +20,7 @@ _PUT, _TAKE = "TensorBufferPut", "TensorBufferTake"
 def read_through_stages(index: GraphIndex, given: Collection[Endpoint]) -> None:
     """Let nodes read what is put into stages instead of what is taken from them, in place.
 
-    Not if the stage gives one of the tensors `given`, or if nothing is put into it in this graph.
+    Stages that give one of the tensors `given`, and those that nothing is put into in this graph, stay.
     """
     takes = [node for node in index.nodes.values() if node.op == _TAKE]
     if not takes:

@@ -218,7 +218,7 @@ def _is_in(builder: Any, path: Path) -> bool:
 
 
 def _graph_file_digest(path: Path) -> str:
-    """Of a Keras archive the config alone: its weights are not the graph."""
+    """The digest of a file; of a Keras archive's config alone, because its weights are not the graph."""
     if not is_archive(path):
         return file_digest(path)
     from exporter.checkpoint.keras_archive import read_config

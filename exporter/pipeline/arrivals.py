@@ -1,8 +1,8 @@
 """Sleep until a trainer has finished writing something, or until the time is over.
 
 The kernel tells at once of what is renamed into a directory on a local disk, which is how trainers finish
-increments and checkpoints. Of what happens on a network file system it tells nothing: there, and where it
-cannot be asked, the time is what counts.
+increments and checkpoints. It tells nothing of network file systems: there, and where it cannot be asked, the
+time is what counts.
 """
 
 from __future__ import annotations

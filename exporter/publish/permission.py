@@ -60,8 +60,9 @@ def binding(model: Path, log: int | None) -> tuple[Hold, ...]:
 
 
 def held_at(model: Path) -> int | None:
-    """The position that servers do not pass by themselves, be it a canary's; None if there is none, or where
-    that cannot be read.
+    """The position that servers do not pass by themselves, because of any hold, also a canary's.
+
+    None if there is no hold, or it cannot be read.
     """
     with suppress(ManifestError):
         newest = newest_version(model)

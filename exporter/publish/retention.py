@@ -116,7 +116,7 @@ def retire_deltas(
 def _unreadable_bases(log: DeltaLog) -> list[int]:
     """Positions of versions whose manifests cannot be read: servers do not read these, and may serve them.
 
-    A version that takes deltas is named by its position. Of those older than the log none can be of it.
+    A version that takes deltas is named by its position, so that versions older than the log are not of it.
     """
     found = []
     for child in published_versions(log.model):

@@ -39,8 +39,7 @@ class What(StrEnum):
 
 
 class Event(Struct, frozen=True):
-    """Something that was published. Of a `DAMAGED` event only the name is known, and `problem` says what is
-    wrong.
+    """Something that was published. A `DAMAGED` event has only a name, and `problem` says what is wrong.
 
     `start` is where a delta begins, `back_to` the position or version whose values came back, for a `reason`
     if one was given. `parts` counts the publications that a merger holds, of which `merged_away` are not

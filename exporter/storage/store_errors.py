@@ -1,6 +1,6 @@
 """What a store answers: ask again where an answer breaks off, and turn failures into errors by name.
 
-Of a store's text only what can hold no secret is kept.
+Only those parts of a store's text are kept that can hold no secret.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class Lengths(Struct, frozen=True):
 
     @classmethod
     def of(cls, schema: Schema, tensors: Sequence[Tensor]) -> Lengths:
-        """Of the tensors of `Schema.keys`: a few nodes, however many there are."""
+        """The lengths of the tensors of `Schema.keys`: a few nodes, however many tensors there are."""
         import tensorflow as tf
 
         shapes: dict[int, Tensor] = {}

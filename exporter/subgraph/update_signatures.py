@@ -82,7 +82,7 @@ def _unless_refused(
 ) -> list[str]:
     """The outputs without the last, with which the call fails unless it is empty.
 
-    Not done in the function: its name would go before the message that a client gets.
+    This is not done in the function, whose name would stand before the message that a client gets.
     """
     *results, refusal = outputs
     none = editor.constant(f"{name}/none", "", DType.STRING)

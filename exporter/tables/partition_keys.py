@@ -1,7 +1,7 @@
 """The task of sorting keys by ranges of their table's groups; see `key_ranges`.
 
-Its object has the keys of one run after another: of each range the hashes of its keys, then their rows, in
-the order in which they are stored. Of a key that is not served, `~row` stands for its row. Behind a run whose
+Its object has the keys of one run after another: for each range the hashes of its keys, then their rows, in
+the order in which they are stored. `~row` stands for the row of a key that is not served. Behind a run whose
 keys are stored as int32 they follow as int64, as they are served.
 """
 

@@ -95,7 +95,7 @@ class CheckpointSource(Struct, frozen=True):
         yield rows_of(self.catalog, self._stored(tracked), ids)
 
     def all_rows(self, tracked: VariableTracking) -> Iterator[tuple[int, Array]]:
-        """See `RowSource`. Of a table, rows that nobody uses are 0."""
+        """See `RowSource`. Rows of a table that nobody uses are 0."""
         ref = self._stored(tracked)
         if tracked.is_keyed:
             whole = np.zeros(tracked.shape, tracked.dtype.numpy)

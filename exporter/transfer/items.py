@@ -180,7 +180,7 @@ def stored_items(
 ) -> StoredItems:
     """What is published in a store: whoever publishes there too may `look` in another way than by listing it.
 
-    Of manifests that are `ours`, or were `known` before, none is read.
+    Manifests that are `ours`, or were `known` before, are not read.
 
     Raises:
         ManifestError: a manifest is damaged.

@@ -1,7 +1,7 @@
 """A model in an object store, opened as a private local directory for one command or watch.
 
-Of what is published there every file stands locally with its size, and its bytes are fetched when they are
-read; manifests and holds are there at once. What a command publishes, removes or holds back under that path
+Every published file stands locally with its size, and its bytes are fetched when they are read; manifests and
+holds are there at once. What a command publishes, removes or holds back under that path
 is then the difference to what was shown, and exactly that is carried to the store. Locks, leases and
 retention work on the local path as ever; between machines the head decides (see `exporter.transfer.head`).
 

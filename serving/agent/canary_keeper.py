@@ -1,8 +1,8 @@
-"""Does what `canary` decides: a thread for each model, which asks, approves and rolls back.
+"""Do what `canary` decides: a thread for each model, which asks, approves and rolls back.
 
-Of several agents that have a canary for a model one decides, by a lock in its directory that ends with its
-process; the others keep their replicas behind the hold. The rollback is done by `export-model rollback`, in a
-process and session of its own, so that it ends what it began if the agent is killed.
+If several agents have a canary for a model, the one that holds a lock in its directory decides; the lock ends
+with its process. The others keep their replicas behind the hold. The rollback is done by `export-model
+rollback`, in a process and session of its own, so that it ends what it began if the agent is killed.
 """
 
 from __future__ import annotations

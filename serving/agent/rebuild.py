@@ -12,8 +12,8 @@ forward only, and hold the rows that they changed.
   ended, without an error, and sends the whole configuration.
 - Two agents that do it at once load it twice, and harm nothing else.
 
-Without the file nothing is rebuilt: it is told, and `/livez` fails, so that an orchestrator starts the
-server's process anew, which comes to the same.
+Without the file nothing is rebuilt: an event says so, and `/livez` fails, so that an orchestrator restarts
+the server's process, which has the same effect.
 """
 
 from __future__ import annotations

@@ -127,17 +127,17 @@ class ModelView(Struct, frozen=True):
 
     @property
     def stale_s(self) -> float | None:
-        """Of the replica that is furthest behind; None if nobody knows of any."""
+        """The greatest among its replicas; None if nobody knows of any."""
         return self._worst(lambda served: served.stale_s)
 
     @property
     def served_age_s(self) -> float | None:
-        """Of the replica whose values were published first; None if nobody knows of any."""
+        """The greatest among its replicas; None if nobody knows of any."""
         return self._worst(lambda served: served.served_age_s)
 
     @property
     def event_age_s(self) -> float | None:
-        """Of the replica whose newest event is the oldest; None if nobody knows of any."""
+        """The greatest among its replicas; None if nobody knows of any."""
         return self._worst(lambda served: served.event_age_s)
 
     def _worst(self, seconds: Callable[[VersionView], float | None]) -> float | None:

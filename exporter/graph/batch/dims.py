@@ -63,9 +63,9 @@ Number: TypeAlias = int | Times | None
 
 
 class Known(Struct, frozen=True):
-    """A tensor's shape, and of small tensors of integers the numbers.
+    """A tensor's shape, and the numbers of small tensors of integers.
 
-    Of a handle: the shape of the variable, and the name of the variable's or the TensorArray's node.
+    A handle has the shape of its variable, and the name of the variable's or the TensorArray's node.
     """
 
     shape: tuple[Dim, ...]

@@ -78,7 +78,7 @@ def _ensured(call: Call) -> Outputs:
 
 
 def _as_declared(call: Call, node: Proto, what: str, shape: Sequence[Dim]) -> tuple[Dim, ...]:
-    """A shape that an attribute of a node declares, too: where it has a number, that has to be it."""
+    """A shape that an attribute of a node declares, too: numbers in the attribute have to agree with it."""
     declared = attr_shape(node, what)
     if declared is None:
         return tuple(shape)

@@ -42,7 +42,7 @@ def _may_be(number: float, batch: int) -> bool:
 
 
 def _own_numbers(node: Proto) -> Iterator[int]:
-    """Of attributes: how many there are of something, and the first dimension of a shape."""
+    """Numbers in attributes: how many there are of something, and the first dimension of a shape."""
     for name in ("num", "num_split"):
         yield attr(node, name).i
     for name in ("shape", "element_shape"):
