@@ -31,6 +31,7 @@ from exporter.delta.merge_task import Merge, MergedRows
 from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.errors import EngineFailed, UsageError
 from exporter.jobs.engines import beam, dask, process
+from exporter.jobs.engines.beam_pipeline import OUTCOMES, do, numbered_works, outcomes_of, put_works
 from exporter.jobs.engines.choose import choose_engine
 from exporter.jobs.engines.engine_options import require_room, require_short
 from exporter.jobs.engines.process import Asked
@@ -89,6 +90,7 @@ def test_a_cluster_that_is_not_there() -> None:
         (dask.run, {"foo": "1"}, "Dask does not take --engine-option foo"),
         (beam.run, {"stall": "soon"}, "stall=soon is no number of seconds"),
         (beam.run, {"results": "hdfs://a/b"}, "hdfs://a/b"),
+        (beam.run, {"runner": "DataflowRunner"}, "where to put what they did"),
     ],
 )
 def test_options_that_no_engine_follows(run: Any, option: dict[str, str], says: str) -> None:
@@ -170,6 +172,7 @@ def test_every_operation_and_whatever_goes_wrong(
     """One session of the engine does all of it: an error with a name is an outcome like another."""
     with faulty(bucket.environment["AWS_ENDPOINT_URL"], WeatherOfKeys()) as (address, weather):
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        runs.kept.mkdir()  # as a command does: a worker that does not see it is elsewhere
         works = [*on_files(runs, full_disk), *in_a_store(runs, bucket)]
         file = runs.directory / "works"
         file.write_bytes(b"\n".join(work for _, work in works))
@@ -226,6 +229,7 @@ def on_files(runs: EngineRuns, full: Path) -> Iterator[tuple[str, bytes]]:
         yield "ok", merging(runs, source, str(runs.kept))
     yield "CheckpointChanged", reading(runs, Input(source.place, source.size, "1"))
     yield "DiskFull", writing(runs, source, str(full))
+    yield "UsageError", writing(runs, source, str(runs.directory / "of another machine"))
     yield "UsageError", reading(runs, source).replace(__version__.encode(), b"0.0.1")
 
 
@@ -333,6 +337,21 @@ def test_a_pipeline_of_beam_that_hangs_is_given_up(
     begun = len(runs.receipts())
     done = runs.run(engine="local")
     assert (done["works"], done["digest"]) == (TABLES - begun, expected(runs))
+
+
+def test_workers_of_beam_tell_of_many_works_by_one_object(tmp_path: Path) -> None:
+    """In a store the command would wait for each: 9 ms a task."""
+    directory = open_directory(str(tmp_path))
+    works = [encode(Checksum(name=str(n), ranges=()), "", keep=False) for n in range(300)]
+    assert put_works(directory, works) == 300
+    numbered = [each for name in directory.names("works") for each in numbered_works(str(tmp_path), name)]
+    assert sorted(numbered) == list(enumerate(works))
+    do(str(tmp_path), numbered)
+    (name,) = directory.names(OUTCOMES)
+    told = {number: decode(outcome).settle().task for number, outcome in outcomes_of(directory, name)}
+    assert told == {number: str(number) for number in range(300)}
+    with pytest.raises(EngineFailed, match="does not see"):
+        numbered_works(str(tmp_path / "of another machine"), "works/0")
 
 
 @pytest.mark.parametrize("fails", [False, True])

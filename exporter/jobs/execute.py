@@ -7,6 +7,8 @@ an outcome, too: nobody tries that again. What is left to an engine is a worker 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
+from socket import gethostname
 from tempfile import gettempdir
 from typing import Any
 
@@ -18,6 +20,7 @@ from exporter.errors import ExportError, UsageError
 from exporter.jobs.task import Receipt, Task
 from exporter.layout import RECEIPTS_DIRECTORY
 from exporter.storage.output_directory import Directory, open_directory
+from exporter.storage.url import Url
 from exporter.version import __version__
 from exporter.wire.json_documents import decoder
 
@@ -89,6 +92,7 @@ def execute(work: bytes) -> bytes:
             )
         module, _, name = OPERATIONS[asked.operation].partition(":")
         task: Task = decoder(getattr(import_module(module), name)).decode(asked.task)
+        _require_seen(asked.directory)
         directory = open_directory(asked.directory or gettempdir())
         return msgspec.json.encode(Outcome(_do(task, directory, asked.keep)))
     except ExportError as error:
@@ -122,6 +126,16 @@ def kept_receipt(directory: Directory, name: str) -> Receipt | None:
         return None
     is_there = not receipt.written or directory.look(name) == (receipt.written, receipt.tag)
     return receipt if is_there and receipt.task == name else None
+
+
+def _require_seen(place: str) -> None:
+    """Refuse a directory that the command made, and that is not there: this is another machine."""
+    if place and Url.parse(place) is None and not Path(place).is_dir():
+        raise UsageError(
+            f"a worker on {gethostname()} does not see {place}",
+            hint="name a directory that all workers see, of a shared file system or in an object store: "
+            "--job-dir DIR|URL",
+        )
 
 
 def _do(task: Task, directory: Directory, keep: bool) -> Receipt:

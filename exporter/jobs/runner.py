@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct, field
 
 from exporter.errors import CorruptFile, EngineFailed, NothingChanged, VerificationError
+from exporter.files import writing
 from exporter.jobs.engines import Engine
 from exporter.jobs.engines.local import LocalEngine
 from exporter.jobs.execute import decode, encode, kept_receipt
@@ -95,6 +96,9 @@ class Job:
         if self.is_kept:
             self._place = f"{runner.kept}/{plan_digest(tasks)[:32]}"
             self._used = use(self._place)
+        elif scratch:
+            with writing(Path(scratch)):
+                Path(scratch).mkdir(parents=True, exist_ok=True)
         self.directory = open_directory(self._place or gettempdir())
 
     @property

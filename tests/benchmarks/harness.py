@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +114,17 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
-def job(name: str, *arguments: object) -> Sample:
-    """Run `module:function` of this package in a process of its own; see `tests.benchmarks.job`."""
-    return Sample(**json.loads(_run(_JOB, name, *arguments).splitlines()[-1]))
+def job(name: str, *arguments: object, python: Path | None = None) -> Sample:
+    """Run `module:function` of this package in a process of its own; see `tests.benchmarks.job`.
+
+    `python` is the interpreter of another environment, if it has to be in one.
+    """
+    run = _run if python is None else partial(_run_fresh, python=python)
+    return Sample(**json.loads(run(_JOB, name, *arguments).splitlines()[-1]))
 
 
-def _run_fresh(module: str, *arguments: object) -> str:
-    command = [sys.executable, "-m", module, *map(str, arguments)]
+def _run_fresh(module: str, *arguments: object, python: Path = Path(sys.executable)) -> str:
+    command = [python, "-m", module, *map(str, arguments)]
     done = subprocess.run(
         command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, timeout=JOB_SECONDS, check=True
     )

@@ -110,6 +110,7 @@ def copy(timer: Timer, directory: str, megabytes: str) -> dict[str, float]:
         figures: dict[str, float] = {}
         for name in sorted(ways, reverse=number % 2 == 0):
             shutil.rmtree(f"{directory}/copied", ignore_errors=True)
+            Path(directory, "copied").mkdir()
             Path(directory, "by-cp").unlink(missing_ok=True)
             os.sync()  # nobody pays for what another has left to write
             run, who = ways[name]

@@ -13,6 +13,7 @@ import tomllib
 import venv
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,26 +29,34 @@ ROOT = Path(__file__).parent.parent.parent
 ENGINES = ("local", "ray", "dask", "beam")
 LIBRARIES = {"ray": "ray", "dask": "distributed", "beam": "apache_beam"}
 TABLES = 16
+PYTHON = "bin/python"
+"""The interpreter of an environment."""
 _FAULTS = Path(__file__).parent / "worker_faults"
 
 
 def python_of(engine: str, factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with the engine's extra: this one, or one made for this test run."""
-    if engine == "local" or find_spec(LIBRARIES[engine]) is not None:
+    if is_here(engine):
         return Path(sys.executable)
+    made = once_a_run(factory, f"environment-of-{engine}", partial(make_environment, engine))
+    return made / PYTHON
 
-    def make(directory: Path) -> None:
-        """What is here, and over it the extra, with what it needs in other versions."""
-        venv.create(directory, symlinks=True)
-        packages = directory / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
-        (packages / "below.pth").write_text("\n".join([str(ROOT), *map(str, _packages())]) + "\n")
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        pip = [directory / "bin/python", "-m", "pip"]
-        install = [*pip, "install", "--quiet", *extras[engine]]
-        subprocess.run(install, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        subprocess.run([*pip, "check"], check=True)
 
-    return once_a_run(factory, f"environment-of-{engine}", make) / "bin/python"
+def is_here(engine: str) -> bool:
+    """True if this interpreter has what the engine's extra installs."""
+    return engine == "local" or find_spec(LIBRARIES[engine]) is not None
+
+
+def make_environment(engine: str, directory: Path) -> None:
+    """What is here, and over it the engine's extra, with what it needs in other versions."""
+    venv.create(directory, symlinks=True)
+    packages = directory / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+    (packages / "below.pth").write_text("\n".join([str(ROOT), *map(str, _packages())]) + "\n")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pip = [directory / PYTHON, "-m", "pip"]
+    install = [*pip, "install", "--quiet", *extras[engine]]
+    subprocess.run(install, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run([*pip, "check"], check=True, stdout=subprocess.DEVNULL)
 
 
 def _packages() -> list[Path]:

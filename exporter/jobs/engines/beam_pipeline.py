@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
+from os import urandom
+from socket import gethostname
 from typing import Any
 
 from exporter.errors import EngineFailed
@@ -15,6 +17,7 @@ from exporter.storage.output_directory import Directory, open_directory
 OUTCOMES, _WORKS = "outcomes", "works"
 _LOCAL = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
 _FEW = 256  # works in a file: the description of a pipeline must stay small
+_TELL_S = 1.0  # how long workers do works before they tell of them, unless one takes longer
 
 
 class Pipeline:
@@ -71,8 +74,9 @@ class Pipeline:
 
         pipeline = beam.Pipeline(options=PipelineOptions(flags))
         files = pipeline | beam.Create(open_directory(place).names(_WORKS))
-        works = files | beam.FlatMap(partial(_numbered_works, place)) | beam.Reshuffle()
-        _ = works | beam.MapTuple(partial(_do, place))
+        works = files | beam.FlatMap(partial(numbered_works, place)) | beam.Reshuffle()
+        told = beam.BatchElements(max_batch_size=_FEW, target_batch_duration_secs=_TELL_S)
+        _ = works | told | beam.Map(partial(do, place))
         self._running.append(pipeline.run())
         self._running[0].wait_until_finish()
 
@@ -89,10 +93,26 @@ def put_works(directory: Directory, works: Iterable[bytes]) -> int:
     return count
 
 
-def _numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
-    content = open_directory(place).read(name) or b""
+def outcomes_of(directory: Directory, name: str) -> Iterator[tuple[int, bytes]]:
+    """The outcomes in a file of them, each with its work's number."""
+    for line in (directory.read(name) or b"").splitlines():
+        number, _, outcome = line.partition(b" ")
+        yield int(number), outcome
+
+
+def numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
+    """The works in a file of them, each with its number.
+
+    Raises:
+        EngineFailed: it is not there.
+    """
+    content = open_directory(place).read(name)
+    if content is None:
+        raise EngineFailed(f"a worker on {gethostname()} does not see {place}")
     return enumerate(content.split(b"\n"), int(name.rpartition("/")[2]))
 
 
-def _do(place: str, number: int, work: bytes) -> None:
-    open_directory(place).put(f"{OUTCOMES}/{number}", execute(work))
+def do(place: str, works: list[tuple[int, bytes]]) -> None:
+    """Do works and tell of them together: in a store the command waits for each file that it reads."""
+    outcomes = (b"%d %s" % (number, execute(work)) for number, work in works)
+    open_directory(place).put(f"{OUTCOMES}/{urandom(8).hex()}", b"\n".join(outcomes))
