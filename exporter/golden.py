@@ -60,7 +60,7 @@ class GoldenRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def document(self) -> dict[str, Any]:
-        """As REST takes it."""
+        """The request as REST takes it."""
         given = {"instances": self.instances, "inputs": self.inputs}
         return {name: value for name, value in given.items() if not isinstance(value, UnsetType)}
 

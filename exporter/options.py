@@ -77,7 +77,7 @@ DEFAULT_TASK_BYTES = 64 << 20
 
 
 class Jobs(Struct, frozen=True):
-    """How what is O(bytes) is run.
+    """How work on many bytes is run.
 
     With an `engine` jobs are kept beside what they make, or in `directory` (a path that all workers see, or a
     URL): the same command, on whatever engine, goes on with one that ended half-way. `address` and `settings`

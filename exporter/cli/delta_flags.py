@@ -69,7 +69,7 @@ class DeltaFlags(Struct, frozen=True):
 
     @property
     def _as_asked(self) -> Updates:
-        """What the options say of a base, whether or not one takes deltas."""
+        """How a base would take deltas, whether or not one is asked for."""
         baked = self.isolation, self.snapshot_max_rows, self.stamp, self.with_digest, self.require_finite
         return Updates(*baked)
 
@@ -140,10 +140,10 @@ class WatchFlags(Struct, frozen=True):
 
 
 def check_places(places: PlaceFlags, deltas: DeltaFlags, watch: WatchFlags) -> None:
-    """Refuse what says of one version what does not hold for many.
+    """Refuse options about one version that do not go with deltas or a watch.
 
     Raises:
-        UsageError: it does.
+        UsageError: there is such an option.
     """
     if places.again and (watch.watch or (deltas.incr and not deltas.updatable)):
         raise UsageError("--again publishes one version: it does not go with --watch and --incr")

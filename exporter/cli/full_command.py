@@ -46,7 +46,7 @@ def run(
 def published_already(
     request: ExportRequest, error: PublishedAlready, sink: Output, *, dry_run: bool
 ) -> None:
-    """What an export prints whose checkpoint is published already, by the same plan."""
+    """Print that the checkpoint is published already, by the same plan."""
     made = error.made
     hold, is_newest = held_at(request.out), made.version == made.newest
     document = documents.PublishedAlready(

@@ -19,7 +19,7 @@ _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 class JobFlags(Struct, frozen=True):
-    """How what is O(bytes) is run, as it is typed."""
+    """How work on many bytes is run, as it is typed."""
 
     engine: Annotated[
         EngineName | None,
@@ -45,7 +45,7 @@ class JobFlags(Struct, frozen=True):
     task_size: Annotated[str, Option(metavar="SIZE", help="What one task reads, as in 64MiB.")] = "64MiB"
 
     def jobs(self) -> Jobs:
-        """The value.
+        """What the options say.
 
         Raises:
             UsageError: an option is malformed, or goes with --engine, which is not there.

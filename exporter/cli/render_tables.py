@@ -29,7 +29,7 @@ def embedding_document(view: EmbeddingView) -> inspections.EmbeddingTable:
 
 
 def embedding_lines(view: EmbeddingView) -> Iterator[tuple[str, str]]:
-    """The same for people: labels and texts."""
+    """An embedding variable for people: labels and texts."""
     variable, buckets = view.variable, view.buckets
     filtered = f", {variable.filtered_keys} more filtered" if variable.filtered_keys else ""
     parts = f", {len(variable.parts)} parts" if len(variable.parts) > 1 else ""
@@ -59,7 +59,7 @@ def served_document(view: ServedTableView) -> inspections.ServedTable:
 
 
 def served_text(view: ServedTableView) -> str:
-    """The same for people."""
+    """A dynamic table as it is served, for people."""
     return (
         f"{view.name}: {view.keys} keys, room for {view.free_rows} more, {view.dtype.label}[{view.dim}], "
         f"{human_bytes(view.bytes_)}, index {human_bytes(view.index_bytes)} with load factor "

@@ -337,7 +337,7 @@ class SortedRows(Protocol):
 
     @property
     def ids(self) -> Array:
-        """Their numbers."""
+        """The numbers of the rows."""
 
     @property
     def values(self) -> Slices:

@@ -47,7 +47,7 @@ class DeltaMerger:
 
     @property
     def bytes_(self) -> int:
-        """Bytes that are read."""
+        """How many bytes the tasks read."""
         return self._job.bytes_
 
     def write(self, stack: ExitStack, runner: Runner = LOCAL, progress: Progress | None = None) -> int:
@@ -81,7 +81,7 @@ class DeltaMerger:
                 )
             elif (copied := newest_value(variable.name, self._deltas)) is not None:
                 yield Piece(variable.name, self._files.range_of(copied), copied)
-            elif variable.dtype is DType.STRING:  # of which not even none is no bytes
+            elif variable.dtype is DType.STRING:  # even an empty one has bytes
                 copied = Stored(self._deltas[-1].catalog, self._deltas[-1].catalog.tensors[variable.keys[0]])
                 yield Piece(variable.name, self._files.range_of(copied), copied)
 

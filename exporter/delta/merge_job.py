@@ -47,7 +47,7 @@ class Stored(Struct, frozen=True):
 
     @property
     def extent(self) -> Extent:
-        """Where it lies."""
+        """Where the tensor or slice lies."""
         found = self.tensor.extent if self.part is None else self.part.extent
         assert found is not None
         return found
@@ -62,12 +62,12 @@ class Piece(Struct, frozen=True):
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """What is read for it."""
+        """What the task reads for the piece."""
         return self.what.ranges if isinstance(self.what, MergedRows) else (self.what,)
 
     @property
     def bytes_(self) -> int:
-        """Bytes of these."""
+        """How many bytes the task reads for the piece."""
         return sum(each.size for each in self.ranges)
 
 
@@ -93,12 +93,12 @@ class MergeJob:
 
     @property
     def tasks(self) -> int:
-        """How many there are."""
+        """How many tasks there are."""
         return len(self._batches)
 
     @property
     def bytes_(self) -> int:
-        """Bytes that they read."""
+        """How many bytes the tasks read."""
         return sum(piece.bytes_ for batch in self._batches for piece in batch)
 
     def run(
@@ -110,7 +110,7 @@ class MergeJob:
         header: DeltaHeader | None = None,
         progress: Progress | None = None,
     ) -> list[Placed]:
-        """What was written. A job that is kept ends with the stack: when that is published.
+        """Do the tasks, and say what they wrote. A kept job ends with the stack: when that is published.
 
         Raises:
             CorruptFile: a checksum of what was read is wrong.
@@ -162,7 +162,7 @@ class Files:
         self.inputs: list[Input] = []
 
     def range_of(self, stored: Stored) -> Range:
-        """All of a tensor, which will be read."""
+        """The range of a whole tensor, which will be read."""
         extent = stored.extent
         path = stored.catalog.path_of(extent)
         number = self._numbers.get(path)
@@ -173,7 +173,7 @@ class Files:
         return Range(number, extent.offset, extent.size)
 
     def check(self, checksums: RangeChecksums[int]) -> None:
-        """Compare what tasks tell with the indexes; what they did not read in one row is read here.
+        """Compare the tasks' checksums with the indexes; tensors that lack one are read here.
 
         Raises:
             CorruptFile: a checksum is wrong.
@@ -199,8 +199,9 @@ def table_pieces(
     task_bytes: int,
     base: Sequence[tuple[int, Range]] = (),
 ) -> Iterator[Piece]:
-    """The pieces of a table: the newest rows of `deltas`, oldest first, laid over rows of a base if it is
-    given: as runs of so many rows.
+    """The pieces of a table: the newest rows of `deltas`, oldest first, laid over those of a base, if any.
+
+    The rows of a base are given as runs of so many rows.
     """
     layers = [layer for delta in deltas for layer in _layers_of(delta, variable, files)]
     if not layers and not base:
@@ -228,7 +229,7 @@ class _StoredLayer(Struct, frozen=True):
     stored: Stored
 
     def ids(self) -> Array:
-        """Its row numbers, unchecked."""
+        """The row numbers of the layer, unchecked."""
         return memory_map(self.stored.catalog, self.stored.tensor, self.stored.part)
 
 
@@ -287,7 +288,7 @@ def _rows_between(base: Sequence[tuple[int, Range]], low: int, high: int) -> Ite
 
 
 def _ordered(batch: Sequence[Piece]) -> list[Piece]:
-    """As a task writes them: sections before copies."""
+    """The pieces in the order in which a task writes them: sections before copies."""
     return sorted(batch, key=lambda piece: isinstance(piece.what, Range))
 
 

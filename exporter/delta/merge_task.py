@@ -42,8 +42,8 @@ Layer = tuple[Range, ...]
 class MergedRows(Struct, frozen=True, array_like=True):
     """Rows `low` to `high` of a table that a task writes: the newest of `layers`, oldest first.
 
-    With `base`, which holds all of these rows one behind another, all are written, else those of the layers,
-    with their ids; and packed as the delta says that is written.
+    With `base`, which holds all of these rows one behind another, all are written. Without it those of
+    the layers are written, with their ids, and packed as the delta says that is made.
     """
 
     variable: ServedVariable
@@ -59,7 +59,7 @@ class MergedRows(Struct, frozen=True, array_like=True):
         return (*self.base, *(each for layer in self.layers for each in layer))
 
     def renumbered(self, numbers: Mapping[int, int]) -> MergedRows:
-        """The same with other numbers of inputs."""
+        """The same rows, with other numbers of inputs."""
         base = renumbered(self.base, numbers)
         return replace(self, base=base, layers=tuple(renumbered(layer, numbers) for layer in self.layers))
 
@@ -71,7 +71,7 @@ class MergedRows(Struct, frozen=True, array_like=True):
         return (values, *packed[1:], *packed[:1], ids)
 
     def sizes(self, rows: int, exact: int) -> tuple[int, ...]:
-        """Bytes of what it writes, given its rows and how many of them are not packed."""
+        """The bytes of each tensor, given how many rows there are and how many of them are not packed."""
         values = exact * self.row_bytes
         if self.base:
             return (values,)
@@ -93,8 +93,8 @@ def renumbered(ranges: Sequence[Range], numbers: Mapping[int, int]) -> tuple[Ran
 
 
 class Merge(Task, frozen=True, kw_only=True):
-    """Write a shard. The receipt has the checksums of everything in order; of each section its rows, and how
-    many of them are not packed.
+    """Write a shard. The receipt has the checksums of everything in order, and for each section how many rows
+    it has and how many of them are not packed.
 
     Raises:
         CorruptFile: ids are not increasing, or none of the table's.
@@ -286,7 +286,7 @@ class _LayerRows:
 
     @property
     def values(self) -> _LayerRows:
-        """Themselves: see `newest_rows`."""
+        """The rows themselves, which are read when they are asked for: see `newest_rows`."""
         return self
 
     def __getitem__(self, which: slice) -> Array:

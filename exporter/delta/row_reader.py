@@ -86,7 +86,7 @@ class RowReader(Struct, frozen=True, dict=True):
         return self._cast(values)
 
     def fetch(self) -> None:
-        """Fetch everything that the values are made of, for who is going to read it all from a store.
+        """Fetch everything that the values are made of: for a caller that will read all of it from a store.
 
         Raises:
             CheckpointChanged, CheckpointError, DiskFull, PublishError: it cannot be fetched.
@@ -119,7 +119,7 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @property
     def runs(self) -> Iterator[StoredRun]:
-        """Everything that the values are made of."""
+        """The runs of bytes that the values are made of."""
         if self.tensor.extent is not None:
             yield StoredRun(self.catalog.path_of(self.tensor.extent), self.tensor.extent)
         for part in self.tensor.slices:
@@ -128,11 +128,11 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @cached_property
     def run_of(self) -> dict[Extent, StoredRun]:
-        """The same by their extents."""
+        """The runs by their extents."""
         return {run.extent: run for run in self.runs}
 
     def slices_near(self, first: int, last: int) -> tuple[SliceRef, ...]:
-        """The slices that may hold rows `first` to `last` of the tensor: of thousands a few."""
+        """The slices, a few of thousands, that may hold rows `first` to `last` of the tensor."""
         slices, starts, longest = self._by_rows
         return slices[bisect_right(starts, first - longest) : bisect_left(starts, last)]
 

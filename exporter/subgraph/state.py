@@ -47,7 +47,7 @@ class StateNodes(Struct, frozen=True):
 
     @property
     def names(self) -> list[str]:
-        """All of them."""
+        """The names of all nodes."""
         return [self.sequence, self.position, self.since, self.base, self.warm]
 
 

@@ -75,7 +75,7 @@ class KeyIndex:
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """Its variables."""
+        """The variables that hold the index."""
         return (self.row_keys, self.free, self.cursors, self.changed, self.is_recorded)
 
     def locked(self, function: Callable[[], Tensor]) -> Tensor:

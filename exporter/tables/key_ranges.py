@@ -41,7 +41,7 @@ class KeyRanges(Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """How many ranges there are."""
         return 1 << self.bits
 
     @property

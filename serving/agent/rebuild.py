@@ -53,7 +53,7 @@ class Cared(Protocol):
 
     @property
     def observed(self) -> Observed:
-        """What is known of it."""
+        """What is known of the server."""
 
     @property
     def audited(self) -> Audited | None:

@@ -99,7 +99,7 @@ class Export(ExportPlan, frozen=True, kw_only=True):
 
 
 class PublishedAlready(Struct, frozen=True, kw_only=True):
-    """What an export prints whose checkpoint is published already, by the same graph and options."""
+    """What an export prints if its checkpoint is published already, by the same graph and options."""
 
     dry_run: bool
     """True if it was only a question."""
@@ -120,7 +120,7 @@ class PublishedAlready(Struct, frozen=True, kw_only=True):
 
 
 class StandBy(Struct, frozen=True):
-    """What a node of a training cluster prints that leaves the export to its chief."""
+    """What a node of a training cluster prints if it leaves the export to its chief."""
 
     status: Literal["nothing_to_do"]
     """Nothing was published."""

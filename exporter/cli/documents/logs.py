@@ -1,4 +1,4 @@
-"""What the commands print that look at a published model or change it."""
+"""What the commands print that inspect or change a published model."""
 
 from __future__ import annotations
 
