@@ -13,6 +13,7 @@ judged by is compared with the answers before it: what was wrong there already i
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ def check_signatures(requests: Sequence[GoldenRequest], version: Path) -> None:
             raise UsageError(
                 f"golden request {request.name!r} does not fit {version}",
                 cause=problem,
-                hint=f"compare it with the signatures: export-model inspect {version}",
+                hint=f"compare it with the signatures: export-model inspect {shlex.quote(str(version))}",
             )
 
 

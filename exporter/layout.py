@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 SAVED_MODEL_FILE = "saved_model.pb"
@@ -69,6 +70,9 @@ PULL_PREFIX = ".pull-"
 PULL_LOCK_FILE = ".pull"
 
 CHECKPOINT_STATE_FILE = "checkpoint"
+CHECKPOINT_SUFFIX = re.compile(r"\.(index|meta|data-[0-9]{5,}-of-[0-9]{5,})$")
+"""What follows a checkpoint's prefix in the names of its files."""
+
 INCREMENTS_DIRECTORY = "increments"
 SESSION_FILE = ".session"
 UNFINISHED_MARKER_PREFIX = ".milestone-"

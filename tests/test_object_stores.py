@@ -225,8 +225,8 @@ def test_what_is_not_there(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> N
         assert bucket.url("runs" if place == "runs" else "") in ran.error["message"] + ran.error["hint"]
     ran = export_model("inspect", "s3://no-such-bucket-of-ours/x")
     assert ran.code == 3
-    assert "there is no s3://no-such-bucket-of-ours" in ran.err
-    assert "name a bucket that is there" in ran.err
+    assert "there is no bucket s3://no-such-bucket-of-ours" in ran.err
+    assert "name one that is there" in ran.err
 
 
 def test_a_server_that_is_not_there(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,10 +398,10 @@ def test_what_vanished_before_it_was_copied(bucket: Bucket, tmp_path: Path) -> N
     bucket.delete("runs/a")
     with (tmp_path / "target").open("wb") as file:
         with pytest.raises(CheckpointChanged, match="vanished after it was listed"):
-            found.copy("a", file.fileno(), [(0, 4, 0)], tmp_path / "target", lambda amount: None)
+            found.copy("runs/a", file.fileno(), [(0, 4, 0)], tmp_path / "target", lambda amount: None)
         found.refresh()
         with pytest.raises(CheckpointChanged, match="vanished after it was listed"):
-            found.copy("a", file.fileno(), [(0, 4, 0)], tmp_path / "target", lambda amount: None)
+            found.copy("runs/a", file.fileno(), [(0, 4, 0)], tmp_path / "target", lambda amount: None)
 
 
 def test_an_export_lists_few_times(

@@ -55,7 +55,7 @@ ALWAYS = {
     Fault.SLOW: "no answer in time",
     Fault.HALF: "its answers break off",
     Fault.WHOLE: "it sends whole objects where it is asked for a range",
-    Fault.REDIRECT: "there is no s3://",
+    Fault.REDIRECT: "there is no bucket s3://",
 }
 """What is said where it happens to every request."""
 

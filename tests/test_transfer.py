@@ -447,9 +447,9 @@ def test_what_cannot_be_pushed_or_pulled(machine: Machine, url: str, tmp_path: P
         pull(url, tmp_path / "here")
     assert not (tmp_path / "here").exists()
     for wrong in ("s3://bucket", "hdfs://name/x", "models/local"):
-        with pytest.raises(UsageError, match="expected s3://"):
+        with pytest.raises(UsageError, match="expected"):
             pull(wrong, tmp_path / "here")
-        with pytest.raises(UsageError, match="expected s3://"):
+        with pytest.raises(UsageError, match="expected"):
             plan_push(machine.model, wrong)
     assert export_model("pull", url, tmp_path / "here", "--interval", "2").code == 2
 

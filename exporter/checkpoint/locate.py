@@ -41,13 +41,12 @@ from exporter.errors import (
     UnsupportedFormat,
 )
 from exporter.files import nearest, read_regular
-from exporter.layout import CHECKPOINT_STATE_FILE, SAVED_MODEL_FILES, VARIABLES_NAME
+from exporter.layout import CHECKPOINT_STATE_FILE, CHECKPOINT_SUFFIX, SAVED_MODEL_FILES, VARIABLES_NAME
 from exporter.storage import mirror
 
 WORKER_PREFIX = "workertemp_"
 """Begins the name of a directory into which a worker saves what only the chief keeps, in that directory."""
 
-_SUFFIX = re.compile(r"\.(index|meta|data-[0-9]{5,}-of-[0-9]{5,})$")
 _STATE_PATH = re.compile(
     r"""(?<!\w)model_checkpoint_path\s*:\s*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)')"""
 )
@@ -110,7 +109,7 @@ def candidates(path: Path) -> list[Path]:
         return _in_directory(directory)
     if is_archive(path):
         return [path]
-    prefix = path if _exists(index_path(path)) else path.with_name(_SUFFIX.sub("", path.name))
+    prefix = path if _exists(index_path(path)) else path.with_name(CHECKPOINT_SUFFIX.sub("", path.name))
     if not is_checkpoint(prefix):
         raise _no_index(prefix)
     return [prefix]
@@ -179,8 +178,13 @@ def _named_by_state(directory: Path) -> Path | None:
 
 
 def _beside(named: Path, directory: Path) -> Path:
-    """The prefix that a state file in `directory` means, wherever the directory was moved or copied to."""
+    """The prefix that a state file in `directory` means, wherever the directory was moved or copied to.
+
+    One in a store means no file of this machine, whatever path its trainer had.
+    """
     neighbour = directory / named.name
+    if mirror.find(directory) is not None:
+        return neighbour
     places = [neighbour, named] if named.is_absolute() else [directory / named, neighbour]
     return next((place for place in places if _exists(index_path(place))), neighbour)
 

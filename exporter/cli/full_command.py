@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 
 from exporter.cli import render
@@ -63,5 +64,7 @@ def published_already(
     if not is_newest:
         lines.append(labelled("newest", f"version {made.newest}; to publish this one again: --again"))
     if hold is not None:
-        lines.append(labelled("hold", f"at {hold}, until export-model resume"))
+        lines.append(
+            labelled("hold", f"at {hold}, until export-model resume {shlex.quote(str(request.out))}")
+        )
     sink.result(document, lines, is_done=True)

@@ -82,7 +82,7 @@ def exported(done: Exported, sink: Output) -> None:
 
 def _next(model: Path) -> str:
     if mirror.find(model) is not None:  # servers read files; of stores, gs:// alone
-        return f"export-model pull {model} {model.name}"
+        return f"export-model pull {shlex.quote(str(model))} {shlex.quote(model.name)}"
     return f"serve-model run {shlex.quote(str(model))}"
 
 

@@ -69,7 +69,7 @@ def _told(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
         lines.append(labelled("would remove" if dry_run else "removed", ", ".join(plan.remove)))
     lines.append(labelled("position", plan.position))
     if not dry_run:
-        lines.append(labelled("next", f"export-model pull {plan.url} MODEL"))
+        lines.append(labelled("next", f"export-model pull {plan.url.typed} MODEL"))
     sink.result(document, lines, is_done=not dry_run)
 
 

@@ -6,6 +6,7 @@ nothing can come in between. Deltas need no permission: servers do not follow th
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,10 +39,10 @@ class Permission(Struct, frozen=True):
         log = None if newest is None else _log_of(newest)
         if not self.despite_hold:
             for hold in binding(model, log):
-                where = _where(hold)
+                where, held = _where(hold), shlex.quote(str(model))
                 raise ModelHeld(
                     f"{model} is held{where}, and servers would load a new version in spite of that",
-                    hint=f"lift the hold: export-model resume {model}; or publish anyway: --despite-hold",
+                    hint=f"lift the hold: export-model resume {held}; or publish anyway: --despite-hold",
                 )
         if log is not None and newest is not None and not takes_deltas and not self.plain:
             raise ChainEnds(

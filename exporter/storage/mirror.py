@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from exporter.errors import CheckpointChanged, CheckpointError, os_error
-from exporter.layout import LOCK_FILE
+from exporter.layout import CHECKPOINT_STATE_FILE, CHECKPOINT_SUFFIX, LOCK_FILE, SAVED_MODEL_FILES
 from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.ranges import Ranges
 from exporter.storage.read_ahead import ReadAhead
@@ -31,6 +31,12 @@ from exporter.storage.waiting import workers
 
 _PREFIX = "export-model-"
 _MOST_FILES = 100_000
+_NEIGHBOURS = 100
+"""Objects that are shown where a URL means none: an error names what is like it."""
+_LONGEST_NAME = 255
+"""Bytes of a file's name; a key's part may be longer."""
+_OF_A_DIRECTORY = (CHECKPOINT_STATE_FILE, *SAVED_MODEL_FILES)
+"""Files that mean the directory that they are in."""
 _LOCKED_SECONDS = 60.0  # within which a directory that is made has its lock
 _MIRRORS: dict[str, Mirror] = {}  # by the path of their directory
 _CHECKPOINTS: dict[Url, Mirror] = {}
@@ -40,11 +46,12 @@ _LOCK = threading.Lock()
 class Mirror:
     """A local directory with the names, sizes and times of the objects below a URL.
 
-    `url` is a directory, or the prefix of a checkpoint's files in one.
+    `url` is a directory, one checkpoint's prefix, or a file: what there is, or will be, tells which.
     """
 
     def __init__(self, url: Url, *, is_directory: bool = False) -> None:
-        self.asked = url
+        self._asked, self._is_directory = url, is_directory or not url.path
+        self.url = url if self._is_directory else url.parent
         self._reader = ObjectReader(url)
         self._found: dict[str, RemoteObject] = {}
         self._fetched: dict[str, Ranges] = {}
@@ -54,18 +61,16 @@ class Mirror:
         self.spent: set[str] = set()
         """Directories of jobs in a store, to be removed once what is here was uploaded."""
         self._lock = threading.RLock()
-        self._first = () if is_directory else tuple(self._reader.below(url.path))  # for the first `refresh`
-        self._is_prefix = not (is_directory or self._first)
-        self.url = url.parent if self._is_prefix and url.path else url
+        self._directories: set[str] = set()  # of the names that were ever shown
         directory = _new_directory()
-        self._private = directory / "stand-ins"
+        self._new, self._private = directory / "new", directory / "stand-ins"
         self.root = directory / url.scheme / url.bucket / self.url.path
         self.root.mkdir(parents=True)
 
     @property
     def path(self) -> Path:
         """What stands locally for the URL."""
-        return self.root / self.asked.name if self._is_prefix else self.root
+        return self.root if self._is_directory else self.root / self._asked.name
 
     def refresh(self) -> None:
         """List the objects again: new ones appear, replaced ones become new files, others are removed.
@@ -83,8 +88,13 @@ class Mirror:
         self.show(found)
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
-        """Make files for these objects, by their names, and remove all others."""
+        """Make files for these objects, by their names, and remove all others.
+
+        An object under the name of a directory is no file: consoles and TensorFlow mark directories so.
+        """
         with self._lock:
+            self._directories |= _directories(found)
+            found = {name: each for name, each in found.items() if name not in self._directories}
             for name in self._found.keys() - found.keys():
                 (self.root / name).unlink(missing_ok=True)
                 del self._found[name], self._fetched[name], self._inodes[name]
@@ -238,29 +248,36 @@ class Mirror:
         self._reader.copy(self.listed(name), descriptor, pieces, target, advance)
 
     def _list(self) -> Iterable[RemoteObject]:
-        first, self._first = self._first, ()
-        if not self._is_prefix:
-            return first or self._reader.below(self.url.path)
-        prefix = self.asked.path
-        return (each for each in self._reader.beside(self.url.path) if each.key.startswith(prefix))
+        """What is below the URL; else what it may mean of its neighbours."""
+        path = self._asked.path
+        below = list(self._reader.below(path))
+        if self._is_directory or any(each.key.startswith(f"{path}/") for each in below):
+            return below
+        if self._asked.name in _OF_A_DIRECTORY:
+            return self._reader.below(self.url.path)
+        prefix = CHECKPOINT_SUFFIX.sub("", path)
+        beside = list(self._reader.beside(self.url.path))
+        return [each for each in beside if each.key.startswith(prefix)] or beside[:_NEIGHBOURS]
 
     def _name(self, each: RemoteObject) -> str | None:
-        """The path below the root; None for what cannot be a file there: `a//b`, `..`, `a/`."""
+        """The path below the root; None for what cannot be a file there: `a//b`, `..`, `a/`, a long name."""
         base = self.url.key("")
         parts = each.key.removeprefix(base).split("/")
-        is_plain = all(part not in ("", ".", "..") and "\0" not in part for part in parts)
+        is_plain = all(
+            part not in ("", ".", "..") and "\0" not in part and len(part.encode()) <= _LONGEST_NAME
+            for part in parts
+        )
         return "/".join(parts) if is_plain and each.key.startswith(base) else None
 
     def _place(self, name: str, each: RemoteObject) -> None:
         path = self.root / name
-        new = path.with_name(f".{path.name}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with new.open("wb") as file:
+            with self._new.open("wb") as file:
                 file.truncate(each.size)
                 inode = os.fstat(file.fileno()).st_ino
-            os.utime(new, (each.modified, each.modified))
-            new.replace(path)
+            os.utime(self._new, (each.modified, each.modified))
+            self._new.replace(path)
         except OSError as error:
             raise os_error(error, path) from error
         self._inodes[name] = inode
@@ -290,6 +307,17 @@ def local(path: Path) -> Path:
 def register(mirror: Mirror) -> None:
     """Register a mirror: its files are fetched when they are read, and messages name its URL."""
     _MIRRORS[str(mirror.root)] = mirror
+
+
+def _directories(names: Iterable[str]) -> set[str]:
+    """The directories that these files lie in."""
+    found = set[str]()
+    for name in names:
+        directory = name.rpartition("/")[0]
+        while directory and directory not in found:
+            found.add(directory)
+            directory = directory.rpartition("/")[0]
+    return found
 
 
 def _new_directory() -> Path:

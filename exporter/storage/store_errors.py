@@ -76,7 +76,8 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
     from obstore import exceptions
 
     where = str(url) if key is None else f"{url.scheme}://{url.bucket}/{key}"
-    absent = CheckpointNotFound(f"there is no {where}", hint="name a bucket that is there")
+    bucket = f"{'container' if url.scheme == 'az' else 'bucket'} {url.scheme}://{url.bucket}"
+    absent = CheckpointNotFound(f"there is no {bucket}", hint="name one that is there")
 
     def refused(error: Exception) -> CheckpointError:
         code = "".join(f" ({found})" for found in _CODE.findall(str(error))[:1])

@@ -140,7 +140,8 @@ class LocalCopy:
         self._seen = replace(seen, at=None)  # if this fails, it is listed again
         if not stored.items:
             raise CheckpointNotFound(
-                f"there is no model at {self.url}", hint=f"publish one: export-model push MODEL {self.url}"
+                f"there is no model at {self.url}",
+                hint=f"publish one: export-model push MODEL {self.url.typed}",
             )
         _require_own_directory(model)
         with writing(model):
@@ -200,7 +201,7 @@ class _Pull:
                 raise PositionMoved(
                     f"{ours} was published here, and {theirs} elsewhere",
                     cause="neither leads on from the other",
-                    hint=f"pull into a directory of its own: export-model pull {self._url} OTHER",
+                    hint=f"pull into a directory of its own: export-model pull {self._url.typed} OTHER",
                 )
             return self._done()
         waiting: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ hold back, and are lifted after everything else.
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def _plan(
             raise PositionMoved(
                 f"{place} has gone on from what {model / item.path} took back",
                 cause="that was decided for the servers of this directory alone",
-                hint=f"roll the store's back, too: export-model rollback {place} --to POSITION",
+                hint=f"roll the store's back, too: export-model rollback {place.typed} --to POSITION",
             )
     gone = tuple(sorted(stored.items.keys() - ours.keys())) if prune else ()
     position = list(ours.values())[-1].manifest.position
@@ -159,13 +160,17 @@ def parse(url: str) -> Url:
         UsageError: it is none.
     """
     found = Url.parse(url)
-    if found is None or not found.path:
-        known, shown = in_store(url), without_secrets(str(found or url))
+    if found is None:
+        known = in_store(url)
         raise UsageError(
-            f"{shown}: expected s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL",
+            f"{without_secrets(url)}: expected s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL",
             hint="credentials come from the environment, and other stores are mounted or copied to"
             if known is None
             else f"write {without_secrets(known)}",
+        )
+    if not found.path:
+        raise UsageError(
+            f"{found} is a whole bucket: expected the URL of a model in it", hint=f"name one: {found}/MODEL"
         )
     return found
 
@@ -194,7 +199,7 @@ def _require_ours(plan: PushPlan, head: Head) -> None:
         raise PositionMoved(
             f"{plan.url}: {head.path} was published by another machine",
             cause=f"{plan.model} does not lead on from it",
-            hint=f"begin from the store's: export-model pull {plan.url} MODEL",
+            hint=f"begin from the store's: export-model pull {plan.url.typed} MODEL",
         )
     if known is None or known.holds is None or head.holds is None or not head.is_same_publication(known):
         return
@@ -202,5 +207,5 @@ def _require_ours(plan: PushPlan, head: Head) -> None:
         raise PositionMoved(
             f"{plan.url}: another machine has set or lifted a hold",
             cause=f"{plan.model} does not know of it",
-            hint=f"take it over first: export-model pull {plan.url} {plan.model}",
+            hint=f"take it over first: export-model pull {plan.url.typed} {shlex.quote(str(plan.model))}",
         )
