@@ -27,6 +27,7 @@ from exporter.publish.delta_log import read_log
 from exporter.storage import mirror, objects
 from exporter.storage.mirror import Ranges
 from exporter.storage.objects import ObjectReader
+from exporter.storage.private_directory import private_directory
 from exporter.storage.requests import GAP_BYTES, PART_BYTES, requests
 from exporter.storage.url import Url
 from tests.support.bundles import write
@@ -300,11 +301,11 @@ def test_nobody_removes_a_directory_that_is_just_made(
     def flock(descriptor: int, operation: int) -> None:
         if not operation & fcntl.LOCK_NB and not others:  # another command begins right before
             others.append(tmp_path)
-            others.append(mirror._new_directory())
+            others.append(private_directory())
         real(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    assert (mirror._new_directory() / LOCK_FILE).exists()
+    assert (private_directory() / LOCK_FILE).exists()
     assert (others[1] / LOCK_FILE).exists()
     assert not killed.exists()
 

@@ -13,16 +13,21 @@ from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.source_shard import open_shard, shard_status
 from exporter.checkpoint.tensor_values import map_bytes, memory_map, stored_extent
 from exporter.errors import CheckpointChanged
-from exporter.storage import mirror
+from exporter.storage import mirror, unkept
 from exporter.storage.requests import GAP_BYTES
 
 Array = np.ndarray[Any, Any]
+
+_NEAR_BYTES = 4096
+"""What lies between two rows and comes with them, because it costs less than a piece of its own."""
 
 
 class RowMap:
     """The rows of a tensor, or of one stored slice of it, as `memory_map` has them.
 
-    If a shard stands for an object of a store, the rows that are read, and no others, are fetched first.
+    Of a shard that stands for an object of a store, rows are read when they are asked for, and no others.
+    They are not kept, because who reads a table comes by each row once. Kept are rows of one element, as of
+    an index, and ranges that are smaller than what a request should fetch.
 
     Raises:
         ValueError, UnsupportedFormat, CheckpointChanged: as `memory_map`.
@@ -56,19 +61,40 @@ class RowMap:
         """
         if self._object is not None and len(rows):
             size = self._object.extent.size // len(self._values)
-            self._object.fetch(rows * size, rows * size + size)
+            if are_elements(self._values.shape):
+                self._object.fetch(rows * size, rows * size + size)
+            else:
+                wanted, places = np.unique(rows, return_inverse=True)
+                starts, stops, found_at = _runs_of(wanted, _NEAR_BYTES // max(1, size))
+                found = self._rows_of(self._object, starts, stops, size)
+                if found is not None:
+                    return np.asarray(found[found_at[places]])
         return np.asarray(self._values[rows])
 
     def box(self, box: tuple[slice, ...]) -> Array:
-        """A view of a box, whose ranges of rows and columns have a start and a stop.
+        """A box, whose ranges of rows and columns have a start and a stop: a view of the file, or a copy.
 
         Raises:
             CheckpointChanged, CheckpointError, DiskFull, PublishError: as `fetch`.
         """
         if self._object is not None and len(self._values):
             size = self._object.extent.size // len(self._values)
-            self._object.fetch(np.array([box[0].start * size]), np.array([box[0].stop * size]))
+            start, stop = np.array([box[0].start]), np.array([box[0].stop])
+            if are_elements(self._values.shape) or (stop - start) * size < GAP_BYTES:
+                self._object.fetch(start * size, stop * size)
+            elif (found := self._rows_of(self._object, start, stop, size)) is not None:
+                return np.asarray(found[:, *box[1:]])
         return np.asarray(self._values[box])
+
+    def _rows_of(self, source: _ObjectRange, starts: Array, stops: Array, size: int) -> Array | None:
+        """Runs of rows (start, stop) one behind another, or None if the file has them."""
+        found = source.read(starts * size, stops * size)
+        return found if found is None else found.view(self._values.dtype).reshape(-1, *self._values.shape[1:])
+
+
+def are_elements(shape: tuple[int, ...]) -> bool:
+    """True for rows of one element each: they are few bytes, and may be asked for in any order, and again."""
+    return len(shape) == 1
 
 
 class _ObjectRange(Struct, frozen=True):
@@ -86,8 +112,34 @@ class _ObjectRange(Struct, frozen=True):
             CheckpointError, DiskFull, PublishError: see `Mirror.fetch`.
         """
         mirror.fetch(self.path, _blocks_of(starts + self.extent.offset, stops + self.extent.offset))
+        self._require_same()
+
+    def read(self, starts: Array, stops: Array) -> Array | None:
+        """The bytes of ranges of the extent, of which nothing is kept; None if the file has them.
+
+        Raises:
+            CheckpointChanged: the object was replaced, and the file with it.
+            CheckpointError: see `unkept.read`.
+        """
+        first, ends = self.extent.offset, np.cumsum(stops - starts)
+        columns = starts + first, stops + first, ends - (stops - starts)
+        found = np.empty(ends[-1], np.uint8)
+        pieces = [*zip(*(column.tolist() for column in columns), strict=True)]
+        is_read = unkept.read(self.path, pieces, found.data)
+        self._require_same()
+        return found if is_read else None
+
+    def _require_same(self) -> None:
         if shard_status(self.path).st_ino != self.inode:
             raise CheckpointChanged(f"{self.path} was replaced after its index was read")
+
+
+def _runs_of(rows: Array, gap: int) -> tuple[Array, Array, Array]:
+    """Runs (starts, stops) that hold rows, which increase, and gaps of so many; where each row is in them."""
+    is_new = np.append(True, np.diff(rows) > gap + 1)
+    starts, ends = rows[is_new], rows[np.append(is_new[1:], True)] + 1
+    before = np.cumsum(ends - starts) - (ends - starts)
+    return starts, ends, rows + (before - starts)[np.cumsum(is_new) - 1]
 
 
 def _blocks_of(starts: Array, stops: Array) -> list[tuple[int, int]]:

@@ -28,6 +28,7 @@ from exporter.checkpoint.mapped_file import map_range
 from exporter.checkpoint.source_shard import open_shard
 from exporter.checkpoint.sstable import varint
 from exporter.errors import CheckpointChanged, CorruptFile, UnsupportedFormat
+from exporter.storage import unkept
 from exporter.wire.crc32c import CHUNK, crc_of, extend, mask, read_into
 from exporter.wire.dtypes import DType
 
@@ -106,8 +107,12 @@ def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]
             yield block
 
 
-def check_values(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -> None:
+def check_values(
+    catalog: Catalog, ref: TensorRef, part: SliceRef | None = None, *, keep: bool = True
+) -> None:
     """Read one extent in bounded chunks and compare its checksum with the index's; the crc releases the GIL.
+
+    What of a store nobody is going to read again need not be kept (`keep`).
 
     Raises:
         CorruptFile: they differ.
@@ -115,6 +120,11 @@ def check_values(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None)
     """
     extent, shape = stored_extent(ref, part)
     place = _Place(catalog.path_of(extent), ref.name)
+    if not keep and ref.dtype.itemsize is not None:
+        crc = unkept.checksum(place.path, extent.offset, extent.offset + extent.size)
+        if crc is not None:
+            compare_checksum(place.path, place.name, extent, mask(crc))
+            return
     with _open_extent(catalog, extent) as fd:
         if ref.dtype is DType.STRING:
             found = _string_crc(map_bytes(fd, extent), math.prod(shape), place)

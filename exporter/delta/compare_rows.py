@@ -12,6 +12,7 @@ from msgspec import Struct
 from exporter.delta.format import ServedVariable
 from exporter.delta.row_hashes import BlockHasher, block_rows
 from exporter.delta.snapshot import Snapshot
+from exporter.delta.stored_checksums import ReadRange
 from exporter.wire.crc32c import extend
 
 Array = np.ndarray[Any, Any]
@@ -31,24 +32,21 @@ def differing_rows(old: Array, new: Array) -> Array:
 
 
 class Found(Struct, frozen=True):
-    """The changed rows of some whole blocks, the hashes of all, and the checksums of both sides.
-
-    A checksum is of all rows as they are served, and 0 where no stored run holds exactly those.
-    """
+    """The changed rows of some whole blocks, the hashes of all, and the checksums of what was read."""
 
     ids: Array
     values: Array
     hashes: Array
-    new_crc: int
-    old_crc: int
     bytes_: int
+    old_read: tuple[ReadRange, ...] = ()
+    new_read: tuple[ReadRange, ...] = ()
 
 
 class TableRows:
     """The rows of a table, or those from `rows[0]` to `rows[1]`, in two states.
 
     Where hashes of the old rows are `known`, old bytes are read only in the blocks whose hashes differ.
-    Without `checksums` those of `Found` are 0.
+    `Found` tells the checksums of stored runs that hold exactly the served rows; none without `checksums`.
     """
 
     def __init__(
@@ -75,11 +73,13 @@ class TableRows:
         """The number of blocks that have a hash."""
         return -(-(self._stop - self._first) // self.block)
 
-    def _crc(self, state: Snapshot, start: int, stop: int) -> int:
+    def _read(self, state: Snapshot, start: int, stop: int) -> tuple[ReadRange, ...]:
         stored = state.stored[self._name]
         if not self._checksums or stored.extent is None:
-            return 0
-        return extend(0, _bytes_of(stored.rows(start, stop)))
+            return ()
+        rows = _bytes_of(stored.rows(start, stop))
+        first = start * self.row_bytes
+        return (ReadRange(stored.run_of[stored.extent], first, rows.nbytes, extend(0, rows)),)
 
     def chunks(self, most: int = 0) -> Iterator[tuple[int, int]]:
         """Whole blocks of all rows, as ranges (start, stop) of about `most` bytes, by default a chunk."""
@@ -99,9 +99,9 @@ class TableRows:
             local = differing_rows(old, new)
         else:
             local = self._among(suspects, new, start)
-        new_crc = self._crc(self._new, start, stop)
-        old_crc = self._crc(self._old, start, stop) if self.known is None else 0
-        return Found(local + start, np.array(new[local]), hashes, new_crc, old_crc, new.nbytes)
+        old_read = self._read(self._old, start, stop) if self.known is None else ()
+        new_read = self._read(self._new, start, stop)
+        return Found(local + start, np.array(new[local]), hashes, new.nbytes, old_read, new_read)
 
     def _compare_with_known(self, old: Array, blocks: Array, start: int) -> None:
         """See whether the old rows, those of these blocks of a chunk, have the hashes that are known.

@@ -26,7 +26,7 @@ from exporter.delta.format import ServedVariable
 from exporter.delta.row_hashes import BlockHasher, without_rows
 from exporter.delta.row_reader import RowReader, SliceOrder, overlaps
 from exporter.delta.snapshot import Snapshot
-from exporter.delta.stored_checksums import StoredChecksums
+from exporter.delta.stored_checksums import ReadRange, StoredChecksums
 from exporter.integer_sets import among, distinct
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range, Receipt, Task
@@ -91,6 +91,13 @@ class Side(Struct, frozen=True):
             if first < last and row:
                 yield extent, first * row, (last - first) * row
 
+    def read_ranges(
+        self, reader: RowReader, start: int, stop: int, crcs: Iterable[int]
+    ) -> Iterator[ReadRange]:
+        """The same as ranges of the reader's runs, which have these checksums."""
+        for (extent, first, size), crc in zip(self.stored(start, stop), crcs, strict=False):
+            yield ReadRange(reader.run_of[extent], first, size, crc)
+
     def _stored_rows(self, start: int, stop: int) -> tuple[int, int]:
         """The rows of the tensor between which these served ones lie."""
         if self.order.scatter:
@@ -126,7 +133,7 @@ class Compare(Task, frozen=True, kw_only=True):
             old, new = (Snapshot({name: side.reader(name, paths)}) for side in (self.old, self.new))
             hasher, chosen = BlockHasher(self.seed), (self.start, self.stop)
             rows = TableRows(old, new, self.variable, hasher, rows=chosen, checksums=False)
-            crcs = [_Checksums(side, paths) for side in (self.old, self.new)]
+            crcs = [SideChecksums(side, paths) for side in (self.old, self.new)]
             for chunk in rows.chunks():
                 found.append(rows.compare(chunk))
                 for side in crcs:
@@ -143,7 +150,7 @@ class Compare(Task, frozen=True, kw_only=True):
         return Receipt(self.name, tuple(read), (), size, tag, count)
 
 
-class _Checksums:
+class SideChecksums:
     """The checksums of one side's extents, as far as rows of them were read."""
 
     def __init__(self, side: Side, paths: Sequence[Path]) -> None:
@@ -234,9 +241,7 @@ class TaskComparison:
         for side, state, known in zip(
             (task.old, task.new), (self._old, self._new), self._checksums, strict=True
         ):
-            runs = state.stored[task.variable.name].run_of
-            for extent, start, size in side.stored(task.start, task.stop):
-                known.add(runs[extent], start, size, next(crcs))
+            known.add(side.read_ranges(state.stored[task.variable.name], task.start, task.stop, crcs))
 
     def _tasks_of(self, variable: ServedVariable, name: str) -> Iterator[Compare]:
         old, new = self._old.stored[variable.name], self._new.stored[variable.name]
@@ -270,7 +275,7 @@ def _read(directory: Directory, receipt: Receipt, task: Compare, rows: TableRows
     hashes, ids, values = np.split(content, np.cumsum([8 * blocks, 8 * receipt.rows]))
     typed = values.view(task.variable.dtype.numpy).reshape(receipt.rows, *shape)
     size = count * rows.row_bytes
-    return Found(ids.view(np.int64), typed, hashes.view(np.uint64), 0, 0, size)
+    return Found(ids.view(np.int64), typed, hashes.view(np.uint64), size)
 
 
 def _with_layers(

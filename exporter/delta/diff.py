@@ -12,10 +12,10 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from msgspec import Struct, field
@@ -28,15 +28,17 @@ from exporter.delta.snapshot import Snapshot
 from exporter.delta.stored_checksums import StoredChecksums
 from exporter.integer_sets import distinct
 from exporter.progress import NoProgress, Progress
-from exporter.wire.crc32c import combine
+from exporter.storage.requests import GAP_BYTES, PART_BYTES
+from exporter.storage.waiting import workers
 
 if TYPE_CHECKING:
     from exporter.delta.compare_task import TaskComparison
     from exporter.jobs.runner import Runner
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 
-_STORE_CHUNK_BYTES = 64 << 20  # of a store: many requests are under way at a time
+_STORE_BYTES = 128 << 20  # of a store, on each side: what all threads together fetch at a time
 
 _SMALL = 1024  # such a part of what one task reads is a small table
 _AHEAD = 2  # chunks in work for each thread: enough to keep it busy, few enough to bound memory
@@ -65,6 +67,11 @@ class Comparison(Struct, frozen=True):
     runner: Runner | None = None
     changes: bool = False
 
+    @property
+    def threads(self) -> int:
+        """How many compare in this process."""
+        return self.workers or len(os.sched_getaffinity(0))
+
 
 def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compared:
     """What of `new` differs from `old`, for the variables of `schema`.
@@ -84,7 +91,7 @@ def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compa
     hashes: dict[str, Array] = {}
     total = 0
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(how.workers or len(os.sched_getaffinity(0)), "diff"))
+        pool = stack.enter_context(workers(how.threads, "diff"))
         tasks = None if how.runner is None else stack.enter_context(_tasks(old, new, schema, hasher, how))
         for variable in schema.variables:
             change: Change | None
@@ -207,59 +214,60 @@ class _Table:
         if how.known is not None and how.runner is None:  # a task reads both sides
             known = how.known.find(variable.name, variable.shape[0], row_bytes)
         self._rows = TableRows(old, new, variable, hasher, known)
+        self._hasher = hasher
         self.bytes_ = row_bytes * variable.shape[0]
 
-    def run(self, pool: ThreadPoolExecutor, tasks: TaskComparison | None) -> tuple[Rows | None, Array]:
+    def run(self, pool: Executor, tasks: TaskComparison | None) -> tuple[Rows | None, Array]:
         """The changed rows, and the hashes of all; found by tasks, or by threads here."""
         by_tasks = None if tasks is None else tasks.found(self._name)
-        rows, chunks = self._rows, self._rows.chunks()
-        if by_tasks is None:
-            self._new.stored[self._name].fetch()
-            if rows.known is None:
-                self._old.stored[self._name].fetch()
-            elif self._old.stored[self._name].is_remote:
-                chunks = rows.chunks(_STORE_CHUNK_BYTES)
-        hashes = np.empty(rows.blocks, np.uint64)
-        at = new_crc = old_crc = 0
+        hashes = np.empty(self._rows.blocks, np.uint64)
+        at = 0
+        old_read, new_read = StoredChecksums(self._old), StoredChecksums(self._new)
         with RowSpill(self._variable, self._how.scratch) as spill:
-            for found in by_tasks or _in_order(pool, rows.compare, chunks):
-                new_crc = combine(new_crc, found.new_crc, found.bytes_)
-                old_crc = combine(old_crc, found.old_crc, found.bytes_)
+            for found in by_tasks or self._found_here(pool):
+                old_read.add(found.old_read)
+                new_read.add(found.new_read)
                 hashes[at : at + len(found.hashes)] = found.hashes
                 at += len(found.hashes)
                 spill.add(found.ids, found.values)
                 self._how.progress.advance(found.bytes_)
-            if by_tasks is not None:
-                return spill.rows(), hashes  # whose checksums are compared when all tables are through
-            self._check(self._new, new_crc)
-            if rows.known is None:
-                self._check(self._old, old_crc)
-            elif not rows.is_old_as_known:
-                self._old.check([self._name])
-            else:  # all rows that may differ lie in blocks that were compared with their hashes
-                self._old.trust(self._old.stored[self._name].runs)
+            if by_tasks is None:  # else checksums are compared when all tables are through
+                new_read.check([self._name])
+                if self._rows.known is None or not self._rows.is_old_as_known:
+                    old_read.check([self._name])
+                else:  # all rows that may differ lie in blocks that were compared with their hashes
+                    self._old.trust(self._old.stored[self._name].runs)
             return spill.rows(), hashes
 
-    def _check(self, state: Snapshot, crc: int) -> None:
-        """Compare the checksum of what is stored of one side, given that of all rows in a row."""
-        checksums, stored = StoredChecksums(state), state.stored[self._name]
-        for run in stored.runs:
-            if run.extent == stored.extent:
-                checksums.add(run, 0, run.extent.size, crc)
-        checksums.check([self._name])
+    def _found_here(self, pool: Executor) -> Iterator[Found]:
+        rows, ahead = self._rows, _AHEAD * self._how.threads
+        old, new = (state.stored[self._name] for state in (self._old, self._new))
+        if self.bytes_ < GAP_BYTES or not (old.is_remote or new.is_remote):
+            new.fetch()
+            if rows.known is None:
+                old.fetch()
+            yield from _in_order(pool, rows.compare, rows.chunks(), ahead)
+            return
+        from exporter.delta.passing_rows import PassingRows  # a delta of an increment takes no time
+
+        passing = PassingRows(
+            self._old, self._new, self._variable, self._hasher, rows.known, self._how.scratch
+        )
+        chunks = rows.chunks(max(PART_BYTES, _STORE_BYTES // self._how.threads))
+        for found in _in_order(pool, passing.compare, chunks, ahead):
+            yield from found
+        rows.is_old_as_known = passing.is_old_as_known
 
 
 def _in_order(
-    pool: ThreadPoolExecutor,
-    work: Callable[[tuple[int, int]], Found],
-    chunks: Iterable[tuple[int, int]],
-) -> Iterator[Found]:
+    pool: Executor, work: Callable[[tuple[int, int]], T], chunks: Iterable[tuple[int, int]], ahead: int
+) -> Iterator[T]:
     """Results in the order of the chunks, a bounded number of them in work."""
-    pending: deque[Future[Found]] = deque()
+    pending: deque[Future[T]] = deque()
     try:
         for chunk in chunks:
             pending.append(pool.submit(work, chunk))
-            if len(pending) > _AHEAD * pool._max_workers:
+            if len(pending) > ahead:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()

@@ -12,7 +12,6 @@ import math
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,13 @@ from msgspec import Struct
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.cast_values import cast_values
-from exporter.checkpoint.row_map import RowMap
+from exporter.checkpoint.row_map import RowMap, are_elements
 from exporter.checkpoint.tensor_bundle import check_values, read_array
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
 from exporter.errors import CorruptFile
 from exporter.mapping.build import TensorSource
 from exporter.storage import mirror
+from exporter.storage.waiting import workers
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
@@ -102,6 +102,7 @@ class RowReader(Struct, frozen=True, dict=True):
     def whole(self) -> Array:
         """All values, checksums verified; strings as `bytes` in an object array."""
         if self.shape and self.order != SliceOrder():
+            self.fetch()
             check_stored([self])
             return self.rows(0, self.shape[0])
         values = read_array(self.catalog, self.tensor)
@@ -226,13 +227,12 @@ def check_stored(variables: Iterable[RowReader], known: Collection[StoredRun] = 
     found = {run: variable for variable in variables for run in variable.runs if run not in known}
     if not found:
         return frozenset()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "check") as pool:
-        jobs = [pool.submit(check_values, v.catalog, v.tensor, run.part) for run, v in found.items()]
-        try:
-            for job in jobs:
-                job.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with workers(len(os.sched_getaffinity(0)), "check") as pool:
+        for job in [
+            pool.submit(check_values, v.catalog, v.tensor, run.part, keep=are_elements(v.tensor.shape))
+            for run, v in found.items()
+        ]:
+            job.result()
     return frozenset(found)
 
 

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from msgspec import Struct
+
 from exporter.checkpoint.tensor_values import compare_checksum
 from exporter.delta.row_reader import StoredRun
 from exporter.delta.snapshot import Snapshot
 from exporter.jobs.range_checksums import RangeChecksums
 from exporter.wire.crc32c import mask
+
+
+class ReadRange(Struct, frozen=True):
+    """`size` bytes from `start` of a stored run that were read, and their plain crc32c."""
+
+    run: StoredRun
+    start: int
+    size: int
+    crc: int
 
 
 class StoredChecksums:
@@ -18,9 +29,10 @@ class StoredChecksums:
         self._state = state
         self._ranges = RangeChecksums[StoredRun]()
 
-    def add(self, run: StoredRun, start: int, size: int, crc: int) -> None:
-        """The plain crc32c of `size` bytes from `start` of a run."""
-        self._ranges.add(run, start, size, crc)
+    def add(self, read: Iterable[ReadRange]) -> None:
+        """Note what was read."""
+        for each in read:
+            self._ranges.add(each.run, each.start, each.size, each.crc)
 
     def check(self, names: Iterable[str]) -> None:
         """Compare the checksums of what these variables are made of; what was not read is read.

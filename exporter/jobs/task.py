@@ -7,15 +7,12 @@ with a receipt. Doing it twice gives the same object. Tasks and receipts are wri
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 from msgspec import Struct
 
 from exporter.checkpoint.source_shard import open_shard, shard_status
@@ -26,7 +23,7 @@ from exporter.storage import mirror
 from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.output_directory import Directory, new_path
 from exporter.storage.url import Url
-from exporter.wire.crc32c import combine, crc_of, extend
+from exporter.wire.crc32c import crc_of
 
 ZEROS = "zeros:"
 """The name of a file of nothing but zeros, and the place of such an input: workers make it themselves."""
@@ -113,20 +110,8 @@ class Input(Struct, frozen=True, array_like=True):
         if url is None:
             with self.file(ranges, scratch) as path, open_shard(path) as descriptor:
                 return [crc_of(descriptor, each.offset, each.size) for each in ranges]
-        parts: dict[int, tuple[int, int]] = {}
-
-        def check(offset: int, content: memoryview) -> None:
-            parts[offset] = extend(0, np.frombuffer(content, np.uint8)), len(content)
-
-        first = [0, *accumulate(each.size for each in ranges)]  # as if they lay one behind another
-        pieces = [(each.offset, each.offset + each.size, at) for each, at in zip(ranges, first, strict=False)]
-        _reader(url.scheme, url.bucket).take(self._object(url), pieces, check)
-        crcs = [0] * len(ranges)
-        for offset in sorted(parts):
-            index = bisect_right(first, offset) - 1
-            crc, size = parts[offset]
-            crcs[index] = crc if offset == first[index] else combine(crcs[index], crc, size)
-        return crcs
+        asked = [(each.offset, each.offset + each.size) for each in ranges]
+        return _reader(url.scheme, url.bucket).checksums(self._object(url), asked)
 
     def _object(self, url: Url) -> RemoteObject:
         return RemoteObject(url.path, self.size, self.tag or None, 0.0)

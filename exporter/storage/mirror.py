@@ -2,34 +2,35 @@
 
 Every object becomes a sparse file of its size, name and time. Whoever opens one fetches it first: all of it,
 or of a shard the ranges that are needed. So a checkpoint in a store is read by the same code as a local one,
-and of a terabyte only the index and what is exported crosses the network. What is fetched is pinned to the
-object that was listed: one that is replaced meanwhile is `CheckpointChanged`.
+and of a terabyte only the index and what is exported crosses the network. What is fetched stays as long as
+the object is listed; who reads much of it once does without (`exporter.storage.unkept`). What is read is
+pinned to the object that was listed: one that is replaced meanwhile is `CheckpointChanged`.
 
 The mirrors of a process are removed when it ends.
 """
 
 from __future__ import annotations
 
-import atexit
-import fcntl
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from exporter.errors import CheckpointChanged, CheckpointError, os_error
-from exporter.layout import CHECKPOINT_STATE_FILE, CHECKPOINT_SUFFIX, LOCK_FILE, SAVED_MODEL_FILES
+from exporter.layout import CHECKPOINT_STATE_FILE, CHECKPOINT_SUFFIX, SAVED_MODEL_FILES
 from exporter.storage.objects import ObjectReader, RemoteObject
+from exporter.storage.private_directory import private_directory
 from exporter.storage.ranges import Ranges
 from exporter.storage.read_ahead import ReadAhead
 from exporter.storage.requests import GAP_BYTES, near
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
 
-_PREFIX = "export-model-"
+T = TypeVar("T")
+
 _MOST_FILES = 100_000
 _NEIGHBOURS = 100
 """Objects that are shown where a URL means none: an error names what is like it."""
@@ -37,7 +38,6 @@ _LONGEST_NAME = 255
 """Bytes of a file's name; a key's part may be longer."""
 _OF_A_DIRECTORY = (CHECKPOINT_STATE_FILE, *SAVED_MODEL_FILES)
 """Files that mean the directory that they are in."""
-_LOCKED_SECONDS = 60.0  # within which a directory that is made has its lock
 _MIRRORS: dict[str, Mirror] = {}  # by the path of their directory
 _CHECKPOINTS: dict[Url, Mirror] = {}
 _LOCK = threading.Lock()
@@ -62,7 +62,7 @@ class Mirror:
         """Directories of jobs in a store, to be removed once what is here was uploaded."""
         self._lock = threading.RLock()
         self._directories: set[str] = set()  # of the names that were ever shown
-        directory = _new_directory()
+        directory = private_directory()
         self._new, self._private = directory / "new", directory / "stand-ins"
         self.root = directory / url.scheme / url.bucket / self.url.path
         self.root.mkdir(parents=True)
@@ -191,6 +191,25 @@ class Mirror:
                 with self._reading_ahead(self._neighbours(name) if each.size <= GAP_BYTES else []):
                     self._fill(name, each, fetched, missing)
 
+    def ask_store(
+        self,
+        name: str,
+        ranges: Iterable[tuple[int, int]],
+        ask: Callable[[ObjectReader, RemoteObject], T],
+    ) -> T | None:
+        """What `ask` makes of the object itself; None if the file has all of these ranges (start, stop).
+
+        Raises:
+            CheckpointChanged, CheckpointError: as `fetch`.
+        """
+        with self._lock:
+            found = self._stand_in_of(name)
+            if found is None and name in self._found and not self.is_made_here(name):
+                found = self._found[name], self._fetched[name]
+            if found is None or not any(gap for each in ranges for gap in found[1].gaps(*each)):
+                return None
+        return ask(self._reader, found[0])
+
     def _neighbours(self, name: str) -> Sequence[str]:
         def is_there(other: str) -> bool:
             return not any(self._fetched[other].gaps(0, self._found[other].size))
@@ -318,40 +337,6 @@ def _directories(names: Iterable[str]) -> set[str]:
             found.add(directory)
             directory = directory.rpartition("/")[0]
     return found
-
-
-def _new_directory() -> Path:
-    """A directory that is removed when the process ends, or by a later one if the process was killed."""
-    import tempfile
-
-    new, owner = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}")), os.getpid()
-    lock = os.open(new / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)  # open as long as we live
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    root = new.rename(new.with_name(new.name[1:]))  # it is locked when others can find it
-    for left in root.parent.glob(f"{_PREFIX}*"):
-        _remove_if_left(left, os.O_RDWR)
-    for left in root.parent.glob(f".{_PREFIX}*"):  # perhaps killed before it was locked
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > _LOCKED_SECONDS:
-                _remove_if_left(left, os.O_RDWR | os.O_CREAT)
-
-    def remove() -> None:
-        if os.getpid() == owner:  # a forked child's end is not ours
-            shutil.rmtree(root, ignore_errors=True)
-
-    atexit.register(remove)
-    return root
-
-
-def _remove_if_left(directory: Path, flags: int) -> None:
-    """Remove a directory whose lock, opened with these flags, nobody holds."""
-    with suppress(OSError):
-        lock = os.open(directory / LOCK_FILE, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory, ignore_errors=True)
-        finally:
-            os.close(lock)
 
 
 def find(path: Path) -> tuple[Mirror, str] | None:

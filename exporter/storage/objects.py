@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,6 +213,30 @@ class ObjectReader:
         with workers(_CONNECTIONS, "fetch") as pool:
             for task in [pool.submit(take, request) for request in planned]:
                 task.result()
+
+    def checksums(self, found: RemoteObject, ranges: Sequence[tuple[int, int]]) -> list[int]:
+        """The plain crc32c of each range (start, stop); nothing is written.
+
+        Raises:
+            CheckpointChanged, CheckpointError: as `read`.
+        """
+        import numpy as np
+
+        from exporter.wire.crc32c import combine, extend
+
+        parts: dict[int, tuple[int, int]] = {}
+
+        def check(offset: int, content: memoryview) -> None:
+            parts[offset] = extend(0, np.frombuffer(content, np.uint8)), len(content)
+
+        first = [0, *accumulate(stop - start for start, stop in ranges)]  # as if they lay one behind another
+        self.take(found, [(*each, at) for each, at in zip(ranges, first, strict=False)], check)
+        crcs = [0] * len(ranges)
+        for offset in sorted(parts):
+            index = bisect_right(first, offset) - 1
+            crc, size = parts[offset]
+            crcs[index] = crc if offset == first[index] else combine(crcs[index], crc, size)
+        return crcs
 
     def _named(self, key: str) -> str:
         return f"{self.url.scheme}://{self.url.bucket}/{key}"

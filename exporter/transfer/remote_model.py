@@ -35,7 +35,7 @@ from exporter.layout import (
 from exporter.progress import ProgressFactory, no_progress
 from exporter.storage import mirror
 from exporter.storage.mirror import Mirror
-from exporter.storage.objects import ObjectWriter, RemoteObject
+from exporter.storage.objects import ObjectReader, ObjectWriter, RemoteObject
 from exporter.storage.url import Url
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.head import as_bytes
@@ -83,6 +83,16 @@ class _ModelMirror(Mirror):
         """As `Mirror.fetch`, but PositionMoved in place of CheckpointChanged."""
         with self._noting_what_moved():
             super().fetch(name, ranges)
+
+    def ask_store(
+        self,
+        name: str,
+        ranges: Iterable[tuple[int, int]],
+        ask: Callable[[ObjectReader, RemoteObject], T],
+    ) -> T | None:
+        """As `Mirror.ask_store`, but PositionMoved in place of CheckpointChanged."""
+        with self._noting_what_moved():
+            return super().ask_store(name, ranges, ask)
 
     def copy(
         self,
