@@ -14,7 +14,7 @@ from exporter.errors import Exit, ExportError, UsageError
 from exporter.local_paths import local_path
 from exporter.terminal.edge import AS_TEXT, OutputOptions, command
 from exporter.terminal.output import Output, OutputMode
-from exporter.terminal.parameters import App, Option, Options
+from exporter.terminal.parameters import Option, Options
 from exporter.terminal.server_access import ServerAccess
 from serving.agent_flags import AuditFlags, CanaryFlags, PaceFlags, PortFlags, TimeFlags
 from serving.documents import AgentEvent, AgentStarted
@@ -25,30 +25,6 @@ if TYPE_CHECKING:
     from serving.agent.journal import Event
 
 _LIBRARIES = ("cheroot", "jinja2", "prometheus_client", "watchfiles")
-
-HELP = """Keep the replicas of models as fresh as what is published.
-
-For each replica and each version that it has loaded: ask where it stands, apply the deltas that it lacks,
-confirm. A new delta is noticed at once on local disks, elsewhere within --poll-seconds. A replica that hangs,
-refuses, restarts or vanishes holds back no other. Nothing is kept but in the replicas and the directory: the
-agent may be killed at any time, and two of them do no harm.
-
-With --canary one replica goes first; golden requests decide whether the others follow.
-
-Its own port answers /metrics (Prometheus), /healthz, /readyz, /livez,
-/status.json, and a status page at /.
-
-\b
-Examples:
-  serve-model agent --model-base-path models/ranker --target 127.0.0.1:8500
-  serve-model agent --model-base-path prod=/models/ranker --target dns:///model-servers:8500 --json
-  serve-model agent --model-base-path models/ranker --target dns:///model-servers --canary golden.json
-  serve-model agent --model-base-path models/ranker --target 127.0.0.1:8500 --pull s3://models/ranker"""
-
-
-def register(app: App) -> None:
-    """Add the command to `serve-model`."""
-    app.subcommand("agent", help=HELP, short_help="Keep replicas as fresh as what is published.")(agent)
 
 
 def agent(
@@ -84,7 +60,25 @@ def agent(
     ] = (),
     printing: OutputOptions = AS_TEXT,
 ) -> None:
-    """Look after the fleet until a signal comes."""
+    """Keep the replicas of models as fresh as what is published.
+
+    For each replica and each version that it has loaded: ask where it stands, apply the deltas that it
+    lacks, confirm. A new delta is noticed at once on local disks, elsewhere within --poll-seconds. A
+    replica that hangs, refuses, restarts or vanishes holds back no other. Nothing is kept but in the
+    replicas and the directory: the agent may be killed at any time, and two of them do no harm.
+
+    With --canary one replica goes first; golden requests decide whether the others follow.
+
+    Its own port answers /metrics (Prometheus), /healthz, /readyz, /livez,
+    /status.json, and a status page at /.
+
+    \b
+    Examples:
+      serve-model agent --model-base-path models/ranker --target 127.0.0.1:8500
+      serve-model agent --model-base-path prod=/models/ranker --target dns:///model-servers:8500 --json
+      serve-model agent --model-base-path models/ranker --target dns:///model-servers --canary golden.json
+      serve-model agent --model-base-path models/ranker --target 127.0.0.1:8500 --pull s3://models/ranker
+    """
     with command(printing) as sink:
         require_libraries("agent", "the agent", *_LIBRARIES)
         stop_on_sigterm()

@@ -50,52 +50,18 @@ Examples:
 
 {EXIT_CODES}"""
 
-_STATUS_HELP = """Show a model's versions on a server: their states and positions.
-
-With --published, the model base path as this machine sees it, or its URL, also: the hold, how many deltas
-and training steps each version is behind, and how old the values are that it serves (since they were
-published).
-
-The exit code is 7 unless a version is AVAILABLE.
-
-\b
-Examples:
-  serve-model status 127.0.0.1:8500 --model ranker
-  serve-model status 127.0.0.1:8500 --model ranker --published models/ranker --json"""
-
-_PREDICT_HELP = """Send one request in the JSON of TF Serving's REST interface, and print the answer in it.
-
-{"instances": [...]} asks by rows, {"inputs": ...} by columns, {"examples": [...]} classify and regress
-signatures; {"b64": "..."} is a binary string.
-
-\b
-Examples:
-  serve-model predict 127.0.0.1:8500 --model ranker --json-input request.json
-  echo '{"inputs": {"x": [[1.0, 2.0]]}}' | serve-model predict 127.0.0.1:8500 --model ranker --json-input -"""
-
-
-_UPDATE_HELP = """Apply the deltas that export-model published to the variables of a running model.
-
-The model lists and applies them by itself, without a reload; nothing happens if there are none. TF Serving's
-own servers answer this command too. Every replica wants its own call: do not send it to a load balancer.
-
-The exit code is 7 if the model stopped before deltas that are published.
-
-\b
-Examples:
-  serve-model update 127.0.0.1:8500 --model ranker
-  serve-model update 127.0.0.1:8500 --model ranker --up-to 4200 --json"""
-
 
 @app.root(help=_HELP)
 def serve_model(own_version: VersionFlag = False) -> None:
     """The root command; it has no options of its own but `-V`."""
 
 
-run_command.register(app)
+app.subcommand("run", short_help="Serve models over gRPC.", rewrite=run_command.from_stock)(
+    run_command.run_server
+)
 
 
-@app.subcommand("status", help=_STATUS_HELP, short_help="Versions of a model on a server.")
+@app.subcommand(short_help="Versions of a model on a server.")
 def status(
     address: Address,
     model: ModelName = "default",
@@ -111,7 +77,19 @@ def status(
     access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
     printing: OutputOptions = AS_TEXT,
 ) -> None:
-    """Print the versions, their states and positions."""
+    """Show a model's versions on a server: their states and positions.
+
+    With --published, the model base path as this machine sees it, or its URL, also: the hold, how many deltas
+    and training steps each version is behind, and how old the values are that it serves (since they were
+    published).
+
+    The exit code is 7 unless a version is AVAILABLE.
+
+    \b
+    Examples:
+      serve-model status 127.0.0.1:8500 --model ranker
+      serve-model status 127.0.0.1:8500 --model ranker --published models/ranker --json
+    """
     with command(printing) as sink:
         from serving import status_command
         from serving.client import ModelClient
@@ -120,12 +98,12 @@ def status(
             status_command.run(client, published, sink)
 
 
-reload_command.register(app)
-agent_command.register(app)
+app.subcommand(short_help="Change which models a running server serves.")(reload_command.reload)
+app.subcommand(short_help="Keep replicas as fresh as what is published.")(agent_command.agent)
 completion.register(app, "serve-model")
 
 
-@app.subcommand("predict", help=_PREDICT_HELP, short_help="Send one request to a server.")
+@app.subcommand(short_help="Send one request to a server.")
 def predict(
     address: Address,
     json_input: Annotated[str, Option(metavar="FILE|-", help="The request as JSON; - reads standard input.")],
@@ -145,7 +123,16 @@ def predict(
     access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
     printing: OutputOptions = AS_TEXT,
 ) -> None:
-    """Send one request."""
+    """Send one request in the JSON of TF Serving's REST interface, and print the answer in it.
+
+    {"instances": [...]} asks by rows, {"inputs": ...} by columns, {"examples": [...]} classify and regress
+    signatures; {"b64": "..."} is a binary string.
+
+    \b
+    Examples:
+      serve-model predict 127.0.0.1:8500 --model ranker --json-input request.json
+      echo '{"inputs": {"x": [[1, 2]]}}' | serve-model predict 127.0.0.1:8500 --model ranker --json-input -
+    """
     with command(printing) as sink:
         import json
 
@@ -163,7 +150,7 @@ def predict(
         _print(sink, document, json.dumps(answer, ensure_ascii=False))
 
 
-@app.subcommand("update", help=_UPDATE_HELP, short_help="Apply published deltas to a running model.")
+@app.subcommand(short_help="Apply published deltas to a running model.")
 def update(
     address: Address,
     model: ModelName = "default",
@@ -181,7 +168,19 @@ def update(
     access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
     printing: OutputOptions = AS_TEXT,
 ) -> None:
-    """Call the incremental subgraph."""
+    """Apply the deltas that export-model published to the variables of a running model.
+
+    The model lists and applies them by itself, without a reload; nothing happens if there are none. TF
+    Serving's own servers answer this command too. Every replica wants its own call: do not send it to a
+    load balancer.
+
+    The exit code is 7 if the model stopped before deltas that are published.
+
+    \b
+    Examples:
+      serve-model update 127.0.0.1:8500 --model ranker
+      serve-model update 127.0.0.1:8500 --model ranker --up-to 4200 --json
+    """
     with command(printing) as sink:
         from msgspec.structs import asdict
 

@@ -11,35 +11,13 @@ from typing import Annotated, Any
 from exporter.errors import UsageError
 from exporter.files import sync, write_durably
 from exporter.terminal.edge import AS_TEXT, OutputOptions, command, pairs
-from exporter.terminal.parameters import App, Argument, Option, Options
+from exporter.terminal.parameters import Argument, Option, Options
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving.address import with_port
 from serving.documents import Reload, ReloadedModel
 
-HELP = """Give a running server another configuration, without a restart, and wait until it is served.
-
-The server serves exactly the models of the configuration then: what is left out is unloaded. It comes from
-a file (a ModelServerConfig as text, as TF Serving's --model_config_file takes it), from options for one
-model, or from both: --model changes that model's entry in the file, or adds one. TF Serving's own servers
-take this command, too.
-
-Labels move last: a label that names a version which is not available yet stays where it is until that version
-is available.
-
-\b
-Examples:
-  serve-model reload 127.0.0.1:8500 --model-config-file models.config
-  serve-model reload 127.0.0.1:8500 --model-config-file models.config --save \\
-      --model ranker --model-base-path /models/ranker --version 42 --version 43 --label stable=43
-  serve-model reload 127.0.0.1:8500 --only --model ranker --model-base-path /models/ranker --latest 2"""
-
 _ANY_PLACE = re.compile(r"/|[a-zA-Z][a-zA-Z0-9.+-]*://")
 _WHOLE, _A_MODEL = "Configuration", "Entry of one model"
-
-
-def register(app: App) -> None:
-    """Add the command to `serve-model`."""
-    app.subcommand("reload", help=HELP, short_help="Change which models a running server serves.")(reload)
 
 
 def reload(
@@ -92,7 +70,23 @@ def reload(
     access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
     printing: OutputOptions = AS_TEXT,
 ) -> None:
-    """Send a configuration."""
+    """Give a running server another configuration, without a restart, and wait until it is served.
+
+    The server serves exactly the models of the configuration then: what is left out is unloaded. It comes
+    from a file (a ModelServerConfig as text, as TF Serving's --model_config_file takes it), from options
+    for one model, or from both: --model changes that model's entry in the file, or adds one. TF Serving's
+    own servers take this command, too.
+
+    Labels move last: a label that names a version which is not available yet stays where it is until that
+    version is available.
+
+    \b
+    Examples:
+      serve-model reload 127.0.0.1:8500 --model-config-file models.config
+      serve-model reload 127.0.0.1:8500 --model-config-file models.config --save \\
+          --model ranker --model-base-path /models/ranker --version 42 --version 43 --label stable=43
+      serve-model reload 127.0.0.1:8500 --only --model ranker --model-base-path /models/ranker --latest 2
+    """
     with command(printing) as sink:
         from rich.markup import escape
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from exporter.errors import Exit, UsageError
 from exporter.terminal.edge import AS_TEXT, OutputOptions, VersionFlag, command
 from exporter.terminal.output import Output
-from exporter.terminal.parameters import App, Argument, Option, Options
+from exporter.terminal.parameters import Argument, Option, Options
 from serving.documents import ServedModel, Serving
 from serving.network_options import GROUP as REST_METRICS_TLS
 from serving.network_options import GRPC_ALONE, NetworkOptions
@@ -23,33 +23,13 @@ from serving.stock_flags import translate
 if TYPE_CHECKING:
     from serving.server import ModelServer
 
-HELP = """Serve models with TF Serving's gRPC services: one directory of versions, or those of a file.
-
-New versions are picked up as TF Serving picks them up: loaded first, then the old one is unloaded; a version
-that cannot be loaded never takes the good one away. When every model has an available version, one line for
-each (with --json one document) says which, and where. SIGTERM and SIGINT end the server after its calls. It
-computes on CPUs unless CUDA_VISIBLE_DEVICES says otherwise.
-
-The flags of tensorflow_model_server are taken, too, as it writes them: --model_base_path=DIR.
-
-\b
-Examples:
-  serve-model run models/ranker
-  serve-model run models/ranker --port 8500 --host 0.0.0.0 --model-name prod --poll-seconds 5
-  serve-model run --model_config_file=models.config --model_config_file_poll_wait_seconds=60"""
-
 _NOTES = "serving.run_command.notes"
 _DEFAULT_NAME = "default"
 _MODELS = "Models"
 _DEFAULTS = ServerOptions(port=8500)
 
 
-def register(app: App) -> None:
-    """Add the command to `serve-model`."""
-    app.subcommand("run", help=HELP, short_help="Serve models over gRPC.", rewrite=_from_stock)(run_server)
-
-
-def _from_stock(context: click.Context, arguments: list[str]) -> list[str]:
+def from_stock(context: click.Context, arguments: list[str]) -> list[str]:
     translated, context.meta[_NOTES] = translate(arguments)
     return translated
 
@@ -89,7 +69,21 @@ def run_server(
     own_version: VersionFlag = False,
     printing: OutputOptions = AS_TEXT,
 ) -> None:
-    """Serve until a signal comes."""
+    """Serve models with TF Serving's gRPC services: one directory of versions, or those of a file.
+
+    New versions are picked up as TF Serving picks them up: loaded first, then the old one is unloaded; a
+    version that cannot be loaded never takes the good one away. When every model has an available
+    version, one line for each (with --json one document) says which, and where. SIGTERM and SIGINT end
+    the server after its calls. It computes on CPUs unless CUDA_VISIBLE_DEVICES says otherwise.
+
+    The flags of tensorflow_model_server are taken, too, as it writes them: --model_base_path=DIR.
+
+    \b
+    Examples:
+      serve-model run models/ranker
+      serve-model run models/ranker --port 8500 --host 0.0.0.0 --model-name prod --poll-seconds 5
+      serve-model run --model_config_file=models.config --model_config_file_poll_wait_seconds=60
+    """
     with command(printing) as sink:
         stop_on_sigterm()
         for note in context.meta.get(_NOTES, ()):

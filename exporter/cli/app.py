@@ -132,10 +132,16 @@ def export(
         full_command.run(request, sink, target, watching, dry_run=checks.dry_run)
 
 
-inspect_command.register(app)
+app.subcommand()(inspect_command.inspect)
 completion.register(app, "export-model")
-for commands in (history_command, log_commands, transfer_commands):
-    commands.register(app)
+app.subcommand()(history_command.history)
+app.subcommand()(log_commands.merge)
+app.subcommand()(log_commands.rollback)
+app.subcommand()(log_commands.resume)
+app.subcommand()(log_commands.diff)
+app.subcommand()(log_commands.verify)
+app.subcommand()(transfer_commands.push)
+app.subcommand()(transfer_commands.pull)
 app.subcommand()(doctor_command.doctor)
 
 

@@ -12,16 +12,11 @@ from exporter.cli.log_commands import ModelArgument
 from exporter.terminal.edge import AS_TEXT, OutputOptions, command
 from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
-from exporter.terminal.parameters import App, Option
+from exporter.terminal.parameters import Option
 from exporter.transfer.opened import opened
 
 if TYPE_CHECKING:
     from exporter.publish.timeline import Event, Timeline
-
-
-def register(app: App) -> None:
-    """Add the subcommand to an application."""
-    app.subcommand()(history)
 
 
 def history(

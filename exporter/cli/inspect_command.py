@@ -9,13 +9,8 @@ from exporter.errors import UsageError
 from exporter.local_paths import checkpoint_parser
 from exporter.options import ExportRequest
 from exporter.terminal.edge import AS_TEXT, OutputOptions, command, pairs
-from exporter.terminal.parameters import App, Argument, Option
+from exporter.terminal.parameters import Argument, Option
 from exporter.transfer.opened import LocalModel, OpenModel, opened_if_model
-
-
-def register(app: App) -> None:
-    """Add the subcommand to an application."""
-    app.subcommand()(inspect)
 
 
 def inspect(

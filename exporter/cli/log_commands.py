@@ -15,19 +15,13 @@ from exporter.errors import Exit
 from exporter.local_paths import checkpoint_parser
 from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputOptions, command
-from exporter.terminal.parameters import App, Argument, Option, Options
+from exporter.terminal.parameters import Argument, Option, Options
 from exporter.transfer.opened import OpenModel, opened, opened_if_model
 
 DryRunFlag = Annotated[bool, Option("--dry-run", help="Print what would be done and write nothing.")]
 ModelArgument = Annotated[
     Path, Argument("MODEL", "Model base path, or its URL: s3://, gs://, az://.", checkpoint_parser("MODEL"))
 ]
-
-
-def register(app: App) -> None:
-    """Add the subcommands to an application."""
-    for function in (merge, rollback, resume, diff, verify):
-        app.subcommand()(function)
 
 
 def merge(

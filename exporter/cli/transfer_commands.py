@@ -15,17 +15,11 @@ from exporter.progress import count, human_bytes
 from exporter.terminal.edge import AS_TEXT, OutputOptions, command, outlived
 from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
-from exporter.terminal.parameters import App, Argument, Option
+from exporter.terminal.parameters import Argument, Option
 
 if TYPE_CHECKING:
     from exporter.transfer.pull import Pulled
     from exporter.transfer.push import PushPlan
-
-
-def register(app: App) -> None:
-    """Add the subcommands to an application."""
-    app.subcommand()(push)
-    app.subcommand()(pull)
 
 
 def push(
