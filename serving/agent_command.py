@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +23,8 @@ from serving.optional_libraries import require_libraries
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
 
 if TYPE_CHECKING:
-    from serving.agent.journal import Event
+    from serving.agent.journal import Event, Journal
+    from serving.agent.view import FleetView
 
 _LIBRARIES = ("cheroot", "jinja2", "prometheus_client", "watchfiles")
 
@@ -82,15 +84,13 @@ def agent(
     with command(printing) as sink:
         require_libraries("agent", "the agent", *_LIBRARIES)
         stop_on_sigterm()
-        from serving.agent import http, page, view
+        from serving.agent import view
         from serving.agent.canary_keeper import Canaries
         from serving.agent.canary_options import canary_rules
         from serving.agent.fleet import Fleet, Settings
         from serving.agent.journal import Journal
-        from serving.agent.metrics import Metrics
         from serving.agent.publications import Model
         from serving.agent.puller import pullers_of, pulling
-        from serving.agent.recorder import Recorder
         from serving.agent.rollout import Policy
         from serving.agent.targets import Targets
         from serving.credentials import channel_credentials
@@ -101,7 +101,7 @@ def agent(
         models = [Model(name, path) for name, path in paths.items()]
         journal = Journal()
         pullers = pullers_of(pull, models, journal, times.poll_seconds)
-        pace, tls = pacing.policy(), own.tls()
+        pace = pacing.policy()
         policy = Policy(
             refresh_s=times.refresh_seconds,
             step_s=pacing.step_seconds,
@@ -129,25 +129,36 @@ def agent(
         )
         canaries = Canaries(rules, journal)
         fleet = Fleet(models, Targets(target), journal, settings, allowed=canaries.allowed)
-        look = partial(view.view, fleet, canaries, pullers)
-        metrics = Metrics(look)
-        journal.read_by(metrics)
-        recorder = Recorder(look)
-        show = partial(page.page, look, recorder, journal, own.fresh_within)
-        site = http.Site(look, metrics, show, own.fresh_within, own.token(), own.client_ca is not None)
-        stop = threading.Event()
         try:
             with (
-                http.serving(site, own.host, own.port, tls) as bound,
+                _own_port(own, journal, partial(view.view, fleet, canaries, pullers)) as bound,
                 canaries.running(fleet.publications, fleet.members),
                 fleet.running(grace_s=times.deadline),
                 pulling(list(pullers.values())),
             ):
-                threading.Thread(target=recorder.follow, args=(stop,), daemon=True).start()
-                tell.started(own.host, bound, "http" if tls is None else "https")
+                tell.started(own.host, bound, "http" if own.tls_cert is None else "https")
                 sleep_until_a_signal()
         except KeyboardInterrupt:
             raise SystemExit(int(Exit.INTERRUPTED)) from None
+
+
+@contextmanager
+def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -> Iterator[int]:
+    """Serve metrics, probes and the status page of what `look` sees; the number of the port."""
+    from serving.agent import http, page
+    from serving.agent.metrics import Metrics
+    from serving.agent.recorder import Recorder
+
+    metrics = Metrics(look)
+    journal.read_by(metrics)
+    recorder = Recorder(look)
+    show = partial(page.page, look, recorder, journal, own.fresh_within)
+    site = http.Site(look, metrics, show, own.fresh_within, own.token(), own.client_ca is not None)
+    stop = threading.Event()
+    with http.serving(site, own.host, own.port, own.tls()) as bound:
+        threading.Thread(target=recorder.follow, args=(stop,), daemon=True).start()
+        try:
+            yield bound
         finally:
             stop.set()
 

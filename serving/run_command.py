@@ -30,6 +30,7 @@ _DEFAULTS = ServerOptions(port=8500)
 
 
 def from_stock(context: click.Context, arguments: list[str]) -> list[str]:
+    """What is typed, with TensorFlow Serving's flags as ours."""
     translated, context.meta[_NOTES] = translate(arguments)
     return translated
 
