@@ -121,8 +121,7 @@ def write_variables(
     with writing(prefix.parent):
         prefix.parent.mkdir(parents=True)
         with ThreadPoolExecutor(_COPIES, "bundle") as pool:
-            job = _Job(mapping, prefix, data, pool, runner, made, progress or NoProgress())
-            return job.run()
+            return _Writer(mapping, prefix, data, pool, runner, made, progress or NoProgress()).run()
 
 
 def size_of_work(mapping: VariableMapping, model: Path, task_bytes: int) -> tuple[int, int]:
@@ -168,7 +167,7 @@ class _Placed(Struct, frozen=True):
     moved: Callable[[Extent], Extent]
 
 
-class _Job:
+class _Writer:
     def __init__(
         self,
         mapping: VariableMapping,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from copy import deepcopy
 from pathlib import Path
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from exporter.bundle.made_up_warmup import made_up_requests
 from exporter.bundle.warmup_requests import MAX_RECORDS, WarmupRequest, parse_request
@@ -56,8 +57,6 @@ def make_base(
     """
     graph, mapping = as_served(graph, mapping)
     schema = schema_of(graph)
-    import secrets
-
     lineage = secrets.token_hex(16)
     requests = made_up_requests(graph) if warmup is None else warmup
     options = IncrementalOptions(
@@ -65,11 +64,7 @@ def make_base(
         log=place.position,
         position=place.position,
         step=step or 0,
-        isolation=updates.isolation,
-        snapshot_max_rows=updates.snapshot_max_rows,
-        stamp=updates.stamp,
-        digest=updates.digest,
-        finite=updates.finite,
+        **asdict(updates),
         warmed=frozenset(request.signature for request in requests),
     )
     updatable = make_updatable(graph, options, scratch)

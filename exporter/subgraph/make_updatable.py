@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.delta.format import OPEN, ChangeKind, Schema, ServedVariable, TableContents, TableSide, log_name
@@ -30,7 +29,7 @@ from exporter.graph.mutable_tables import makers
 from exporter.graph.signature_tensors import rename_tensors, tensors_of
 from exporter.graph.variable_uses import Use, read_rows_only, uses
 from exporter.layout import UPDATABLE_NAME
-from exporter.options import Isolation
+from exporter.options import Isolation, Updates
 from exporter.subgraph.isolation import isolate, order_handles
 from exporter.subgraph.read_delta import Expected
 from exporter.subgraph.state import StateNodes
@@ -74,25 +73,18 @@ _SCATTERED = {
 """Types whose rows stock kernels scatter."""
 
 
-class IncrementalOptions(Struct, frozen=True):
+class IncrementalOptions(Updates, frozen=True, kw_only=True):
     """What is baked into a base: its place in a log, and how it takes updates.
 
-    `log` is the position that the log began with, `position` and `step` the base's own. Deltas of more than
-    `snapshot_max_rows` rows are written in chunks, visibly. `stamp` adds position and step to each predict
-    response, `digest` the signature of that name. `finite` refuses deltas with NaN or infinity.
-    `patience_seconds` bounds a reader's wait for an update: more than the largest snapshot takes to write.
-    `warmed` names the signatures whose first call is a warm-up record: it prepares all that they may need.
+    `log` is the position that the log began with, `position` and `step` the base's own. `patience_seconds`
+    bounds a reader's wait for an update: more than the largest snapshot takes to write. `warmed` names the
+    signatures whose first call is a warm-up record: it prepares all that they may need.
     """
 
     lineage: str
     log: int
     position: int
     step: int
-    isolation: Isolation = Isolation.SNAPSHOT
-    snapshot_max_rows: int = 1_000_000
-    stamp: bool = False
-    digest: bool = False
-    finite: bool = False
     patience_seconds: float = 2.0
     warmed: frozenset[str] = frozenset()
 
