@@ -33,7 +33,7 @@ from tests.support.commands import export_model
 from tests.support.faulty_store import Fault, Weather, faulty
 from tests.support.http_proxy import Forwarding, serving
 from tests.support.object_stores import SECRET, Bucket
-from tests.test_transfer import Machine, files, machine  # noqa: F401  a fixture
+from tests.test_transfer import Machine, files, machine, pushed  # noqa: F401  a fixture
 
 MOST_SECONDS = 60
 
@@ -220,12 +220,12 @@ def test_a_command_ends_when_it_is_told_to_while_the_store_is_silent(
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
             monkeypatch.setenv(name, "tests")
-        _ends_when_it_is_told_to("s3://models/ranker", tmp_path, silent.accept)
+        _ends_when_it_is_told_to(silent.accept, "pull", "s3://models/ranker", tmp_path, "--watch")
 
 
-def _ends_when_it_is_told_to(url: str, copy: Path, waits: Callable[[], object]) -> None:
-    command = [sys.executable, "-m", "exporter", "pull", url, str(copy), "--watch"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+def _ends_when_it_is_told_to(waits: Callable[[], object], *command: object) -> None:
+    program = [sys.executable, "-m", "exporter", *map(str, command)]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as process:
         try:
             waits()
             process.terminate()
@@ -235,15 +235,17 @@ def _ends_when_it_is_told_to(url: str, copy: Path, waits: Callable[[], object]) 
 
 
 @contextmanager
-def _silent_about(bucket: Bucket, names: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The bucket's store does not answer to reading some objects; set once it is asked for one."""
+def _silent_about(
+    bucket: Bucket, names: str, monkeypatch: pytest.MonkeyPatch, methods: str = "GET"
+) -> Iterator[threading.Event]:
+    """The bucket's store does not answer to requests for some objects; set once there is one."""
     asked, over = threading.Event(), threading.Event()
 
     class Silent(Forwarding):
         target = bucket.environment["AWS_ENDPOINT_URL"]
 
         def forward(self) -> None:
-            if self.command == "GET" and re.search(names, self.path):
+            if self.command in methods and re.search(names, self.path):
                 asked.set()
                 over.wait()
                 self.close_connection = True
@@ -270,7 +272,27 @@ def test_a_command_ends_while_its_workers_wait_for_the_store(
     url = bucket.url("models/ranker")
     assert export_model("push", machine.model, url).code == 0
     with _silent_about(bucket, names, monkeypatch) as asked:
-        _ends_when_it_is_told_to(url, tmp_path / "copy", lambda: asked.wait(30))
+        _ends_when_it_is_told_to(lambda: asked.wait(30), "pull", url, tmp_path / "copy", "--watch")
+
+
+WRITES = [".probe-", "head.json$", "manifest.json.", "delta.data", "20/manifest.json$"]
+
+
+@pytest.mark.parametrize("names", WRITES if THOROUGH else WRITES[1::2])
+def test_a_command_ends_while_the_store_does_not_answer_to_writing(
+    machine: Machine,  # noqa: F811
+    bucket: Bucket,
+    names: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what it has left there is in nobody's way."""
+    url = bucket.url("models/ranker")
+    with _silent_about(bucket, names, monkeypatch, "PUT POST DELETE") as asked:
+        _ends_when_it_is_told_to(lambda: asked.wait(30), "push", machine.model, url)
+    pushed(machine.model, url)
+    pull(url, tmp_path / "copy")
+    assert files(tmp_path / "copy") == files(machine.model)
 
 
 def test_an_agent_that_ends_leaves_nobody_who_fetches(

@@ -25,7 +25,7 @@ from exporter.storage.open_files import write_at
 from exporter.storage.requests import Request, requests, upload_parts
 from exporter.storage.store_errors import BrokenOff, again, asking, writing_to
 from exporter.storage.url import Url
-from exporter.storage.waiting import workers
+from exporter.storage.waiting import awaited, workers
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -260,8 +260,8 @@ class ObjectWriter(ObjectReader):
 
         with writing_to(self.url, key):
             size, at_once = upload_parts(file.stat().st_size)
-            put = obstore.put(self._patient, key, file, chunk_size=size, max_concurrency=at_once)
-            return put["e_tag"] or ""
+            how: Any = {"chunk_size": size, "max_concurrency": at_once}
+            return awaited(lambda: obstore.put(self._patient, key, file, **how))["e_tag"] or ""
 
     def duplicate(self, found: RemoteObject, key: str) -> None:
         """Have the store copy an object of the bucket to another key.
@@ -273,7 +273,7 @@ class ObjectWriter(ObjectReader):
         import obstore
 
         with writing_to(self.url, key):
-            obstore.copy(self._patient, found.key, key)
+            awaited(lambda: obstore.copy(self._patient, found.key, key))
         now = self.look(found.key)
         if now is None or now.tag != found.tag:
             raise CheckpointChanged(f"{self._named(found.key)} was replaced after it was written")
@@ -288,7 +288,7 @@ class ObjectWriter(ObjectReader):
 
         with writing_to(self.url, key):
             try:
-                obstore.copy(self._patient, source, key)
+                awaited(lambda: obstore.copy(self._patient, source, key))
             except (FileNotFoundError, obstore.exceptions.NotFoundError):
                 return False
         return True
@@ -316,7 +316,8 @@ class ObjectWriter(ObjectReader):
 
         with writing_to(self.url, key):
             try:
-                return Tag.of(obstore.put(self._store, key, content, mode=mode, use_multipart=False))
+                how: Any = {"mode": mode, "use_multipart": False}
+                return Tag.of(awaited(lambda: obstore.put(self._store, key, content, **how)))
             except (FileExistsError, AlreadyExistsError, PreconditionError, FileNotFoundError):
                 return None
 
@@ -358,12 +359,12 @@ class ObjectWriter(ObjectReader):
 
         def remove(key: str) -> None:
             with writing_to(self.url, key), suppress(FileNotFoundError, obstore.exceptions.NotFoundError):
-                obstore.delete(self._store, key)
+                awaited(lambda: obstore.delete(self._store, key))
 
         if self.url.scheme == "s3" and len(keys) > 1:
             # a thousand by one request; if it fails, one by one: not every store knows it, or names the key
             with suppress(obstore.exceptions.BaseError, OSError):
-                obstore.delete(self._patient, [*keys])
+                awaited(lambda: obstore.delete(self._patient, [*keys]))
                 return
         with workers(_CONNECTIONS, "delete") as pool:
             for _ in pool.map(remove, keys):

@@ -1,7 +1,8 @@
-"""Wait for what a store answers, for as long as somebody wants the answer: a silent store may take a minute.
+"""Wait for what a store answers, for as long as somebody wants the answer: a silent store may take minutes.
 
 Requests of the main thread end with SIGINT and SIGTERM, those of `workers` when the block that set them to
-work is interrupted, and those of a thread in `until` once its event is set.
+work is interrupted, and those of a thread in `until` once its event is set. The store may still do what it
+was asked for, as it may after the process was killed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -42,6 +43,31 @@ def until(end: threading.Event) -> Iterator[None]:
 
 
 @contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Give the requests of a block so many seconds in all: what is not done then is left."""
+    end = threading.Event()
+    timer = threading.Timer(seconds, end.set)
+    timer.daemon = True
+    timer.start()
+    try:
+        with suppress(GivenUp), until(end):
+            yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def setting_if_interrupted(end: threading.Event) -> Iterator[None]:
+    """Set an event if the block is interrupted; a failure does not."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            end.set()
+        raise
+
+
+@contextmanager
 def workers(count: int, name: str) -> Iterator[Executor]:
     """Threads for tasks that ask a store; at the end of the block those under way are awaited.
 
@@ -53,18 +79,15 @@ def workers(count: int, name: str) -> Iterator[Executor]:
     end = threading.Event()
     pool = ThreadPoolExecutor(count, name, setattr, (_this, "ends", (*_this.ends, end)))
     try:
-        yield pool
-        pool.shutdown()
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            end.set()
-        raise
+        with setting_if_interrupted(end):
+            yield pool
+            pool.shutdown()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def awaited(ask: Callable[[], T]) -> T:
-    """What `ask` returns or raises, unless it is given up; it must write nothing.
+    """What `ask` returns or raises, unless it is given up.
 
     Python cannot break off a request, and calls the handlers of signals once the main thread is back from the
     library. So another thread asks for it, which nobody waits for at the end of the process.

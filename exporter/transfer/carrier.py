@@ -19,7 +19,7 @@ from exporter.storage import mirror
 from exporter.storage.conditions import require_conditions
 from exporter.storage.objects import ObjectWriter, RemoteObject, Tag
 from exporter.storage.requests import MOST_COPIED
-from exporter.storage.waiting import workers
+from exporter.storage.waiting import GivenUp, setting_if_interrupted, until, within, workers
 from exporter.transfer.head import Head, Upload, as_bytes, as_text, fetch_head, files_digest
 from exporter.transfer.items import Item, StoredModel, item_of, stored_model
 
@@ -29,6 +29,8 @@ LEASE_SECONDS = 60.0
 """How long an upload may say nothing. That it is given up too early costs its work, not more."""
 WAIT_SECONDS = 75.0
 """How long to wait for another upload; longer than a lease, so that one which was killed is outlasted."""
+_FAREWELL_SECONDS = 1.0
+"""How long an upload that is interrupted may take to say that it is given up."""
 _COPIES = 16
 _POLL_SECONDS = 0.5
 _UNREADABLE_HOLD = b"a rollback is being published\n"
@@ -106,8 +108,9 @@ class Carrier:
                     for size in sizes:
                         bar.advance(size)
                         check()
-        except BaseException:
-            with suppress(ExportError):  # nobody need wait until the lease is over
+        except BaseException as error:  # nobody need wait until the lease is over
+            seconds = WAIT_SECONDS if isinstance(error, Exception) else _FAREWELL_SECONDS
+            with suppress(ExportError), within(seconds):
                 self._give_up(upload)
             raise
         given_up = {path: files for path, files in before.given_up.items() if path != item.path}
@@ -240,17 +243,18 @@ class Carrier:
     @contextmanager
     def _beating(self) -> Iterator[_Check]:
         """Say again and again that the upload goes on; `check` raises if somebody has given it up."""
-        ended, failure = threading.Event(), list[ExportError]()
+        ended, interrupted, failure = threading.Event(), threading.Event(), list[ExportError]()
 
         def beat() -> None:
-            while not ended.wait(BEAT_SECONDS):
-                try:
-                    self._replace(self.head)
-                except PositionMoved as error:
-                    failure.append(error)
-                    return
-                except ExportError:
-                    continue  # the upload itself will tell if it is more than a moment
+            with suppress(GivenUp), until(interrupted):
+                while not ended.wait(BEAT_SECONDS):
+                    try:
+                        self._replace(self.head)
+                    except PositionMoved as error:
+                        failure.append(error)
+                        return
+                    except ExportError:
+                        continue  # the upload itself will tell if it is more than a moment
 
         def check() -> None:
             if failure:
@@ -259,7 +263,8 @@ class Carrier:
         thread = threading.Thread(target=beat, name="upload-beat", daemon=True)
         thread.start()
         try:
-            yield check
+            with setting_if_interrupted(interrupted):
+                yield check
         finally:
             ended.set()
             thread.join()
