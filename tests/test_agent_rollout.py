@@ -30,7 +30,7 @@ from serving.agent.rollout import (
 from serving.status import VersionState
 
 LINE = "line"
-POLICY = Policy(refresh_s=5.0, retry_refused_s=60.0)
+POLICY = Policy(refresh_s=5.0)
 
 
 def log(*spans: tuple[int, int], limit: int | None = None, lineage: str = LINE) -> Published:

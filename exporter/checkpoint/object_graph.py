@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 
 from google.protobuf.message import DecodeError
@@ -85,13 +85,13 @@ class ObjectGraph(Struct, frozen=True, dict=True):
         """A shortest path to each object that the root leads to; "" is the root's own."""
         return self.paths_from(ROOT)
 
-    def paths_from(self, start: int, without: Collection[str] = ()) -> dict[int, str]:
-        """A shortest path to each object that `start` leads to over edges whose names are not `without`."""
+    def paths_from(self, start: int) -> dict[int, str]:
+        """A shortest path to each object that `start` leads to."""
         found, pending = {start: ""}, deque([start])
         while pending:
             number = pending.popleft()
             for name, child in self.objects[number].children.items():
-                if child not in found and name not in without:
+                if child not in found:
                     escaped = name.replace(".", "..").replace("/", ".S")
                     found[child] = f"{found[number]}/{escaped}".lstrip("/")
                     pending.append(child)

@@ -17,16 +17,14 @@ RACE_SECONDS = 60.0
 """How long an operator's command tries again while others remove what it reads."""
 
 
-def undisturbed(
-    model: Path, action: Callable[[DeltaLog], T], *, clock: Callable[[], float] = time.monotonic
-) -> T:
+def undisturbed(model: Path, action: Callable[[DeltaLog], T]) -> T:
     """What an operator's command does with a log, again if others removed what it was reading.
 
     Raises:
         PositionMoved: they did so again and again, for `RACE_SECONDS`.
         ExportError: as `action`.
     """
-    deadline = clock() + RACE_SECONDS
+    deadline = time.monotonic() + RACE_SECONDS
     while True:
         log = read_log(model)
         try:
@@ -36,7 +34,7 @@ def undisturbed(
                 raise
             if not isinstance(error, PositionMoved) and all(delta.path.exists() for delta in log.deltas):
                 raise
-            if clock() >= deadline:
+            if time.monotonic() >= deadline:
                 what = f"others published and tidied under {model} for {RACE_SECONDS:g} s"
                 raise PositionMoved(
                     f"{what}: it could not be read in between", cause=error.message

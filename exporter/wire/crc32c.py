@@ -74,12 +74,12 @@ def crc_of(fd: int, offset: int, size: int) -> int:
     return crc
 
 
-def read_into(fd: int, offset: int, buffer: Bytes, crc: int = 0) -> int:
+def read_into(fd: int, offset: int, buffer: Bytes) -> int:
     """Fill a buffer from an open file from `offset`; ends early where the file does.
 
-    The plain crc32c of what `crc` covers followed by what was read, taken while it is in a core's cache.
+    The plain crc32c of what was read, taken while it is in a core's cache.
     """
-    position = 0
+    position = crc = 0
     while position < len(buffer):
         count = os.preadv(fd, [buffer.data[position : position + CHUNK]], offset + position)
         if not count:

@@ -130,7 +130,6 @@ def decide(
     *,
     patience_s: float,
     knows: bool,
-    retry_refused_s: float = 60.0,
 ) -> tuple[Action, Trial | None]:
     """What to do, and the trial from now on; see the module's table.
 
@@ -159,7 +158,7 @@ def decide(
         return Rest(f"all is approved, up to {approved}"), None
     if trial is None and not _were_asked(members):  # one may stand beyond the hold: it was the canary
         return Rest("not every replica was asked yet"), None
-    able = [member.address for member in members if _can_pass(beyond, member, approved, now, retry_refused_s)]
+    able = [member.address for member in members if _can_pass(beyond, member, approved, now)]
     return _send(beyond, approved, members, able, trial, now, patience_s)
 
 
@@ -250,11 +249,11 @@ def _is_silent(address: str, members: list[Member]) -> bool:
     return any(member.address == address and member.observed.failures for member in members)
 
 
-def _can_pass(log: PublishedLog, member: Member, approved: int, now: float, retry_refused_s: float) -> bool:
+def _can_pass(log: PublishedLog, member: Member, approved: int, now: float) -> bool:
     """True if published deltas that it has not refused lately lead it beyond what is approved."""
     version = member.standing(log.lineage)
     if version is None or version.position is None:
         return False
-    refused = member.observed.refusals_of(log.lineage, now, retry_refused_s)
+    refused = member.observed.refusals_of(log.lineage, now)
     way = log.reach(version.position, without=refused)
     return bool(way) and way[-1].end > approved

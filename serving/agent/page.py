@@ -42,9 +42,9 @@ def seconds(value: float | None) -> str:
     return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.0f} h"
 
 
-def plot(series: Sequence[float | None], *, at_least: float = 1.0) -> dict[str, object]:
+def plot(series: Sequence[float | None]) -> dict[str, object]:
     """An SVG path of the values, the newest at the right, `top` at its upper edge, gaps for None."""
-    top = max([at_least, *(value for value in series if value is not None)])
+    top = max([1.0, *(value for value in series if value is not None)])
     heights = [
         None if value is None else f"{_HEIGHT - 2 - (_HEIGHT - 4) * value / top:.1f}" for value in series
     ]

@@ -31,8 +31,8 @@ from serving.status import VersionState
 FIRST_BACK_OFF_S = 0.1
 LONGEST_BACK_OFF_S = 5.0
 """A server that comes back, or gets the model, is found within this time."""
-FIRST_RETRY_S = 1.0
-"""Until a refused delta is tried again, the first time; twice as long after each refusal."""
+FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
+"""Until a refused delta is tried again, the first time; twice as long after each refusal, up to the other."""
 _LOADING_S = 0.25
 """How often a server is asked that is loading a version."""
 _MEASURING_S = 0.1
@@ -140,9 +140,10 @@ class Refusal(Struct, frozen=True):
     at: float
     count: int = 1
 
-    def retry_at(self, longest_s: float) -> float:
+    @property
+    def retry_at(self) -> float:
         """When to try it again: a network file system may show a file late, and somebody may heal it."""
-        return self.at + min(longest_s, FIRST_RETRY_S * 2.0 ** min(self.count - 1, 30))
+        return self.at + min(_LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self.count - 1, 30))
 
 
 class Observed(Struct, frozen=True):
@@ -190,12 +191,12 @@ class Observed(Struct, frozen=True):
         again = replace(refusal, count=before + 1)
         return replace(self, seen_at=None, refusals=(*others, again), error=refusal.reason)
 
-    def refusals_of(self, lineage: str, now: float, longest_s: float) -> tuple[Span, ...]:
+    def refusals_of(self, lineage: str, now: float) -> tuple[Span, ...]:
         """The deltas of a log that it refused, and that are not to be tried again yet."""
         return tuple(
             refusal.delta
             for refusal in self.refusals
-            if refusal.lineage == lineage and now < refusal.retry_at(longest_s)
+            if refusal.lineage == lineage and now < refusal.retry_at
         )
 
     def _forget_passed(self) -> Observed:
@@ -243,14 +244,12 @@ Action = Rest | Observe | Apply | Audit
 class Policy(Struct, frozen=True):
     """How often a replica is looked at, and how far it may go.
 
-    `refresh_s`: between looks, when nothing happens. `retry_refused_s`: the longest time until a refused
-    delta is tried again. `step_s`: least time between two deltas (None: all at once). `audit_s`: between two
-    audits of a replica (None: never). `longest_delay_s`: how long a paced delta may wait (None: nothing is
-    paced, see `pacing`).
+    `refresh_s`: between looks, when nothing happens. `step_s`: least time between two deltas (None: all at
+    once). `audit_s`: between two audits of a replica (None: never). `longest_delay_s`: how long a paced delta
+    may wait (None: nothing is paced, see `pacing`).
     """
 
     refresh_s: float = 5.0
-    retry_refused_s: float = 60.0
     step_s: float | None = None
     audit_s: float | None = None
     longest_delay_s: float | None = None
@@ -291,7 +290,7 @@ def next_action(
     look_again = observed.seen_at + min(policy.refresh_s, _LOADING_S if is_loading else policy.refresh_s)
     if now >= look_again:
         return Observe()
-    retries = [refusal.retry_at(policy.retry_refused_s) for refusal in observed.refusals]
+    retries = [refusal.retry_at for refusal in observed.refusals]
     look_again = min([look_again, *(at for at in retries if at > now)])
     for version in observed.versions:
         action = _advance(version, observed, published, policy, paced, now)
@@ -327,7 +326,7 @@ def _advance(
     log = published.logs.get(version.lineage)
     if log is None or version.position is None or version.state is not VersionState.AVAILABLE:
         return None
-    refused = observed.refusals_of(version.lineage, now, policy.retry_refused_s)
+    refused = observed.refusals_of(version.lineage, now)
     chain = log.reach(version.position, without=refused)
     if not chain:
         return None

@@ -41,6 +41,6 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-def code_block(content: str, language: str = "text") -> str:
+def code_block(content: str) -> str:
     """A fenced block."""
-    return f"```{language}\n{content.rstrip()}\n```\n"
+    return f"```text\n{content.rstrip()}\n```\n"
