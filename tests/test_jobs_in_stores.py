@@ -13,6 +13,7 @@ from threading import Barrier
 import ml_dtypes
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from exporter.bundle.move import Move
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
@@ -20,13 +21,17 @@ from exporter.errors import CheckpointChanged, DiskFull
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range
 from exporter.layout import INPUTS_DIRECTORY, JOBS_DIRECTORY, RECEIPTS_DIRECTORY, VARIABLES_PREFIX
+from exporter.options import DataMode, ExportRequest
+from exporter.pipeline.full import export
 from exporter.storage import mirror, requests
 from exporter.storage.objects import ObjectReader, ObjectWriter, RemoteObject
 from exporter.storage.output_directory import LocalDirectory
 from exporter.storage.url import Url
 from exporter.transfer import carrier
+from exporter.transfer.opened import opened
 from exporter.transfer.pull import pull
 from exporter.verify.checksum import Checksum
+from exporter.verify.log import verify_model
 from exporter.wire.crc32c import extend
 from tests.support.budget import thorough
 from tests.support.commands import export_model
@@ -104,6 +109,18 @@ def test_shards_are_written_by_tasks_and_copied_by_the_store(
     assert_right(tmp_path / "here", np.float32 if cast is None else ml_dtypes.bfloat16)
     verified = export_model("verify", bucket.url(BASE), "--bytes", "--engine", "local", "--task-size", "8KiB")
     assert verified.code == 0, verified.err
+
+
+def test_who_has_published_reads_on_where_it_is_published(trained: Path, bucket: Bucket) -> None:
+    """Not where tasks wrote it, which is removed: a watch compares the next checkpoint with its base."""
+    out, graph = bucket.url(BASE), f"{trained / 'model.py'}:serving"
+    with opened(out) as model:
+        request = ExportRequest(trained / "model.ckpt-7", model.path, model=graph, data=DataMode.COMPACT)
+        for _ in range(2):
+            model.carry(lambda: export(replace(request, again=True)))
+            found = model.carry(lambda: verify_model(model.path, bytes_=True))
+            assert not found.problems
+    assert export_model("verify", out, "--bytes").code == 0
 
 
 def test_the_store_copies_several_shards_at_a_time(

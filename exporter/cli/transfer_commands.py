@@ -133,6 +133,7 @@ def _pulled(done: Pulled, model: Path, sink: Output) -> None:
     if done.waiting:
         why = "the canary rolled back here; for a merger or a base: export-model merge URL"
         lines.append(labelled("waiting", f"{', '.join(done.waiting)}: {why}"))
-    lines.append(labelled("position", done.position))
-    lines.append(labelled("next", f"serve-model run {shlex.quote(str(model))}"))
+    if done.position is not None:
+        lines.append(labelled("position", done.position))
+        lines.append(labelled("next", f"serve-model run {shlex.quote(str(model))}"))
     sink.result(document, lines, is_done=True)

@@ -41,6 +41,7 @@ from exporter.pipeline.table_comparison import (
 )
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.versions import newest_version, published_versions
+from exporter.storage import mirror
 from exporter.storage.url import Url
 
 Array = np.ndarray[Any, Any]
@@ -97,15 +98,16 @@ def parse_side(text: str) -> Side:
         UsageError: the position is malformed.
         ExportError: what is named cannot be read, see errors.py.
     """
-    if "@" not in text and Url.parse(text) is not None:
-        return _of_catalog(open_checkpoint(Path(text)), text)
-    text = local_name("side", text)
-    name, at, position = text.rpartition("@")
-    if at and not Path(text).exists():
-        if not position.isdecimal():
-            raise UsageError(f"{text!r}: expected MODEL@POSITION")
-        return _of_model(Path(name), int(position), text)
-    path = Path(text)
+    if Url.parse(text) is not None:
+        path = mirror.local(Path(text))
+    else:
+        text = local_name("side", text)
+        path = Path(text)
+        name, at, position = text.rpartition("@")
+        if at and not path.exists():
+            if not position.isdecimal():
+                raise UsageError(f"{text!r}: expected MODEL@POSITION")
+            return _of_model(Path(name), int(position), text)
     if index_path(path / VARIABLES_PREFIX).exists():
         return _of_catalog(read_catalog(path / VARIABLES_PREFIX), text)
     if path.is_dir() and newest_version(path) is not None:

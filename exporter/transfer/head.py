@@ -31,7 +31,9 @@ from exporter.layout import HEAD_FILE, PUSHED_FILE
 from exporter.publish.manifest import Manifest
 from exporter.storage.objects import ObjectWriter, Tag
 from exporter.storage.url import Url
+from exporter.wire.json_documents import DocumentError, format_version
 
+FORMAT_VERSION = 1
 _LONGEST = 1 << 20
 
 
@@ -57,7 +59,7 @@ class Head(Struct, frozen=True):
     given_up: dict[str, str] = field(default_factory=dict)
     owner: str = ""
     beat: int = 0
-    format_version: int = 1
+    format_version: int = FORMAT_VERSION
 
     def encoded(self) -> bytes:
         """The object's content."""
@@ -85,12 +87,17 @@ def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
     if found is None:
         return None
     try:
+        if (version := format_version(found[0], HEAD_FILE)) != FORMAT_VERSION:
+            raise ManifestError(
+                f"{store.url}/{HEAD_FILE} has format version {version}, this program reads {FORMAT_VERSION}",
+                hint="use the export-model that published there, or a newer one",
+            )
         return msgspec.json.decode(found[0], type=Head), found[1]
-    except msgspec.DecodeError as error:
+    except (DocumentError, msgspec.DecodeError) as error:
         raise ManifestError(
             f"{store.url}/{HEAD_FILE} is no head of a model",
             cause=str(error),
-            hint="publish to a URL of its own",
+            hint="publish to a URL of its own; if it is damaged, remove it: another is written then",
         ) from None
 
 

@@ -22,7 +22,14 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.errors import CheckpointNotFound, DiskFull, ForeignLineage, PositionMoved, UsageError
+from exporter.errors import (
+    CheckpointNotFound,
+    DiskFull,
+    ExportError,
+    ForeignLineage,
+    PositionMoved,
+    UsageError,
+)
 from exporter.files import make_directories, remove_tree, sync, write_durably, writing
 from exporter.layout import (
     CHECKPOINT_STATE_FILE,
@@ -328,8 +335,10 @@ class _Pull:
     def _check(self, item: Item, staged: Path) -> None:
         try:
             require_sound(staged, is_delta="/" in item.path)
-        except Exception:
+        except Exception as error:
             remove_tree(staged)  # to be fetched anew
+            if isinstance(error, ExportError):
+                error.message = error.message.replace(str(staged), f"{self._url}/{item.path}")
             raise
 
     def _publish(self, item: Item, staged: Path) -> None:

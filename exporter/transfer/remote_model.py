@@ -231,11 +231,22 @@ class RemoteModel:
                 remove_tree(path)
             elif is_ours:
                 ours.add(name)
-        self._mirror.show({n: each for n, each in stored.objects.items() if _is_shown(n, stored, ours)})
+        self._mirror.show({n: each for n, each in stored.objects.items() if self._is_shown(n, stored, ours)})
         head = self._carrier.head
         self._show_holds(stored.holds if head.holds is None else as_bytes(head.holds))
         with writing(self.path):
             (self.path / TAKEN_FILE).write_text("".join(f"{path}\n" for path in sorted(head.given_up)))
+
+    def _is_shown(self, name: str, stored: StoredModel, ours: set[str]) -> bool:
+        """True for the files of what is published, and for caches.
+
+        Of what was published here it is true for what tasks wrote: it lies where it is published now, and no
+        longer where they put it.
+        """
+        if _is_cache(name):
+            return True
+        found = path_of(name)
+        return found in stored.manifests and not (found in ours and self._mirror.is_made_here(name))
 
     def _is_own(self, name: str, each: RemoteObject) -> bool:
         """True if an object is the manifest of what was published here."""
@@ -344,11 +355,3 @@ _CACHE = re.compile(
 def _is_old_probe(name: str, each: RemoteObject) -> bool:
     """True for what is written to try a store out, and was not removed by a process that is long gone."""
     return name.startswith(".probe-") and time.time() - each.modified > _LONG_GONE_SECONDS
-
-
-def _is_shown(name: str, stored: StoredModel, ours: set[str]) -> bool:
-    """True for the files of what is published, but for what was published here, and for caches."""
-    if _is_cache(name):
-        return True
-    found = path_of(name)
-    return found in stored.manifests and found not in ours

@@ -144,8 +144,9 @@ def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
     """
     for entry in delta.manifest.files:
         path = delta.path / entry.path
-        size = path.stat().st_size if path.is_file() else None
-        if size != entry.bytes_:
+        if not path.is_file():
+            raise VerificationError(f"{path} is in the manifest and not there", hint=BROKEN_LOG_HINT)
+        if (size := path.stat().st_size) != entry.bytes_:
             raise VerificationError(f"{path} has {size} bytes, expected {entry.bytes_}", hint=BROKEN_LOG_HINT)
     found = log.open(delta)
     said, holds = delta.entry, found.header
