@@ -12,10 +12,10 @@ from exporter.progress import count
 from exporter.terminal import completion
 from exporter.terminal.edge import AS_TEXT, EXIT_CODES, OutputOptions, VersionFlag, command, run
 from exporter.terminal.output import Output
-from exporter.terminal.parameters import App, Argument, Option, Options
+from exporter.terminal.parameters import App, Option, Options
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving import agent_command, reload_command, run_command
-from serving.address import with_port
+from serving.client_flags import Address, Deadline, ModelName
 from serving.documents import ColumnPrediction, ExampleResults, RowPrediction, Update
 
 if TYPE_CHECKING:
@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from serving.client import Metadata, ModelClient
 
 app = App("serve-model")
-
-Address = Annotated[
-    str,
-    Argument(
-        "HOST[:PORT]", "gRPC address of a model server; the port is 8500 if left out.", parser=with_port
-    ),
-]
-ModelName = Annotated[str, Option(metavar="NAME", help="The model's name there.")]
-Deadline = Annotated[
-    float, Option(metavar="SECONDS", min=0.001, help="Fail when a call takes longer than this.")
-]
 
 _HELP = f"""Serve models that export-model published, and ask model servers.
 
