@@ -5,12 +5,62 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from msgspec import Struct
+
 from exporter.errors import UsageError
 from exporter.local_paths import checkpoint_parser
 from exporter.options import ExportRequest
 from exporter.terminal.edge import AS_TEXT, OutputOptions, command, pairs
-from exporter.terminal.parameters import Argument, Option
+from exporter.terminal.parameters import Argument, Option, Options
 from exporter.transfer.opened import LocalModel, OpenModel, opened_if_model
+
+
+class ComparisonFlags(Struct, frozen=True):
+    """The graph that a checkpoint's names are compared with."""
+
+    unmatched: Annotated[
+        str | None,
+        Option(
+            metavar="MODEL",
+            help="Compare a checkpoint with this graph (as --model names it), and list what has no partner.",
+        ),
+    ] = None
+    model_arg: Annotated[
+        tuple[str, ...], Option(metavar="NAME=VALUE", help="With --unmatched: a builder's argument.")
+    ] = ()
+    input: Annotated[
+        tuple[str, ...], Option(metavar="NAME=TENSOR", help="With --unmatched: an input of a .meta's graph.")
+    ] = ()
+    output: Annotated[
+        tuple[str, ...],
+        Option(metavar="NAME=TENSOR", help="With --unmatched: an output of a .meta's graph."),
+    ] = ()
+    rename_file: Annotated[
+        Path | None, Option(metavar="FILE", help="With --unmatched: the table of names so far.")
+    ] = None
+
+    def request(self, ckpt_dir: Path) -> ExportRequest | None:
+        """The export whose names are compared; None if none is asked for.
+
+        Raises:
+            UsageError: an option goes with --unmatched, which is not there.
+        """
+        if self.unmatched is not None:
+            return ExportRequest(
+                ckpt_dir=ckpt_dir,
+                out=Path(),
+                model=self.unmatched,
+                model_args=pairs("--model-arg", self.model_arg),
+                inputs=pairs("--input", self.input),
+                outputs=pairs("--output", self.output),
+                rename_file=self.rename_file,
+            )
+        if self != ComparisonFlags():
+            raise UsageError("--model-arg, --input, --output and --rename-file go with --unmatched")
+        return None
+
+
+NOT_COMPARED = ComparisonFlags()
 
 
 def inspect(
@@ -18,27 +68,7 @@ def inspect(
         Path, Argument("PATH", "Checkpoint, .meta, SavedModel or model base path.", checkpoint_parser("PATH"))
     ],
     tensors: Annotated[bool, Option(help="List every tensor.")] = False,
-    unmatched: Annotated[
-        str | None,
-        Option(
-            metavar="MODEL",
-            help="Compare a checkpoint with this graph (as --model names it), and list what has no partner.",
-        ),
-    ] = None,
-    model_arg: Annotated[
-        tuple[str, ...], Option(metavar="NAME=VALUE", help="With --unmatched: a builder's argument.")
-    ] = (),
-    input_: Annotated[
-        tuple[str, ...],
-        Option("--input", metavar="NAME=TENSOR", help="With --unmatched: an input of a .meta's graph."),
-    ] = (),
-    output: Annotated[
-        tuple[str, ...],
-        Option(metavar="NAME=TENSOR", help="With --unmatched: an output of a .meta's graph."),
-    ] = (),
-    rename_file: Annotated[
-        Path | None, Option(metavar="FILE", help="With --unmatched: the table of names so far.")
-    ] = None,
+    comparison: Annotated[ComparisonFlags, Options()] = NOT_COMPARED,
     printing: OutputOptions = AS_TEXT,
 ) -> None:
     """Show what a checkpoint, a graph or a published model holds.
@@ -52,24 +82,14 @@ def inspect(
       export-model inspect weights.npz --unmatched my_model.py:serving
     """
     with command(printing) as sink:
-        if unmatched is not None:
-            from exporter.cli import render_inspection
+        request = comparison.request(path)
+        from exporter.cli import render_inspection
+
+        if request is not None:
             from exporter.pipeline.both_sides import compare_names
 
-            request = ExportRequest(
-                ckpt_dir=path,
-                out=Path(),
-                model=unmatched,
-                model_args=pairs("--model-arg", model_arg),
-                inputs=pairs("--input", input_),
-                outputs=pairs("--output", output),
-                rename_file=rename_file,
-            )
             render_inspection.compared(compare_names(request), sink)
             return
-        if model_arg or input_ or output or rename_file:
-            raise UsageError("--model-arg, --input, --output and --rename-file go with --unmatched")
-        from exporter.cli import render_inspection
         from exporter.pipeline import inspection
 
         with opened_if_model(str(path)) as stored:
