@@ -15,7 +15,8 @@ from exporter.bundle.saved_model_writer import write_saved_model
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.errors import MappingError
 from exporter.graph.cast_variables import cast_variables
-from exporter.mapping.build import CastRule, MappingRules, build_mapping
+from exporter.mapping.build import build_mapping
+from exporter.mapping.mapping_rules import CastRule, MappingRules
 from exporter.pipeline.updatable import as_served
 from exporter.wire import protos
 from exporter.wire.dtypes import DType

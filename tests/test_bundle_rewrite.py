@@ -20,7 +20,8 @@ from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_cat
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError, UsageError
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 from exporter.jobs.runner import Runner
-from exporter.mapping.build import CastRule, MappingRules, TensorSource, VariableMapping
+from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.mapping.mapping_rules import CastRule, MappingRules
 from exporter.mapping.row_order import mod_lengths
 from exporter.options import DataMode
 from exporter.wire.dtypes import DType

@@ -14,7 +14,8 @@ from exporter.bundle.saved_model_writer import write_saved_model
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.errors import NotServable, TargetNotWritable
 from exporter.graph.inference_graph import InferenceGraph, PartitionStrategy
-from exporter.mapping.build import MappingRules, VariableMapping, build_mapping
+from exporter.mapping.build import VariableMapping, build_mapping
+from exporter.mapping.mapping_rules import MappingRules
 from exporter.wire import protos
 from tests.support.trained import (
     answers_eagerly,

@@ -21,7 +21,8 @@ from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, BundleWriter, read_array
 from exporter.errors import MappingError, NoCertainMatch
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.mapping.build import MappingRules, build_mapping
+from exporter.mapping.build import build_mapping
+from exporter.mapping.mapping_rules import MappingRules
 from exporter.wire.dtypes import DType
 from tests.support.archives import keras_archive, legacy_file, weights_file
 from tests.support.bundles import write

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exporter.errors import UsageError
-from exporter.mapping.build import MappingRules, build_mapping
+from exporter.mapping.build import build_mapping
+from exporter.mapping.mapping_rules import MappingRules
 from exporter.mapping.rename_file import parse_renames, read_renames
 from exporter.mapping.unmatched import find_unmatched
 from tests.support.commands import export_model

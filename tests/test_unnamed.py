@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.errors import MappingError, NoCertainMatch
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.mapping.build import MappingRules, build_mapping
+from exporter.mapping.build import build_mapping
 from exporter.mapping.by_layer import match_unnamed
+from exporter.mapping.mapping_rules import MappingRules
 from exporter.wire.dtypes import DType
 from tests.support.values import graph, tensor, variable
 

@@ -19,7 +19,7 @@ from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.errors import UsageError
 from exporter.files import read_regular
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.mapping.build import RenameRule
+from exporter.mapping.mapping_rules import RenameRule
 
 _MAX_BYTES = 64 << 20
 _COMMENT = re.compile(r"(^|\s)#.*$")

@@ -19,9 +19,9 @@ from exporter.graph.load import GraphSource, SourceGraph, load_source
 from exporter.graph.origin import GraphOrigin
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.batch_statistics import check_batch_statistics
-from exporter.mapping.build import MappingRules, VariableMapping, check_casts
+from exporter.mapping.build import VariableMapping, check_casts
 from exporter.mapping.extras import Extra, classify_extras
-from exporter.mapping.request_rules import parse_rules
+from exporter.mapping.mapping_rules import MappingRules, parse_rules
 from exporter.mapping.training_variables import with_training
 from exporter.options import ExportFormat, ExportRequest
 from exporter.pipeline.both_sides import read_both

@@ -12,9 +12,8 @@ from exporter.delta.spans import Span
 from exporter.delta.tolerance import Tolerance, load_residual
 from exporter.increments.trained import TrainerVersion
 from exporter.layout import CACHES_DIRECTORY
-from exporter.mapping.build import MappingRules
+from exporter.mapping.mapping_rules import MappingRules, parse_rules
 from exporter.mapping.rename_file import read_renames
-from exporter.mapping.request_rules import parse_rules
 from exporter.options import ExportRequest
 from exporter.pipeline.same_graph import SameGraph, check_same_graph
 from exporter.pipeline.trainer_state import TrainerState, read_trainer

@@ -20,7 +20,8 @@ from exporter.graph.dynamic_tables import with_table_shapes
 from exporter.graph.inference_graph import GraphDynamicTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.increments.told_tables import keys_to_come
 from exporter.jobs.runner import Job, Runner
-from exporter.mapping.build import MappingRules, VariableMapping, build_mapping
+from exporter.mapping.build import VariableMapping, build_mapping
+from exporter.mapping.mapping_rules import MappingRules
 from exporter.mapping.unmatched import Leftover, Unmatched, find_unmatched
 from exporter.progress import Progress
 from exporter.tables.lay_out import TableLayout, lay_out

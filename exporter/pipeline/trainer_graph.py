@@ -21,7 +21,7 @@ from exporter.graph.saved_model import SERVE_TAG, is_saved_model, load_training_
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.training_graph import TrainingGraph
 from exporter.layout import VARIABLES_DIRECTORY
-from exporter.mapping.build import MappingRules
+from exporter.mapping.mapping_rules import MappingRules
 from exporter.options import ExportFormat, ExportRequest
 from exporter.wire.protos import Proto
 

@@ -29,7 +29,7 @@ from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.graph.keras_places import keras_places
 from exporter.graph.object_models import view_objects
 from exporter.local_paths import local_path
-from exporter.mapping.build import MappingRules, RenameRule
+from exporter.mapping.mapping_rules import MappingRules, RenameRule
 from exporter.mapping.partial import Fit, PartialMapping, fit_partly
 from exporter.wire import protos
 from exporter.wire.dtypes import DType

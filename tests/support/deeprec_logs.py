@@ -17,7 +17,8 @@ from exporter.delta.table_changes import ServedTable
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.increments.history import identify
 from exporter.increments.trained import TrainerVersion
-from exporter.mapping.build import CastRule, MappingRules, build_mapping
+from exporter.mapping.build import build_mapping
+from exporter.mapping.mapping_rules import CastRule, MappingRules
 from exporter.mapping.mapping_spec import DynamicTable, MappingSpec
 from exporter.options import ExportRequest, Updates
 from exporter.publish.commit import Published, Staging, publish_version, reserve_position

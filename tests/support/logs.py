@@ -21,7 +21,7 @@ from exporter.increments.history import CheckpointMarker, identify, read_history
 from exporter.increments.increment import Changed, CheckpointId, Contents, Increment
 from exporter.increments.trained import TrainerVersion
 from exporter.layout import UPDATABLE_FILE
-from exporter.mapping.build import CastRule, MappingRules, RenameRule
+from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.rebase import FIRST_POSITION

@@ -15,7 +15,8 @@ from exporter.bundle.variables import VariablesReport, write_variables
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.graph.inference_graph import Asset, GraphVariable, InferenceGraph, PartitionStrategy
-from exporter.mapping.build import MappingRules, build_mapping
+from exporter.mapping.build import build_mapping
+from exporter.mapping.mapping_rules import MappingRules
 from exporter.options import DataMode
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
