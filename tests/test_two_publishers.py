@@ -261,8 +261,8 @@ def test_what_another_shows_while_the_store_is_listed_is_not_published_again(
             shown.append("")
             shown[0] = incr(trainer, url).document["status"]
 
-    def listed(self: ObjectWriter, path: str, *rest: Any) -> Iterator[Any]:
-        found = list(list_(self, path, *rest))
+    def listed(self: ObjectWriter, path: str, **more: Any) -> Iterator[Any]:
+        found = list(list_(self, path, **more))
         if not is_listed and not shown:
             another_shows_it()
             found = [each for each in found if "manifest.json." not in each.key]
