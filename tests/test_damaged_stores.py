@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import ssl
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
+from exporter.storage import objects
+from tests.support.certificates import Authority
 from tests.support.commands import export_model
 from tests.support.object_stores import Bucket
 from tests.support.remote_models import published_log
@@ -67,3 +72,25 @@ def test_what_another_tool_has_copied_there(bucket: Bucket, tmp_path: Path) -> N
     for sides, equal in (((url, f"{url}@10"), False), ((tmp_path / "train", f"{url}@10"), True)):
         ran = export_model("diff", *sides, "--json")
         assert (ran.code, ran.document["equal"]) == (0, equal), ran.err
+
+
+def test_why_a_server_cannot_be_asked(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "_RETRIES", 0)
+    plain = bucket.environment["AWS_ENDPOINT_URL"].replace("http:", "https:")
+    pair = Authority(tmp_path, "unknown").sign("store", "IP:127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair.cert, pair.key)
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        Thread(target=server.serve_forever, daemon=True).start()
+        for address, cause in (
+            (f"https://127.0.0.1:{server.server_port}", "does not trust its certificate"),
+            (plain, "answers without TLS"),
+            ("http://127.0.0.1:9", "nothing listens"),
+        ):
+            monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+            ran = export_model("history", bucket.url("ranker"), "--json")
+            assert (ran.code, cause in ran.error["cause"]) == (3, True), ran.err
+        server.shutdown()

@@ -39,6 +39,10 @@ _KINDS = {
     "TimedOut": "no answer in time",
     "NotPartial": "it sends whole objects where it is asked for a range",
     "body error": "its answers break off",
+    "ConnectionRefused": "no connection: nothing listens at its address",
+    "dns error": "no connection: its host's name is not known",
+    "InvalidCertificate": "this machine does not trust its certificate; SSL_CERT_FILE names authorities",
+    "InvalidContentType": "it answers without TLS, and its address begins with https://",
     "redirect without LOCATION": "the bucket is in another region than AWS_REGION says",
 }
 """What of obstore's text tells the kind of a failure."""
