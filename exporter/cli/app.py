@@ -134,15 +134,18 @@ def export(
 
 app.subcommand()(inspect_command.inspect)
 completion.register(app, "export-model")
-app.subcommand()(history_command.history)
-app.subcommand()(log_commands.merge)
-app.subcommand()(log_commands.rollback)
-app.subcommand()(log_commands.resume)
-app.subcommand()(log_commands.diff)
-app.subcommand()(log_commands.verify)
-app.subcommand()(transfer_commands.push)
-app.subcommand()(transfer_commands.pull)
-app.subcommand()(doctor_command.doctor)
+for function in (
+    history_command.history,
+    log_commands.merge,
+    log_commands.rollback,
+    log_commands.resume,
+    log_commands.diff,
+    log_commands.verify,
+    transfer_commands.push,
+    transfer_commands.pull,
+    doctor_command.doctor,
+):
+    app.subcommand()(function)
 
 
 def main() -> None:

@@ -217,7 +217,7 @@ def next_position(step: int | None, last: int | None) -> int:
 def publish_version(
     staging: Staging,
     draft: ManifestDraft,
-    number: VersionRule | ReservedPosition = _BY_POSITION,
+    rule: VersionRule | ReservedPosition = _BY_POSITION,
     *,
     keep: int | None = None,
     permission: Permission = REFUSING,
@@ -249,7 +249,7 @@ def publish_version(
         with under_lock.take(staging.model):
             under_lock.permit()
             permission.check(staging.model, takes_deltas=draft.incremental is not None)
-            published = _commit(staging, draft, files, number, clock())
+            published = _commit(staging, draft, files, rule, clock())
             warnings = [*published.warnings]
             if keep is not None:
                 try:
