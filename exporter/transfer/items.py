@@ -43,18 +43,29 @@ class Item(Struct, frozen=True):
     content: bytes
 
     @property
+    def log(self) -> str:
+        """The path of the log that a delta is in; "" for a version."""
+        return self.path.rpartition("/")[0]
+
+    @property
+    def is_delta(self) -> bool:
+        """False for a version."""
+        return bool(self.log)
+
+    @property
     def order(self) -> tuple[int, bool, int]:
         """Items are carried in this order: by position, a base before a delta, a merger after its last part.
 
         A server that stands where the part begins must find it whenever it finds the merger.
         """
-        return self.manifest.position, "/" in self.path, -(self.manifest.from_position or 0)
+        return self.manifest.position, self.is_delta, -(self.manifest.from_position or 0)
 
     @property
     def hold(self) -> str | None:
         """The path of the hold that it brings, as the delta of a rollback does."""
-        log, _, _ = self.path.rpartition("/")
-        return f"{log}/{HOLD_FILE}" if any(file.path == HOLD_FILE for file in self.manifest.files) else None
+        return (
+            f"{self.log}/{HOLD_FILE}" if any(file.path == HOLD_FILE for file in self.manifest.files) else None
+        )
 
     @property
     def digest(self) -> str:

@@ -334,7 +334,7 @@ class _Pull:
 
     def _check(self, item: Item, staged: Path) -> None:
         try:
-            require_sound(staged, is_delta="/" in item.path)
+            require_sound(staged, is_delta=item.is_delta)
         except Exception as error:
             remove_tree(staged)  # to be fetched anew
             if isinstance(error, ExportError):

@@ -137,7 +137,7 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
     plan = _plan(model, ours, url, stored, carrier.head, plan.prune)
     with progress("uploading", plan.bytes_) as bar:
         for item in plan.upload:
-            require_sound(model / item.path, is_delta="/" in item.path)
+            require_sound(model / item.path, is_delta=item.is_delta)
             carrier.publish(model, item, stored.holds | plan.holds, bar)
             _remember(model, url, carrier.head)
     if carrier.shown != plan.holds or (plan.remove and not plan.upload):

@@ -39,7 +39,7 @@ def superseded(
         return []
     kept = [item for path, item in here.items() if path in stored]
     settled = _settled(model, kept)
-    is_quiet = is_current and len(settled) == len(kept) and any(map(_is_base, kept))
+    is_quiet = is_current and len(settled) == len(kept) and not all(item.is_delta for item in kept)
     return [
         item
         for item in gone
@@ -54,7 +54,7 @@ def _settled(model: Path, items: Iterable[Item]) -> list[Item]:
     for item in items:
         path = model / item.path
         if path.parent not in holds:
-            holds[path.parent] = None if _is_base(item) else _read_hold(path.parent)
+            holds[path.parent] = _read_hold(path.parent) if item.is_delta else None
         hold = holds[path.parent]
         is_free = hold is None or item.manifest.position <= hold
         if is_free and (path / MANIFEST_FILE).stat().st_mtime <= latest:
@@ -69,15 +69,11 @@ def _read_hold(log: Path) -> int | None:
         return -1
 
 
-def _is_base(item: Item) -> bool:
-    return item.manifest.from_position is None
-
-
 def _replaces(new: Item, old: Item) -> bool:
     """True if who would have taken `old` takes `new`, and comes as far."""
     if new.manifest.position < old.manifest.position:
         return False
-    if new.manifest.from_position is None:
+    start, old_start = new.manifest.from_position, old.manifest.from_position
+    if start is None:
         return True
-    start, log = old.manifest.from_position, old.path.rpartition("/")[0]
-    return start is not None and new.manifest.from_position <= start and new.path.startswith(f"{log}/")
+    return old_start is not None and start <= old_start and new.log == old.log

@@ -35,7 +35,7 @@ class TakenBack(Struct, frozen=True):
         entries = [item.manifest.incremental for item in own]
         deltas = [entry for entry in entries if isinstance(entry, DeltaEntry) and entry.back_to is not None]
         is_a_canarys = any(map(is_of_a_canary, own))
-        logs = {item.path.rpartition("/")[0] for item in own}
+        logs = {item.log for item in own}
         if not is_a_canarys or len(deltas) < len(own) or len(logs) != 1:
             return None
         to = min(entry.back_to for entry in deltas if entry.back_to is not None)
