@@ -8,7 +8,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from msgspec import Struct, structs
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from exporter.cli.documents.exported import DeltaExport, DeltaPlan, Notified, RowsLeftOut, RowsRounded
 from exporter.cli.documents.values import Status
@@ -160,17 +161,15 @@ def exported(
     plan = done.plan
     left_out, rounded = done.left_out, done.rounded
     document = DeltaExport(
-        **structs.asdict(
-            _document(plan, Status.NOTHING_TO_DO if done.published is None else Status.PUBLISHED)
-        ),
+        **asdict(_document(plan, Status.NOTHING_TO_DO if done.published is None else Status.PUBLISHED)),
         path=None if done.published is None else str(done.published.path),
         position=done.at.position,
         hold=_hold(plan),
         step=done.at.step,
         rows=done.rows,
         variables_changed=done.variables,
-        left_out=None if left_out is None else RowsLeftOut(**structs.asdict(left_out)),
-        rounded=None if rounded is None else RowsRounded(**structs.asdict(rounded)),
+        left_out=None if left_out is None else RowsLeftOut(**asdict(left_out)),
+        rounded=None if rounded is None else RowsRounded(**asdict(rounded)),
         bytes_compared=done.compared_bytes,
         seconds=round(done.seconds, 4),
         warnings=[warning.message for warning in done.warnings],

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from exporter.checkpoint.families import is_archive
 from exporter.errors import UsageError
@@ -119,8 +119,8 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
 
     with importable():
         make = archive_builder(path, allow_code=request.allow_code, custom_objects=request.custom_objects)
-        source = load_builder(structs.replace(request, model=make))
-    return structs.replace(source, label=str(path))
+        source = load_builder(replace(request, model=make))
+    return replace(source, label=str(path))
 
 
 def _load_path(path: Path, request: GraphRequest) -> SourceGraph:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from exporter.errors import GraphError, NotServable
 from exporter.graph.clean import clean
@@ -57,7 +57,7 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
     meta_graph = deepcopy(source.meta_graph)
     for name in reasons:
         del meta_graph.signature_def[name]
-    return structs.replace(source, meta_graph=meta_graph, notes=(*source.notes, *notes))
+    return replace(source, meta_graph=meta_graph, notes=(*source.notes, *notes))
 
 
 def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, SignatureEnds]) -> dict[str, str]:
@@ -80,7 +80,7 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, Signatur
             for other in ends.keys() - {name}:
                 del alone.signature_def[other]
             try:
-                clean(structs.replace(source, meta_graph=alone))
+                clean(replace(source, meta_graph=alone))
             except GraphError as error:
                 reasons[name] = error.message
     return reasons

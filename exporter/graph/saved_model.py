@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
-from msgspec import structs
+from msgspec.structs import replace
 
 from exporter.errors import CorruptFile, MissingAsset, UnsupportedFormat, UsageError
 from exporter.files import read_regular
@@ -59,7 +59,7 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     has_objects = meta_graph.HasField("object_graph_def")
     objects = saved_objects(meta_graph, GraphIndex.of(meta_graph)) if has_objects else None
     meta_graph.ClearField("object_graph_def")
-    return structs.replace(
+    return replace(
         source,
         assets=assets,
         init_op=init_op or source.init_op,

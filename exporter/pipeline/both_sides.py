@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec import Struct, structs
+from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog
@@ -54,7 +54,7 @@ def read_both(
     origin = GraphOrigin.of(asked, is_beside=request.model is None) if request.updates else None
     source = load(asked)
     if origin is not None and source.code:
-        origin = structs.replace(origin, files=source.code)
+        origin = replace(origin, files=source.code)
     graph = clean(source)
     rules = with_trained(rules, catalog, source)
     if request.rename_file:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_bundle import read_catalog
@@ -142,7 +142,7 @@ def _rebase(
         draft = ManifestDraft(
             tensors=tensor_entries(catalog),
             # It holds what increments made of that checkpoint: no checkpoint has these contents.
-            source=structs.replace(base.manifest.source, checkpoint=trained.checkpoint.name, digest=None),
+            source=replace(base.manifest.source, checkpoint=trained.checkpoint.name, digest=None),
             exporter=__version__,
             step=at.step,
             lineage=log.lineage,
