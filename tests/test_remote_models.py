@@ -332,9 +332,9 @@ def test_few_requests(followed_there: Trainer, url: str, monkeypatch: pytest.Mon
     for kind, name in ((ObjectReader, "below"), (ObjectReader, "beside"), (ObjectWriter, "fetch")):
         method = getattr(kind, name)
 
-        def counted(self: Any, *rest: Any, _name: str = name, _method: Any = method) -> Any:
+        def counted(self: Any, *rest: Any, _name: str = name, _method: Any = method, **named: Any) -> Any:
             asked.append(_name)
-            return _method(self, *rest)
+            return _method(self, *rest, **named)
 
         monkeypatch.setattr(kind, name, counted)
     went_on(followed_there, 20)
