@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, PublishError
+from exporter.storage.store_credentials import HINTS, not_given
 from exporter.storage.url import Url
 from exporter.storage.waiting import awaited
 
@@ -21,11 +22,6 @@ _PAUSES = (0.1, 0.5, 2.0)
 _AGAIN_SECONDS = 60.0
 """An answer that breaks off later than this is not asked for again."""
 _LATER = "run the command again: the store is busy, or ill"
-_CREDENTIALS = {
-    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL for other clouds",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
-    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or what else identifies you",
-}
 _STATUS = re.compile(r"\b(?:status:? |HTTP error: )?([45][0-9]{2} [A-Z][A-Za-z ]+)")
 _CODE = re.compile(
     "<Code>(AccessDenied|AuthenticationFailed|AuthorizationFailure|AuthorizationHeaderMalformed|"
@@ -43,6 +39,7 @@ _KINDS = {
     "dns error": "no connection: its host's name is not known",
     "InvalidCertificate": "this machine does not trust its certificate; SSL_CERT_FILE names authorities",
     "InvalidContentType": "it answers without TLS, and its address begins with https://",
+    "token file": "the file of its token cannot be read",
     "redirect without LOCATION": "the bucket is in another region than AWS_REGION says",
 }
 """What of obstore's text tells the kind of a failure."""
@@ -86,7 +83,7 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
     def refused(error: Exception) -> CheckpointError:
         code = "".join(f" ({found})" for found in _CODE.findall(str(error))[:1])
         said = f"{where}: the store refuses these credentials{code}"
-        return CheckpointError(said, hint=f"{_CREDENTIALS[url.scheme]}; {_MAY}")
+        return CheckpointError(said, hint=f"{HINTS[url.scheme]}; {_MAY}")
 
     try:
         yield
@@ -110,12 +107,16 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
         raise CheckpointError(f"{where}: the store cannot be read", cause=str(error), hint=_LATER) from None
     except exceptions.BaseError as error:
         said = _said(error)
+        if why := not_given(url.scheme, str(error)):
+            raise CheckpointError(
+                f"{where}: there are no credentials", cause=f"{why}: {said}", hint=HINTS[url.scheme]
+            ) from None
         if said[:3] in ("401", "403") or (said[:3] == "400" and _CODE.search(str(error))):
             raise refused(error) from None
         if said[:3] == "404" and key is None:
             raise absent from None
         is_ill = said[:3] == "429" or (said[:1] == "5" and said[:3] != NOT_IMPLEMENTED)
-        hint = _LATER if is_ill else _CREDENTIALS[url.scheme]
+        hint = _LATER if is_ill else HINTS[url.scheme]
         raise CheckpointError(f"{where}: the store cannot be read", cause=said, hint=hint) from None
 
 
