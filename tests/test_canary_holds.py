@@ -206,7 +206,11 @@ def test_resume_lifts_a_canarys_hold_and_changes_nothing_else(request_: ExportRe
     assert (done.code, done.document["status"]) == (0, "hold_lifted")
     assert log_of(request_).at.position == 31
     assert log_of(request_).hold() is None
-    assert export_model("resume", request_.out).code == 2
+    again = export_model("resume", request_.out, "--lift-only", "--json")
+    assert (again.code, again.document["status"]) == (0, "nothing_to_do")
+    refused = export_model("resume", request_.out)
+    assert refused.code == 2
+    assert f"export-model rollback {request_.out} --to 30" in refused.err
 
 
 def test_an_accepted_rollback_is_not_what_a_later_one_leads_back_to(request_: ExportRequest) -> None:

@@ -370,7 +370,6 @@ def test_a_version_is_no_model_base_path(setting: Log) -> None:
     [
         (("rollback", "--to", "25"), 5, "nothing published stands at position 25"),
         (("rollback", "--to", "30"), 2, "is the newest"),
-        (("resume",), 2, "is not held"),
     ],
 )
 def test_what_cannot_be_done_is_said(setting: Log, arguments: tuple[str, ...], code: int, words: str) -> None:

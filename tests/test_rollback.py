@@ -108,6 +108,15 @@ def test_resume_can_leave_the_values_as_they_are(model: Path, known: dict[int, V
     is_at(read_log(model), known[10])
 
 
+def test_resume_again_finds_nothing_to_do(model: Path, known: dict[int, Values]) -> None:
+    """Whoever was killed, or did not see the answer, may give the command again."""
+    log_maintenance.rollback(model, 10)
+    position = log_maintenance.resume(model).position
+    assert not log_maintenance.plan_resume(model).was_held
+    assert not log_maintenance.resume(model).was_held
+    assert read_log(model).at.position == position
+
+
 def test_a_rollback_by_an_earlier_release_is_resumed(model: Path, known: dict[int, Values]) -> None:
     """It did not say where the log stood before: its delta begins there."""
     with log_maintenance._operating(model) as (log, staging):

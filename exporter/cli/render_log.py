@@ -110,13 +110,16 @@ def rebasing(plan: Rebasing | None, sink: Output) -> None:
 
 def taken_back(done: RollbackResult, sink: Output) -> None:
     """What `rollback` or `resume` did."""
+    if not done.was_held:
+        sink.result(_rollback(done, Status.NOTHING_TO_DO, dry_run=False), [_NOTHING_HELD], is_done=True)
+        return
     lines = [
         labelled("values", f"of position {done.values_of}"),
         labelled("published", str(done.path or "nothing: the values stay")),
         labelled("hold", _held(done)),
     ]
     status = Status.HOLD_LIFTED if done.published is None else Status.PUBLISHED
-    sink.result(_rollback(done, status), lines, is_done=True)
+    sink.result(_rollback(done, status, dry_run=False), lines, is_done=True)
     if done.published is not None:
         _warn(done.published.warnings, sink)
 
@@ -131,6 +134,9 @@ def _held(done: RollbackResult) -> str:
 
 def taking_back(plan: RollbackPlan, sink: Output) -> None:
     """What `rollback --dry-run` and `resume --dry-run` print: the document of the run."""
+    if not plan.was_held:
+        sink.result(_rollback(plan, Status.NOTHING_TO_DO, dry_run=True), [_NOTHING_HELD])
+        return
     lines = [
         labelled("values", f"of position {plan.values_of}"),
         labelled("would publish", str(plan.path or "nothing: the values stay")),
@@ -138,12 +144,12 @@ def taking_back(plan: RollbackPlan, sink: Output) -> None:
         if plan.hold is not None
         else labelled("would lift", "the hold"),
     ]
-    sink.result(_rollback(plan, Status.PLANNED), lines)
+    sink.result(_rollback(plan, Status.PLANNED, dry_run=True), lines)
 
 
-def _rollback(what: RollbackResult | RollbackPlan, status: Status) -> Rollback:
+def _rollback(what: RollbackResult | RollbackPlan, status: Status, *, dry_run: bool) -> Rollback:
     return Rollback(
-        dry_run=status is Status.PLANNED,
+        dry_run=dry_run,
         status=status,
         path=None if what.path is None else str(what.path),
         from_position=what.before.position,
@@ -268,4 +274,5 @@ def _number(value: float | None) -> str:
 
 
 _NOTHING_TO_MERGE = labelled("nothing to do", "one delta, or none, leads there")
+_NOTHING_HELD = labelled("nothing to do", "the model is not held")
 _NOTHING_TO_REBASE = labelled("nothing to do", "the newest base stands at the newest position")

@@ -55,6 +55,7 @@ from exporter.pipeline.restoration import (
     Restoration,
     delta_path,
     hold_after_resuming,
+    is_held,
     resumption_of,
     rollback_of,
     rollback_plan,
@@ -314,15 +315,17 @@ def resume(model: Path, *, lift_only: bool = False) -> RollbackResult:
     what comes back, too. Its own hold is lifted. After several rollbacks, these are the values of before the
     first of those that are still in force. With `lift_only` the values stay those of the rollback.
 
+    Where nothing is held there is nothing to do.
+
     Raises:
-        UsageError: the log is not held.
+        UsageError: the rollback was accepted by a resumption with `lift_only`.
         PositionUnknown: the values of before the rollback are gone.
         TargetBusy, CheckpointError, PublishError: see errors.py; the log is still held.
     """
     if republish.is_plain(model):
         return republish.resume(model, lift_only=lift_only)
     with _operating(model) as (log, staging):
-        restoration = resumption_of(log, lift_only)
+        restoration, was_held = resumption_of(log, lift_only), is_held(log)
         done, at = None, log.at
         if restoration is not None:
             done = _restore(log, staging, restoration)
@@ -332,7 +335,7 @@ def resume(model: Path, *, lift_only: bool = False) -> RollbackResult:
             log.held.put(approved, staging, canary=True)
         for hold in binding(model, log.base.entry.log) or ((log.held,) if approved is None else ()):
             hold.lift()
-        return RollbackResult(log.at, at, done, approved, is_canary=approved is not None)
+        return RollbackResult(log.at, at, done, approved, is_canary=approved is not None, was_held=was_held)
 
 
 def plan_resume(model: Path, *, lift_only: bool = False) -> RollbackPlan:

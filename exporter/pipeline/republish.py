@@ -54,7 +54,8 @@ from exporter.version import __version__
 class RollbackPlan(Struct, frozen=True):
     """A rollback or resumption as it is planned: where the model stands, whose values it gets, and how.
 
-    `path` is what is published at `position`, None if the values do not have to change.
+    `path` is what is published at `position`, None if the values do not have to change. `was_held` is False
+    where there is no hold to lift: then there is nothing to do.
     """
 
     before: Position
@@ -62,12 +63,14 @@ class RollbackPlan(Struct, frozen=True):
     path: Path | None
     position: int
     hold: int | None
+    was_held: bool = True
 
 
 class RollbackResult(Struct, frozen=True):
     """A rollback or resumption: where the model stood, whose values it has now, and what did it.
 
-    `published` is None if values did not have to change. `is_canary`: the hold is a canary's.
+    `published` is None if values did not have to change. `is_canary`: the hold is a canary's. `was_held`: as
+    in `RollbackPlan`.
     """
 
     before: Position
@@ -75,6 +78,7 @@ class RollbackResult(Struct, frozen=True):
     published: PublishedDelta | Published | None
     hold: int | None
     is_canary: bool = False
+    was_held: bool = True
 
     @property
     def path(self) -> Path | None:
@@ -85,6 +89,15 @@ class RollbackResult(Struct, frozen=True):
     def position(self) -> int:
         """Where the model stands now."""
         return self.before.position if self.published is None else self.published.manifest.position
+
+
+def rollback_accepted(model: Path, at: int, before: int) -> UsageError:
+    """The error of a resumption whose rollback was accepted: the hold was lifted, and its values stayed."""
+    return UsageError(
+        f"{model} is not held: the rollback at {at} was accepted when its hold was lifted",
+        hint=f"serve the values of {before} again: export-model rollback {model} --to {before}, "
+        f"then export-model resume {model} --lift-only",
+    )
 
 
 def is_plain(model: Path) -> bool:
@@ -150,12 +163,13 @@ def _plan_resume(
     model: Path, versions: list[VersionDir], lift_only: bool
 ) -> tuple[RollbackPlan, tuple[Manifest, int] | None]:
     """The plan, and of the version that comes back its manifest and number, None if the values stay."""
-    if not Hold(model).is_set:
-        raise UsageError(f"{model} is not held", hint="see what is published: export-model verify MODEL")
+    is_held = Hold(model).is_set
     undone = None if lift_only else _in_force(versions[0])
     at = _at(versions[0].path)
     if undone is None or undone.before == undone.back_to:
-        return RollbackPlan(at, at, None, at.position, None), None
+        return RollbackPlan(at, at, None, at.position, None, was_held=is_held), None
+    if not is_held:
+        raise rollback_accepted(model, at.position, undone.before)
     manifest = _whole(versions, undone.before)
     number = _next_version(model, versions, manifest)
     plan = RollbackPlan(at, Position(undone.before, manifest.step), model / str(number), number, None)
@@ -171,8 +185,10 @@ def _next_version(model: Path, versions: list[VersionDir], manifest: Manifest) -
 def resume(model: Path, *, lift_only: bool) -> RollbackResult:
     """Lift the hold; after a rollback that nothing was published on, publish the version before it again.
 
+    Where nothing is held there is nothing to do.
+
     Raises:
-        UsageError: the model is not held.
+        UsageError: the rollback was accepted by a resumption with `lift_only`.
         PositionUnknown: that version is gone.
         VerificationError, CheckpointError, TargetBusy, PublishError: see errors.py; the model is still held.
     """
@@ -184,7 +200,7 @@ def resume(model: Path, *, lift_only: bool) -> RollbackResult:
             told = RestoredValues(DeltaOrigin.RESUME.value, number, versions[0].version)
             done = _publish(model, staging, number, manifest, told)
         Hold(model).lift()
-        return RollbackResult(plan.before, plan.values_of, done, None)
+        return RollbackResult(plan.before, plan.values_of, done, None, was_held=plan.was_held)
 
 
 @contextmanager

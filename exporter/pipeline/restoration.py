@@ -10,7 +10,7 @@ from msgspec import Struct
 from exporter.delta.format import span_name
 from exporter.delta.spans import Position, Span
 from exporter.errors import ManifestError, PositionUnknown, UsageError
-from exporter.pipeline.republish import RollbackPlan
+from exporter.pipeline.republish import RollbackPlan, rollback_accepted
 from exporter.publish.commit import next_delta_position
 from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta
 from exporter.publish.log_entries import DeltaOrigin
@@ -63,20 +63,27 @@ def hold_after_resuming(log: DeltaLog) -> int | None:
     return log.hold() if log.held.binds and is_canaried(log) else None
 
 
+def is_held(log: DeltaLog) -> bool:
+    """True if there is a hold to lift, be it a canary's."""
+    return log.held.is_canary or bool(binding(log.model, log.base.entry.log))
+
+
 def resumption_of(log: DeltaLog, lift_only: bool) -> Restoration | None:
     """What publishes the values of before a rollback again; None if the values stay.
 
+    They stay where nothing is held: whoever lifted the hold published them first, or accepted the rollback.
+
     Raises:
-        UsageError: the log is not held, not even by a canary.
+        UsageError: the rollback was accepted, and the values of before are asked for.
     """
-    if not binding(log.model, log.base.entry.log):
-        if log.held.is_canary:
-            return None
-        raise UsageError(f"{log.path} is not held", hint="see what is published: export-model verify MODEL")
     before = None if lift_only else _before_rollbacks(log)
     if before is None or _leads_back_to(log, before):
         return None
-    return Restoration(before, DeltaOrigin.RESUME, log.at.position)
+    if binding(log.model, log.base.entry.log):
+        return Restoration(before, DeltaOrigin.RESUME, log.at.position)
+    if log.held.is_canary:
+        return None
+    raise rollback_accepted(log.model, log.at.position, before)
 
 
 def rollback_plan(log: DeltaLog, restoration: Restoration | None) -> RollbackPlan:
@@ -86,7 +93,8 @@ def rollback_plan(log: DeltaLog, restoration: Restoration | None) -> RollbackPla
         PositionUnknown, CheckpointError: as `_restore`.
     """
     if restoration is None:
-        return RollbackPlan(log.at, log.at, None, log.at.position, hold_after_resuming(log))
+        hold = hold_after_resuming(log)
+        return RollbackPlan(log.at, log.at, None, log.at.position, hold, was_held=is_held(log))
     _, step = log.trained_at(restoration.of)
     for delta in since(log, restoration):
         log.open(delta)

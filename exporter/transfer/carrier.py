@@ -175,6 +175,17 @@ class Carrier:
         self.shown = dict(found.holds)
         return found
 
+    def holds_beside(self, stored: StoredModel) -> Mapping[str, bytes]:
+        """The holds of a listed model: those of the head.
+
+        What was published last may not be shown yet; until it is, no hold is lifted for whoever only reads.
+        """
+        head = self.head
+        if head.holds is None:
+            return stored.holds
+        is_shown = _pending(head.path, head.manifest) not in stored.objects
+        return as_bytes(head.holds) if is_shown else {**stored.holds, **as_bytes(head.holds)}
+
     def _complete(self, stored: StoredModel) -> bool:
         """Reveal what is published and is not shown; True if `stored` is out of date then."""
         head = self.head

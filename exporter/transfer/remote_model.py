@@ -38,7 +38,6 @@ from exporter.storage.mirror import Mirror
 from exporter.storage.objects import ObjectReader, ObjectWriter, RemoteObject
 from exporter.storage.url import Url
 from exporter.transfer.carrier import Carrier
-from exporter.transfer.head import as_bytes
 from exporter.transfer.items import (
     StoredModel,
     is_certainly,
@@ -232,10 +231,10 @@ class RemoteModel:
             elif is_ours:
                 ours.add(name)
         self._mirror.show({n: each for n, each in stored.objects.items() if self._is_shown(n, stored, ours)})
-        head = self._carrier.head
-        self._show_holds(stored.holds if head.holds is None else as_bytes(head.holds))
+        self._show_holds(self._carrier.holds_beside(stored))
         with writing(self.path):
-            (self.path / TAKEN_FILE).write_text("".join(f"{path}\n" for path in sorted(head.given_up)))
+            given_up = sorted(self._carrier.head.given_up)
+            (self.path / TAKEN_FILE).write_text("".join(f"{path}\n" for path in given_up))
 
     def _is_shown(self, name: str, stored: StoredModel, ours: set[str]) -> bool:
         """True for the files of what is published, and for caches.

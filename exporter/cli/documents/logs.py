@@ -61,7 +61,7 @@ class Rollback(Struct, frozen=True, kw_only=True):
     dry_run: bool
     """True if nothing was written."""
     status: Status
-    """`published`, `planned`, or `hold_lifted` if no values had to be published."""
+    """`published`, `planned`, `hold_lifted` if the values stay, or `nothing_to_do` where nothing is held."""
     path: str | None
     """The delta or version that brings the values back; null if the values stay."""
     from_position: int
