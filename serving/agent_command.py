@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from serving.optional_libraries import require_libraries
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
 
 if TYPE_CHECKING:
+    from serving.agent.fleet import Settings
     from serving.agent.journal import Event, Journal
     from serving.agent.view import FleetView
 
@@ -87,11 +88,10 @@ def agent(
         from serving.agent import view
         from serving.agent.canary_keeper import Canaries
         from serving.agent.canary_options import canary_rules
-        from serving.agent.fleet import Fleet, Settings
+        from serving.agent.fleet import Fleet
         from serving.agent.journal import Journal
         from serving.agent.publications import Model
         from serving.agent.puller import pullers_of, pulling
-        from serving.agent.rollout import Policy
         from serving.agent.targets import Targets
         from serving.credentials import channel_credentials
 
@@ -101,22 +101,7 @@ def agent(
         models = [Model(name, path) for name, path in paths.items()]
         journal = Journal()
         pullers = pullers_of(pull, models, journal, times.poll_seconds)
-        pace = pacing.policy()
-        policy = Policy(
-            refresh_s=times.refresh_seconds,
-            step_s=pacing.step_seconds,
-            audit_s=audits.audit_seconds,
-            longest_delay_s=None if pace is None else pace.longest_delay_s,
-        )
-        settings = Settings(
-            policy,
-            poll_s=times.poll_seconds,
-            resolve_s=times.resolve_seconds,
-            deadline_s=times.deadline,
-            access=access,
-            pace=pace,
-            rebuild=audits.rebuild([*paths]),
-        )
+        settings = _settings(times, pacing, audits, access, paths)
         tell = _Teller(sink)
         journal.read_by(tell)
         rules = canary_rules(
@@ -140,6 +125,31 @@ def agent(
                 sleep_until_a_signal()
         except KeyboardInterrupt:
             raise SystemExit(int(Exit.INTERRUPTED)) from None
+
+
+def _settings(
+    times: TimeFlags, pacing: PaceFlags, audits: AuditFlags, access: ServerAccess, models: Iterable[str]
+) -> Settings:
+    """How the fleet is looked after."""
+    from serving.agent.fleet import Settings
+    from serving.agent.rollout import Policy
+
+    pace = pacing.policy()
+    policy = Policy(
+        refresh_s=times.refresh_seconds,
+        step_s=pacing.step_seconds,
+        audit_s=audits.audit_seconds,
+        longest_delay_s=None if pace is None else pace.longest_delay_s,
+    )
+    return Settings(
+        policy,
+        poll_s=times.poll_seconds,
+        resolve_s=times.resolve_seconds,
+        deadline_s=times.deadline,
+        access=access,
+        pace=pace,
+        rebuild=audits.rebuild([*models]),
+    )
 
 
 @contextmanager
