@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -109,6 +110,15 @@ def test_shards_are_written_by_tasks_and_copied_by_the_store(
     assert_right(tmp_path / "here", np.float32 if cast is None else ml_dtypes.bfloat16)
     verified = export_model("verify", bucket.url(BASE), "--bytes", "--engine", "local", "--task-size", "8KiB")
     assert verified.code == 0, verified.err
+
+
+def test_what_tasks_wrote_answers_before_it_is_published(command: list[str], tmp_path: Path) -> None:
+    """TensorFlow reads it, which knows nothing of files that stand for objects."""
+    within = {"expect": {"rows": {"min": -9, "max": 9}}}
+    golden = {"requests": [{"name": "a row", "instances": [{"ids": 3}], **within}]}
+    (tmp_path / "golden.json").write_text(json.dumps(golden))
+    ran = export_model(*command, "--verify", "outputs", "--golden", tmp_path / "golden.json")
+    assert (ran.code, ran.document["max_errors"]) == (0, {"serving_default/rows": 0.0}), ran.err
 
 
 def test_who_has_published_reads_on_where_it_is_published(trained: Path, bucket: Bucket) -> None:

@@ -380,6 +380,13 @@ def fetch(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> None:
         found[0].fetch(found[1], ranges)
 
 
+def fetch_below(directory: Path) -> None:
+    """Fetch all files below a directory, if it is a mirror's: TensorFlow itself is to read them."""
+    if find(directory) is not None:
+        for path in directory.rglob("*"):
+            fetch(path)
+
+
 def shown(text: str) -> str:
     """A text with URLs in place of the local paths that stand for them."""
     for root, mirror in tuple(_MIRRORS.items()):

@@ -11,6 +11,7 @@ import numpy as np
 from exporter.errors import VerificationError
 from exporter.golden import Answer, Gates, GoldenRequest, told
 from exporter.graph.signature_tensors import tensor_names
+from exporter.storage import mirror
 from exporter.wire.rest_json import predict_inputs
 
 _LONGEST = 500
@@ -36,6 +37,7 @@ def require_golden(bundle: Path, requests: Sequence[GoldenRequest]) -> None:
 def _ask(bundle: Path, requests: Sequence[GoldenRequest]) -> tuple[Answer, ...]:
     import tensorflow as tf
 
+    mirror.fetch_below(bundle)
     with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
         try:
             loaded = tf.compat.v1.saved_model.load(session, ["serve"], str(bundle))

@@ -27,6 +27,7 @@ from exporter.graph.tables import files_to_feed
 from exporter.layout import SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import TensorSource
 from exporter.mapping.build import VariableMapping as TensorMapping
+from exporter.storage import mirror
 from exporter.tables.geometry import PARTS, TableGeometry
 from exporter.tables.lookup import set_sizes
 from exporter.wire import protos
@@ -78,6 +79,7 @@ def compare_outputs(
     requests = list(requests)
     signatures = source.meta_graph.signature_def
     asked = {request.signature for request in requests}
+    mirror.fetch_below(bundle)
     with _reported("the staged bundle"):
         served = _served_signatures(bundle)
     for name in sorted(signatures):
