@@ -370,7 +370,7 @@ class TargetNotWritable(PublishError):
 class DiskFull(PublishError):
     """No space left on the target, or its quota is used up."""
 
-    default_hint = "free space, keep fewer versions with --keep, or use --data link"
+    default_hint = "free space there; an export keeps fewer versions with --keep N and links with --data link"
 
 
 class TargetBusy(PublishError):

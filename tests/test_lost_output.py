@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from exporter.terminal.output import Output
 
 COMMAND = [sys.executable, "-m", "exporter"]
 
@@ -38,6 +42,16 @@ def test_what_was_published_is_a_success(
     assert (tmp_path / "m" / "20" / "manifest.json").is_file()
     said = f"all is done, but the result could not be written to standard output: {why}"
     assert ran.stderr.strip() == f"warning: {said}"
+
+
+def test_a_name_that_the_terminal_cannot_write_fails_nothing(
+    ranker: Path, ranker_graph: Path, tmp_path: Path
+) -> None:
+    ran = run(
+        'PYTHONIOENCODING=ascii "$@"', "--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path / "é"
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "/\\xe9/20 in" in ran.stdout
 
 
 def test_deltas_and_merges_are_successes_too(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
@@ -120,3 +134,26 @@ def test_the_directory_of_the_checkpoint_is_no_model(
     assert sorted(train.iterdir()) == before
     ran = run('"$@"', "--ckpt-dir", train, "--model", ranker_graph, "--out", train / "served")
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_table_in_a_pipe_keeps_its_lines_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever searches the output finds a name, and the title, in one line; COLUMNS narrows it."""
+    name, title = "a" * 120, "published: position 400 (step 400)"
+    for columns, is_whole in (("", True), ("60", False)):
+        monkeypatch.setenv("COLUMNS", columns)
+        stream = io.StringIO()
+        Output(stdout=stream).table(title, {"variable": "left"}, [[name]])
+        lines = [line.strip() for line in stream.getvalue().splitlines()]
+        assert lines[0] == title
+        assert (name in lines) == is_whole
+
+
+def test_a_directory_whose_name_is_not_utf_8(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
+    train = tmp_path / os.fsdecode(b"mod\xe8le")
+    shutil.copytree(ranker, train)
+    out = tmp_path / os.fsdecode(b"sorti\xe8")
+    for options in ((), ("--updatable", "--again")):
+        ran = run('"$@"', "--ckpt-dir", train, "--model", ranker_graph, "--out", out, "-q", *options)
+        assert ran.returncode == 0, ran.stderr
+    manifest = json.loads((out / "20" / "manifest.json").read_text())
+    assert manifest["source"]["directory"] == "mod\\xe8le"

@@ -95,3 +95,5 @@ def test_a_mistyped_checkpoint_directory(place: Path) -> None:
     ran = export_model("inspect", place / "trian" / "model.ckpt-10", "--json")
     assert ran.code == 3
     assert ran.error["hint"] == f"did you mean {place / 'train' / 'model.ckpt-10'}?"
+    ran = export_model("inspect", place / "trian" / "tower.keras", "--json")
+    assert ran.error["hint"] == f"did you mean {place / 'train'}?", "what is not there is not named"

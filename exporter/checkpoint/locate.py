@@ -227,11 +227,7 @@ def _no_index(prefix: Path) -> CheckpointError:
     import difflib
 
     if not _exists(prefix.parent):
-        close = nearest(prefix.parent)
-        return CheckpointNotFound(
-            f"there is no directory {prefix.parent}",
-            hint=f"did you mean {close / prefix.name}?" if close else "",
-        )
+        return CheckpointNotFound(f"there is no directory {prefix.parent}", hint=_meant(prefix))
     if _exists(prefix.with_name(f"{prefix.name}.meta")):
         return CheckpointNotFound(
             f"there is no {index_path(prefix)}",
@@ -249,6 +245,15 @@ def _no_index(prefix: Path) -> CheckpointError:
         if close_by
         else "name a directory of checkpoints, a checkpoint's prefix, or an archive",
     )
+
+
+def _meant(prefix: Path) -> str:
+    """The question whether a near path was meant, whose directory is there; "" if none comes near."""
+    close = nearest(prefix.parent)
+    if close is None:
+        return ""
+    there = close / prefix.name
+    return f"did you mean {there if _exists(there) or _exists(index_path(there)) else close}?"
 
 
 def _names(directory: Path) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Annotated
 import click
 
 from exporter.cli.job_flags import LOCALLY, JobFlags
-from exporter.errors import Exit
+from exporter.errors import Exit, UsageError
 from exporter.local_paths import checkpoint_parser
 from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputOptions, command
@@ -59,6 +59,10 @@ def merge(
         from exporter.pipeline import log_maintenance
         from exporter.pipeline import rebase as bases
 
+        if not rebase and (keep is not None or despite_hold):
+            raise UsageError("--keep and --despite-hold go with --rebase: a merged delta replaces no version")
+        if rebase and (from_ is not None or to is not None):
+            raise UsageError("--from and --to choose deltas: --rebase merges all of them with the base")
         path, jobs, bar = target.path, job_flags.jobs(), sink.progress
         if rebase and dry_run:
             planned = target.carry(lambda: bases.plan_rebase(path, despite_hold=despite_hold, jobs=jobs))

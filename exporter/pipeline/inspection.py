@@ -12,8 +12,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.spans import Position
-from exporter.errors import CheckpointError, CheckpointNotFound, ManifestError, NotUpdatable
-from exporter.files import nearest
+from exporter.errors import CheckpointError, ManifestError, NotUpdatable
 from exporter.graph.deeprec_conversion import looked_up
 from exporter.graph.feeds import hands_over_batches
 from exporter.graph.likely_ends import input_placeholders, likely_outputs
@@ -154,10 +153,6 @@ def inspect(path: Path) -> Inspection:
     bundles = tuple(_bundle(version) for version in versions if is_saved_model(version))
     if bundles:
         return ModelView(path, bundles, _newest_position(path, bundles[0]), held_at(path), _tables(path))
-    if not path.exists() and not index_path(path).exists() and not path.parent.exists():
-        close = nearest(path.parent)
-        hint = f"did you mean {close / path.name}?" if close else ""
-        raise CheckpointNotFound(f"there is nothing at {path}", hint=hint)
     return _checkpoint(open_checkpoint(path))
 
 

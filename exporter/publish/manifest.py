@@ -20,6 +20,7 @@ they do not know and refuse a `format_version` that they do not know.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -87,7 +88,8 @@ class Origin(Struct, frozen=True, omit_defaults=True):
     @classmethod
     def of(cls, prefix: Path, digest: str | None = None) -> Origin:
         """The origin named by a checkpoint prefix."""
-        return cls(prefix.absolute().parent.name, prefix.name, digest)
+        directory = os.fsencode(prefix.absolute().parent.name)
+        return cls(directory.decode(errors="backslashreplace"), prefix.name, digest)  # it need not be UTF-8
 
 
 class RestoredValues(Struct, frozen=True, omit_defaults=True):

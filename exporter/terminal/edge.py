@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -139,6 +140,13 @@ def _finish(sink: Output, error: ExportError, debug: bool) -> NoReturn:
     raise click.exceptions.Exit(int(error.exit_code))
 
 
+def _say_all_characters() -> None:
+    """Write what a stream's encoding lacks as an escape: no name of a file is to fail what is done."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def _open_closed_streams() -> None:
     """Give closed standard streams (`>&-`) their descriptors back: a file that is opened next would get them,
     and with them what is printed. Writing to such a stream still fails, as it should.
@@ -156,6 +164,7 @@ def run(app: App, arguments: list[str] | None = None) -> NoReturn:
     """Run an application as a program; Click's usage errors leave by the same door as all others."""
     arguments = sys.argv[1:] if arguments is None else arguments
     _open_closed_streams()
+    _say_all_characters()
     try:
         code = app.main(arguments, prog_name=app.name, standalone_mode=False)
     except UsageError as error:  # of an option's own parser

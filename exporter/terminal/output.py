@@ -118,14 +118,16 @@ class Output(Struct):
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading, justify in columns.items():
             table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(shown(str(cell))) for cell in row))
         console = self._console(self.stdout)
         with self._writing_stdout(is_done=False):
-            console.print(table, width=None if console.is_terminal else _PIPE_WIDTH)
+            if title:
+                console.print(Text(shown(title), "italic"), soft_wrap=True)
+            console.print(table)
             self.stdout.flush()
 
     def note(self, text: str) -> None:
@@ -209,8 +211,10 @@ class Output(Struct):
             def on_broken_pipe(self) -> None:
                 raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
+        is_wide = not (stream.isatty() or os.environ.get("COLUMNS"))
         return Raising(
             file=stream,
+            width=_PIPE_WIDTH if is_wide else None,
             force_terminal=(use_colour(stream) and stream.isatty()) or None,
             no_color=not use_colour(stream),
             color_system="standard" if use_colour(stream) else None,
