@@ -16,6 +16,7 @@ from tests.support.forks import run_warm
 from tests.support.longest_first import longest_first
 from tests.support.object_stores import (
     AZURITE,
+    BASE,
     Bucket,
     azure_container,
     azure_server,
@@ -89,6 +90,12 @@ def bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     found = new_bucket(s3)
     _enter(found.environment, monkeypatch)
     return found
+
+
+@pytest.fixture
+def url(bucket: Bucket) -> str:
+    """Where a model goes in a new bucket."""
+    return bucket.url(BASE)
 
 
 @pytest.fixture(scope="session")

@@ -13,16 +13,11 @@ from exporter.transfer.items import stored_model
 from exporter.transfer.push import parse, remove_stored
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
-from tests.support.object_stores import Bucket
-from tests.support.publishers import BASE, Killed, counted_writes, lose_patience, published_to, whole
+from tests.support.object_stores import BASE, Bucket
+from tests.support.publishers import Killed, counted_writes, lose_patience, published_to, whole
 from tests.support.remote_models import incr, went_on
 
 DELTA = f"deltas/{10:020d}/{30:020d}-{40:020d}"
-
-
-@pytest.fixture
-def url(bucket: Bucket) -> str:
-    return bucket.url(BASE)
 
 
 @pytest.fixture(autouse=True)

@@ -25,11 +25,9 @@ from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push, push
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
-from tests.support.object_stores import Bucket
+from tests.support.object_stores import BASE, Bucket
 from tests.support.remote_models import incr, went_on
 from tests.support.setting import Setting, followed
-
-BASE = "models/ranker"
 
 
 class Followed(Setting):
@@ -41,11 +39,6 @@ class Followed(Setting):
         self.trainer.train()
         self.trainer.step = step
         self.trainer.increment()
-
-
-@pytest.fixture
-def url(bucket: Bucket) -> str:
-    return bucket.url(BASE)
 
 
 @pytest.fixture

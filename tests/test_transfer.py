@@ -68,11 +68,6 @@ def machine(tmp_path: Path) -> Machine:
     return found
 
 
-@pytest.fixture
-def url(bucket: Bucket) -> str:
-    return bucket.url("models/ranker")
-
-
 def pushed(model: Path, url: str, **options: Any) -> None:
     push(plan_push(model, url, **options))
 

@@ -28,17 +28,12 @@ from exporter.transfer.pull import pull
 from tests.support.budget import THOROUGH, thorough
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
-from tests.support.object_stores import Bucket
-from tests.support.publishers import BASE, Killed, counted_writes, lose_patience, published_to, whole
+from tests.support.object_stores import BASE, Bucket
+from tests.support.publishers import Killed, counted_writes, lose_patience, published_to, whole
 from tests.support.remote_models import incr, went_on
 
 STRIDE = 1 if THOROUGH else 2
 """A command is killed before every second write in the ordinary tests, and overtaken before the others."""
-
-
-@pytest.fixture
-def url(bucket: Bucket) -> str:
-    return bucket.url(BASE)
 
 
 @pytest.fixture(autouse=True)

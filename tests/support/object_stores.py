@@ -30,6 +30,8 @@ from tests.support.gcs_server import HOSTS
 SECRET = "S3cr3tOfTheTests"
 AZURITE = Path(os.environ.get("AZURITE", "build/azurite"))
 """Where `npm install azurite` was run, as `make stores` does."""
+BASE = "models/ranker"
+"""Where tests put a model in a bucket."""
 _START_SECONDS = 60
 
 

@@ -17,7 +17,6 @@ from exporter.verify.log import verify_model
 from tests.support.logs import Trainer
 from tests.support.setting import Setting, followed
 
-BASE = "models/ranker"
 _WRITES = ("upload", "create", "replace", "put", "delete")
 
 
