@@ -16,6 +16,7 @@ import pytest
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint import open_checkpoint, row_map
 from exporter.checkpoint.tensor_bundle import BundleWriter
+from exporter.checkpoint.tensor_values import checked_map
 from exporter.delta import diff as comparing
 from exporter.delta.diff import Compared, Comparison, diff
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
@@ -241,3 +242,21 @@ def test_an_object_that_is_replaced_meanwhile(tmp_path: Path, objects: Objects, 
         diff(
             old, new, schema_of(here[0]), Comparison(tmp_path, hasher=HASHER, workers=1, progress=Replacing())
         )
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_map_of_an_object_goes_with_the_array(tmp_path: Path, objects: Objects, is_damaged: bool) -> None:
+    table = np.random.default_rng(0).normal(size=(TABLE_BYTES // 256, 64)).astype(np.float32)
+    large(objects.directory / "m", {"t": table}, 1)
+    if is_damaged:
+        with next(objects.directory.glob("m.data*")).open("r+b") as file:
+            file.write(b"\x99")
+    catalog = open_checkpoint(mirror.local(Path(f"{objects.url}/m")))
+    objects.traffic.requests.clear()
+    if is_damaged:
+        with pytest.raises(CorruptFile, match="damaged at 't'"):
+            checked_map(catalog, catalog.tensors["t"])
+    else:
+        np.testing.assert_array_equal(checked_map(catalog, catalog.tensors["t"]), table)
+    assert objects.traffic.of(lambda path: "m.data" in path)[1] == TABLE_BYTES
+    assert Watching(tmp_path / "fetched").bytes_() < 64 << 10

@@ -56,6 +56,27 @@ def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -
     return raw.view(ref.dtype.numpy).reshape(shape)
 
 
+def checked_map(catalog: Catalog, ref: TensorRef) -> Array:
+    """As `memory_map`, of a tensor that is stored as a whole, its checksum verified.
+
+    Of one in a store it is a map of a copy, which goes with the array.
+
+    Raises:
+        CorruptFile: the checksum is wrong.
+        UnsupportedFormat, CheckpointChanged: as `memory_map`.
+        CheckpointError, DiskFull, PublishError: it cannot be fetched.
+    """
+    extent, shape = stored_extent(ref, None)
+    path = catalog.path_of(extent)
+    copy = unkept.copy(path, extent.offset, extent.offset + extent.size)
+    if copy is None:
+        check_values(catalog, ref)
+        return memory_map(catalog, ref)
+    with copy:
+        compare_checksum(path, ref.name, extent, mask(crc_of(copy.fileno(), 0, extent.size)))
+        return map_range(copy.fileno(), 0, extent.size).view(ref.dtype.numpy).reshape(shape)
+
+
 def read_array(catalog: Catalog, ref: TensorRef) -> Array:
     """A small tensor in memory, checksums verified, slices joined; strings as `bytes` in an object array.
 

@@ -64,6 +64,18 @@ class ServedTable(Struct, frozen=True):
             raise CorruptFile(f"what is published of table {table.name!r} is no table: {error}") from None
         return cls(state, (seeds, rows, keys, values), geometry)
 
+    def check(self) -> None:
+        """Compare every checksum; of a model in a store all is fetched, since rows are read in any order.
+
+        Raises:
+            CorruptFile: one differs.
+            CheckpointError, DiskFull, PublishError: it cannot be read or fetched.
+        """
+        names = [variable.name for variable in self.variables]
+        for name in names:
+            self.state.stored[name].fetch()
+        self.state.check(names)
+
     @property
     def index_names(self) -> tuple[str, ...]:
         """Its variables but for the values."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.admission import EVERYONE, Admission, admitted
 from exporter.checkpoint.cast_values import cast_values
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, read_keys
-from exporter.checkpoint.tensor_bundle import check_values, memory_map
+from exporter.checkpoint.tensor_values import checked_map
 from exporter.delta.keyed_rows import KeyedRows
 from exporter.integer_sets import among
 from exporter.wire.dtypes import DType
@@ -23,18 +22,18 @@ Array = np.ndarray[Any, Any]
 _NONE = np.empty(0, np.int64)
 
 
-class TrainedTable(Struct, frozen=True, eq=False, dict=True):
+class TrainedTable(Struct, frozen=True, eq=False):
     """The admitted keys of a table, and where their rows are.
 
-    `places` counts through the rows of all parts in the full checkpoint, then through `touched`, which are
+    `places` counts through the rows of all `parts` in the full checkpoint, then through `touched`, which are
     as they are served, in `dtype`.
     """
 
-    catalog: Catalog
     variable: EmbeddingVariable
     dtype: DType
     keys: Array
     places: Array
+    parts: tuple[Array, ...]
     touched: KeyedRows | None
 
     @classmethod
@@ -58,19 +57,18 @@ class TrainedTable(Struct, frozen=True, eq=False, dict=True):
         """
         keys = read_keys(catalog, variable)
         mask = admitted(catalog, variable, admission, catalog.step)
-        for part in variable.parts:
-            check_values(catalog, part.values)
+        parts = tuple(checked_map(catalog, part.values) for part in variable.parts)
         places = np.arange(len(keys))
         if touched is None:
             chosen = slice(None) if mask is None else mask
-            return cls(catalog, variable, dtype, keys[chosen], places[chosen], None)
+            return cls(variable, dtype, keys[chosen], places[chosen], parts, None)
         touched = in_dtype(touched, dtype)
         enough = np.broadcast_to(admission.enough(touched.freqs), len(touched))
         is_old = (touched.rows_of(keys) < 0) & ~among(keys, np.sort(removed))
         kept = is_old if mask is None else is_old & mask
         keys = np.concatenate([keys[kept], touched.keys[enough]])
         places = np.concatenate([places[kept], len(is_old) + np.flatnonzero(enough)])
-        return cls(catalog, variable, dtype, keys, places, touched)
+        return cls(variable, dtype, keys, places, parts, touched)
 
     @property
     def dim(self) -> int:
@@ -87,7 +85,7 @@ class TrainedTable(Struct, frozen=True, eq=False, dict=True):
         wanted = self.places[places]
         values = np.empty((len(wanted), self.variable.dim), self.dtype.numpy)
         start = 0
-        for part in self._parts:
+        for part in self.parts:
             inside = (wanted >= start) & (wanted < start + len(part))
             if inside.any():
                 rows = part[wanted[inside] - start]
@@ -97,10 +95,6 @@ class TrainedTable(Struct, frozen=True, eq=False, dict=True):
             inside = wanted >= start
             values[inside] = self.touched.values[wanted[inside] - start]
         return values
-
-    @cached_property
-    def _parts(self) -> list[Array]:
-        return [memory_map(self.catalog, part.values) for part in self.variable.parts]
 
 
 def in_dtype(rows: KeyedRows, dtype: DType) -> KeyedRows:

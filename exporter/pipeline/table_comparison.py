@@ -62,7 +62,7 @@ class ServedKeys(Struct, frozen=True, eq=False):
         Raises:
             CheckpointError: what is published is damaged.
         """
-        table.state.check(variable.name for variable in table.variables)
+        table.check()
         return cls(table, *table.live())
 
     @property

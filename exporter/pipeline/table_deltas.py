@@ -194,7 +194,7 @@ def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChang
     changes: dict[str, Change] = {}
     size = 0
     for each in tables:
-        published.check(each.table.keys)
+        each.served.check()
         over, dtype = told.get(each.variable.name), each.served.row_values.dtype
         layer = () if over is None else (over.rows, over.removed)
         now = TrainedTable.read(trainer.catalog, each.variable, dtype, spec.rules.admission, *layer)

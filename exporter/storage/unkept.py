@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
+from exporter.errors import os_error
 from exporter.storage import mirror
 from exporter.storage.objects import ObjectReader, RemoteObject
 
@@ -39,6 +42,30 @@ def checksum(path: Path, start: int, stop: int) -> int | None:
 
     def take(reader: ObjectReader, each: RemoteObject) -> int:
         return reader.checksums(each, [(start, stop)])[0]
+
+    found = mirror.find(path)
+    return None if found is None else found[0].ask_store(found[1], [(start, stop)], take)
+
+
+def copy(path: Path, start: int, stop: int) -> IO[bytes] | None:
+    """A nameless file of a range, which goes when nobody has it open or mapped; None where `read` is false.
+
+    Raises:
+        CheckpointChanged, CheckpointError, DiskFull, PublishError: as `Mirror.fetch`.
+    """
+
+    def take(reader: ObjectReader, each: RemoteObject) -> IO[bytes]:
+        place = Path(tempfile.gettempdir())
+        try:
+            file = tempfile.TemporaryFile()  # noqa: SIM115 - who asked for it closes it
+        except OSError as error:
+            raise os_error(error, place) from error
+        try:
+            reader.copy(each, file.fileno(), [(start, stop, 0)], place)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     found = mirror.find(path)
     return None if found is None else found[0].ask_store(found[1], [(start, stop)], take)
