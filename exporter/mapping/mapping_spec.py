@@ -28,18 +28,30 @@ from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import Count, DocumentError, DtypeLabel, Shape, Text, doc
 
 
-class DynamicTable(Struct, frozen=True):
+class DynamicTable(
+    Struct, frozen=True, rename={"key_label": "key_dtype", "label": "dtype", "dim": "dimension"}
+):
     """A table by arbitrary keys, served from four variables that the checkpoint does not have.
 
     `name` is the variable's in the checkpoint unless a rule renames it; the last `defaults` rows are what
     absent keys read.
     """
 
-    name: str
-    key_dtype: DType
-    value_dtype: DType
-    dim: int
-    defaults: int
+    name: Annotated[Text, doc("its name; its variables have this one, a slash and the part's")]
+    key_label: Annotated[DtypeLabel, doc("of its keys in the checkpoint")]
+    label: Annotated[DtypeLabel, doc("of its rows in the checkpoint")]
+    dim: Annotated[Count, doc("numbers in a row")]
+    defaults: Annotated[Count, doc("how many rows, the last ones, are what absent keys read")]
+
+    @property
+    def key_dtype(self) -> DType:
+        """The dtype of its keys in the checkpoint."""
+        return DType.of(self.key_label)
+
+    @property
+    def value_dtype(self) -> DType:
+        """The dtype of its rows in the checkpoint."""
+        return DType.of(self.label)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -69,7 +81,9 @@ class MappingSpec(Struct, frozen=True):
             for table, stored in zip(graph.tables, mapping.tables, strict=True)
         )
         dynamic = tuple(
-            DynamicTable(table.name, table.key_dtype, table.value_dtype, table.dim, len(table.defaults))
+            DynamicTable(
+                table.name, table.key_dtype.label, table.value_dtype.label, table.dim, len(table.defaults)
+            )
             for table in graph.dynamic_tables
         )
         return cls(graph.variables, graph.lookups, replace(rules, tensors=found), tables, dynamic)
@@ -149,7 +163,7 @@ class MappingSpec(Struct, frozen=True):
             dict(sorted(self.lookups.items())),
             RulesDocument.of(self.rules),
             tuple(map(TableDocument.of, self.tables)) or None,
-            tuple(map(DynamicTableDocument.of, self.dynamic)) or None,
+            self.dynamic or None,
             self.rules.admission.min_freq,
             self.rules.admission.max_age_steps,
         )
@@ -167,7 +181,7 @@ class MappingSpec(Struct, frozen=True):
             document.lookups,
             replace(document.rules.read(), admission=admission),
             tuple(table.read() for table in document.tables or ()),
-            tuple(table.read() for table in document.dynamic or ()),
+            document.dynamic or (),
         )
 
 
@@ -226,26 +240,6 @@ class TableDocument(Struct, frozen=True):
         dtypes = DType.of(self.key_dtype), DType.of(self.value_dtype)
         shape, key_shape = self.value_shape, self.key_shape
         return GraphTable(self.node, self.keys, self.values, *dtypes, shape, self.has_all_buckets, key_shape)
-
-
-class DynamicTableDocument(Struct, frozen=True):
-    """A table by arbitrary keys."""
-
-    name: Annotated[Text, doc("its name; its variables have this one, a slash and the part's")]
-    key_dtype: Annotated[DtypeLabel, doc("of its keys in the checkpoint")]
-    dtype: Annotated[DtypeLabel, doc("of its rows in the checkpoint")]
-    dimension: Annotated[Count, doc("numbers in a row")]
-    defaults: Annotated[Count, doc("how many rows, the last ones, are what absent keys read")]
-
-    @classmethod
-    def of(cls, table: DynamicTable) -> DynamicTableDocument:
-        """What a manifest says of it."""
-        return cls(table.name, table.key_dtype.label, table.value_dtype.label, table.dim, table.defaults)
-
-    def read(self) -> DynamicTable:
-        """The table."""
-        dtypes = DType.of(self.key_dtype), DType.of(self.dtype)
-        return DynamicTable(self.name, *dtypes, self.dimension, self.defaults)
 
 
 class RenameDocument(Struct, frozen=True):
@@ -316,7 +310,7 @@ class MappingSpecDocument(Struct, frozen=True, omit_defaults=True):
     lookups: Annotated[dict[Text, PartitionStrategy], doc("how the graph looks each of them up")]
     rules: Annotated[RulesDocument, doc("the rules that variables were mapped to tensors by")]
     tables: Annotated[tuple[TableDocument, ...] | None, doc("lookup tables whose contents are served")] = None
-    dynamic: Annotated[tuple[DynamicTableDocument, ...] | None, doc("tables by arbitrary keys")] = None
+    dynamic: Annotated[tuple[DynamicTable, ...] | None, doc("tables by arbitrary keys")] = None
     min_freq: Annotated[Count, doc("--min-freq")] = 0
     max_age_steps: Annotated[Count | None, doc("--max-age-steps")] = None
 

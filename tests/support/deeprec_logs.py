@@ -154,7 +154,7 @@ def publish_base(
     prefix = trainer.directory / f"model.ckpt-{trainer.step}"
     place = reserve_position(model, trainer.step)
     rules = MappingRules(casts=tuple(map(CastRule.parse, casts)), admission=admission or Admission())
-    dynamic = tuple(DynamicTable(name, DType.INT64, DType.FLOAT, DIM, len(DEFAULT)) for name in trainer.names)
+    dynamic = tuple(DynamicTable(name, "int64", "float32", DIM, len(DEFAULT)) for name in trainer.names)
     with Staging(model) as staging:
         laid_out = staging.path.with_name("laid-out") / "model.ckpt"
         variables = _lay_out(trainer, laid_out, head_room, rules.admission)
