@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +19,11 @@ from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.delta.snapshot import Snapshot
 from exporter.errors import CheckpointChanged
 from exporter.jobs.runner import Runner
+from exporter.publish.delta_log import read_log
 from exporter.storage import mirror, requests
+from exporter.transfer.opened import opened
 from exporter.transfer.push import plan_push, push
+from exporter.verify.log import verify_model
 from exporter.wire.crc32c import masked_crc
 from exporter.wire.dtypes import DType
 from tests.support import logs
@@ -96,6 +100,23 @@ def test_a_delta_reads_the_blocks_of_the_base_whose_hashes_differ(
     assert ran.code == 0, ran.err
     ran = export_model("diff", bucket.url("m"), trainer.directory, "--exit-code")
     assert ran.code == 0, ran.out + ran.err
+
+
+def bytes_on_disk(directory: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+
+
+def test_deltas_that_are_verified_do_not_stay(
+    tmp_path: Path, trainer: Trainer, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        go_on(trainer, bucket, list(range(ROWS)))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = bytes_on_disk(tmp_path)
+    with opened(Path(bucket.url("m")), read_only=True) as model:
+        assert verify_model(model.path).problems == ()
+        assert bytes_on_disk(tmp_path) - before < TABLE_BYTES // 2
+        assert read_log(model.path).state().rows("s/users", 0, 5).any()
 
 
 def test_positions_of_a_log_are_compared_where_their_deltas_differ(

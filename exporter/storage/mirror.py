@@ -104,6 +104,17 @@ class Mirror:
                     self._found[name], self._fetched[name] = each, Ranges()
             self._ahead.show(self._found)
 
+    def forget(self, name: str) -> None:
+        """Give back what a large file takes on disk; whoever opens it fetches it anew.
+
+        A map of it keeps its bytes, but nobody may open it at the same moment.
+        """
+        with self._lock:
+            each = self._found.get(name)
+            if each is not None and each.size > GAP_BYTES and not self.is_made_here(name):
+                self._place(name, each)
+                self._fetched[name] = Ranges()
+
     def listed(self, name: str) -> RemoteObject:
         """The object that a file stands for.
 
@@ -385,6 +396,12 @@ def fetch_below(directory: Path) -> None:
     if find(directory) is not None:
         for path in directory.rglob("*"):
             fetch(path)
+
+
+def forget(path: Path) -> None:
+    """`Mirror.forget` of a mirror's file; nothing for any other path."""
+    if (found := find(path)) is not None:
+        found[0].forget(found[1])
 
 
 def shown(text: str) -> str:

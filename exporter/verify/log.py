@@ -28,6 +28,7 @@ from exporter.publish.absent import nothing_published
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.versions import published_versions
+from exporter.storage import mirror
 from exporter.verify.version_files import verify_bytes, verify_published
 
 
@@ -127,6 +128,8 @@ def _problems_of(log: DeltaLog) -> Iterator[Problem]:
             _verify_delta(log, delta)
         except ExportError as error:
             yield _problem(delta.path, error)
+        for path in delta.path.glob("*"):  # of a model in a store: all deltas may be larger than the disk
+            mirror.forget(path)
     for base in log.bases:
         try:
             log.chain(base.at.position)
