@@ -13,7 +13,6 @@ judged by is compared with the answers before it: what was wrong there already i
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from exporter.errors import UsageError
 from exporter.files import read_regular
 from exporter.layout import SAVED_MODEL_FILE
+from exporter.local_paths import quoted
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.rest_json import predict_inputs
 
@@ -172,7 +172,7 @@ def check_signatures(requests: Sequence[GoldenRequest], version: Path) -> None:
             raise UsageError(
                 f"golden request {request.name!r} does not fit {version}",
                 cause=problem,
-                hint=f"compare it with the signatures: export-model inspect {shlex.quote(str(version))}",
+                hint=f"compare it with the signatures: export-model inspect {quoted(version)}",
             )
 
 

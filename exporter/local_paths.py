@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from exporter.errors import UsageError
+from exporter.storage.mirror import shown
 from exporter.storage.url import Url
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
@@ -55,8 +56,8 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
         return _of_file_url(what, text, rest, is_whole=isinstance(place, str))
     url = without_secrets(f"{scheme}://{rest}").rstrip("/")
     if scheme in _BUCKETS and Url.parse(text) is None:
-        shown = without_secrets(text)
-        raise UsageError(f"{what} {shown}: expected {scheme}://{_BUCKETS[scheme]}/PATH, or a local path")
+        told = without_secrets(text)
+        raise UsageError(f"{what} {told}: expected {scheme}://{_BUCKETS[scheme]}/PATH, or a local path")
     if what == "--out" and Url.parse(text) is not None:
         raise UsageError(
             f"{what} {url}: only local paths are read and written here",
@@ -70,6 +71,11 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
         if any(name in what for name in _MODELS) and Url.parse(text) is not None
         else _copy(scheme, url, writes=what == "--out"),
     )
+
+
+def quoted(place: object) -> str:
+    """A path, URL or name as it is typed in a shell: what stands in a command that is proposed."""
+    return shlex.quote(shown(str(place)))
 
 
 def without_secrets(url: str) -> str:
@@ -92,15 +98,15 @@ def in_store(text: str) -> str | None:
 
 def _serve_a_copy(url: str) -> str:
     """The commands that serve a model in a store."""
-    source, name = shlex.quote(url), shlex.quote(url.rpartition("/")[2])
+    name = url.rpartition("/")[2]
     return (
-        f"serve a copy: export-model pull {source} {name}, then serve-model run {name} "
+        f"serve a copy: export-model pull {quoted(url)} {quoted(name)}, then serve-model run {quoted(name)} "
         "(`pull --watch` follows what is published; serve-model agent has --pull)"
     )
 
 
 def _copy(scheme: str, url: str, *, writes: bool) -> str:
-    command = (_PUT if writes else _GET).get(scheme, "").format(url=url)
+    command = (_PUT if writes else _GET).get(scheme, "").format(url=quoted(url))
     steps = "publish to a local directory, then copy the new version" if writes else "copy it here first"
     return f"{steps}: {command}" if command else f"{steps} with the store's own tool"
 

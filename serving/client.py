@@ -19,6 +19,7 @@ from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
 from exporter.errors import CallFailed, UsageError
+from exporter.local_paths import quoted
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.tensor_proto import fill, to_array
@@ -249,10 +250,10 @@ class ModelClient:
             message, hint = f"{self.address} refused the configuration", "correct it, and send it again"
             if error.code == Code.DEADLINE_EXCEEDED.name:
                 message = f"{self.address} does not serve the configuration yet"
-                hint = f"it goes on loading: serve-model status {self.address} --model {self.model}"
+                hint = f"it goes on loading: {self.status_command}"
             elif error.code == Code.UNKNOWN.name:
                 message = f"{self.address} took the configuration, but cannot serve all of it"
-                hint = f"see why: serve-model status {self.address} --model {self.model}"
+                hint = f"see why: {self.status_command}"
             raise CallFailed(error.code, message, cause=error.cause, hint=hint) from error
 
     def close(self) -> None:
@@ -305,9 +306,14 @@ class ModelClient:
             with suppress(UsageError):  # half of them replaced: the next call that fails tries again
                 self._connection = _Connection(self.address, self._access)
 
+    @property
+    def status_command(self) -> str:
+        """The command that shows the model's versions there."""
+        return f"serve-model status {self.address} --model {quoted(self.model)}"
+
     def _failed(self, method: str, code: str, details: str) -> CallFailed:
         cause = f"{code}: {_GRAPH_PLACE.sub('', details).strip()}"
-        hint = _HINTS.get(code, f"see what it serves: serve-model status {self.address} --model {self.model}")
+        hint = _HINTS.get(code, f"see what it serves: {self.status_command}")
         if code == "NOT_FOUND" and ("Latest(" in details or method == "GetModelStatus"):
             hint = "name a model that this server has with --model; it is the MODEL_BASE_PATH's last part"
         if code == "UNAVAILABLE" and (tls := _TLS_PROBLEM.search(details)):

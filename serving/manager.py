@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from exporter.errors import ModelPathNotFound, ServerError
 from exporter.layout import SAVED_MODEL_FILE
+from exporter.local_paths import quoted
 from serving.inference import DEFAULT_INFERENCE, Inference
 from serving.loader import DEFAULT_LOADING, LoadedModel, Loading, has_saved_model, load
 from serving.status import Code, StatusError, VersionState, VersionStatus, status_of
@@ -210,7 +211,7 @@ class VersionManager:
             return ServerError(
                 f"{self.base_path} is itself a version",
                 cause="a model base path holds versions, in directories that are named by numbers",
-                hint=f"name the directory above it: serve-model run {self.base_path.parent}",
+                hint=f"name the directory above it: serve-model run {quoted(self.base_path.parent)}",
             )
         if not failures and not self.base_path.is_dir():
             return ModelPathNotFound(

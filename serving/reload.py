@@ -142,7 +142,7 @@ class Reloader:
                     cause="it cannot be loaded"
                     if has_failed(model, statuses)
                     else f"after {self._deadline_s:g} s; the server goes on with the configuration",
-                    hint=f"see how it goes: serve-model status {client.address} --model {client.model}",
+                    hint=f"see how it goes: {client.status_command}",
                 )
             time.sleep(_POLL_SECONDS)
         return [s.version for s in statuses if s.state is VersionState.AVAILABLE]

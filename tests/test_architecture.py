@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -236,6 +237,32 @@ def test_names_on_disk_stand_in_one_place() -> None:
         if text in unmistakable or (is_in_path and text in names)
     ]
     assert not found, "say it by its name in exporter/layout.py"
+
+
+# What stands in a proposed command without quotes: addresses and numbers.
+NEEDS_NO_QUOTES = {"address", "before"}
+
+
+def test_commands_that_are_proposed_can_be_pasted() -> None:
+    """Paths, URLs and names stand in them as `exporter.local_paths.quoted` writes them."""
+    found, bare = 0, []
+    for path in [*sources("exporter"), *sources("serving")]:
+        for text in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(text, ast.JoinedStr):
+                continue
+            said = ""
+            for part in text.values:
+                if isinstance(part, ast.FormattedValue) and _IN_A_COMMAND.search(said):
+                    found += 1
+                    named = ast.unparse(part.value)
+                    if not named.startswith("quoted(") and named.split(".")[-1] not in NEEDS_NO_QUOTES:
+                        bare.append(f"{module_of(path)}:{part.lineno}: {named}")
+                said += str(part.value) if isinstance(part, ast.Constant) else "-"
+    assert found > 20
+    assert not bare
+
+
+_IN_A_COMMAND = re.compile(r"(?:export|serve)-model [a-z]+(?: [^\s:]+)* $")
 
 
 @pytest.mark.parametrize("module", ["exporter.cli.app", "serving.cli"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from exporter.files import nearest
+from exporter.local_paths import quoted
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, publish_base
 
@@ -97,3 +98,17 @@ def test_a_mistyped_checkpoint_directory(place: Path) -> None:
     assert ran.error["hint"] == f"did you mean {place / 'train' / 'model.ckpt-10'}?"
     ran = export_model("inspect", place / "trian" / "tower.keras", "--json")
     assert ran.error["hint"] == f"did you mean {place / 'train'}?", "what is not there is not named"
+
+
+def test_what_is_proposed_can_be_pasted(place: Path) -> None:
+    spaced = place / "of two words"
+    (place / "models").rename(spaced)
+    ran = export_model("verify", place / "of two word" / "ranker", "--json")
+    assert ran.error["hint"] == f"did you mean '{spaced / 'ranker'}'?"
+    ran = export_model("--ckpt-dir", place / "train", "--out", spaced / "ranker" / "10", "--json")
+    assert ran.error["hint"].endswith(f"--out '{spaced / 'ranker'}'")
+
+
+def test_a_path_that_stands_for_a_url_is_quoted_as_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exporter.local_paths.shown", lambda text: text.replace("/tmp/m", "s3://b/a model"))
+    assert quoted(Path("/tmp/m/20")) == "'s3://b/a model/20'"

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from exporter.errors import UsageError, os_error
 from exporter.files import read_regular
 from exporter.layout import WARMUP_FILE
+from exporter.local_paths import quoted
 from exporter.wire import rest_json, tensor_proto
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.tfrecord import encode_records
@@ -61,7 +62,7 @@ def read_requests(path: Path, meta_graph: Proto) -> tuple[WarmupRequest, ...]:
     if len(requests) > MAX_RECORDS:
         raise UsageError(
             f"{path} holds {len(requests)} requests; a server takes at most {MAX_RECORDS}",
-            hint=f"head -n {MAX_RECORDS} {path}",
+            hint=f"head -n {MAX_RECORDS} {quoted(path)}",
         )
     return tuple(requests)
 

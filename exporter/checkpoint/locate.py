@@ -42,6 +42,7 @@ from exporter.errors import (
 )
 from exporter.files import nearest, read_regular
 from exporter.layout import CHECKPOINT_STATE_FILE, CHECKPOINT_SUFFIX, SAVED_MODEL_FILES, VARIABLES_NAME
+from exporter.local_paths import quoted
 from exporter.storage import mirror
 
 WORKER_PREFIX = "workertemp_"
@@ -152,7 +153,7 @@ def _without_index(directory: Path, names: list[str], named: Path | None) -> lis
     if not is_series([path.name for path in found]):
         raise CheckpointNotFound(
             f"{directory} holds several archives: {', '.join(path.name for path in found[:5])}",
-            hint=f"name one of them: --ckpt-dir {found[0]}",
+            hint=f"name one of them: --ckpt-dir {quoted(found[0])}",
         )
     return sorted(found, key=_order, reverse=True)
 
@@ -241,7 +242,7 @@ def _no_index(prefix: Path) -> CheckpointError:
     return CheckpointNotFound(
         f"there is no {prefix}: no directory, no archive, and no {index_path(prefix).name}",
         cause=f"the directory holds {', '.join(there[:5])}" if there else "",
-        hint=f"name what is there: {prefix.with_name(close_by[0])}"
+        hint=f"name what is there: {quoted(prefix.with_name(close_by[0]))}"
         if close_by
         else "name a directory of checkpoints, a checkpoint's prefix, or an archive",
     )
@@ -253,7 +254,7 @@ def _meant(prefix: Path) -> str:
     if close is None:
         return ""
     there = close / prefix.name
-    return f"did you mean {there if _exists(there) or _exists(index_path(there)) else close}?"
+    return f"did you mean {quoted(there if _exists(there) or _exists(index_path(there)) else close)}?"
 
 
 def _names(directory: Path) -> list[str]:

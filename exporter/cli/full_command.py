@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from functools import partial
 
 from exporter.cli import render
 from exporter.cli.documents import exported as documents
 from exporter.graph.load import run_builders_once
+from exporter.local_paths import quoted
 from exporter.options import ExportRequest
 from exporter.pipeline import full, full_plan
 from exporter.pipeline.watch import watch
@@ -64,7 +64,5 @@ def published_already(
     if not is_newest:
         lines.append(labelled("newest", f"version {made.newest}; to publish this one again: --again"))
     if hold is not None:
-        lines.append(
-            labelled("hold", f"at {hold}, until export-model resume {shlex.quote(str(request.out))}")
-        )
+        lines.append(labelled("hold", f"at {hold}, until export-model resume {quoted(request.out)}"))
     sink.result(document, lines, is_done=True)

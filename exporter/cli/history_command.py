@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from datetime import UTC
 from typing import TYPE_CHECKING, Annotated, Any
 
 from exporter.cli.documents import logs as documents
 from exporter.cli.log_commands import ModelArgument
+from exporter.local_paths import quoted
 from exporter.terminal.edge import AS_TEXT, OutputOptions, command
 from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
@@ -85,7 +85,7 @@ def _lines(found: Timeline, shown: int) -> Iterator[str]:
         waiting = sum(event.is_past_hold for event in found.events)
         who = ", by the agent's canary" if found.is_canary else ""
         yield labelled("hold", f"at {found.hold}{who}; {waiting or 'nothing'} published beyond it")
-        yield labelled("next", f"to lift it: export-model resume {shlex.quote(str(found.model))}")
+        yield labelled("next", f"to lift it: export-model resume {quoted(found.model)}")
     if shown < len(found.events):
         yield labelled("shown", f"the last {shown} of {len(found.events)} events")
 

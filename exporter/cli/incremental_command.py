@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -16,6 +15,7 @@ from exporter.cli.documents.values import Status
 from exporter.cli.notify import NOBODY, Servers
 from exporter.errors import ExportError, ManifestError, PositionError, PositionMoved, UsageError
 from exporter.graph.origin import check_named
+from exporter.local_paths import quoted
 from exporter.options import ExportRequest
 from exporter.pipeline import begin_log, incremental
 from exporter.pipeline.arrivals import Arrivals
@@ -222,9 +222,9 @@ def _next_lines(plan: IncrementalPlan) -> Iterator[str]:
         yield labelled("hold", f"at {hold}: the agent's canary decides about what lies beyond")
     elif hold is not None:
         yield labelled("hold", f"at {hold}: servers go no further until it is lifted")
-        yield labelled("next", f"export-model resume {shlex.quote(str(plan.log.model))}")
+        yield labelled("next", f"export-model resume {quoted(plan.log.model)}")
     else:
-        yield labelled("next", f"serve-model update HOST:PORT --model {shlex.quote(plan.log.model.name)}")
+        yield labelled("next", f"serve-model update HOST:PORT --model {quoted(plan.log.model.name)}")
 
 
 def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:

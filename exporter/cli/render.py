@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from exporter.cli.render_values import (
     tensor_groups,
 )
 from exporter.graph.training_graph import TrainingGraph
+from exporter.local_paths import quoted
 from exporter.mapping.build import TensorSource
 from exporter.options import Verify
 from exporter.pipeline.full import Exported
@@ -82,8 +82,8 @@ def exported(done: Exported, sink: Output) -> None:
 
 def _next(model: Path) -> str:
     if mirror.find(model) is not None:  # servers read files; of stores, gs:// alone
-        return f"export-model pull {shlex.quote(str(model))} {shlex.quote(model.name)}"
-    return f"serve-model run {shlex.quote(str(model))}"
+        return f"export-model pull {quoted(model)} {quoted(model.name)}"
+    return f"serve-model run {quoted(model)}"
 
 
 def _plan(planned: Plan, status: Status, work: tuple[int, int]) -> ExportPlan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from exporter.cli.documents import transfers as documents
 from exporter.cli.documents.values import Status
 from exporter.cli.log_commands import DryRunFlag
 from exporter.errors import CheckpointError, ExportError, PublishError, UsageError, VerificationError
+from exporter.local_paths import quoted
 from exporter.progress import count, human_bytes
 from exporter.terminal.edge import AS_TEXT, OutputOptions, command, outlived
 from exporter.terminal.markup import labelled
@@ -63,7 +63,7 @@ def _told(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
         lines.append(labelled("would remove" if dry_run else "removed", ", ".join(plan.remove)))
     lines.append(labelled("position", plan.position))
     if not dry_run:
-        lines.append(labelled("next", f"export-model pull {plan.url.typed} MODEL"))
+        lines.append(labelled("next", f"export-model pull {quoted(plan.url)} MODEL"))
     sink.result(document, lines, is_done=not dry_run)
 
 
@@ -135,5 +135,5 @@ def _pulled(done: Pulled, model: Path, sink: Output) -> None:
         lines.append(labelled("waiting", f"{', '.join(done.waiting)}: {why}"))
     if done.position is not None:
         lines.append(labelled("position", done.position))
-        lines.append(labelled("next", f"serve-model run {shlex.quote(str(model))}"))
+        lines.append(labelled("next", f"serve-model run {quoted(model)}"))
     sink.result(document, lines, is_done=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.errors import CheckpointError, ExportError, ServerError, VerificationError
+from exporter.local_paths import quoted
 from exporter.progress import count
 
 
@@ -49,7 +49,7 @@ class Finding(Struct, frozen=True):
 
 def command(*words: str | Path) -> str:
     """A command line to paste into a shell."""
-    return shlex.join(map(str, words))
+    return " ".join(map(quoted, words))
 
 
 def diagnosis(model: Path, findings: Iterable[Finding]) -> ExportError | None:

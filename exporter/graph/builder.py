@@ -40,6 +40,7 @@ from exporter.graph.object_models import (
 from exporter.graph.signatures import DEFAULT_SIGNATURE, METHODS, check_method
 from exporter.graph.source_graph import GraphRequest, SourceGraph, TableKey, VariableKey
 from exporter.graph.sources import importable, no_function
+from exporter.local_paths import quoted
 from exporter.wire import protos
 from exporter.wire.protos import Proto
 
@@ -96,7 +97,7 @@ def resolve(model: str | Builder | None) -> tuple[Builder, str]:
         close = nearest(Path(where))
         raise BuilderError(
             f"there is no file {where}",
-            hint=f"did you mean --model {close}:{name}?"
+            hint=f"did you mean --model {quoted(f'{close}:{name}')}?"
             if close is not None and close.suffix == ".py"
             else "name the builder's file: --model path/file.py:fn",
         )

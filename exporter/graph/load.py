@@ -24,6 +24,7 @@ from exporter.graph.own_signatures import keep_servable
 from exporter.graph.saved_model import is_saved_model, load_saved_model
 from exporter.graph.signatures import requested_specs
 from exporter.graph.source_graph import GraphRequest, SourceGraph
+from exporter.local_paths import quoted
 
 __all__ = [
     "GraphRequest",
@@ -141,10 +142,10 @@ def _meant(path: Path) -> str:
     if found is None:
         return ""
     if found.suffix == ".py":
-        return f"name the function too: --model {found}:FUNCTION"
+        return f"name the function too: --model {quoted(found)}:FUNCTION"
     if found.is_dir() and not is_saved_model(found):
         versions = [entry for entry in found.iterdir() if entry.name.isdecimal() and is_saved_model(entry)]
         if not versions:
             return ""
         found = max(versions, key=lambda version: int(version.name))
-    return f"did you mean --model {found}?"
+    return f"did you mean --model {quoted(found)}?"

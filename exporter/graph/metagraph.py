@@ -28,6 +28,7 @@ from exporter.graph.signatures import (
 )
 from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.graph.tables import add_init_op
+from exporter.local_paths import quoted
 from exporter.wire import protos
 from exporter.wire.protos import Proto
 
@@ -142,7 +143,8 @@ def _nothing_to_serve(index: GraphIndex, label: str) -> UsageError:
     return UsageError(
         f"nothing says what to serve: {label} has no signatures",
         cause=f"its placeholders are {_listed(placeholders)}; likely outputs are {_listed(scores)}",
-        hint=f"--input NAME=TENSOR --output NAME=TENSOR; all names: export-model inspect {label} --tensors",
+        hint="--input NAME=TENSOR --output NAME=TENSOR; "
+        f"all names: export-model inspect {quoted(label)} --tensors",
     )
 
 

@@ -25,6 +25,7 @@ from msgspec import Struct
 from exporter.errors import BuilderError
 from exporter.files import Unchanged
 from exporter.graph.file_digests import file_digest
+from exporter.local_paths import quoted
 from exporter.wire.json_documents import Sha256, Text, doc
 
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -135,7 +136,7 @@ def no_function(where: str, name: str, functions: list[str]) -> BuilderError:
     return BuilderError(
         f"{where} has no function {name!r}",
         cause=f"its functions are: {', '.join(functions) or 'none'}",
-        hint=f"name one that returns inputs and outputs, or a model: --model {where}:{nearest}",
+        hint=f"name one that returns inputs and outputs, or a model: --model {quoted(where)}:{nearest}",
     )
 
 

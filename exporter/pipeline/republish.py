@@ -21,6 +21,7 @@ from exporter.delta.spans import Position
 from exporter.errors import PositionUnknown, UsageError
 from exporter.files import writing
 from exporter.layout import PAIR_NAME, VARIABLES_PREFIX
+from exporter.local_paths import quoted
 from exporter.publish.absent import nothing_published
 from exporter.publish.commit import (
     Published,
@@ -95,8 +96,8 @@ def rollback_accepted(model: Path, at: int, before: int) -> UsageError:
     """The error of a resumption whose rollback was accepted: the hold was lifted, and its values stayed."""
     return UsageError(
         f"{model} is not held: the rollback at {at} was accepted when its hold was lifted",
-        hint=f"serve the values of {before} again: export-model rollback {model} --to {before}, "
-        f"then export-model resume {model} --lift-only",
+        hint=f"serve the values of {before} again: export-model rollback {quoted(model)} --to {before}, "
+        f"then export-model resume {quoted(model)} --lift-only",
     )
 
 

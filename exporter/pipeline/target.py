@@ -8,6 +8,7 @@ from pathlib import Path
 from exporter.catalog import Catalog
 from exporter.checkpoint.identity import Identity
 from exporter.errors import ManifestError, NotUpdatable, UsageError
+from exporter.local_paths import quoted
 from exporter.options import ExportRequest
 from exporter.publish.commit import VersionRule
 from exporter.publish.delta_log import LogBase
@@ -50,7 +51,7 @@ def require_own_directory(model: Path, catalog: Catalog) -> None:
         raise UsageError(
             f"--out {model} is the directory of the checkpoint",
             cause="versions, deltas and unfinished work would lie among the trainer's files",
-            hint=f"name a directory of the model's own: --out {model / 'served'}",
+            hint=f"name a directory of the model's own: --out {quoted(model / 'served')}",
         )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from exporter.errors import ExportError, NotUpdatable
 from exporter.files import nearest
+from exporter.local_paths import quoted
 from exporter.publish.versions import newest_version
 
 
@@ -13,7 +14,7 @@ def nothing_published(model: Path) -> NotUpdatable:
     """The error for a model base path without a version; its hint names the model that was probably meant."""
     what = f"nothing is published under {model}" if model.exists() else f"there is no model {model}"
     if found := likely_model(model):
-        return NotUpdatable(what, hint=f"did you mean {found}?")
+        return NotUpdatable(what, hint=f"did you mean {quoted(found)}?")
     return NotUpdatable(what)
 
 

@@ -6,13 +6,13 @@ nothing can come in between. Deltas need no permission: servers do not follow th
 
 from __future__ import annotations
 
-import shlex
 from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
 
 from exporter.errors import ChainEnds, ManifestError, ModelHeld
+from exporter.local_paths import quoted
 from exporter.publish.delta_log import log_path
 from exporter.publish.hold import Hold
 from exporter.publish.versions import VersionDir, newest_version, read_head
@@ -39,10 +39,10 @@ class Permission(Struct, frozen=True):
         log = None if newest is None else _log_of(newest)
         if not self.despite_hold:
             for hold in binding(model, log):
-                where, held = _where(hold), shlex.quote(str(model))
                 raise ModelHeld(
-                    f"{model} is held{where}, and servers would load a new version in spite of that",
-                    hint=f"lift the hold: export-model resume {held}; or publish anyway: --despite-hold",
+                    f"{model} is held{_where(hold)}, and servers would load a new version in spite of that",
+                    hint=f"lift the hold: export-model resume {quoted(model)}; "
+                    "or publish anyway: --despite-hold",
                 )
         if log is not None and newest is not None and not takes_deltas and not self.plain:
             raise ChainEnds(

@@ -17,6 +17,7 @@ from exporter.delta.format import POSITION_LIMIT
 from exporter.errors import ManifestError, TargetNotWritable, UsageError
 from exporter.files import Unchanged, open_regular, still_at, try_lock
 from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE, SAVED_MODEL_FILES, TAKEN_FILE
+from exporter.local_paths import quoted
 from exporter.publish.manifest import Manifest, ManifestHead, from_json, head_from_json
 
 T = TypeVar("T")
@@ -96,7 +97,7 @@ def require_base_path(model: Path) -> None:
         raise UsageError(
             f"{model} is itself a version",
             cause="a model base path holds versions, in directories that are named by numbers",
-            hint=f"name the directory above it: --out {model.parent}",
+            hint=f"name the directory above it: --out {quoted(model.parent)}",
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 
 from msgspec import Struct
 
@@ -46,11 +45,6 @@ class Url(Struct, frozen=True):
     def name(self) -> str:
         """What follows the last slash."""
         return self.path.rpartition("/")[2]
-
-    @property
-    def typed(self) -> str:
-        """The URL as it is typed in a shell."""
-        return shlex.quote(str(self))
 
     def key(self, name: str) -> str:
         """The key of the object that has this name below the URL."""

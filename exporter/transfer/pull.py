@@ -38,6 +38,7 @@ from exporter.layout import (
     PULL_LOCK_FILE,
     PULL_PREFIX,
 )
+from exporter.local_paths import quoted
 from exporter.progress import Progress, ProgressFactory, human_bytes, no_progress
 from exporter.publish.commit import model_lock
 from exporter.publish.hold import Hold
@@ -148,7 +149,7 @@ class LocalCopy:
         if not stored.items:
             raise CheckpointNotFound(
                 f"there is no model at {self.url}",
-                hint=f"publish one: export-model push MODEL {self.url.typed}",
+                hint=f"publish one: export-model push MODEL {quoted(self.url)}",
             )
         _require_own_directory(model)
         with writing(model):
@@ -208,7 +209,7 @@ class _Pull:
                 raise PositionMoved(
                     f"{ours} was published here, and {theirs} elsewhere",
                     cause="neither leads on from the other",
-                    hint=f"pull into a directory of its own: export-model pull {self._url.typed} OTHER",
+                    hint=f"pull into a directory of its own: export-model pull {quoted(self._url)} OTHER",
                 )
             return self._done()
         waiting: tuple[str, ...] = ()

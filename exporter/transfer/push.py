@@ -7,7 +7,6 @@ hold back, and are lifted after everything else.
 
 from __future__ import annotations
 
-import shlex
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from msgspec import Struct
 
 from exporter.errors import ForeignLineage, NotUpdatable, PositionMoved, TargetNotWritable, UsageError
 from exporter.layout import MANIFEST_FILE
-from exporter.local_paths import in_store, without_secrets
+from exporter.local_paths import in_store, quoted, without_secrets
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.versions import require_base_path
 from exporter.storage.objects import ObjectWriter
@@ -109,7 +108,7 @@ def _plan(
             raise PositionMoved(
                 f"{place} has gone on from what {model / item.path} took back",
                 cause="that was decided for the servers of this directory alone",
-                hint=f"roll the store's back, too: export-model rollback {place.typed} --to POSITION",
+                hint=f"roll the store's back, too: export-model rollback {quoted(place)} --to POSITION",
             )
     gone = tuple(sorted(stored.items.keys() - ours.keys())) if prune else ()
     position = list(ours.values())[-1].manifest.position
@@ -199,7 +198,7 @@ def _require_ours(plan: PushPlan, head: Head) -> None:
         raise PositionMoved(
             f"{plan.url}: {head.path} was published by another machine",
             cause=f"{plan.model} does not lead on from it",
-            hint=f"begin from the store's: export-model pull {plan.url.typed} MODEL",
+            hint=f"begin from the store's: export-model pull {quoted(plan.url)} MODEL",
         )
     if known is None or known.holds is None or head.holds is None or not head.is_same_publication(known):
         return
@@ -207,5 +206,5 @@ def _require_ours(plan: PushPlan, head: Head) -> None:
         raise PositionMoved(
             f"{plan.url}: another machine has set or lifted a hold",
             cause=f"{plan.model} does not know of it",
-            hint=f"take it over first: export-model pull {plan.url.typed} {shlex.quote(str(plan.model))}",
+            hint=f"take it over first: export-model pull {quoted(plan.url)} {quoted(plan.model)}",
         )
