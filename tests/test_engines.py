@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,8 +34,9 @@ from exporter.errors import EngineFailed, UsageError
 from exporter.jobs.engines import beam, dask, process
 from exporter.jobs.engines.beam_pipeline import OUTCOMES, do, numbered_works, outcomes_of, put_works
 from exporter.jobs.engines.choose import choose_engine
-from exporter.jobs.engines.engine_options import require_room, require_short
-from exporter.jobs.engines.process import Asked
+from exporter.jobs.engines.engine_errors import gave_up
+from exporter.jobs.engines.engine_options import require_reachable, require_room, require_short
+from exporter.jobs.engines.process import Asked, ProcessEngine
 from exporter.jobs.execute import OPERATIONS, decode, encode
 from exporter.jobs.task import Input
 from exporter.storage.output_directory import open_directory
@@ -79,9 +81,40 @@ def test_the_local_engine_has_no_cluster() -> None:
 
 
 def test_a_cluster_that_is_not_there() -> None:
-    with pytest.raises(EngineFailed, match="ray gave up") as caught:
+    with pytest.raises(EngineFailed, match=r"nobody answers at 127\.0\.0\.1:1") as caught:
         decode(next(choose_engine("ray", 1, "127.0.0.1:1").run([b""]))).settle()
     assert "Connection refused" in caught.value.cause
+
+
+@pytest.mark.parametrize(
+    ("engine", "address"),
+    [
+        ("ray", "head"),
+        ("ray", "tcp://head:6379"),
+        ("dask", "http://scheduler:8786"),
+        ("dask", "scheduler:port"),
+        ("beam", "job-server:99999"),
+        ("beam", ":8099"),
+    ],
+)
+def test_what_is_no_address(engine: str, address: str) -> None:
+    with pytest.raises(UsageError, match=f"{address} is no address of {engine}"):
+        require_reachable(engine, address)
+
+
+def test_something_else_at_an_address() -> None:
+    """Engines would wait for it for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        engine = ProcessEngine(Asked("dask", address=address, silent_s=3))
+        with pytest.raises(EngineFailed, match=f"dask did not begin at {address} within 3 s"):
+            decode(next(engine.run([b""]))).settle()
+
+
+@pytest.mark.parametrize("engine", ["ray", "dask"])
+def test_more_workers_than_a_machine_has_room_for(engine: str) -> None:
+    with pytest.raises(UsageError, match="of memory, and this machine has"):
+        decode(next(choose_engine(engine, 1_000_000).run([b""]))).settle()
 
 
 @pytest.mark.parametrize(
@@ -382,3 +415,27 @@ def test_a_node_of_dask_is_killed(tmp_path: Path, tmp_path_factory: pytest.TempP
         out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
     assert json.loads(out)["digest"] == expected(runs)
+
+
+def test_workers_of_dask_that_lack_the_package(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A worker that cannot read what it is sent dies, and Dask waits for another one for ever."""
+    runs = EngineRuns("dask", python_of("dask", tmp_path_factory), tmp_path)
+    (tmp_path / "without/exporter").mkdir(parents=True)
+    raises = "raise ModuleNotFoundError(\"No module named 'exporter'\")"
+    (tmp_path / "without/exporter/__init__.py").write_text(raises)
+    with runs.dask_cluster(workers=1, path=str(tmp_path / "without")) as (address, _):
+        done = runs.run(address=address)
+    assert (done["error"], done["message"]) == ("EngineFailed", "dask gave up")
+    assert "install the same version of export-model" in done["hint"]
+
+
+def test_what_libraries_raise() -> None:
+    """A worker's traceback is not shown; what is said in several lines is."""
+    remote = 'ray::execute() (pid=7)\n  File "/a.py", line 1, in <module>\nImportError: no x'
+    error = gave_up("ray gave up", RuntimeError(remote))
+    assert (error.cause, "on every worker" in error.hint) == ("ImportError: no x", True)
+    error = gave_up("ray gave up", RuntimeError("Version mismatch:\n  Ray: 1\n  Ray: 2"))
+    assert error.cause == "RuntimeError: Version mismatch: Ray: 1 Ray: 2"
+    assert error.hint == EngineFailed.default_hint

@@ -149,8 +149,13 @@ class EngineRuns:
         return Range(0, extent.offset, extent.size)
 
     @contextmanager
-    def dask_cluster(self, workers: int) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
-        """The address of a scheduler on loopback, and its workers, each a node as far as Dask knows."""
+    def dask_cluster(
+        self, workers: int, path: str = ""
+    ) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+        """The address of a scheduler on loopback, and its workers, each a node as far as Dask knows.
+
+        They find packages in `path` first.
+        """
         with ExitStack() as stack:
             file = self.directory / "scheduler.json"
             loopback = ["--host", "127.0.0.1", "--no-dashboard"]
@@ -158,13 +163,15 @@ class EngineRuns:
             wait_until(file.exists, "the scheduler is there")
             address = json.loads(file.read_text())["address"]
             node = ["worker", *loopback, "--no-nanny", "--nthreads", "1", address]
-            yield address, [stack.enter_context(self._dask(*node)) for _ in range(workers)]
+            yield address, [stack.enter_context(self._dask(*node, path=path)) for _ in range(workers)]
 
     @contextmanager
-    def _dask(self, role: str, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    def _dask(self, role: str, *arguments: object, path: str = "") -> Iterator[subprocess.Popen[bytes]]:
         command = [self.python, "-m", f"distributed.cli.dask_{role}", *map(str, arguments)]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        with subprocess.Popen(command, env=self.environment, cwd=self.directory, **quiet) as process:
+        environment = self.environment
+        environment["PYTHONPATH"] = os.pathsep.join([*filter(None, [path]), environment["PYTHONPATH"]])
+        with subprocess.Popen(command, env=environment, cwd=self.directory, **quiet) as process:
             try:
                 yield process
             finally:

@@ -36,7 +36,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
         )
     directory = open_directory(f"{results or asked.files}/{urandom(8).hex()}")
     left, seen, came = set(range(put_works(directory, works))), set[str](), time.monotonic()
-    pipeline = Pipeline(directory.place, asked.cores, asked.address, options)
+    pipeline = Pipeline(directory.place, asked, options)
     try:
         while left:
             is_over = pipeline.is_over  # before the look: what came before the end is seen

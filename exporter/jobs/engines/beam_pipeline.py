@@ -11,6 +11,8 @@ from socket import gethostname
 from typing import Any
 
 from exporter.errors import EngineFailed
+from exporter.jobs.engines.engine_errors import gave_up
+from exporter.jobs.engines.process import Asked
 from exporter.jobs.execute import execute
 from exporter.storage.output_directory import Directory, open_directory
 
@@ -25,11 +27,12 @@ class Pipeline:
 
     error: BaseException | None = None
 
-    def __init__(self, place: str, cores: int, address: str, options: Mapping[str, str]) -> None:
-        flags = {"runner": "PortableRunner", "job_endpoint": address} if address else {"runner": _LOCAL}
+    def __init__(self, place: str, asked: Asked, options: Mapping[str, str]) -> None:
+        there = {"runner": "PortableRunner", "job_endpoint": asked.address}
+        flags = there if asked.address else {"runner": _LOCAL}
         flags |= options
         if flags["runner"] == _LOCAL:
-            flags |= {"direct_running_mode": "multi_processing", "direct_num_workers": str(cores)}
+            flags |= {"direct_running_mode": "multi_processing", "direct_num_workers": str(asked.cores)}
         self._running: list[Any] = []
         # Beam's own runner loses workers in threads of its own, and waits.
         threading.excepthook = self._failed
@@ -54,9 +57,7 @@ class Pipeline:
         `results` is the directory of outcomes where that is on other machines, whose workers may go on.
         """
         if self.error is not None:
-            said = str(self.error).strip().splitlines()  # of a worker's the whole traceback, the error last
-            cause = f"{type(self.error).__name__}: {''.join(said[-1:])}"
-            found = EngineFailed("the pipeline of Beam failed", cause=cause)
+            found = gave_up("the pipeline of Beam failed", self.error)
         else:
             found = EngineFailed(
                 f"no task of the pipeline of Beam was done for {stall_s:g} s: "

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from exporter.jobs.engines.bundles import Bundles, execute_all
+from exporter.jobs.engines.bundles import Bundles, by_value
 from exporter.jobs.engines.engine_options import require_known
 from exporter.jobs.engines.process import Asked
 
@@ -38,12 +38,15 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
         client = stack.enter_context(dask.Client(scheduler))
         threads = sum(client.nthreads().values())
         ahead = (asked.workers if asked.address else 0) or _AHEAD * max(1, threads)
-        bundles = Bundles(works)
+        bundles, call = (
+            Bundles(works),
+            by_value(),
+        )  # a worker that cannot import what comes dies, and Dask waits
 
         def begun(count: int) -> list[Any]:
             """The next calls, of which Dask is told at once."""
             calls = bundles.take(count)
-            return client.map(execute_all, calls, pure=False, **options) if calls else []
+            return client.map(call, calls, pure=False, **options) if calls else []
 
         done = dask.as_completed(begun(ahead))
         try:

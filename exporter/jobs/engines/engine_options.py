@@ -7,11 +7,20 @@ import socket
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from exporter.errors import UsageError
+from exporter.errors import EngineFailed, UsageError
 from exporter.local_paths import local_name
+from exporter.progress import human_bytes
 from exporter.storage.url import Url
 
 _CONNECT_S = 30.0
+_WORKER_BYTES = 100 << 20  # Dask's take 66 MB, Ray's 115, Beam's 139
+_MOST_PORTS = 65535
+_ADDRESSES = {
+    "ray": (("", "ray"), "ray-head:6379"),
+    "dask": (("", "tcp", "tls", "ucx", "ws", "wss"), "tcp://scheduler:8786"),
+    "beam": (("",), "job-server:8099"),
+}
+_NO_CLUSTER = "name a cluster that runs, as it is reached from here: --engine-address ADDRESS"
 _LONGEST_OF_SOCKETS = 107
 _OF_RAY = len("/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 
@@ -44,16 +53,39 @@ def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None
             )
 
 
-def require_reachable(address: str) -> None:
-    """Connect to an address, if it names a port: others are for the engine to find.
+def require_memory(workers: int, there: int) -> None:
+    """Refuse more worker processes than this machine's memory has room for.
 
     Raises:
-        OSError: nobody answers there in time.
-        ValueError: the port is no number.
+        UsageError: there are too many.
     """
-    host, colon, port = address.rpartition("/")[2].rpartition(":")
-    if colon:
-        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    if workers * _WORKER_BYTES > there:
+        raise UsageError(
+            f"{workers} workers of an engine take about {human_bytes(workers * _WORKER_BYTES)} of memory, "
+            f"and this machine has {human_bytes(there)}",
+            hint="name a cluster for them (--engine-address), or leave --workers out; threads take little: "
+            "--engine local",
+        )
+
+
+def require_reachable(engine: str, address: str) -> None:
+    """Connect to the host and port of an address: engines themselves try for long, or for ever.
+
+    Raises:
+        UsageError: it is no address of the engine's.
+        EngineFailed: nobody answers there in time.
+    """
+    scheme, _, rest = address.rpartition("://")
+    host, _, port = rest.rpartition(":")
+    if address == "auto":  # Ray finds the cluster of this machine
+        return
+    schemes, example = _ADDRESSES[engine]
+    if scheme not in schemes or not host or not port.isdecimal() or int(port) > _MOST_PORTS:
+        raise UsageError(f"{address} is no address of {engine}", hint=f"as in --engine-address {example}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except OSError as error:
+        raise EngineFailed(f"nobody answers at {address}", cause=str(error), hint=_NO_CLUSTER) from error
 
 
 def require_short(path: str) -> None:

@@ -26,6 +26,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import EngineFailed, ExportError, UsageError
+from exporter.jobs.engines.engine_errors import gave_up
+from exporter.jobs.engines.engine_options import require_memory, require_reachable
 from exporter.jobs.execute import failed
 
 _MAIN = f"from {__name__} import main; main()"  # not `-m`: workers find functions by their module's name
@@ -44,11 +46,19 @@ class Asked(Struct, frozen=True):
     options: Mapping[str, str] = {}
     files: str = ""
     """A directory for the engine's files; it is removed at the end."""
+    silent_s: float = 120.0
+    """How long it may take until it begins: to start, or to reach its cluster."""
 
     @property
     def cores(self) -> int:
-        """How many workers this machine is to have."""
-        return self.workers or len(os.sched_getaffinity(0))
+        """How many workers this machine is to have, each a process.
+
+        Raises:
+            UsageError: they need more memory than there is.
+        """
+        count = self.workers or len(os.sched_getaffinity(0))
+        require_memory(count, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return count
 
     def values(self) -> dict[str, Any]:
         """Options whose text is JSON as what that says (`2`, `true`, `{"a": 1}`), any other text as it is."""
@@ -131,8 +141,13 @@ def main() -> None:
     outcomes = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    silent = threading.Timer(asked.silent_s, _give_up, (asked, outcomes))
+    silent.daemon = True
+    silent.start()
     try:
-        with closing(_module(asked.engine).run(_works(), asked)) as done:
+        if asked.address:
+            require_reachable(asked.engine, asked.address)
+        with closing(_module(asked.engine).run(_works(silent), asked)) as done:
             for outcome in done:
                 outcomes.write(outcome + b"\n")
                 outcomes.flush()
@@ -141,8 +156,21 @@ def main() -> None:
     except ExportError as error:
         outcomes.write(failed(error) + b"\n")
     except Exception as error:  # noqa: BLE001 - libraries raise what they like
-        cause = f"{type(error).__name__}: {error}"
-        outcomes.write(failed(EngineFailed(f"{asked.engine} gave up", cause=cause)) + b"\n")
+        outcomes.write(failed(gave_up(f"{asked.engine} gave up", error)) + b"\n")
+    _end(asked, outcomes)
+
+
+def _give_up(asked: Asked, outcomes: IO[bytes]) -> None:
+    """End without the main thread, which waits for a cluster in an engine's library."""
+    where = f"at {asked.address}" if asked.address else "here"
+    message = f"{asked.engine} did not begin {where} within {asked.silent_s:g} s"
+    hint = "see that its cluster runs there, of the same version as here, and run the same command again"
+    outcomes.write(failed(EngineFailed(message, hint=hint)) + b"\n")
+    _end(asked, outcomes)
+
+
+def _end(asked: Asked, outcomes: IO[bytes]) -> None:
+    """End this process and what it started."""
     with suppress(BrokenPipeError):
         outcomes.write(_END)
         outcomes.flush()
@@ -181,8 +209,8 @@ def _processes() -> Iterator[tuple[int, int]]:
             yield int(path.parent.name), int(after_name[1])
 
 
-def _works() -> Iterator[bytes]:
-    """The lines of stdin up to an empty one."""
+def _works(silent: threading.Timer) -> Iterator[bytes]:
+    """The lines of stdin up to an empty one. Who asks for them has reached its cluster."""
     lines: SimpleQueue[bytes] = SimpleQueue()
 
     def read() -> None:
@@ -191,6 +219,7 @@ def _works() -> Iterator[bytes]:
         os.kill(os.getpid(), signal.SIGTERM)  # the command is gone
 
     threading.Thread(target=read, daemon=True).start()
+    silent.cancel()
     yield from iter(lines.get, b"")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from exporter.errors import UsageError
-from exporter.jobs.engines.engine_options import require_reachable, require_room, require_short
+from exporter.jobs.engines.engine_options import require_room, require_short
 from exporter.jobs.engines.process import Asked
 from exporter.jobs.execute import execute
 
@@ -30,8 +30,6 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
         require_short(asked.files)
         own = {"num_cpus": asked.cores, "include_dashboard": False, "_temp_dir": asked.files}
         own |= {"object_store_memory": 80 << 20, "_node_ip_address": _LOOPBACK}  # outcomes are small
-    else:
-        require_reachable(asked.address)  # Ray itself would try for ever
     import ray
 
     options = {"max_retries": 3, **asked.values()}
