@@ -23,6 +23,7 @@ help:
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): some minutes and 3 GB, once"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]'
 	-@$(COMPILE) $(VENV)/lib
 	@touch $@

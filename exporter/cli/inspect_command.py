@@ -65,7 +65,10 @@ NOT_COMPARED = ComparisonFlags()
 
 def inspect(
     path: Annotated[
-        Path, Argument("PATH", "Checkpoint, .meta, SavedModel or model base path.", checkpoint_parser("PATH"))
+        Path,
+        Argument(
+            "PATH", "Checkpoint, .meta, SavedModel or model base path; also a URL.", checkpoint_parser("PATH")
+        ),
     ],
     tensors: Annotated[bool, Option(help="List every tensor.")] = False,
     comparison: Annotated[ComparisonFlags, Options()] = NOT_COMPARED,
