@@ -21,7 +21,6 @@ from tests.support.object_stores import Bucket
 from tests.support.setting import followed
 from tests.test_transfer import Killed, Machine, files, killed_at, pushed
 from tests.test_transfer import machine as machine
-from tests.test_transfer import url as url
 
 LOG = f"deltas/{10:020d}"
 
