@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -157,3 +158,24 @@ def test_a_directory_whose_name_is_not_utf_8(ranker: Path, ranker_graph: Path, t
         assert ran.returncode == 0, ran.stderr
     manifest = json.loads((out / "20" / "manifest.json").read_text())
     assert manifest["source"]["directory"] == "mod\\xe8le"
+
+
+CTRL_C_WHILE_IMPORTING = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "click":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from exporter.cli import main
+main()
+"""
+
+
+def test_ctrl_c_while_a_command_starts_prints_no_traceback() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", CTRL_C_WHILE_IMPORTING, "-V"], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stderr) == (-signal.SIGINT, "")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import gc
 
+from exporter.terminal import interrupt_at_once
+
 
 def main() -> None:
     """The console script."""
+    interrupt_at_once()
     collect_rarely()
     from exporter.cli import app
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Annotated, NoReturn
 
 import click
 from msgspec import Struct
 
 from exporter.errors import Exit, ExportError, UsageError, unreachable
+from exporter.terminal import interrupt_at_once, interrupt_by_exception
 from exporter.terminal.output import Output, OutputMode, silence
 from exporter.terminal.parameters import App, Option, Options
 from exporter.terminal.quiet_import import quiet_tensorflow
@@ -89,7 +88,7 @@ def command(flags: OutputFlags) -> Iterator[Output]:
     """
     sink = Output(flags.mode)
     quiet_tensorflow()
-    signal.signal(signal.SIGTERM, _terminated)
+    interrupt_by_exception()
     try:
         yield sink
     except ExportError as error:
@@ -127,10 +126,6 @@ class Interrupted(ExportError):
     default_hint = "nothing is half-written; run the command again"
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 def _finish(sink: Output, error: ExportError, debug: bool) -> NoReturn:
     if debug:
         import traceback
@@ -162,6 +157,7 @@ def _open_closed_streams() -> None:
 
 def run(app: App, arguments: list[str] | None = None) -> NoReturn:
     """Run an application as a program; Click's usage errors leave by the same door as all others."""
+    interrupt_at_once()
     arguments = sys.argv[1:] if arguments is None else arguments
     _open_closed_streams()
     _say_all_characters()
