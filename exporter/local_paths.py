@@ -33,6 +33,7 @@ _PUT = {
     "hdfs": "hdfs dfs -put LOCAL/VERSION {url}/",
     "viewfs": "hdfs dfs -put LOCAL/VERSION {url}/",
 }
+_HERE = "name a local directory; `export-model pull URL DIR` copies what is published in a store"
 _MODELS = ("MODEL_BASE_PATH", "--model-base-path", "base_path")
 """How arguments are called that name a published model."""
 _BUCKETS = {"s3": "BUCKET", "gs": "BUCKET", "az": "CONTAINER"}
@@ -64,12 +65,15 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
             cause="the command line takes URLs of object stores; in Python such a model is opened first",
             hint="with exporter.opened(URL) as model: model.carry(lambda: export(... out=model.path ...))",
         )
+    hint = _copy(scheme, url, writes=what == "--out")
+    if what == "MODEL":
+        hint = _HERE
+    elif any(name in what for name in _MODELS) and Url.parse(text) is not None:
+        hint = _serve_a_copy(url)
     raise UsageError(
         f"{what} {url}: only local paths are read and written",
         cause=f"{scheme}:// names a store elsewhere",
-        hint=_serve_a_copy(url)
-        if any(name in what for name in _MODELS) and Url.parse(text) is not None
-        else _copy(scheme, url, writes=what == "--out"),
+        hint=hint,
     )
 
 

@@ -361,7 +361,7 @@ def test_a_version_is_no_model_base_path(setting: Log) -> None:
         ran = export_model("--ckpt-dir", setting.train, "--out", version, *incr)
         assert ran.code == 2
         assert f"{version} is itself a version" in ran.err
-        assert f"--out {setting.model}" in ran.err
+        assert f"the directory above it: {setting.model}" in ran.err
     assert sorted(version.iterdir()) == before
 
 

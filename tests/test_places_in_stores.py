@@ -81,3 +81,20 @@ def test_commands_that_are_named_can_be_pasted(bucket: Bucket, tmp_path: Path) -
     for whole in (bucket.url(), bucket.url().rstrip("/")):
         ran = export_model("history", whole, "--json")
         assert (ran.code, ran.error["hint"]) == (2, f"name one: {bucket.url()}MODEL")
+
+
+def test_a_version_is_no_place_for_a_model(bucket: Bucket, tmp_path: Path) -> None:
+    model, url = published_log(tmp_path, 20), bucket.url("ranker")
+    assert export_model("push", model, url).code == 0
+    before = bucket.names()
+    for command in (("pull", url, model / "10"), ("push", model, f"{url}/10"), ("history", f"{url}/10")):
+        ran = export_model(*command, "--json")
+        assert (ran.code, "is itself a version" in ran.error["message"]) == (2, True), ran.err
+    assert not list((model / "10").glob(".*"))
+    assert bucket.names() == before
+
+
+def test_what_is_not_copied_from_store_to_store(bucket: Bucket, tmp_path: Path) -> None:
+    for command in (("push", bucket.url("a"), bucket.url("b")), ("pull", bucket.url("a"), bucket.url("b"))):
+        ran = export_model(*command, "--json")
+        assert (ran.code, "export-model pull" in ran.error["hint"]) == (2, True), ran.err

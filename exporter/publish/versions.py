@@ -23,6 +23,9 @@ from exporter.publish.manifest import Manifest, ManifestHead, from_json, head_fr
 T = TypeVar("T")
 
 MAX_MANIFEST_BYTES = 256 << 20
+VERSION_FILES = (MANIFEST_FILE, *SAVED_MODEL_FILES)
+"""Files that only a version has at its top."""
+
 """A longer manifest is refused unread; 20,000 tensors take 3 MB."""
 
 _manifests: Unchanged[Manifest] = Unchanged()
@@ -93,12 +96,17 @@ def require_base_path(model: Path) -> None:
                 cause=f"it names {place.readlink()}",
                 hint="make the directory that it names, mount it, or name another one with --out",
             )
-    if any(_is_regular(model / name) for name in (MANIFEST_FILE, *SAVED_MODEL_FILES)):
-        raise UsageError(
-            f"{model} is itself a version",
-            cause="a model base path holds versions, in directories that are named by numbers",
-            hint=f"name the directory above it: --out {quoted(model.parent)}",
-        )
+    if any(_is_regular(model / name) for name in VERSION_FILES):
+        raise itself_a_version(model, model.parent)
+
+
+def itself_a_version(place: object, above: object) -> UsageError:
+    """The error for a version in place of a model base path."""
+    return UsageError(
+        f"{place} is itself a version",
+        cause="a model base path holds versions, in directories that are named by numbers",
+        hint=f"name the directory above it: {quoted(above)}",
+    )
 
 
 def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:

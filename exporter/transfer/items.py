@@ -19,7 +19,13 @@ from exporter.errors import CheckpointChanged, ManifestError
 from exporter.files import Unchanged, read_regular
 from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, JOBS_DIRECTORY, MANIFEST_FILE
 from exporter.publish.manifest import Manifest, from_json
-from exporter.publish.versions import MAX_MANIFEST_BYTES, delta_names, published_versions
+from exporter.publish.versions import (
+    MAX_MANIFEST_BYTES,
+    VERSION_FILES,
+    delta_names,
+    itself_a_version,
+    published_versions,
+)
 from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.waiting import workers
 
@@ -166,6 +172,7 @@ def stored_model(store: ObjectReader) -> StoredModel:
     """What is published in a store, by the names of its objects; no manifest is read.
 
     Raises:
+        UsageError: a version is there.
         CheckpointError: the store cannot be read.
     """
     return looking_again(lambda: _stored_model(store))
@@ -173,6 +180,8 @@ def stored_model(store: ObjectReader) -> StoredModel:
 
 def _stored_model(store: ObjectReader) -> StoredModel:
     objects = store.contents(after=_JOBS_END)
+    if not objects.keys().isdisjoint(VERSION_FILES):
+        raise itself_a_version(store.url, store.url.parent)
     manifests, holds = {}, {}
     for name, each in objects.items():
         found = _ITEM.fullmatch(name)

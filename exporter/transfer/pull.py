@@ -44,6 +44,7 @@ from exporter.publish.commit import model_lock
 from exporter.publish.hold import Hold
 from exporter.publish.retention import move_away
 from exporter.publish.staging import Staging
+from exporter.publish.versions import require_base_path
 from exporter.storage.objects import ObjectWriter, RemoteObject, Tag
 from exporter.storage.requests import PART_BYTES
 from exporter.storage.url import Url
@@ -152,6 +153,7 @@ class LocalCopy:
                 hint=f"publish one: export-model push MODEL {quoted(self.url)}",
             )
         _require_own_directory(model)
+        require_base_path(model)
         with writing(model):
             make_directories(model)
         with model_lock(model, _LOCK_SECONDS, PULL_LOCK_FILE):
