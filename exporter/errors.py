@@ -60,6 +60,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from enum import IntEnum
 from pathlib import Path
 from typing import Self
@@ -89,6 +90,10 @@ class Exit(IntEnum):
     INTERRUPTED = 130, "interrupted"
 
 
+_ERRNO = re.compile(r"\A\[Errno -?[0-9]+\] ")
+"""What `str` of an OSError begins with, and tells nobody anything."""
+
+
 class ExportError(Exception):
     """Base of every error this project raises on purpose.
 
@@ -102,7 +107,7 @@ class ExportError(Exception):
     def __init__(self, message: str, *, cause: str = "", hint: str = "") -> None:
         super().__init__(message)
         self.message = message
-        self.cause = cause
+        self.cause = _ERRNO.sub("", cause)
         self.hint = hint or self.default_hint
 
     def advise(self, hint: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -201,3 +202,8 @@ def test_text_is_printed_as_it_is_beside_styles(text: str, after: str) -> None:
     line = f"[bold red]{escape(text)}[/]{escape(after)}"
     assert rendered(line, coloured=False) == text + after
     assert rendered(line, coloured=True) == f"\x1b[1;31m{text}\x1b[0m{after}"
+
+
+def test_a_cause_tells_what_the_system_said_without_its_number() -> None:
+    said = str(FileNotFoundError(errno.ENOENT, "No such file or directory", "golden.json"))
+    assert ExportError("found", cause=said).cause == "No such file or directory: 'golden.json'"
