@@ -37,7 +37,7 @@ from exporter.jobs.engines.choose import choose_engine
 from exporter.jobs.engines.engine_errors import gave_up
 from exporter.jobs.engines.engine_options import require_reachable, require_room, require_short
 from exporter.jobs.engines.process import Asked, ProcessEngine
-from exporter.jobs.execute import OPERATIONS, decode, encode
+from exporter.jobs.execute import OPERATIONS, decode, encode, failed
 from exporter.jobs.task import Input
 from exporter.storage.output_directory import open_directory
 from exporter.tables.geometry import TableGeometry
@@ -429,6 +429,17 @@ def test_workers_of_dask_that_lack_the_package(
         done = runs.run(address=address)
     assert (done["error"], done["message"]) == ("EngineFailed", "dask gave up")
     assert "install the same version of export-model" in done["hint"]
+
+
+def test_an_error_on_another_machine_says_where() -> None:
+    """What is not installed or not set is so there, and not where the command runs."""
+    outcome = failed(UsageError("no library", hint="pip install it"))
+    with pytest.raises(UsageError, match=r"^no library$"):
+        decode(outcome).settle()
+    there = outcome.replace(json.dumps(socket.gethostname()).encode(), b'"node-7"')
+    with pytest.raises(UsageError, match=r"^on node-7: no library$") as caught:
+        decode(there).settle()
+    assert caught.value.hint == "pip install it"
 
 
 def test_what_libraries_raise() -> None:

@@ -41,8 +41,10 @@ def plan(planned: Plan, sink: Output) -> None:
         *_plan_lines(planned),
         line("would write", f"{human_bytes(planned.mapping.bytes_)} under {planned.request.out}, {how}"),
     ]
-    if (tasks := planned.work[0]) and (engine := planned.request.jobs.engine):
-        lines.append(line("would run", f"{count(tasks, 'task')} on {engine}"))
+    tasks, read = planned.work
+    if tasks and (engine := planned.request.jobs.engine):
+        what = f"{count(tasks, 'task')} on {engine}, reading {human_bytes(read)}"
+        lines.append(line("would run", what))
     _warn(planned, sink)
     sink.result(_plan(planned, Status.PLANNED, planned.work), lines)
 

@@ -52,6 +52,8 @@ class Failure(Struct, frozen=True):
     message: str
     cause: str
     hint: str
+    host: str
+    """The machine that it happened on."""
 
 
 class Outcome(Struct, frozen=True):
@@ -70,7 +72,8 @@ class Outcome(Struct, frozen=True):
             return self.receipt
         assert self.failure is not None
         found: Any = getattr(errors, self.failure.error, ExportError)
-        raise found(self.failure.message, cause=self.failure.cause, hint=self.failure.hint)
+        where = "" if self.failure.host == gethostname() else f"on {self.failure.host}: "
+        raise found(f"{where}{self.failure.message}", cause=self.failure.cause, hint=self.failure.hint)
 
 
 def encode(task: Task, directory: str, *, keep: bool) -> bytes:
@@ -101,7 +104,7 @@ def execute(work: bytes) -> bytes:
 
 def failed(error: ExportError) -> bytes:
     """The encoded `Outcome` that is an error."""
-    failure = Failure(type(error).__name__, error.message, error.cause, error.hint)
+    failure = Failure(type(error).__name__, error.message, error.cause, error.hint, gethostname())
     return msgspec.json.encode(Outcome(failure=failure))
 
 
@@ -132,7 +135,7 @@ def _require_seen(place: str) -> None:
     """Refuse a directory that the command made, and that is not there: this is another machine."""
     if place and Url.parse(place) is None and not Path(place).is_dir():
         raise UsageError(
-            f"a worker on {gethostname()} does not see {place}",
+            f"a worker does not see {place}",
             hint="name a directory that all workers see, of a shared file system or in an object store: "
             "--job-dir DIR|URL",
         )
