@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import ssl
+import tempfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -94,3 +96,16 @@ def test_why_a_server_cannot_be_asked(
             ran = export_model("history", bucket.url("ranker"), "--json")
             assert (ran.code, cause in ran.error["cause"]) == (3, True), ran.err
         server.shutdown()
+
+
+def test_a_temporary_directory_that_is_full(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is neither the store that is full, nor the model that is damaged."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(objects, "write_at", full)
+    ran = export_model("verify", url, "--bytes", "--json")
+    assert (ran.code, ran.error["error"], ran.out) == (1, "DiskFull", ""), ran.err
+    assert "TMPDIR" in ran.error["hint"]
+    assert tempfile.gettempdir() in ran.error["cause"]

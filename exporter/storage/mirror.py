@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from exporter.errors import CheckpointChanged, CheckpointError, os_error
+from exporter.errors import CheckpointChanged, CheckpointError, DiskFull, ExportError, os_error
 from exporter.layout import CHECKPOINT_STATE_FILE, CHECKPOINT_SUFFIX, SAVED_MODEL_FILES
 from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.private_directory import private_directory
@@ -402,6 +402,15 @@ def forget(path: Path) -> None:
     """`Mirror.forget` of a mirror's file; nothing for any other path."""
     if (found := find(path)) is not None:
         found[0].forget(found[1])
+
+
+def explain(error: ExportError) -> None:
+    """Say of a full disk that it is the temporary directory's, where mirrors lie."""
+    import tempfile
+
+    if isinstance(error, DiskFull) and shown(error.message) != error.message:
+        error.cause = f"the temporary directory is full: {tempfile.gettempdir()}"
+        error.advise("free space there, or set TMPDIR to a directory with more")
 
 
 def shown(text: str) -> str:

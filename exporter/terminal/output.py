@@ -21,7 +21,7 @@ from msgspec.structs import asdict
 
 from exporter.errors import ExportError
 from exporter.progress import NoProgress, Progress
-from exporter.storage.mirror import shown
+from exporter.storage.mirror import explain, shown
 from exporter.terminal.markup import escape, rendered
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ class Output(Struct):
 
     def error(self, error: ExportError) -> None:
         """What went wrong, why, and the next command; with --json one object as stderr's last line."""
+        explain(error)
         if self.mode is OutputMode.JSON:
             failure = Failure(
                 type(error).__name__, error.message, error.cause, error.hint, int(error.exit_code)

@@ -13,6 +13,7 @@ from exporter.errors import (
     CheckpointChanged,
     CorruptFile,
     DeltaGap,
+    DiskFull,
     ExportError,
     ManifestError,
     MissingShard,
@@ -44,8 +45,9 @@ def _problem(path: Path, error: ExportError) -> Problem:
 
     Raises:
         CheckpointChanged, PositionMoved: `error` is one: another machine removed what was listed.
+        DiskFull: it is one: there is no room here to fetch what is checked.
     """
-    if isinstance(error, CheckpointChanged | PositionMoved):
+    if isinstance(error, CheckpointChanged | PositionMoved | DiskFull):
         raise error
     if isinstance(error, CorruptFile | TruncatedFile | MissingShard | UnsupportedFormat):
         error = VerificationError(error.message, cause=error.cause, hint=error.hint)
