@@ -124,6 +124,7 @@ def predict(
     """
     with command(printing) as sink:
         import json
+        import sys
 
         from serving.client import ModelClient
 
@@ -136,7 +137,8 @@ def predict(
             asked = version if label is None else metadata.version
             answer, served = _ask(client, metadata, name, asked, request)
         document = _ANSWERS[next(iter(answer))](model, served, name, *answer.values())
-        _print(sink, document, json.dumps(answer, ensure_ascii=False))
+        is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+        _print(sink, document, json.dumps(answer, ensure_ascii=not is_unicode))
 
 
 @app.subcommand(short_help="Apply published deltas to a running model.")

@@ -125,7 +125,9 @@ def test_rows_that_are_held_back_ask_for_the_whole_base_once(
     """What was compared is not read again for the next delta, until a shard of the base is written to."""
     read: list[object] = []
     check = row_reader.check_values
-    monkeypatch.setattr(row_reader, "check_values", lambda *run: (read.append(run), check(*run)))
+    monkeypatch.setattr(
+        row_reader, "check_values", lambda *run, keep: (read.append(run), check(*run, keep=keep))
+    )
     left_out(world)
     assert len(read) == 2, "users and items"
     left_out(world)
@@ -221,7 +223,9 @@ def test_each_partition_is_read_once_however_many_parts_are_served_from_it(
     state = Snapshot({variable.name: variable for variable in variables})
     read: list[object] = []
     check = row_reader.check_values
-    monkeypatch.setattr(row_reader, "check_values", lambda *run: (read.append(run[2] or run[1]), check(*run)))
+    monkeypatch.setattr(
+        row_reader, "check_values", lambda *run, keep: (read.append(run[2] or run[1]), check(*run, keep=keep))
+    )
     for name in state.stored:
         state.check([name])
     state.check(state.stored)

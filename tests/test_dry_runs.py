@@ -100,7 +100,6 @@ def test_versions_that_take_no_deltas(plain: Path, tmp_path: Path) -> None:
         (("merge", "--to", 25), 5),
         (("rollback", "--to", 15), 5),
         (("rollback", "--to", 40), 2),
-        (("resume",), 2),
     ],
 )
 def test_what_the_run_would_refuse_is_refused(model: Path, arguments: tuple[Any, ...], code: int) -> None:

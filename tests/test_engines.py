@@ -34,7 +34,7 @@ from exporter.errors import EngineFailed, UsageError
 from exporter.jobs.engines import beam, dask, process
 from exporter.jobs.engines.beam_pipeline import OUTCOMES, do, numbered_works, outcomes_of, put_works
 from exporter.jobs.engines.choose import choose_engine
-from exporter.jobs.engines.engine_errors import gave_up
+from exporter.jobs.engines.engine_errors import why
 from exporter.jobs.engines.engine_options import require_reachable, require_room, require_short
 from exporter.jobs.engines.process import Asked, ProcessEngine
 from exporter.jobs.execute import OPERATIONS, decode, encode, failed
@@ -445,8 +445,7 @@ def test_an_error_on_another_machine_says_where() -> None:
 def test_what_libraries_raise() -> None:
     """A worker's traceback is not shown; what is said in several lines is."""
     remote = 'ray::execute() (pid=7)\n  File "/a.py", line 1, in <module>\nImportError: no x'
-    error = gave_up("ray gave up", RuntimeError(remote))
-    assert (error.cause, "on every worker" in error.hint) == ("ImportError: no x", True)
-    error = gave_up("ray gave up", RuntimeError("Version mismatch:\n  Ray: 1\n  Ray: 2"))
-    assert error.cause == "RuntimeError: Version mismatch: Ray: 1 Ray: 2"
-    assert error.hint == EngineFailed.default_hint
+    cause, hint = why(RuntimeError(remote))
+    assert (cause, "on every worker" in hint) == ("ImportError: no x", True)
+    found = why(RuntimeError("Version mismatch:\n  Ray: 1\n  Ray: 2"))
+    assert found == ("RuntimeError: Version mismatch: Ray: 1 Ray: 2", "")

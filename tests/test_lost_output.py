@@ -169,13 +169,13 @@ class Interrupting:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupting())
-from exporter.cli import main
+from {module} import main
 main()
 """
 
 
-def test_ctrl_c_while_a_command_starts_prints_no_traceback() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", CTRL_C_WHILE_IMPORTING, "-V"], capture_output=True, text=True, timeout=60
-    )
+@pytest.mark.parametrize("module", ["exporter.cli", "serving.__main__"])
+def test_ctrl_c_while_a_command_starts_prints_no_traceback(module: str) -> None:
+    script = CTRL_C_WHILE_IMPORTING.replace("{module}", module)
+    ran = subprocess.run([sys.executable, "-c", script, "-V"], capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (-signal.SIGINT, "")

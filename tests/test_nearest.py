@@ -106,7 +106,7 @@ def test_what_is_proposed_can_be_pasted(place: Path) -> None:
     ran = export_model("verify", place / "of two word" / "ranker", "--json")
     assert ran.error["hint"] == f"did you mean '{spaced / 'ranker'}'?"
     ran = export_model("--ckpt-dir", place / "train", "--out", spaced / "ranker" / "10", "--json")
-    assert ran.error["hint"].endswith(f"--out '{spaced / 'ranker'}'")
+    assert ran.error["hint"].endswith(f": '{spaced / 'ranker'}'")
 
 
 def test_a_path_that_stands_for_a_url_is_quoted_as_the_url(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint import open_checkpoint, row_map
@@ -21,7 +22,7 @@ from exporter.delta import diff as comparing
 from exporter.delta.diff import Compared, Comparison, diff
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.row_hashes import BlockHasher, HashIndex
-from exporter.delta.row_reader import RowReader
+from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.delta.snapshot import Snapshot
 from exporter.delta.tolerance import Tolerance, apply_tolerance
 from exporter.errors import CheckpointChanged, CorruptFile
@@ -117,6 +118,46 @@ def test_what_is_found_in_files(tmp_path: Path, objects: Objects, small: None, l
         for hashes in (None, known):
             assert_same(diff(old, new, schema, Comparison(tmp_path / "scratch", hashes, HASHER)), expected)
     assert not list((tmp_path / "scratch").iterdir())
+
+
+@pytest.mark.parametrize("cut", ["turns", "ranges", "columns"])
+def test_what_several_variables_are_made_of_is_fetched_once(
+    tmp_path: Path, objects: Objects, small: None, cut: str
+) -> None:
+    before = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
+    readers = [
+        in_store(stored(objects.directory / n, "whole", before + k), objects) for k, n in enumerate("ab")
+    ]
+    shape, half = before.shape, (ROWS // 2, WIDTH)
+    order = SliceOrder(0, 2) if cut == "turns" else SliceOrder()
+    boxes = [SliceSpec(shape, (0, 0), half), SliceSpec(shape, (ROWS // 2, 0), half)]
+    if cut == "columns":
+        boxes = [SliceSpec(shape, (0, start), (ROWS, WIDTH // 2)) for start in (0, WIDTH // 2)]
+    objects.traffic.requests.clear()
+    found = []
+    for part, box in enumerate(boxes):
+        sides = [Snapshot({"t": replace(reader, box=box, order=order, part=part)}) for reader in readers]
+        schema = schema_of(sides[0].stored["t"])
+        found.append(diff(*sides, schema, Comparison(tmp_path / "scratch", hasher=HASHER)).changes["t"])
+    assert [len(changes.ids) for changes in found] == [box.lengths[0] for box in boxes]
+    assert sum(size for _, _, size in objects.traffic.requests) < 2.1 * before.nbytes
+
+
+def test_what_lies_between_rows_is_not_more_than_they(
+    tmp_path: Path, objects: Objects, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
+    reader = in_store(stored(objects.directory / "a", "whole", table), objects)
+    monkeypatch.setattr(row_map, "_PASSED_BYTES", 8 * table[::30].nbytes)
+    read, sizes = row_map._ObjectRange.read, list[int]()
+
+    def noted(self: row_map._ObjectRange, starts: np.ndarray, stops: np.ndarray) -> np.ndarray | None:
+        sizes.append(int((stops - starts).sum()))
+        return read(self, starts, stops)
+
+    monkeypatch.setattr(row_map._ObjectRange, "read", noted)
+    np.testing.assert_array_equal(reader.rows_at(np.arange(0, ROWS, 30)), table[::30])
+    assert sizes == [table[::30].nbytes]
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,17 @@ def test_a_state_file_means_no_file_of_this_machine(bucket: Bucket, trainer: Tra
         open_checkpoint(Path(bucket.url("copy")))
 
 
+def test_a_state_file_means_what_is_below_it(bucket: Bucket, trainer: Trainer) -> None:
+    """As with `CheckpointManager(checkpoint_name="sub/model.ckpt")`, but nothing above it."""
+    bucket.upload(trainer.directory, "copy/sub")
+    bucket.put("copy/checkpoint", b'model_checkpoint_path: "sub/model.ckpt-10"')
+    assert open_checkpoint(Path(bucket.url("copy"))).prefix.parent.name == "sub"
+    up = "/".join([".."] * 30)
+    bucket.put("up/checkpoint", f'model_checkpoint_path: "{up}{trainer.directory}/model.ckpt-10"'.encode())
+    with pytest.raises(CheckpointNotFound):
+        open_checkpoint(Path(bucket.url("up")))
+
+
 def test_commands_that_are_named_can_be_pasted(bucket: Bucket, tmp_path: Path) -> None:
     model = published_log(tmp_path, 20)
     url = bucket.url("our models/ranker")

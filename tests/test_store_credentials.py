@@ -98,3 +98,9 @@ def test_a_role(
 def test_who_gives_none(scheme: str, said: str) -> None:
     assert not_given(scheme, said).endswith("gives none")
     assert not not_given(scheme, f"Error performing GET http://{scheme}/bucket/token in 1s")
+
+
+def test_a_removal_that_is_refused_is_no_lack_of_credentials() -> None:
+    """Azure's is a POST to the store, whose URL is not told where it holds a signature."""
+    said = "Error performing bulk delete request: Error performing POST REDACTED in 1s - 403 Forbidden"
+    assert not not_given("az", said)

@@ -110,9 +110,9 @@ def test_the_index_of_a_base_is_not_read_again_for_the_first_delta(
     assert isinstance(based, Exported)
     checked: list[str] = []
 
-    def check(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -> None:
+    def check(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None, *, keep: bool) -> None:
         checked.append(ref.name)
-        check_values(catalog, ref, part)
+        check_values(catalog, ref, part, keep=keep)
 
     monkeypatch.setattr("exporter.delta.row_reader.check_values", check)
     for _ in range(2):

@@ -413,6 +413,23 @@ def test_a_slow_upload_says_that_it_goes_on(
     assert beats[-1] >= beats[0] + 2
 
 
+def test_whoever_is_interrupted_gives_up_after_a_beat_that_came_late(
+    trainer: Trainer, url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beats are not waited for then; the next publisher does not wait for the lease."""
+
+    def interrupted(self: ObjectWriter, key: str, file: Path) -> Any:
+        found = head(bucket)
+        bucket.put(f"{BASE}/{HEAD_FILE}", replace(found, beat=found.beat + 1).encoded())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ObjectWriter, "upload", interrupted)
+    went_on(trainer, 40)
+    assert incr(trainer, url).code == 130
+    assert head(bucket).uploading is None
+    assert len(head(bucket).given_up) == 1
+
+
 def test_an_upload_that_was_given_up_ends_early(
     trainer: Trainer, url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

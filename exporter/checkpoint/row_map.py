@@ -20,6 +20,9 @@ Array = np.ndarray[Any, Any]
 
 _NEAR_BYTES = 4096
 """What lies between two rows and comes with them, because it costs less than a piece of its own."""
+_PASSED_BYTES = 32 << 20
+"""About what comes so in one call; a few rows between two always may."""
+_FEW_ROWS = 16
 
 
 class RowMap:
@@ -65,7 +68,8 @@ class RowMap:
                 self._object.fetch(rows * size, rows * size + size)
             else:
                 wanted, places = np.unique(rows, return_inverse=True)
-                starts, stops, found_at = _runs_of(wanted, _NEAR_BYTES // max(1, size))
+                most = max(_FEW_ROWS, _PASSED_BYTES // max(1, size * len(wanted)))
+                starts, stops, found_at = _runs_of(wanted, min(most, _NEAR_BYTES // max(1, size)))
                 found = self._rows_of(self._object, starts, stops, size)
                 if found is not None:
                     return np.asarray(found[found_at[places]])

@@ -242,7 +242,8 @@ class _Table:
     def _found_here(self, pool: Executor) -> Iterator[Found]:
         rows, ahead = self._rows, _AHEAD * self._how.threads
         old, new = (state.stored[self._name] for state in (self._old, self._new))
-        if self.bytes_ < GAP_BYTES or not (old.is_remote or new.is_remote):
+        is_remote = old.is_remote or new.is_remote
+        if self.bytes_ < GAP_BYTES or not is_remote or not (old.has_own_runs and new.has_own_runs):
             new.fetch()
             if rows.known is None:
                 old.fetch()
@@ -254,7 +255,7 @@ class _Table:
             self._old, self._new, self._variable, self._hasher, rows.known, self._how.scratch
         )
         chunks = rows.chunks(max(PART_BYTES, _STORE_BYTES // self._how.threads))
-        for found in _in_order(pool, passing.compare, chunks, ahead):
+        for found in _in_order(pool, passing.compare, chunks, self._how.threads):
             yield from found
         rows.is_old_as_known = passing.is_old_as_known
 

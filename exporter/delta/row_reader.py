@@ -32,6 +32,9 @@ from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 
+_STORE_RUNS = 2
+"""Runs of a store that are checked at a time: many requests are under way for each, of 8 MB."""
+
 
 class SliceOrder(Struct, frozen=True):
     """How natural rows are dealt out: to `gather` slices of a tensor, to `scatter` parts; 0 for neither."""
@@ -108,6 +111,12 @@ class RowReader(Struct, frozen=True, dict=True):
         values = read_array(self.catalog, self.tensor)
         box = tuple(slice(s, s + n) for s, n in zip(self.box.starts, self.box.lengths, strict=True))
         return self._cast(values[box] if box else values)
+
+    @property
+    def has_own_runs(self) -> bool:
+        """True if no other variable is made of the same stored runs, as parts and columns of a table are."""
+        specs = (run.part.spec if run.part else SliceSpec.whole(self.tensor.shape) for run in self.runs)
+        return not self.order.scatter and all(contains(self.box, spec) for spec in specs)
 
     @property
     def extent(self) -> Extent | None:
@@ -227,7 +236,8 @@ def check_stored(variables: Iterable[RowReader], known: Collection[StoredRun] = 
     found = {run: variable for variable in variables for run in variable.runs if run not in known}
     if not found:
         return frozenset()
-    with workers(len(os.sched_getaffinity(0)), "check") as pool:
+    is_remote = any(variable.is_remote for variable in found.values())
+    with workers(_STORE_RUNS if is_remote else len(os.sched_getaffinity(0)), "check") as pool:
         for job in [
             pool.submit(check_values, v.catalog, v.tensor, run.part, keep=are_elements(v.tensor.shape))
             for run, v in found.items()
@@ -331,6 +341,14 @@ def overlaps(a: SliceSpec, b: SliceSpec) -> bool:
     """True if two boxes have an element in common."""
     return all(
         start < other + many and other < start + count
+        for start, count, other, many in zip(a.starts, a.lengths, b.starts, b.lengths, strict=True)
+    )
+
+
+def contains(a: SliceSpec, b: SliceSpec) -> bool:
+    """True if a box holds all of another one."""
+    return all(
+        start <= other and other + many <= start + count
         for start, count, other, many in zip(a.starts, a.lengths, b.starts, b.lengths, strict=True)
     )
 

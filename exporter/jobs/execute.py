@@ -6,8 +6,8 @@ an outcome, too: nobody tries that again. What is left to an engine is a worker 
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
-from pathlib import Path
 from socket import gethostname
 from tempfile import gettempdir
 from typing import Any
@@ -52,7 +52,7 @@ class Failure(Struct, frozen=True):
     message: str
     cause: str
     hint: str
-    host: str
+    host: str = ""
     """The machine that it happened on."""
 
 
@@ -133,7 +133,7 @@ def kept_receipt(directory: Directory, name: str) -> Receipt | None:
 
 def _require_seen(place: str) -> None:
     """Refuse a directory that the command made, and that is not there: this is another machine."""
-    if place and Url.parse(place) is None and not Path(place).is_dir():
+    if place and Url.parse(place) is None and not os.path.isdir(place):  # noqa: PTH112 - whatever stat says
         raise UsageError(
             f"a worker does not see {place}",
             hint="name a directory that all workers see, of a shared file system or in an object store: "

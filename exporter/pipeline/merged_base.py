@@ -140,6 +140,7 @@ class BaseMerger:
             for key, part, name in self._left:
                 variable = self._variables[name]
                 if variable.is_table:
+                    values.stored[name].fetch()  # it is read twice: for its checksums, and to be written
                     values.check([name])
                     writer.add_chunks(key, variable.dtype, variable.shape, row_blocks(values, variable), part)
                 else:

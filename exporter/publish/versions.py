@@ -23,10 +23,9 @@ from exporter.publish.manifest import Manifest, ManifestHead, from_json, head_fr
 T = TypeVar("T")
 
 MAX_MANIFEST_BYTES = 256 << 20
+"""A longer manifest is refused unread; 20,000 tensors take 3 MB."""
 VERSION_FILES = (MANIFEST_FILE, *SAVED_MODEL_FILES)
 """Files that only a version has at its top."""
-
-"""A longer manifest is refused unread; 20,000 tensors take 3 MB."""
 
 _manifests: Unchanged[Manifest] = Unchanged()
 _INT64 = range(-(1 << 63), 1 << 63)

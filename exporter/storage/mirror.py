@@ -223,10 +223,10 @@ class Mirror:
 
     def _neighbours(self, name: str) -> Sequence[str]:
         def is_there(other: str) -> bool:
-            return not any(self._fetched[other].gaps(0, self._found[other].size))
+            return other in self._found and not any(self._fetched[other].gaps(0, self._found[other].size))
 
         def is_wanted(other: str) -> bool:
-            return self._found[other].size <= GAP_BYTES and not is_there(other)
+            return other in self._found and self._found[other].size <= GAP_BYTES and not is_there(other)
 
         return self._ahead.with_neighbours(name, is_there, is_wanted)
 

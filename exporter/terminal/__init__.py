@@ -7,7 +7,7 @@ import signal
 
 def interrupt_at_once() -> None:
     """Until a command begins there is nothing to unwind: Ctrl-C ends the process, and prints no traceback."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored, as by `nohup`
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a script's `command &` ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -111,7 +111,7 @@ class Carrier:
         except BaseException as error:  # nobody need wait until the lease is over
             seconds = WAIT_SECONDS if isinstance(error, Exception) else _FAREWELL_SECONDS
             with suppress(ExportError), within(seconds):
-                self._give_up(upload)
+                self._give_up_own(upload)
             raise
         given_up = {path: files for path, files in before.given_up.items() if path != item.path}
         told = as_text(holds)
@@ -219,6 +219,15 @@ class Carrier:
         self.probe()
         given_up = {**self.head.given_up, upload.path: upload.files}
         self._replace(replace(self.head, uploading=None, given_up=given_up))
+
+    def _give_up_own(self, upload: Upload) -> None:
+        try:
+            self._give_up(upload)
+        except PositionMoved:
+            self.look()
+            if self.head.owner != self._owner or self.head.uploading != upload:
+                raise
+            self._give_up(upload)  # the head was replaced by a beat of ours that was not waited for
 
     def _silence(self) -> float:
         """Seconds since the head was written, by the store's clock."""

@@ -222,7 +222,7 @@ class World:
         held = self.log.held.is_set
         ran = self.command("resume", self.model)
         self.account()
-        assert ran.code == (0 if held else 2), ran.err
+        assert ran.code == 0 or (not held and "was accepted" in ran.err), ran.err
         if held:
             self.assert_newest_is(self.trained)
         if self.log.held.is_canary:  # it is to approve what came back, until it is done without

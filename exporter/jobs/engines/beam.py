@@ -35,9 +35,10 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
             hint="name a directory that they and this command see: --engine-option results=DIR|URL",
         )
     directory = open_directory(f"{results or asked.files}/{urandom(8).hex()}")
-    left, seen, came = set(range(put_works(directory, works))), set[str](), time.monotonic()
     pipeline = Pipeline(directory.place, asked, options)
+    left, seen, came = set(range(put_works(directory, works))), set[str](), time.monotonic()
     try:
+        pipeline.begin()
         while left:
             is_over = pipeline.is_over  # before the look: what came before the end is seen
             new = [name for name in directory.names(OUTCOMES) if name not in seen]

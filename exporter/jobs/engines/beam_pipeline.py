@@ -11,7 +11,7 @@ from socket import gethostname
 from typing import Any
 
 from exporter.errors import EngineFailed
-from exporter.jobs.engines.engine_errors import gave_up
+from exporter.jobs.engines.engine_errors import why
 from exporter.jobs.engines.process import Asked
 from exporter.jobs.execute import execute
 from exporter.storage.output_directory import Directory, open_directory
@@ -23,7 +23,7 @@ _TELL_S = 1.0  # how long workers do works before they tell of them, unless one 
 
 
 class Pipeline:
-    """A pipeline that runs: on the runner that the options name, that of an address, or on this machine."""
+    """A pipeline: on the runner that the options name, that of an address, or on this machine."""
 
     error: BaseException | None = None
 
@@ -34,10 +34,13 @@ class Pipeline:
         if flags["runner"] == _LOCAL:
             flags |= {"direct_running_mode": "multi_processing", "direct_num_workers": str(asked.cores)}
         self._running: list[Any] = []
-        # Beam's own runner loses workers in threads of its own, and waits.
-        threading.excepthook = self._failed
         arguments = (place, [f"--{name}={value}" for name, value in flags.items()])
         self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+
+    def begin(self) -> None:
+        """Do the works that are at its place."""
+        # Beam's own runner loses workers in threads of its own, and waits.
+        threading.excepthook = self._failed
         self._thread.start()
 
     @property
@@ -57,7 +60,8 @@ class Pipeline:
         `results` is the directory of outcomes where that is on other machines, whose workers may go on.
         """
         if self.error is not None:
-            found = gave_up("the pipeline of Beam failed", self.error)
+            cause, hint = why(self.error)
+            found = EngineFailed("the pipeline of Beam failed", cause=cause, hint=hint)
         else:
             found = EngineFailed(
                 f"no task of the pipeline of Beam was done for {stall_s:g} s: "

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from exporter.errors import EngineFailed
-
 _LACKS = ("ModuleNotFoundError:", "ImportError:", "AttributeError: Can't get attribute")
 
 
-def gave_up(what: str, error: BaseException) -> EngineFailed:
-    """The error that says why an engine gave up; `what` did.
+def why(error: BaseException) -> tuple[str, str]:
+    """Why an engine gave up, and what helps; empty if that is what helps with any engine.
 
     Of a worker's error libraries tell the traceback, of which the last line says what it was.
     """
@@ -17,4 +15,4 @@ def gave_up(what: str, error: BaseException) -> EngineFailed:
     cause = said[-1] if is_traceback else " ".join(said)
     lacks = any(name in cause for name in _LACKS)
     hint = "install the same version of export-model, with the same extras, on every worker" if lacks else ""
-    return EngineFailed(what, cause=cause, hint=hint)
+    return cause, hint

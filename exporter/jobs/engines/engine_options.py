@@ -53,8 +53,8 @@ def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None
             )
 
 
-def require_memory(workers: int, there: int) -> None:
-    """Refuse more worker processes than this machine's memory has room for.
+def workers_with_room(workers: int, there: int) -> int:
+    """How many worker processes a machine's memory, in bytes, has room for, if not fewer than are asked for.
 
     Raises:
         UsageError: there are too many.
@@ -66,6 +66,7 @@ def require_memory(workers: int, there: int) -> None:
             hint="name a cluster for them (--engine-address), or leave --workers out; threads take little: "
             "--engine local",
         )
+    return max(1, there // _WORKER_BYTES)
 
 
 def require_reachable(engine: str, address: str) -> None:
@@ -76,8 +77,8 @@ def require_reachable(engine: str, address: str) -> None:
         EngineFailed: nobody answers there in time.
     """
     scheme, _, rest = address.rpartition("://")
-    host, _, port = rest.rpartition(":")
-    if address == "auto":  # Ray finds the cluster of this machine
+    host, _, port = rest.rstrip("/").rpartition(":")
+    if (engine, address) == ("ray", "auto"):  # it finds the cluster of this machine
         return
     schemes, example = _ADDRESSES[engine]
     if scheme not in schemes or not host or not port.isdecimal() or int(port) > _MOST_PORTS:

@@ -26,8 +26,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import EngineFailed, ExportError, UsageError
-from exporter.jobs.engines.engine_errors import gave_up
-from exporter.jobs.engines.engine_options import require_memory, require_reachable
+from exporter.jobs.engines.engine_errors import why
+from exporter.jobs.engines.engine_options import require_reachable, workers_with_room
 from exporter.jobs.execute import failed
 
 _MAIN = f"from {__name__} import main; main()"  # not `-m`: workers find functions by their module's name
@@ -54,11 +54,10 @@ class Asked(Struct, frozen=True):
         """How many workers this machine is to have, each a process.
 
         Raises:
-            UsageError: they need more memory than there is.
+            UsageError: more are asked for than its memory has room for.
         """
-        count = self.workers or len(os.sched_getaffinity(0))
-        require_memory(count, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        return count
+        room = workers_with_room(self.workers, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return self.workers or min(len(os.sched_getaffinity(0)), room)
 
     def values(self) -> dict[str, Any]:
         """Options whose text is JSON as what that says (`2`, `true`, `{"a": 1}`), any other text as it is."""
@@ -156,16 +155,21 @@ def main() -> None:
     except ExportError as error:
         outcomes.write(failed(error) + b"\n")
     except Exception as error:  # noqa: BLE001 - libraries raise what they like
-        outcomes.write(failed(gave_up(f"{asked.engine} gave up", error)) + b"\n")
+        cause, hint = why(error)
+        outcomes.write(failed(EngineFailed(f"{asked.engine} gave up", cause=cause, hint=hint)) + b"\n")
     _end(asked, outcomes)
 
 
 def _give_up(asked: Asked, outcomes: IO[bytes]) -> None:
     """End without the main thread, which waits for a cluster in an engine's library."""
     where = f"at {asked.address}" if asked.address else "here"
-    message = f"{asked.engine} did not begin {where} within {asked.silent_s:g} s"
-    hint = "see that its cluster runs there, of the same version as here, and run the same command again"
-    outcomes.write(failed(EngineFailed(message, hint=hint)) + b"\n")
+    error = EngineFailed(
+        f"{asked.engine} did not begin {where} within {asked.silent_s:g} s",
+        hint="see that its cluster runs there, of the same version as here, and run the same command again"
+        if asked.address
+        else "run the same command again when this machine has less to do, or with --engine local",
+    )
+    outcomes.write(failed(error) + b"\n")
     _end(asked, outcomes)
 
 
