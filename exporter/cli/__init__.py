@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 
 from exporter.terminal import interrupt_at_once
 
@@ -12,6 +13,7 @@ def main() -> None:
     """The console script."""
     interrupt_at_once()
     collect_rarely()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else numpy begins as many, which nobody here uses
     from exporter.cli import app
 
     app.main()
