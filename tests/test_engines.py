@@ -440,6 +440,10 @@ def test_an_error_on_another_machine_says_where() -> None:
     with pytest.raises(UsageError, match=r"^on node-7: no library$") as caught:
         decode(there).settle()
     assert caught.value.hint == "pip install it"
+    silent = outcome.replace(b"," + b'"host":' + json.dumps(socket.gethostname()).encode(), b"")
+    assert silent != outcome
+    with pytest.raises(UsageError, match=r"^no library$"):
+        decode(silent).settle()
 
 
 def test_what_libraries_raise() -> None:

@@ -23,7 +23,7 @@ from exporter.transfer.opened import opened
 from exporter.transfer.push import parse
 from exporter.transfer.remote_model import RemoteModel
 from tests.support.commands import export_model
-from tests.support.directory_store import BUCKET, directory_store
+from tests.support.directory_store import BUCKET, reached
 from tests.support.http_proxy import Traffic
 from tests.support.logs import Trainer, request
 from tests.support.remote_models import went_on
@@ -44,9 +44,7 @@ def trainer(tmp_path: Path) -> Trainer:
 
 @pytest.fixture
 def traffic(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
-    with directory_store(tmp_path) as (environment, found):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
+    with reached(tmp_path, monkeypatch) as found:
         yield found
 
 

@@ -17,7 +17,7 @@ from exporter.transfer.opened import opened
 from exporter.transfer.pull import LocalCopy, pull
 from exporter.transfer.push import plan_push
 from tests.support.commands import export_model
-from tests.support.directory_store import BUCKET, directory_store
+from tests.support.directory_store import BUCKET, reached
 from tests.support.http_proxy import Traffic
 from tests.support.logs import Trainer
 from tests.support.many_deltas import many_deltas, merged_deltas
@@ -36,9 +36,7 @@ def trainer(tmp_path: Path) -> Trainer:
 
 @pytest.fixture
 def traffic(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
-    with directory_store(tmp_path) as (environment, found):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
+    with reached(tmp_path, monkeypatch) as found:
         yield found
 
 
@@ -64,9 +62,7 @@ def test_an_export_asks_for_the_newest_manifest(trainer: Trainer, traffic: Traff
 def test_an_export_asks_for_what_may_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a log that is merged as it should be: the newest few of each size."""
     trainer = merged_deltas(tmp_path, 2 * 64 + 3 * 8 + 4)
-    with directory_store(tmp_path) as (environment, traffic):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
+    with reached(tmp_path, monkeypatch) as traffic:
         went_on(trainer, 5010)
         ran = incr(trainer, URL)
         assert (ran.code, ran.document["position"]) == (0, 5010), ran.err

@@ -53,7 +53,7 @@ class Failure(Struct, frozen=True):
     cause: str
     hint: str
     host: str = ""
-    """The machine that it happened on."""
+    """The machine that it happened on; "" if the worker does not say."""
 
 
 class Outcome(Struct, frozen=True):
@@ -72,7 +72,7 @@ class Outcome(Struct, frozen=True):
             return self.receipt
         assert self.failure is not None
         found: Any = getattr(errors, self.failure.error, ExportError)
-        where = "" if self.failure.host == gethostname() else f"on {self.failure.host}: "
+        where = "" if self.failure.host in ("", gethostname()) else f"on {self.failure.host}: "
         raise found(f"{where}{self.failure.message}", cause=self.failure.cause, hint=self.failure.hint)
 
 

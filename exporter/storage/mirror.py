@@ -15,11 +15,11 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from exporter.errors import CheckpointChanged, CheckpointError, DiskFull, ExportError, os_error
+from exporter.errors import CheckpointChanged, CheckpointError, os_error
 from exporter.layout import CHECKPOINT_STATE_FILE, CHECKPOINT_SUFFIX, SAVED_MODEL_FILES
 from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.private_directory import private_directory
@@ -186,7 +186,7 @@ class Mirror:
             CheckpointError: it cannot be read.
             DiskFull, PublishError: the local file cannot be written.
         """
-        with self._lock:
+        with self._asking(), self._lock:
             found = self._stand_in_of(name)
             if found is None and name in self._found:
                 found = self._found[name], self._fetched[name]
@@ -219,7 +219,12 @@ class Mirror:
                 found = self._found[name], self._fetched[name]
             if found is None or not any(gap for each in ranges for gap in found[1].gaps(*each)):
                 return None
-        return ask(self._reader, found[0])
+        with self._asking():
+            return ask(self._reader, found[0])
+
+    def _asking(self) -> AbstractContextManager[None]:
+        """Surrounds what asks the store for objects that were listed."""
+        return nullcontext()
 
     def _neighbours(self, name: str) -> Sequence[str]:
         def is_there(other: str) -> bool:
@@ -275,7 +280,8 @@ class Mirror:
         Raises:
             CheckpointChanged, CheckpointError, DiskFull, PublishError: as `fetch`.
         """
-        self._reader.copy(self.listed(name), descriptor, pieces, target, advance)
+        with self._asking():
+            self._reader.copy(self.listed(name), descriptor, pieces, target, advance)
 
     def _list(self) -> Iterable[RemoteObject]:
         """What is below the URL; else what it may mean of its neighbours."""
@@ -402,15 +408,6 @@ def forget(path: Path) -> None:
     """`Mirror.forget` of a mirror's file; nothing for any other path."""
     if (found := find(path)) is not None:
         found[0].forget(found[1])
-
-
-def explain(error: ExportError) -> None:
-    """Say of a full disk that it is the temporary directory's, where mirrors lie."""
-    import tempfile
-
-    if isinstance(error, DiskFull) and shown(error.message) != error.message:
-        error.cause = f"the temporary directory is full: {tempfile.gettempdir()}"
-        error.advise("free space there, or set TMPDIR to a directory with more")
 
 
 def shown(text: str) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from exporter.errors import os_error
 from exporter.storage import mirror
 from exporter.storage.objects import ObjectReader, RemoteObject
+
+T = TypeVar("T")
 
 
 def read(path: Path, pieces: Sequence[tuple[int, int, int]], buffer: memoryview) -> bool:
@@ -28,9 +30,7 @@ def read(path: Path, pieces: Sequence[tuple[int, int, int]], buffer: memoryview)
         reader.take(each, pieces, put)
         return True
 
-    found = mirror.find(path)
-    ranges = ((start, stop) for start, stop, _ in pieces)
-    return found is not None and found[0].ask_store(found[1], ranges, take) is not None
+    return _ask(path, ((start, stop) for start, stop, _ in pieces), take) is not None
 
 
 def checksum(path: Path, start: int, stop: int) -> int | None:
@@ -43,8 +43,7 @@ def checksum(path: Path, start: int, stop: int) -> int | None:
     def take(reader: ObjectReader, each: RemoteObject) -> int:
         return reader.checksums(each, [(start, stop)])[0]
 
-    found = mirror.find(path)
-    return None if found is None else found[0].ask_store(found[1], [(start, stop)], take)
+    return _ask(path, [(start, stop)], take)
 
 
 def copy(path: Path, start: int, stop: int) -> IO[bytes] | None:
@@ -67,5 +66,11 @@ def copy(path: Path, start: int, stop: int) -> IO[bytes] | None:
             raise
         return file
 
+    return _ask(path, [(start, stop)], take)
+
+
+def _ask(
+    path: Path, ranges: Iterable[tuple[int, int]], take: Callable[[ObjectReader, RemoteObject], T]
+) -> T | None:
     found = mirror.find(path)
-    return None if found is None else found[0].ask_store(found[1], [(start, stop)], take)
+    return None if found is None else found[0].ask_store(found[1], ranges, take)

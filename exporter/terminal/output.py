@@ -19,9 +19,9 @@ from typing import IO, TYPE_CHECKING, Any
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
-from exporter.errors import ExportError
+from exporter.errors import DiskFull, ExportError
 from exporter.progress import NoProgress, Progress
-from exporter.storage.mirror import explain, shown
+from exporter.storage.mirror import shown
 from exporter.terminal.markup import escape, rendered
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Output(Struct):
 
     def error(self, error: ExportError) -> None:
         """What went wrong, why, and the next command; with --json one object as stderr's last line."""
-        explain(error)
+        _explain(error)
         if self.mode is OutputMode.JSON:
             failure = Failure(
                 type(error).__name__, error.message, error.cause, error.hint, int(error.exit_code)
@@ -254,3 +254,12 @@ def use_colour(stream: IO[str]) -> bool:
     if os.environ.get("FORCE_COLOR"):
         return True
     return stream.isatty()
+
+
+def _explain(error: ExportError) -> None:
+    """Say of a full disk that it is the temporary directory's, where mirrors lie."""
+    import tempfile
+
+    if isinstance(error, DiskFull) and shown(error.message) != error.message:
+        error.cause = f"the temporary directory is full: {tempfile.gettempdir()}"
+        error.advise("free space there, or set TMPDIR to a directory with more")

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -35,7 +34,7 @@ from exporter.layout import (
 from exporter.progress import ProgressFactory, no_progress
 from exporter.storage import mirror
 from exporter.storage.mirror import Mirror
-from exporter.storage.objects import ObjectReader, ObjectWriter, RemoteObject
+from exporter.storage.objects import ObjectWriter, RemoteObject
 from exporter.storage.url import Url
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.items import (
@@ -78,33 +77,6 @@ class _ModelMirror(Mirror):
             super().show(found)
         self.is_outdated = False
 
-    def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
-        """As `Mirror.fetch`, but PositionMoved in place of CheckpointChanged."""
-        with self._noting_what_moved():
-            super().fetch(name, ranges)
-
-    def ask_store(
-        self,
-        name: str,
-        ranges: Iterable[tuple[int, int]],
-        ask: Callable[[ObjectReader, RemoteObject], T],
-    ) -> T | None:
-        """As `Mirror.ask_store`, but PositionMoved in place of CheckpointChanged."""
-        with self._noting_what_moved():
-            return super().ask_store(name, ranges, ask)
-
-    def copy(
-        self,
-        name: str,
-        descriptor: int,
-        pieces: Iterable[tuple[int, int, int]],
-        target: Path,
-        advance: Callable[[int], None],
-    ) -> None:
-        """As `Mirror.copy`, but PositionMoved in place of CheckpointChanged."""
-        with self._noting_what_moved():
-            super().copy(name, descriptor, pieces, target, advance)
-
     def require_current(self) -> None:
         """Refuse what was read of this if something was missing, also where its reader went on without it.
 
@@ -115,7 +87,8 @@ class _ModelMirror(Mirror):
             raise PositionMoved(f"another machine published to {self.url} meanwhile")
 
     @contextmanager
-    def _noting_what_moved(self) -> Iterator[None]:
+    def _asking(self) -> Iterator[None]:
+        """PositionMoved in place of CheckpointChanged, whoever asked for what."""
         try:
             yield
         except CheckpointChanged as error:

@@ -21,6 +21,8 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
+import pytest
+
 from tests.support.http_proxy import Traffic, serving
 
 BUCKET = "shown"
@@ -126,6 +128,15 @@ def directory_store(directory: Path, wait: float = 0.0) -> Iterator[tuple[dict[s
             },
             traffic,
         )
+
+
+@contextmanager
+def reached(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
+    """`directory_store`, which commands of this process reach: the requests so far."""
+    with directory_store(directory) as (environment, traffic):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        yield traffic
 
 
 def _listing(directory: Path, query: dict[str, list[str]]) -> bytes:

@@ -38,10 +38,8 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
         client = stack.enter_context(dask.Client(scheduler))
         threads = sum(client.nthreads().values())
         ahead = (asked.workers if asked.address else 0) or _AHEAD * max(1, threads)
-        bundles, call = (
-            Bundles(works),
-            by_value(),
-        )  # a worker that cannot import what comes dies, and Dask waits
+        bundles = Bundles(works)
+        call = by_value()  # a worker that cannot import what comes dies, and Dask waits
 
         def begun(count: int) -> list[Any]:
             """The next calls, of which Dask is told at once."""
