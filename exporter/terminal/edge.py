@@ -13,7 +13,7 @@ import click
 from msgspec import Struct
 
 from exporter.errors import Exit, ExportError, UsageError, unreachable
-from exporter.terminal import interrupt_at_once, interrupt_by_exception
+from exporter.terminal import interrupt_by_exception
 from exporter.terminal.output import Output, OutputMode, silence
 from exporter.terminal.parameters import App, Option, Options
 from exporter.terminal.quiet_import import quiet_tensorflow
@@ -157,7 +157,6 @@ def _open_closed_streams() -> None:
 
 def run(app: App, arguments: list[str] | None = None) -> NoReturn:
     """Run an application as a program; Click's usage errors leave by the same door as all others."""
-    interrupt_at_once()
     arguments = sys.argv[1:] if arguments is None else arguments
     _open_closed_streams()
     _say_all_characters()
