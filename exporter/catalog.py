@@ -54,13 +54,6 @@ class SliceSpec(Struct, frozen=True):
         return " ".join([*map(str, self.full_shape), ":".join(boxes)])
 
 
-class SliceRef(Struct, frozen=True):
-    """One stored slice of a partitioned tensor; `extent` is None if the checkpoint declares but lacks it."""
-
-    spec: SliceSpec
-    extent: Extent | None
-
-
 class Content(Protocol):
     """Values in a file of another kind than a tensor bundle: without a checksum, perhaps compressed."""
 
@@ -70,6 +63,17 @@ class Content(Protocol):
         Raises:
             CheckpointError: the file is damaged, or changed since the catalog was read.
         """
+
+
+class SliceRef(Struct, frozen=True):
+    """One stored slice of a partitioned tensor, in a bundle (`extent`) or in another file (`content`).
+
+    Both are None if the checkpoint declares but lacks it.
+    """
+
+    spec: SliceSpec
+    extent: Extent | None
+    content: Content | None = None
 
 
 class Naming(Enum):

@@ -15,6 +15,7 @@
     │   ├── BuilderError                 the user's builder raised or returned something else
     │   ├── UnknownTensor            2   a signature names a tensor that the graph lacks
     │   ├── CodeRefused              2   a model's own archive asks for code that was not allowed
+    │   ├── AccessRefused            2   a graph asks for files, or does what was not allowed
     │   ├── NotServable                  an output depends on something that cannot be served
     │   │   └── ForeignOperations            an output needs operations that stock TensorFlow does not have
     │   └── MissingAsset                 a file that the graph's tables are filled from is not there
@@ -39,7 +40,8 @@
     │   ├── NothingChanged               an increment is asked for, and the trainer has saved nothing new
     │   └── PositionMoved                somebody else published meanwhile
     ├── VerificationError            6   the staged result is not what it should be
-    │   └── ManifestError                a manifest.json is missing, damaged or of another format version
+    │   ├── ManifestError                a manifest.json is missing, damaged or of another format version
+    │   └── NotFinite                    a delta would hold NaN or infinity, which the model refuses
     ├── PublishError                 1   the target could not be written
     │   ├── TargetNotWritable            no permission, read-only file system, not a directory
     │   ├── DiskFull                     no space left, or a quota
@@ -48,6 +50,7 @@
     │   └── VersionExists            2   the version is taken or would go backwards
     ├── Unreachable                  1   the operating system refuses a file or directory that is looked for
     ├── ExportFailed                 1   an export in a process of its own, beside a training, failed
+    ├── NoNewBase                    1   a delta is published, and the new base asked for with it is not
     ├── EngineFailed                 1   the engine that runs a job cannot be had, or gave up
     └── ServerError                  7   a server refused, failed to load or was late
         ├── ModelPathNotFound            the model base path to serve is not there
@@ -207,6 +210,13 @@ class CodeRefused(GraphError):
     default_hint = "name a builder that makes the model: --model pkg.mod:fn"
 
 
+class AccessRefused(GraphError):
+    """A graph asks for files, connections or code that the user did not allow."""
+
+    exit_code = Exit.USAGE
+    default_hint = "name the graph yourself if you trust it: --model"
+
+
 class NotServable(GraphError):
     """An output depends on something that cannot be served."""
 
@@ -362,6 +372,15 @@ class ManifestError(VerificationError):
     default_hint = "remove that directory, then publish anew; with --updatable, if deltas are to go on"
 
 
+class NotFinite(VerificationError):
+    """A delta would hold NaN or infinity, and its model takes none; nothing was published."""
+
+    default_hint = (
+        "mend the training, or set it back to where it was well: the next --incr leads on from what is "
+        "published; to serve such values: a base without --require-finite (--updatable)"
+    )
+
+
 class PublishError(ExportError):
     """The target could not be written; nothing was published."""
 
@@ -413,6 +432,12 @@ class ExportFailed(ExportError):
     """An export in a process of its own, beside a training, failed or was not done in time."""
 
     default_hint = "the checkpoint is there: run the same export with export-model"
+
+
+class NoNewBase(ExportError):
+    """The delta is published; the new base that was asked for with it is not. Its `__cause__` says why."""
+
+    default_hint = "for the base alone: export-model merge MODEL --rebase"
 
 
 class ServerError(ExportError):

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from exporter.errors import os_error
+from exporter.errors import ExportError, ManifestError, os_error
+from exporter.layout import flaw_of
 from exporter.storage import mirror
 
 T = TypeVar("T")
@@ -41,6 +42,26 @@ def writing(path: Path) -> Iterator[None]:
         raise os_error(exc, Path(os.fsdecode(name)) if isinstance(name, str | bytes) else path) from exc
 
 
+def below(
+    directory: Path, name: str, said: str, error: type[ExportError] = ManifestError, *, writes: bool = False
+) -> Path:
+    """The path below a directory that a name out of a document means: every such name becomes a path here.
+
+    `said` begins the error's message: whose name it is. With `writes` no symbolic link may lie on the way,
+    which would lead elsewhere.
+
+    Raises:
+        ExportError: an `error`; the name is absolute, leads out, or is no file's name: see `flaw_of`.
+    """
+    path, flaw = directory / name, flaw_of(name)
+    if not flaw and writes:
+        steps = (path, *path.parents[: name.count("/")])
+        flaw = next((f"{step} is a symbolic link" for step in steps if step.is_symlink()), "")
+    if flaw:
+        raise error(f"{said} {name!r:.99} is not the name of a file below its directory", cause=flaw)
+    return path
+
+
 def make_directories(path: Path) -> None:
     """Make `path` and its missing parents, each entry on disk before this returns."""
     missing = []
@@ -66,8 +87,15 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync(path: Path) -> None:
+_NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
+"""What the kernel reports of a directory whose file system has no fsync: `vfs_fsync_range` in fs/sync.c."""
+
+
+def sync(path: Path) -> bool:
     """Wait until a file's bytes, or a directory's entries, are on disk.
+
+    False for a directory of a file system that cannot wait for its entries (CIFS, some of FUSE): the file
+    server decides when they are on disk. Readers do not depend on it.
 
     Raises:
         DiskFull, PublishError: as `writing`.
@@ -76,8 +104,13 @@ def sync(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NO_SYNC or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise
+            return False
         finally:
             os.close(descriptor)
+    return True
 
 
 def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int, int]] | None = None) -> int:
@@ -108,13 +141,25 @@ def read_regular(path: Path, limit: int | None = None) -> bytes:
     """All bytes of a regular file.
 
     Raises:
-        OSError: as `open_regular`; EFBIG if it has more than `limit` bytes.
+        OSError: as `open_regular`; EFBIG if it has more than `limit` bytes, which are then not read.
     """
+    if limit is not None:
+        require_size(path, path.stat().st_size, limit)
     with os.fdopen(open_regular(path), "rb") as file:
-        content = file.read() if limit is None else file.read(limit + 1)
-    if limit is not None and len(content) > limit:
-        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", os.fspath(path))
+        content = file.read()
+    if limit is not None:
+        require_size(path, len(content), limit)  # it may have grown
     return content
+
+
+def require_size(path: Path, size: int, limit: int) -> None:
+    """Refuse a file of more bytes than `limit`.
+
+    Raises:
+        OSError: EFBIG.
+    """
+    if size > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", os.fspath(path))
 
 
 class Unchanged(Generic[T]):
@@ -164,11 +209,17 @@ def copy_file(source: Path | str, target: Path | str) -> None:
 
 def remove_tree(path: Path) -> None:
     """Remove a directory as far as that is possible; symbolic links are removed, never followed."""
-    if path.is_symlink():
-        with suppress(OSError):
+    with suppress(OSError):  # also of looking at it: a network file system may have forgotten it (ESTALE)
+        if path.is_symlink():
             path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def close_lock(descriptor: int) -> None:
+    """Give a lock back. The descriptor is gone whatever is reported (EIO, ESTALE): see close(2)."""
+    with suppress(OSError):
+        os.close(descriptor)
 
 
 def open_lock(path: Path, flags: int = os.O_CREAT) -> int:
@@ -233,6 +284,17 @@ def kept_identity(path: Path) -> list[int]:
     """
     found = path.stat()
     return [*FileIdentity.of(found), found.st_ctime_ns]
+
+
+def is_gone(path: Path) -> bool:
+    """True if a name is not there any more: not if it cannot be looked at."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def nearest(path: Path) -> Path | None:

@@ -214,7 +214,7 @@ def _check(request: GoldenRequest) -> None:
         if expected.near is not None:
             try:
                 near = np.asarray(expected.near, np.float64)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise ValueError(f"{where}: 'near' is no number, and no list of them") from None
             if not np.isfinite(near).all():
                 raise ValueError(f"{where}: 'near' is not finite")

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -77,3 +78,28 @@ INCREMENTS_DIRECTORY = "increments"
 SESSION_FILE = ".session"
 UNFINISHED_MARKER_PREFIX = ".milestone-"
 DEEPREC_INCREMENTS_DIRECTORY = ".incremental_checkpoint"
+
+LONGEST_NAME, LONGEST_PATH = 255, 4095
+"""Bytes of a name and of a path that Linux takes: NAME_MAX, and PATH_MAX without the NUL."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def flaw_of(name: str) -> str:
+    """Why a name out of a document is not that of a file below a directory, in words; "" if it is.
+
+    It has to be relative, with `/` between plain parts. No `~` begins it, which shells take for a home.
+    """
+    parts = name.split("/")
+    try:
+        sizes = [len(os.fsencode(part)) for part in parts]
+    except UnicodeEncodeError:
+        return "it is not text"
+    if name.startswith(("/", "~")):
+        return "it is absolute"
+    if not {"", ".", ".."}.isdisjoint(parts):
+        return f"a part of it is {next(part for part in parts if part in ('', '.', '..'))!r}"
+    if _CONTROL.search(name):
+        return "it has a control character"
+    if max(sizes) > LONGEST_NAME or sum(sizes) + len(parts) - 1 > LONGEST_PATH:
+        return f"it is longer than {LONGEST_NAME} bytes, or than {LONGEST_PATH} with its directories"
+    return ""

@@ -78,8 +78,20 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
 
 
 def quoted(place: object) -> str:
-    """A path, URL or name as it is typed in a shell: what stands in a command that is proposed."""
-    return shlex.quote(shown(str(place)))
+    r"""A path, URL or name as it is typed in a shell: what stands in a command that is proposed.
+
+    What cannot be seen is typed as bash, zsh and ksh take it, `$'a\x1b'`, byte by byte.
+    """
+    text = shown(str(place))
+    return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_in_dollar_quotes, text))}'"
+
+
+def _in_dollar_quotes(character: str) -> str:
+    if character.isprintable():
+        return f"\\{character}" if character in "\\'" else character
+    is_byte = "\udc80" <= character <= "\udcff"
+    data = character.encode(errors="surrogateescape" if is_byte else "surrogatepass")
+    return "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def without_secrets(url: str) -> str:

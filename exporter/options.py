@@ -145,7 +145,7 @@ class ExportRequest(Struct, frozen=True):
     renames: tuple[str, ...] = ()
     """Rules that name a variable's tensor, as `--rename` takes them."""
     rename_file: Path | None = None
-    """A table of names: see `exporter.mapping.rename_file`."""
+    """A table of names: see `exporter.mapping.mapping_rules`."""
     by_order: bool = False
     """Whether values without names are in the order of the graph's variables."""
     average: str | None = None
@@ -176,7 +176,13 @@ class ExportRequest(Struct, frozen=True):
     """How the version takes deltas; None: it takes none."""
     format: ExportFormat = ExportFormat.SAVED_MODEL
     allow_code: bool = False
-    """Whether code that a Keras archive carries or names may run."""
+    """Whether code that a Keras archive carries or names may run, and here whatever a graph does."""
+    allow_foreign_ops: bool = False
+    """Whether operations that stock TensorFlow does not have are served, with what they need."""
+    allow_files: tuple[Path, ...] = ()
+    """Directories that a graph which nobody named may take files from, beside its own."""
+    allow_file_ops: bool = False
+    """Whether operations that read or write files, or call out, are served."""
     custom_objects: tuple[str, ...] = ()
     """Modules with classes that a Keras archive may use."""
     tag: str | None = None
@@ -214,6 +220,8 @@ class ExportRequest(Struct, frozen=True):
                 force_setattr(self, name, parse(f"--{name.replace('_', '-')}", place))
         if isinstance(self.model, str):
             force_setattr(self, "model", local_name("--model", self.model))
+        directories = tuple(local_path("--allow-files", place) for place in self.allow_files)
+        force_setattr(self, "allow_files", directories)
         modules = tuple(local_name("--custom-objects", name) for name in self.custom_objects)
         force_setattr(self, "custom_objects", modules)
 

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
 from msgspec.structs import asdict
 
 from exporter.errors import Exit, ExportError, UsageError
 from exporter.local_paths import local_path
-from exporter.terminal.edge import AS_TEXT, OutputOptions, command
+from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import Output, OutputMode
-from exporter.terminal.parameters import Option, Options
 from exporter.terminal.server_access import ServerAccess
 from serving.agent_flags import AuditFlags, CanaryFlags, PaceFlags, PortFlags, TimeFlags
 from serving.documents import AgentEvent, AgentStarted
@@ -27,41 +27,41 @@ if TYPE_CHECKING:
     from serving.agent.journal import Event, Journal
     from serving.agent.view import FleetView
 
-_LIBRARIES = ("cheroot", "jinja2", "prometheus_client", "watchfiles")
+_LIBRARIES = ("h11", "jinja2", "prometheus_client", "watchfiles")
 
 
 def agent(
     model_base_path: Annotated[
-        tuple[str, ...],
-        Option(
+        list[str],
+        typer.Option(
             metavar="[NAME=]DIR",
             help="A model base path, and the model's name on the servers if it is not the path's last part. "
             "Repeat it for several models.",
         ),
     ],
     target: Annotated[
-        tuple[str, ...],
-        Option(
+        list[str],
+        typer.Option(
             metavar="HOST[:PORT]",
             help="gRPC address of a replica; dns:///NAME[:PORT] stands for every address of the name. "
             "Repeat it for several.",
         ),
     ],
-    own: Annotated[PortFlags, Options()],
-    pacing: Annotated[PaceFlags, Options()],
-    audits: Annotated[AuditFlags, Options()],
-    canary: Annotated[CanaryFlags, Options()],
-    times: Annotated[TimeFlags, Options()],
-    access: Annotated[ServerAccess, Options()],
+    own: PortFlags,
+    pacing: PaceFlags,
+    audits: AuditFlags,
+    canary: CanaryFlags,
+    times: TimeFlags,
+    access: ServerAccess,
     pull: Annotated[
-        tuple[str, ...],
-        Option(
+        list[str] | None,
+        typer.Option(
             metavar="[NAME=]URL",
             help="Fetch what is published there (s3://, gs://, az://) into the model base path. "
             "Repeat it for several models.",
         ),
-    ] = (),
-    printing: OutputOptions = AS_TEXT,
+    ] = None,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Keep the replicas of models as fresh as what is published.
 
@@ -97,10 +97,10 @@ def agent(
 
         channel_credentials(access)  # what is wrong with its files is said now, not for each replica
         sink.json_lines = True
-        paths = _models(model_base_path)
+        paths = _models(tuple(model_base_path))
         models = [Model(name, path) for name, path in paths.items()]
         journal = Journal()
-        pullers = pullers_of(pull, models, journal, times.poll_seconds)
+        pullers = pullers_of(pull or (), models, journal, times.poll_seconds)
         settings = _settings(times, pacing, audits, access, paths)
         tell = _Teller(sink)
         journal.read_by(tell)

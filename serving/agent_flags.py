@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
 from msgspec import Struct
 
 from exporter.errors import UsageError
 from exporter.files import read_regular
-from exporter.local_paths import local_path
-from exporter.terminal.parameters import Option
+from exporter.local_paths import local_path, path_parser
 
 if TYPE_CHECKING:
     from exporter.wire.protos import Proto
@@ -24,31 +24,34 @@ _LONGEST_TOKEN = 4096
 class PortFlags(Struct, frozen=True):
     """The agent's own port."""
 
-    host: Annotated[str, Option(metavar="ADDRESS", help="Address of the agent's own port.")] = "127.0.0.1"
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address of the agent's own port.")] = (
+        "127.0.0.1"
+    )
     port: Annotated[
-        int, Option(metavar="PORT", min=0, max=65535, help="The agent's own port; 0 takes a free one.")
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="The agent's own port; 0 takes a free one.")
     ] = 8600
     token_file: Annotated[
         str | None,
-        Option(
+        typer.Option(
             metavar="FILE",
             help="Ask for `Authorization: Bearer` and this file's content on the own port; not for probes.",
         ),
     ] = None
     tls_cert: Annotated[
-        str | None, Option(metavar="FILE", help="Certificate (PEM) of the own port, which speaks HTTPS then.")
+        str | None,
+        typer.Option(metavar="FILE", help="Certificate (PEM) of the own port, which speaks HTTPS then."),
     ] = None
-    tls_key: Annotated[str | None, Option(metavar="FILE", help="Its private key (PEM).")] = None
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="Its private key (PEM).")] = None
     client_ca: Annotated[
         str | None,
-        Option(
+        typer.Option(
             metavar="FILE",
             help="Ask for certificates that this authority (PEM) has signed on the own port; not for probes.",
         ),
     ] = None
     fresh_within: Annotated[
         float,
-        Option(
+        typer.Option(
             metavar="SECONDS", min=0, help="/readyz fails when a replica lacks a delta for longer than this."
         ),
     ] = 30.0
@@ -94,29 +97,31 @@ class PaceFlags(Struct, frozen=True):
 
     step_seconds: Annotated[
         float | None,
-        Option(
+        typer.Option(
             metavar="SECONDS",
             min=0,
-            help="Apply one delta at a time, and wait this long between two. [default: all at once]",
+            help="Apply one delta at a time, and wait this long between two.",
+            show_default="all at once",
         ),
     ] = None
     pace_factor: Annotated[
         float | None,
-        Option(
+        typer.Option(
             metavar="N",
             min=1,
             help="Spare predictions: apply deltas one by one, with pauses while the p99 of probes is more "
             "than N times that of an idle replica. Probes are the first request of the version's warm-up. "
-            "[default: no probes, no pauses]",
+            "",
+            show_default="no probes, no pauses",
         ),
     ] = None
     pace_max_delay: Annotated[
         float,
-        Option(metavar="SECONDS", min=0, help="With --pace-factor a delta waits no longer than this."),
+        typer.Option(metavar="SECONDS", min=0, help="With --pace-factor a delta waits no longer than this."),
     ] = 5.0
     probe_seconds: Annotated[
         float,
-        Option(
+        typer.Option(
             metavar="SECONDS",
             min=0.001,
             help="Time between two probes while deltas are applied; ten times that otherwise.",
@@ -137,20 +142,23 @@ class AuditFlags(Struct, frozen=True):
 
     audit_seconds: Annotated[
         float | None,
-        Option(
+        typer.Option(
             metavar="SECONDS",
             min=0.05,
             help="Compare a sample of what each replica holds with what is published this often; "
-            "for bases exported with --with-digest. [default: never]",
+            "for bases exported with --with-digest.",
+            show_default="never",
         ),
     ] = None
     rebuild_config: Annotated[
         Path | None,
-        Option(
+        typer.Option(
             metavar="FILE",
+            parser=path_parser("--rebuild-config"),
             help="The ModelServerConfig that every target runs with. A replica that --audit-seconds finds to "
             "differ has its model taken out and put back, one at a time, while another serves it. "
-            "[default: told, and left to /livez]",
+            "",
+            show_default="told, and left to /livez",
         ),
     ] = None
 
@@ -177,25 +185,26 @@ class CanaryFlags(Struct, frozen=True):
     """Which replica goes first, and what it is asked."""
 
     canary: Annotated[
-        tuple[str, ...],
-        Option(
+        list[str],
+        typer.Option(
             metavar="[NAME=]FILE",
             help="Let one replica go first, ask it the golden requests of this file, and let the others "
             "follow, or roll back.",
         ),
-    ] = ()
+    ] = []
     canary_drift: Annotated[
         float | None,
-        Option(
+        typer.Option(
             metavar="FACTOR",
             min=0,
             help="How far a canary's scores may move from those before, as a part of their mean size; "
-            "`drift` in the file goes before it. [default: any distance]",
+            "`drift` in the file goes before it.",
+            show_default="any distance",
         ),
     ] = None
     canary_seconds: Annotated[
         float,
-        Option(
+        typer.Option(
             metavar="SECONDS",
             min=0.1,
             help="How long a canary may take, beside the time of its bytes, before another goes first.",
@@ -207,17 +216,18 @@ class TimeFlags(Struct, frozen=True):
     """How often everything is looked at, and how long a call may take."""
 
     poll_seconds: Annotated[
-        float, Option(metavar="SECONDS", min=0.01, help="List directories and stores at least this often.")
+        float,
+        typer.Option(metavar="SECONDS", min=0.01, help="List directories and stores at least this often."),
     ] = 1.0
     refresh_seconds: Annotated[
-        float, Option(metavar="SECONDS", min=0.05, help="Ask each replica at least this often.")
+        float, typer.Option(metavar="SECONDS", min=0.05, help="Ask each replica at least this often.")
     ] = 5.0
     resolve_seconds: Annotated[
-        float, Option(metavar="SECONDS", min=0.1, help="Look names up this often.")
+        float, typer.Option(metavar="SECONDS", min=0.1, help="Look names up this often.")
     ] = 10.0
     deadline: Annotated[
         float,
-        Option(
+        typer.Option(
             metavar="SECONDS",
             min=0.001,
             help="Give a call this long, and a catch-up the time that its bytes take beside it.",

@@ -6,13 +6,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+import typer
+
 from exporter.errors import ServerError, UsageError
 from exporter.local_paths import checkpoint_parser, local_path
 from exporter.progress import count
-from exporter.terminal import completion
-from exporter.terminal.edge import AS_TEXT, EXIT_CODES, OutputOptions, VersionFlag, command, run
-from exporter.terminal.output import Output
-from exporter.terminal.parameters import App, Option, Options
+from exporter.terminal.edge import AS_TEXT, EXIT_CODES, OutputFlags, VersionFlag, application, command, run
+from exporter.terminal.markup import escape
+from exporter.terminal.output import Output, as_json
+from exporter.terminal.parameters import with_structs
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving import agent_command, reload_command, run_command
 from serving.client_flags import Address, Deadline, ModelName
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
 
     from serving.client import Metadata, ModelClient
 
-app = App("serve-model")
-
 _HELP = f"""Serve models that export-model published, and ask model servers.
 
 \b
@@ -40,31 +40,33 @@ Examples:
 {EXIT_CODES}"""
 
 
-@app.root(help=_HELP)
+app = application(_HELP)
+
+
+@app.callback()
 def serve_model(own_version: VersionFlag = False) -> None:
     """The root command; it has no options of its own but `-V`."""
 
 
-app.subcommand("run", short_help="Serve models over gRPC.", rewrite=run_command.from_stock)(
-    run_command.run_server
-)
+app.command("run", short_help="Serve models over gRPC.")(with_structs(run_command.run_server))
 
 
-@app.subcommand(short_help="Versions of a model on a server.")
+@app.command(short_help="Versions of a model on a server.")
+@with_structs
 def status(
     address: Address,
     model: ModelName = "default",
     published: Annotated[
         Path | None,
-        Option(
+        typer.Option(
             metavar="MODEL_BASE_PATH",
             parser=checkpoint_parser("--published"),
             help="Also show how far each version is behind what is published here; also s3://, gs://, az://.",
         ),
     ] = None,
     deadline: Deadline = 10.0,
-    access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
-    printing: OutputOptions = AS_TEXT,
+    access: ServerAccess = WITHOUT_TLS,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Show a model's versions on a server: their states and positions.
 
@@ -87,30 +89,36 @@ def status(
             status_command.run(client, published, sink)
 
 
-app.subcommand(short_help="Change which models a running server serves.")(reload_command.reload)
-app.subcommand(short_help="Keep replicas as fresh as what is published.")(agent_command.agent)
-completion.register(app, "serve-model")
+app.command(short_help="Change which models a running server serves.")(with_structs(reload_command.reload))
+app.command(short_help="Keep replicas as fresh as what is published.")(with_structs(agent_command.agent))
 
 
-@app.subcommand(short_help="Send one request to a server.")
+@app.command(short_help="Send one request to a server.")
+@with_structs
 def predict(
     address: Address,
-    json_input: Annotated[str, Option(metavar="FILE|-", help="The request as JSON; - reads standard input.")],
+    json_input: Annotated[
+        str, typer.Option(metavar="FILE|-", help="The request as JSON; - reads standard input.")
+    ],
     model: ModelName = "default",
     signature: Annotated[
         str | None,
-        Option(metavar="NAME", help="[default: the request's signature_name, or serving_default]"),
+        typer.Option(
+            metavar="NAME", help="", show_default="the request's signature_name, or serving_default"
+        ),
     ] = None,
     version: Annotated[
         int | None,
-        Option(metavar="VERSION", min=0, help="The version to ask. [default: the newest that is available]"),
+        typer.Option(
+            metavar="VERSION", min=0, help="The version to ask.", show_default="the newest that is available"
+        ),
     ] = None,
     label: Annotated[
-        str | None, Option(metavar="LABEL", help="Ask the version that this label names.")
+        str | None, typer.Option(metavar="LABEL", help="Ask the version that this label names.")
     ] = None,
     deadline: Deadline = 10.0,
-    access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
-    printing: OutputOptions = AS_TEXT,
+    access: ServerAccess = WITHOUT_TLS,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Send one request in the JSON of TF Serving's REST interface, and print the answer in it.
 
@@ -124,7 +132,6 @@ def predict(
     """
     with command(printing) as sink:
         import json
-        import sys
 
         from serving.client import ModelClient
 
@@ -138,26 +145,31 @@ def predict(
             answer, served = _ask(client, metadata, name, asked, request)
         document = _ANSWERS[next(iter(answer))](model, served, name, *answer.values())
         is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-        _print(sink, document, json.dumps(answer, ensure_ascii=not is_unicode))
+        line = json.dumps(answer, ensure_ascii=False)
+        _print(sink, document, line if is_unicode and line.isprintable() else as_json(answer))
 
 
-@app.subcommand(short_help="Apply published deltas to a running model.")
+@app.command(short_help="Apply published deltas to a running model.")
+@with_structs
 def update(
     address: Address,
     model: ModelName = "default",
     up_to: Annotated[
         int,
-        Option(metavar="POSITION", min=-1, help="The position to reach; -1 is the newest published."),
+        typer.Option(metavar="POSITION", min=-1, help="The position to reach; -1 is the newest published."),
     ] = -1,
     version: Annotated[
         int | None,
-        Option(
-            metavar="VERSION", min=0, help="The version to update. [default: the newest that is available]"
+        typer.Option(
+            metavar="VERSION",
+            min=0,
+            help="The version to update.",
+            show_default="the newest that is available",
         ),
     ] = None,
     deadline: Deadline = 60.0,
-    access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
-    printing: OutputOptions = AS_TEXT,
+    access: ServerAccess = WITHOUT_TLS,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Apply the deltas that export-model published to the variables of a running model.
 
@@ -198,14 +210,12 @@ def update(
             )
 
 
-def main() -> NoReturn:
+def main(arguments: list[str] | None = None) -> NoReturn:
     """The entry point."""
-    run(app)
+    run(app, "serve-model", arguments, run_command.from_stock)
 
 
 def _print(sink: Output, document: Struct, line: str, *, is_done: bool = False) -> None:
-    from rich.markup import escape
-
     sink.result(document, [escape(line)], is_done=is_done)
 
 

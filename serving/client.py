@@ -247,10 +247,17 @@ class ModelClient:
         except CallFailed as error:
             if error.code == Code.UNAVAILABLE.name:
                 raise
-            message, hint = f"{self.address} refused the configuration", "correct it, and send it again"
+            message = f"{self.address} refused the configuration"
+            hint = (
+                "correct it, and send it again; if a stock server then repeats this error, it kept what it "
+                "refused: restart it"
+            )
             if error.code == Code.DEADLINE_EXCEEDED.name:
                 message = f"{self.address} does not serve the configuration yet"
-                hint = f"it goes on loading: {self.status_command}"
+                hint = (
+                    f"it goes on loading: {self.status_command}; where a base path is not there, a stock "
+                    "server takes no other configuration until it comes, or until a restart"
+                )
             elif error.code == Code.UNKNOWN.name:
                 message = f"{self.address} took the configuration, but cannot serve all of it"
                 hint = f"see why: {self.status_command}"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from exporter.terminal.parameters import Argument, Option
+import typer
+
 from serving.address import with_port
 
 Address = Annotated[
     str,
-    Argument(
-        "HOST[:PORT]", "gRPC address of a model server; the port is 8500 if left out.", parser=with_port
+    typer.Argument(
+        metavar="HOST:PORT",
+        help="gRPC address of a model server; the port is 8500 if left out.",
+        parser=with_port,
     ),
 ]
-ModelName = Annotated[str, Option(metavar="NAME", help="The model's name there.")]
+ModelName = Annotated[str, typer.Option(metavar="NAME", help="The model's name there.")]
 Deadline = Annotated[
-    float, Option(metavar="SECONDS", min=0.001, help="Fail when a call takes longer than this.")
+    float, typer.Option(metavar="SECONDS", min=0.001, help="Fail when a call takes longer than this.")
 ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exporter.errors import UsageError
+from exporter.printable import printable
 from serving.model_config import ModelConfig, listed_models, read_config_file
 from serving.status import Code, StatusError
 
@@ -65,5 +66,5 @@ class ConfigFile:
             except StatusError as error:
                 problem = f"{error.code.name}: {error.message}"
             if problem and problem != self._problem:
-                _log.warning("the configuration stays as it was: %s", problem)
+                _log.warning("the configuration stays as it was: %s", printable(problem))
             self._problem = problem

@@ -1,26 +1,77 @@
-"""One HTTP port in this process: a WSGI application behind cheroot, from construction until `stop`.
+"""One HTTP port in this process: a function from requests to answers, from construction until `stop`.
 
-The agent's own port and the model server's REST interface are such ports.
+The agent's own port and the model server's REST interface are such ports. An event loop in a thread of its
+own reads from all clients at once, h11 parses, and a thread gets a request when the whole of it has come: a
+client that dawdles keeps a buffer, and no other client waiting.
+
+uvicorn and hypercorn run h11 in the same way. Neither bounds the time in which headers come, nor passes on
+whether a client has shown a certificate.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
+import queue
+import resource
+import socket
 import ssl
-import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from email.utils import formatdate
+from functools import partial
+from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
+
+import h11
+from msgspec import Struct
 
 from exporter.errors import ServerError
-from serving.http_tls import HttpTls, bound, secure
-
-Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+from serving.http_tls import HttpTls
 
 _log = logging.getLogger(__name__)
-_IDLE_SECONDS = 60
-_MOST_IDLE_CONNECTIONS = 256
-_LARGEST_HEADER_BYTES = 64 << 10
+_IDLE_S = 60.0
+_LINGER_S = 2.0
+_MOST_CONNECTIONS = 1000
+_QUICK_THREADS = 2
+_LARGEST_HEAD_BYTES = 64 << 10
+_STEP_BYTES = 256 << 10
+_SLOWEST_BYTES_PER_S = 256 << 10
+"""What is sent at this rate, or faster, is not cut off however long it is."""
+
+
+class Request(Struct):
+    """A request that has come as a whole."""
+
+    method: str
+    target: str
+    """Path and query as they were sent: names are decoded after the path was taken apart."""
+    headers: dict[str, str]
+    """By names in small letters; of one that is there twice, the last."""
+    body: bytes | bytearray = b""
+    is_certified: bool = False
+    """The client has shown a certificate that the authority of `HttpTls` signed."""
+
+    @property
+    def path(self) -> str:
+        """The target without its query."""
+        return self.target.partition("?")[0]
+
+
+class Response(Struct):
+    """An answer; the port adds its length and the date."""
+
+    status: str
+    """As `200 OK`."""
+    headers: Sequence[tuple[str, str]]
+    body: Sequence[bytes] = ()
+    """In parts, so that a long one need not be in memory twice."""
+
+
+Application = Callable[[Request], Response]
 
 
 class HttpPort:
@@ -34,72 +85,360 @@ class HttpPort:
         *,
         option: str,
         threads: int,
-        max_body_bytes: int = 0,
+        max_body_bytes: int,
+        request_seconds: float,
+        is_quick: Callable[[Request], bool],
         tls: HttpTls | None = None,
-        request_seconds: float | None = None,
     ) -> None:
         """Listen.
 
         Args:
-            application: the WSGI application.
+            application: called in a thread that works.
             host: the address to listen on.
             port: the TCP port; 0 takes a free one, `self.port` says which.
             option: the option that chose the port, for the hint of an error.
             threads: how many requests are worked on at a time.
-            max_body_bytes: longer requests are refused unread with 413; 0 is any length.
+            max_body_bytes: longer requests are refused with 413. When bodies and answers of all clients have
+                twice as much, further bodies are refused with 503.
+            request_seconds: a client that takes longer to send a request, or to take its answer, is cut off,
+                unless there are many bytes.
+            is_quick: of requests that two threads of their own answer, whatever all others work on.
             tls: files for TLS; without them it speaks plain HTTP.
-            request_seconds: a request that takes longer, as it is sent too, is cut off; None is any time.
 
         Raises:
             ServerError: the address cannot be listened on.
         """
-        self._server = _quiet_server(
-            (host, port), application, numthreads=threads, request_queue_size=128, timeout=_IDLE_SECONDS
-        )
-        self._server.max_request_body_size = max_body_bytes
-        self._server.max_request_header_size = _LARGEST_HEADER_BYTES
-        self._server.keep_alive_conn_limit = _MOST_IDLE_CONNECTIONS
-        if tls is not None:
-            secure(self._server, tls)
-        if request_seconds is not None:
-            bound(self._server, request_seconds)
-        try:
-            self._server.prepare()
-        except OSError as error:
-            raise ServerError(
-                f"cannot listen on {host}:{port}",
-                cause=str(error),
-                hint=f"choose another {option}, or {option} 0 for a free one",
-            ) from error
-        self.port = int(self._server.bind_addr[1])
-        self._thread = threading.Thread(target=self._server.serve, name="http", daemon=True)
+        self._listening = _listen(host, port, option)
+        self.port = int(self._listening.getsockname()[1])
+        self.max_body_bytes, self.request_seconds = max_body_bytes, request_seconds
+        self.held_bytes = 0
+        self.is_ending = False
+        self._tls = None if tls is None else tls.context()
+        self._is_quick = is_quick
+        self._workers, self._quick = _Workers(application, threads), _Workers(application, _QUICK_THREADS)
+        self._connections: dict[_Connection, asyncio.Task[None]] = {}
+        self._most_connections = _most_connections()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self._thread.start()
 
     def stop(self, grace_seconds: float = 5.0) -> None:
         """Take no more requests, and give those under way so much time; harmless if repeated."""
-        self._server.shutdown_timeout = grace_seconds
-        # cheroot joins its threads without a limit when the time is over, so a request that never ends would.
-        stopping = threading.Thread(target=self._server.stop, name="stop http", daemon=True)
-        stopping.start()
-        stopping.join(grace_seconds + 1.0)
-        self._thread.join(1.0)
+        with suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._begin_to_end, grace_seconds)
+        self._thread.join(grace_seconds + 1.0)
+
+    async def work(self, request: Request) -> Response:
+        """Have the application answer."""
+        return await (self._quick if self._is_quick(request) else self._workers).work(request)
+
+    def _run(self) -> None:
+        self._accepting = self._loop.create_task(self._accept())
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = await self._loop.sock_accept(self._listening)
+            except OSError:  # no file descriptor is left, or the client is gone already
+                await asyncio.sleep(0.1)
+                continue
+            if len(self._connections) >= self._most_connections:
+                self._drop_one()
+            connection = _Connection(self)
+            task = self._loop.create_task(connection.serve(accepted, self._tls))
+            self._connections[connection] = task
+            task.add_done_callback(partial(self._forget, connection))
+
+    def _forget(self, connection: _Connection, _: object) -> None:
+        del self._connections[connection]
+
+    def _drop_one(self) -> None:
+        """Make room: the first one goes that has sent no whole request."""
+        for connection, task in self._connections.items():
+            if not connection.is_busy and not task.cancelling():
+                task.cancel()
+                return
+
+    def _begin_to_end(self, grace_seconds: float) -> None:
+        if not self.is_ending:
+            self.is_ending = True
+            self._ending = self._loop.create_task(self._end(grace_seconds))
+
+    async def _end(self, grace_seconds: float) -> None:
+        self._accepting.cancel()
+        await asyncio.wait([self._accepting])
+        self._listening.close()
+        for connection, task in self._connections.items():
+            if not connection.is_busy:
+                task.cancel()
+        for seconds in (grace_seconds, 0.5):
+            if self._connections:
+                await asyncio.wait([*self._connections.values()], timeout=seconds)
+            for task in self._connections.values():
+                task.cancel()
+        self._workers.end()
+        self._quick.end()
+        self._loop.stop()
 
 
-def _quiet_server(*arguments: Any, **options: Any) -> Any:
-    """A server that logs what cheroot prints: clients that went away are none of the operator's business."""
-    from cheroot import server, wsgi
+class _Workers:
+    """Threads that answer. One whose request never ends does not keep the process: they are daemons."""
 
-    from serving.http_framing import Request
+    def __init__(self, application: Application, threads: int) -> None:
+        self._application, self._threads = application, threads
+        self._queue: queue.SimpleQueue[tuple[Request, asyncio.Future[Response]] | None] = queue.SimpleQueue()
+        for number in range(threads):
+            threading.Thread(target=self._run, name=f"http {number}", daemon=True).start()
 
-    class Connection(server.HTTPConnection):
-        RequestHandlerClass = Request
+    async def work(self, request: Request) -> Response:
+        """The application's answer."""
+        answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._queue.put((request, answer))
+        return await answer
 
-    class Server(wsgi.Server):
-        ConnectionClass = Connection
+    def end(self) -> None:
+        """Answer nothing more."""
+        for _ in range(self._threads):
+            self._queue.put(None)
 
-        def error_log(self, msg: str = "", level: int = logging.INFO, traceback: bool = False) -> None:
-            if isinstance(sys.exception(), ssl.SSLError):  # somebody without a certificate, or a scanner
-                level, traceback = logging.DEBUG, False
-            _log.log(level, msg, exc_info=traceback)
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            request, answer = item
+            if not answer.cancelled():
+                with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    answer.get_loop().call_soon_threadsafe(_settle, answer, self._answer(request))
+            del item, request, answer  # a body need not be kept until the next one comes
 
-    return Server(*arguments, **options)
+    def _answer(self, request: Request) -> Response:
+        try:
+            return self._application(request)
+        except Exception:  # noqa: BLE001 - the edge of the server: the thread has others to answer
+            _log.exception("a request could not be answered")
+            return _error(HTTPStatus.INTERNAL_SERVER_ERROR, "the request could not be answered")
+
+
+def _settle(answer: asyncio.Future[Response], done: Response) -> None:
+    if not answer.done():
+        answer.set_result(done)
+
+
+class _Refused(Exception):
+    """A request that is not read to its end; its connection is closed."""
+
+    def __init__(self, status: HTTPStatus, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class _Connection:
+    """One client, from its first byte to its last."""
+
+    def __init__(self, port: HttpPort) -> None:
+        self._port = port
+        self._held_bytes = 0
+        self._rest = b""
+        self.is_busy = False
+        """A whole request has come, and is answered."""
+
+    async def serve(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Answer one request after another."""
+        transport: asyncio.Transport | None = None
+        try:
+            transport = await self._open(accepted, tls)
+            while await self._has_begun() and await self._answer_one():
+                pass
+            transport.close()
+        except (OSError, TimeoutError):
+            pass  # clients that went away, or did not agree on TLS, are none of the operator's business
+        except Exception:  # noqa: BLE001 - the edge of the server: there are other clients
+            _log.exception("a connection ended")
+        finally:
+            self._hold(-self._held_bytes)
+            if transport is None:
+                accepted.close()
+            elif not transport.is_closing():
+                transport.abort()
+
+    async def _open(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> asyncio.Transport:
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._reader = asyncio.StreamReader(limit=_STEP_BYTES)
+        protocol = asyncio.StreamReaderProtocol(self._reader)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol,
+            accepted,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else self._port.request_seconds,
+        )
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(0)  # `drain` waits until all is with the kernel
+        self._writer = asyncio.StreamWriter(transport, protocol, self._reader, loop)
+        self._is_certified = bool(transport.get_extra_info("peercert"))
+        return transport
+
+    async def _has_begun(self) -> bool:
+        """Wait for a request; False if the client wants nothing more. Empty lines before it do not count."""
+        async with asyncio.timeout(_IDLE_S):
+            while not self._rest:
+                data = await self._reader.read(_STEP_BYTES)
+                if not data:
+                    return False
+                self._rest = data.lstrip(b"\r\n")
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_LARGEST_HEAD_BYTES)
+        self._http.receive_data(self._rest)
+        return True
+
+    async def _answer_one(self) -> bool:
+        """Read a request and answer it; False if the connection ends with it."""
+        self._has_body = True
+        try:
+            async with asyncio.timeout(self._port.request_seconds) as deadline:
+                request = await self._request(deadline)
+        except (_Refused, h11.RemoteProtocolError, TimeoutError) as error:
+            await self._in_time(self._refusal(error))
+            await self._linger()
+            return False
+        self.is_busy = True
+        response = await self._port.work(request)
+        del request  # its body need not be kept until the client has taken the answer
+        self._hold(-self._held_bytes)
+        await self._in_time(response)
+        self.is_busy = False
+        self._rest = self._http.trailing_data[0].lstrip(b"\r\n")
+        return self._http.our_state is h11.DONE and not self._port.is_ending
+
+    async def _event(self) -> Any:
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            self._http.receive_data(await self._reader.read(_STEP_BYTES))
+        return event
+
+    async def _request(self, deadline: asyncio.Timeout) -> Request:
+        head = await self._event()
+        request = Request(
+            head.method.decode("ascii"),
+            _path_and_query(head.target.decode("ascii")),
+            {name.decode("ascii"): value.decode("latin-1") for name, value in head.headers},
+            body := bytearray(),
+            self._is_certified,
+        )
+        self._has_body = request.method != "HEAD"
+        _require_one_end(request.headers, head.http_version)
+        self._require_length(int(request.headers.get("content-length", 0)))
+        if self._http.they_are_waiting_for_100_continue:
+            go_on = h11.InformationalResponse(status_code=100, reason="Continue", headers=[])
+            self._writer.write(self._http.send(go_on) or b"")
+        first = deadline.when() or 0.0
+        while isinstance(event := await self._event(), h11.Data):
+            self._require_length(len(body) + len(event.data))
+            self._hold(len(event.data))
+            body += event.data
+            deadline.reschedule(first + len(body) / _SLOWEST_BYTES_PER_S)
+        return request
+
+    def _require_length(self, length: int) -> None:
+        if length > (most := self._port.max_body_bytes):
+            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {most} bytes")
+        if length and self._port.held_bytes - self._held_bytes + length > 2 * most:
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "other requests' bodies fill the memory")
+
+    def _hold(self, bytes_: int) -> None:
+        self._held_bytes += bytes_
+        self._port.held_bytes += bytes_
+
+    async def _in_time(self, response: Response) -> None:
+        """Send an answer; one that is not taken in time is cut off."""
+        self._hold(length := sum(map(len, response.body)))
+        async with asyncio.timeout(self._port.request_seconds) as deadline:
+            first, sent = deadline.when() or 0.0, 0
+            for part in self._parts(response, length):
+                self._writer.write(part)
+                await self._writer.drain()
+                sent += len(part)
+                deadline.reschedule(first + sent / _SLOWEST_BYTES_PER_S)
+        self._hold(-length)
+
+    def _parts(self, response: Response, length: int) -> Iterator[bytes]:
+        """The bytes of an answer; those of a small one in one part."""
+        code, _, reason = response.status.partition(" ")
+        headers = [*response.headers, ("Content-Length", str(length)), ("Date", formatdate(usegmt=True))]
+        if self._port.is_ending or self._http.their_state is not h11.DONE:
+            headers.append(("Connection", "close"))
+        head = h11.Response(status_code=int(code), reason=reason, headers=headers)
+        begun = self._http.send(head) or b""
+        for part in response.body if self._has_body else ():
+            self._http.send(h11.Data(data=part))  # which counts them
+            for start in range(0, len(part), _STEP_BYTES):
+                begun += part[start : start + _STEP_BYTES]
+                if len(begun) >= _STEP_BYTES:
+                    yield begun
+                    begun = b""
+        self._http.send(h11.EndOfMessage())
+        yield begun
+
+    def _refusal(self, error: Exception) -> Response:
+        if isinstance(error, _Refused):
+            return _error(error.status, str(error))
+        if isinstance(error, h11.RemoteProtocolError):
+            is_long = error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            return _error(HTTPStatus(431 if is_long else 400), str(error))
+        return _error(HTTPStatus.REQUEST_TIMEOUT, f"no whole request in {self._port.request_seconds:g} s")
+
+    async def _linger(self) -> None:
+        """Let the client read why: closing while bytes come would take the answer away from it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                if self._writer.can_write_eof():
+                    self._writer.write_eof()
+                while await self._reader.read(_STEP_BYTES):
+                    pass
+
+
+def _require_one_end(headers: dict[str, str], version: bytes) -> None:
+    """A request whose end two readers see in two places lets a client put words into the mouth of the next
+    one behind a proxy (RFC 9112, sections 6.3 and 11.2); h11 takes the two ways below as the RFC allows.
+    """
+    if "transfer-encoding" in headers and ("content-length" in headers or version < b"1.1"):
+        why = "Transfer-Encoding with Content-Length, or where it has no meaning"
+        raise _Refused(HTTPStatus.BAD_REQUEST, why)
+
+
+def _path_and_query(target: str) -> str:
+    if target.startswith("/"):
+        return target
+    parts = urlsplit(target)  # a proxy's absolute form
+    return parts.path + (f"?{parts.query}" if parts.query else "")
+
+
+def _error(status: HTTPStatus, why: str) -> Response:
+    body = json.dumps({"error": why}).encode()
+    return Response(f"{int(status)} {status.phrase}", [("Content-Type", "application/json")], [body])
+
+
+def _most_connections() -> int:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, files // 2)
+
+
+def _listen(host: str, port: int, option: str) -> socket.socket:
+    problem: OSError | None = None
+    try:
+        for family, *_, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            both = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()
+            try:
+                listening = socket.create_server(address[:2], family=family, backlog=128, dualstack_ipv6=both)
+            except OSError as error:
+                problem = error
+                continue
+            listening.setblocking(False)
+            return listening
+    except OSError as error:  # the name is not known
+        problem = error
+    raise ServerError(
+        f"cannot listen on {host}:{port}",
+        cause=str(problem),
+        hint=f"choose another {option}, or {option} 0 for a free one",
+    ) from problem

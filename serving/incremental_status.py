@@ -11,11 +11,15 @@ STATUS_SIGNATURE = "incremental_status"
 
 
 class IncrementalStatus(Struct, frozen=True):
-    """The position and training step whose values a version serves, and the log that its deltas are of."""
+    """The position and training step whose values a version serves, and the log that its deltas are of.
+
+    `unsettled` counts its responses of no one position since it was loaded; None if it does not report them.
+    """
 
     position: int
     step: int
     lineage: str
+    unsettled: int | None = None
 
 
 def read_incremental_status(client: ModelClient, version: int) -> IncrementalStatus | None:
@@ -29,4 +33,5 @@ def read_incremental_status(client: ModelClient, version: int) -> IncrementalSta
     probe = {"probe": np.zeros([1], np.int64)}
     found = client.predict(probe, signature=STATUS_SIGNATURE, version=version).outputs
     lineage = bytes(found["lineage"][0]).decode()
-    return IncrementalStatus(int(found["position"][0]), int(found["step"][0]), lineage)
+    unsettled = int(found["unsettled"][0]) if "unsettled" in found else None  # bases of 0.1.0 have none
+    return IncrementalStatus(int(found["position"][0]), int(found["step"][0]), lineage, unsettled)

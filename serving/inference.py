@@ -121,6 +121,8 @@ def multi_inference(
 ) -> None:
     """Fill a `MultiInferenceResponse`: several classify and regress signatures over one input, in one step.
 
+    The examples are fed to each signature's own input tensor: in TensorFlow 2 these are several.
+
     Raises:
         StatusError: INVALID_ARGUMENT or UNIMPLEMENTED, if tasks do not fit the model or one another.
     """
@@ -137,11 +139,9 @@ def multi_inference(
         else:
             raise StatusError(Code.UNIMPLEMENTED, f"Unsupported signature method_name: {task.method_name}")
         inputs.add(input_)
-        if len(inputs) > 1:
-            raise invalid("Input tensor must be the same for all Signatures.")
     examples = _examples(request.input, how.max_filled_bytes)
     names = sorted(fetches)
-    values = dict(zip(names, model.run({inputs.pop(): examples}, names, how.timeout_ms), strict=True))
+    values = dict(zip(names, model.run(dict.fromkeys(inputs, examples), names, how.timeout_ms), strict=True))
     for task, signature in tasks:
         result = response.results.add()
         if task.method_name == CLASSIFY:

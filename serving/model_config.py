@@ -13,8 +13,9 @@ from msgspec import Struct
 
 from exporter.errors import UsageError
 from exporter.local_paths import local_path
+from exporter.publish.versions import version_dirs
 from exporter.wire.protos import Proto
-from serving.status import invalid
+from serving.status import StatusError, invalid
 from serving.text_config import read_text_config
 from serving.version_policy import Every, Latest, Policy, Specific
 
@@ -98,11 +99,56 @@ def _platform(entry: Proto) -> str:
     return entry.model_platform or PLATFORM
 
 
-def _base_path(entry: Proto) -> Path:
+def check_to_send(config: Proto) -> None:
+    """Refuse entries that a stock server refuses and keeps: it answers every later configuration with that
+    error, until it is restarted.
+
+    Raises:
+        UsageError: an entry has no platform, or no absolute path, or its name twice.
+    """
+    names: set[str] = set()
+    for entry in config.model_config_list.config:
+        try:
+            if entry.name in names:
+                raise invalid(f"Illegal to list model {entry.name} multiple times in config list")
+            names.add(entry.name)
+            _platform(entry)
+            _require_absolute(entry)
+        except StatusError as error:
+            raise UsageError(
+                f"the entry of model {entry.name!r} cannot be sent: {error.message}",
+                cause="a stock server that got it would refuse every later configuration until a restart",
+                hint="correct the entry: it has a name, a base_path and model_platform: 'tensorflow'",
+            ) from error
+
+
+def absent(entry: Proto) -> str:
+    """Why a server that is given a new model would wait for its files; empty if it would not, as far as one
+    can see from here.
+
+    A path counts as seen from here if the directory that it lies in is there, and is not the root.
+    """
+    path = Path(entry.base_path)
+    if _SCHEME.match(entry.base_path) or path.parent == path.parent.parent or not path.parent.is_dir():
+        return ""
+    if not path.is_dir():
+        return f"{path} is not there, and {path.parent} is"
+    wanted = set(entry.model_version_policy.specific.versions)
+    found = {child.version for child in version_dirs(path)}
+    if not found or (wanted and not wanted & found):
+        return f"{path} holds no version" + (f" {', '.join(map(str, sorted(wanted)))}" if wanted else "")
+    return ""
+
+
+def _require_absolute(entry: Proto) -> None:
     if not entry.base_path.startswith("/") and not _SCHEME.match(entry.base_path):
         raise invalid(
             f"Expected model {entry.name} to have an absolute path or URI; got base_path()={entry.base_path}"
         )
+
+
+def _base_path(entry: Proto) -> Path:
+    _require_absolute(entry)
     try:
         return local_path(f"The base_path of {entry.name!r}:", entry.base_path)
     except UsageError as error:

@@ -3,19 +3,23 @@
 `HandleReloadConfigRequest` replaces the whole configuration: a model that is left out is unloaded. A server
 takes labels for available versions alone, so a configuration whose labels name new versions is sent twice:
 first with the labels as they are, then, when the versions are available, as it is wanted.
+
+A stock server that gets a new model whose base path is not there waits for it, and later configurations wait
+behind that one. So it is looked for before anything is sent, as far as one can see from here.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 
 from msgspec import Struct
 
-from exporter.errors import CallFailed, ServerError
+from exporter.errors import CallFailed, ModelPathNotFound, ServerError
 from exporter.wire.protos import Proto, message_class
 from serving.client import ModelClient
+from serving.model_config import absent, check_to_send
 from serving.status import Code, VersionState, VersionStatus, error_text
 
 _POLL_SECONDS = 0.1
@@ -91,33 +95,63 @@ def needed_versions(model: Proto) -> set[int]:
     return {*model.model_version_policy.specific.versions, *model.version_labels.values()}
 
 
+def require_there(new: Iterable[Proto]) -> None:
+    """Look for the files of models that a server is about to be given.
+
+    Raises:
+        ModelPathNotFound: some are not there, as far as one can see from here.
+    """
+    for entry in new:
+        if problem := absent(entry):
+            raise ModelPathNotFound(
+                f"model {entry.name} cannot be served: {problem}",
+                cause="a stock server waits for it, and takes no other configuration until it comes",
+                hint="name what is there, with --model-base-path; --no-path-check sends it if the path is on "
+                "the server's machine alone, or comes later",
+            )
+
+
 class Reloader:
     """One server, asked about the models of a configuration until a deadline."""
 
-    def __init__(self, wanted: Proto, connect: Callable[[str], ModelClient], deadline_s: float) -> None:
+    def __init__(
+        self,
+        wanted: Proto,
+        connect: Callable[[str], ModelClient],
+        deadline_s: float,
+        *,
+        checks_paths: bool = True,
+    ) -> None:
         """Prepare; nothing is sent before `run`.
 
         Args:
             wanted: the `ModelServerConfig`; it lists a model at least.
             connect: a client for the model of a name.
             deadline_s: how long all of it may take.
+            checks_paths: look for the files of models that the server does not serve yet.
         """
         self._wanted = wanted
         self._connect = connect
         self._until = time.monotonic() + deadline_s
         self._deadline_s = deadline_s
+        self._checks_paths = checks_paths
 
     def run(self) -> list[Reloaded]:
         """Send the configuration, and wait until it is served.
 
         Raises:
+            UsageError: a stock server would keep what it refuses; nothing was sent.
+            ModelPathNotFound: a new model's files are not there; nothing was sent.
             CallFailed: the server refused, or did not answer.
             ServerError: a version cannot be loaded, or was not in time.
         """
+        check_to_send(self._wanted)
         with ExitStack() as stack:
             models = {model.name: model for model in self._wanted.model_config_list.config}
             clients = {name: stack.enter_context(self._connect(name)) for name in models}
             before = {name: self._known(clients[name], model) for name, model in models.items()}
+            if self._checks_paths:
+                require_there(model for name, model in models.items() if not before[name].available)
             for config in filter(None, (first_step(self._wanted, before), self._wanted)):
                 next(iter(clients.values())).configure(config, self._left())
                 found = {name: self._served(clients[name], models[name]) for name in models}

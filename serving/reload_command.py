@@ -8,12 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
 from msgspec import Struct
 
 from exporter.errors import UsageError
 from exporter.files import sync, write_durably
-from exporter.terminal.edge import AS_TEXT, OutputOptions, command, pairs
-from exporter.terminal.parameters import Option, Options
+from exporter.local_paths import path_parser
+from exporter.terminal.edge import AS_TEXT, OutputFlags, command, pairs
+from exporter.terminal.markup import escape
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving.client_flags import Address
 from serving.documents import Reload, ReloadedModel
@@ -25,13 +27,24 @@ class WholeFlags(Struct, frozen=True):
     """The whole configuration."""
 
     model_config_file: Annotated[
-        Path | None, Option(metavar="FILE", help="A ModelServerConfig as text: all models to serve.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            parser=path_parser("--model-config-file"),
+            help="A ModelServerConfig as text: all models to serve.",
+        ),
     ] = None
     save: Annotated[
-        bool, Option(help="Write the configuration to that file once it is served, with --model's entry.")
+        bool,
+        typer.Option(
+            "--save", help="Write the configuration to that file once it is served, with --model's entry."
+        ),
     ] = False
     only: Annotated[
-        bool, Option(help="Serve --model and no other; without this, options for a model want a file.")
+        bool,
+        typer.Option(
+            "--only", help="Serve --model and no other; without this, options for a model want a file."
+        ),
     ] = False
 
     def config(self, entry: EntryFlags) -> Any:
@@ -73,19 +86,22 @@ class WholeFlags(Struct, frozen=True):
 class EntryFlags(Struct, frozen=True):
     """The entry of one model."""
 
-    model: Annotated[str | None, Option(metavar="NAME", help="The model's name in requests.")] = None
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name in requests.")] = None
     model_base_path: Annotated[
-        str | None, Option(metavar="DIR", help="Its base path on the server's machine.")
+        str | None, typer.Option(metavar="DIR", help="Its base path on the server's machine.")
     ] = None
     version: Annotated[
-        tuple[int, ...], Option(metavar="VERSION", min=0, help="Serve this version; repeat it for several.")
-    ] = ()
-    latest: Annotated[int | None, Option(metavar="N", min=1, help="Serve the newest N versions.")] = None
-    all_versions: Annotated[bool, Option(help="Serve every version.")] = False
+        list[int],
+        typer.Option(metavar="VERSION", min=0, help="Serve this version; repeat it for several."),
+    ] = []
+    latest: Annotated[int | None, typer.Option(metavar="N", min=1, help="Serve the newest N versions.")] = (
+        None
+    )
+    all_versions: Annotated[bool, typer.Option("--all-versions", help="Serve every version.")] = False
     label: Annotated[
-        tuple[str, ...],
-        Option(metavar="LABEL=VERSION", help="A name for a version; repeat it for several."),
-    ] = ()
+        list[str],
+        typer.Option(metavar="LABEL=VERSION", help="A name for a version; repeat it for several."),
+    ] = []
 
     def put_into(self, config: Any, name: str) -> None:
         """Replace the model's entry by what the options say, or add one; what they leave out stays.
@@ -131,13 +147,20 @@ class EntryFlags(Struct, frozen=True):
 
 def reload(
     address: Address,
-    whole: Annotated[WholeFlags, Options("Configuration")],
-    entry: Annotated[EntryFlags, Options("Entry of one model")],
+    whole: WholeFlags,
+    entry: EntryFlags,
+    no_path_check: Annotated[
+        bool,
+        typer.Option(
+            "--no-path-check",
+            help="Do not look for new models' base paths here: they are elsewhere, or come later.",
+        ),
+    ] = False,
     deadline: Annotated[
-        float, Option(metavar="SECONDS", min=0.001, help="Fail when it takes longer than this.")
+        float, typer.Option(metavar="SECONDS", min=0.001, help="Fail when it takes longer than this.")
     ] = 60.0,
-    access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
-    printing: OutputOptions = AS_TEXT,
+    access: ServerAccess = WITHOUT_TLS,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Give a running server another configuration, without a restart, and wait until it is served.
 
@@ -149,6 +172,11 @@ def reload(
     Labels move last: a label that names a version which is not available yet stays where it is until that
     version is available.
 
+    A stock server waits for a new model's base path, and takes no other configuration until it comes; one
+    that got an entry without a platform refuses every later configuration until it is restarted. So both are
+    looked for before anything is sent: base paths where the directory that they lie in is on this machine,
+    too.
+
     \b
     Examples:
       serve-model reload 127.0.0.1:8500 --model-config-file models.config
@@ -157,14 +185,12 @@ def reload(
       serve-model reload 127.0.0.1:8500 --only --model ranker --model-base-path /models/ranker --latest 2
     """
     with command(printing) as sink:
-        from rich.markup import escape
-
         from serving.client import ModelClient
         from serving.reload import Reloader
 
         config = whole.config(entry)
         connect = partial(ModelClient, address, deadline_s=deadline, access=access)
-        done = Reloader(config, connect, deadline).run()
+        done = Reloader(config, connect, deadline, checks_paths=not no_path_check).run()
         if whole.save and whole.model_config_file is not None:
             _save(config, whole.model_config_file)
         models = [ReloadedModel(one.model, one.versions, one.labels) for one in done]

@@ -11,10 +11,10 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import unquote_to_bytes
 
 from msgspec import Struct
 
@@ -22,12 +22,13 @@ from exporter.wire import rest_json
 from exporter.wire.protos import Proto, message_class
 from serving import rest_response
 from serving.calls import Calls
+from serving.http_port import Request, Response
 from serving.server_metrics import ServerMetrics
 from serving.status import Code, StatusError, invalid, status_of
 from serving.text_config import read_text_config
 
 MAX_BODY_BYTES = 512 << 20
-"""Longer bodies, compressed or not, are refused: a number of JSON takes ten times its room in memory."""
+"""Longer bodies, compressed or not, are refused: a request is in memory as a whole, as text and as arrays."""
 PROMETHEUS_PATH = "/monitoring/prometheus/metrics"
 
 _INT64_MAX = (1 << 63) - 1
@@ -98,7 +99,7 @@ class Target(Struct, frozen=True):
 
 
 class Rest:
-    """The WSGI application.
+    """The application of the REST port.
 
     Args:
         calls: what is asked.
@@ -123,56 +124,50 @@ class Rest:
         self._headers = [_JSON, *(_CORS if allow_cors else [])]
         self._metrics_path = metrics_path
 
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(self, request: Request) -> Response:
         """Answer one request."""
-        path = _path(environ)
-        if self._metrics_path is not None and path.partition("?")[0] == self._metrics_path:
-            status, headers, body = self._show_metrics(path)
-        elif _OUR_PATHS.fullmatch(path):
-            status, headers, body = self._answer(environ, path)
-        else:
-            status, headers, body = "404 Not Found", [_JSON], _error("Not Found: see /v1/models/MODEL_NAME")
-        start_response(status, [*headers, ("Content-Length", str(len(body)))])
-        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+        if self._metrics_path is not None and request.path == self._metrics_path:
+            return self._show_metrics(request.target)
+        if _OUR_PATHS.fullmatch(request.target):
+            return self._answer(request)
+        return Response("404 Not Found", [_JSON], [_error("Not Found: see /v1/models/MODEL_NAME")])
 
-    def _show_metrics(self, path: str) -> tuple[str, list[tuple[str, str]], bytes]:
-        if path != self._metrics_path:
-            text = f"Unexpected path: {path}. Should be {self._metrics_path}"
-            return "400 Bad Request", [("Content-Type", "text/plain")], text.encode()
-        return "200 OK", [("Content-Type", "text/plain; version=0.0.4")], self._metrics.text()
+    def _show_metrics(self, target: str) -> Response:
+        if target != self._metrics_path:
+            text = f"Unexpected path: {target}. Should be {self._metrics_path}"
+            return Response("400 Bad Request", [("Content-Type", "text/plain")], [text.encode()])
+        return Response("200 OK", [("Content-Type", "text/plain; version=0.0.4")], [self._metrics.text()])
 
-    def _answer(self, environ: dict[str, Any], path: str) -> tuple[str, list[tuple[str, str]], bytes]:
+    def _answer(self, request: Request) -> Response:
         began = time.monotonic()
         name, method, code, http = "", "", Code.OK, ""
         try:
-            if environ["REQUEST_METHOD"] == "OPTIONS":
-                _require_origin(environ)
-                body = b""
+            if request.method == "OPTIONS":
+                _require_origin(request)
+                body = []
             else:
-                target = _target(environ["REQUEST_METHOD"], path)
+                target = _target(request.method, request.target)
                 name, method = target.name, target.what
-                body = self._process(target, environ)
-        except OSError:
-            raise  # the client is gone
+                body = self._process(target, request)
         except Exception as error:  # noqa: BLE001 - the edge of the server: every error becomes a status
             status = status_of(error)
             code = status.code if status.code is not Code.OK else Code.UNKNOWN
-            body = _error(status.message)
+            body = [_error(status.message)]
             if isinstance(error, BodyTooLarge):
                 http = "413 Request Entity Too Large"
         self._metrics.count(name, method, "REST", code, time.monotonic() - began)
-        return http or _HTTP.get(code, "500 Internal Server Error"), self._headers, body
+        return Response(http or _HTTP.get(code, "500 Internal Server Error"), self._headers, body)
 
-    def _process(self, target: Target, environ: dict[str, Any]) -> bytes:
+    def _process(self, target: Target, request: Request) -> list[bytes]:
         if target.what == "status":
-            return self._status(target)
+            return [self._status(target)]
         if target.what == "metadata":
-            return self._metadata(target)
-        document = _document(environ)
+            return [self._metadata(target)]
+        document = _document(request)
         try:
             if target.what == "predict":
-                return _json(self._predict(target, document))
-            return _json(self._ask_examples(target, document))
+                return list(self._predict(target, document))
+            return [_json(self._ask_examples(target, document))]
         except ValueError as error:
             raise invalid(str(error)) from error
 
@@ -192,7 +187,7 @@ class Rest:
         spec, found = _message(response.model_spec), _message(signatures)
         return f'{{\n"model_spec":{spec},\n"metadata": {{"signature_def": {found}}}\n}}\n'.encode()
 
-    def _predict(self, target: Target, document: Mapping[str, Any]) -> dict[str, Any]:
+    def _predict(self, target: Target, document: Mapping[str, Any]) -> Iterator[bytes]:
         spec = message_class("serving.ModelSpec")()
         target.fill(spec)
         name = rest_json.signature_name(document)
@@ -206,8 +201,7 @@ class Rest:
             outputs = self._calls.predict_arrays(model, name, inputs, self._timeout_ms)
         if not outputs:
             raise invalid("Cannot convert empty tensor map to JSON")
-        write = rest_response.rows if "instances" in document else rest_response.columns
-        return write(outputs)
+        return rest_response.texts(outputs, by_row="instances" in document)
 
     def _ask_examples(self, target: Target, document: Mapping[str, Any]) -> dict[str, Any]:
         kind = {"classify": "Classification", "regress": "Regression"}[target.what]
@@ -222,15 +216,6 @@ class Rest:
             )
         result = self._calls.regress(request, self._timeout_ms).result
         return rest_response.regressions([row.value for row in result.regressions])
-
-
-def _path(environ: Mapping[str, Any]) -> str:
-    """Path and query as they were sent: names are decoded after the path was taken apart."""
-    uri = str(environ["REQUEST_URI"])
-    if not uri.startswith("/"):  # a proxy's absolute form
-        parts = urlsplit(uri)
-        uri = parts.path + (f"?{parts.query}" if parts.query else "")
-    return uri
 
 
 def _target(http_method: str, path: str) -> Target:
@@ -261,33 +246,24 @@ def _decoded(text: str, kind: str) -> str:
         raise invalid(f"Failed to decode {kind}:{text}") from None
 
 
-def _require_origin(environ: Mapping[str, Any]) -> None:
-    if not re.search("https?://", environ.get("HTTP_ORIGIN", "")):
+def _require_origin(request: Request) -> None:
+    if not re.search("https?://", request.headers.get("origin", "")):
         raise StatusError(Code.FAILED_PRECONDITION, "Origin header is missing in CORS preflight")
 
 
-def _document(environ: Mapping[str, Any]) -> dict[str, Any]:
+def _document(request: Request) -> dict[str, Any]:
     try:
-        return rest_json.parse_request(_body(environ))
+        return rest_json.parse_request(_body(request))
     except ValueError as error:
         raise invalid(str(error)) from error
 
 
-def _body(environ: Mapping[str, Any]) -> bytes:
-    from cheroot.errors import MaxSizeExceeded
-
-    try:
-        data = bytes(environ["wsgi.input"].read())
-    except MaxSizeExceeded:
-        raise BodyTooLarge from None
-    if len(data) < int(environ.get("CONTENT_LENGTH") or 0):
-        raise invalid("the body ends too early")
-    if "gzip" in environ.get("HTTP_CONTENT_ENCODING", ""):
-        return _gunzipped(data)
-    return data
+def _body(request: Request) -> bytes | bytearray:
+    body, request.body = request.body, b""  # it is not kept beside what is made of it
+    return _gunzipped(body) if "gzip" in request.headers.get("content-encoding", "") else body
 
 
-def _gunzipped(data: bytes) -> bytes:
+def _gunzipped(data: bytes | bytearray) -> bytes:
     unzip = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
         plain = unzip.decompress(data, MAX_BODY_BYTES)

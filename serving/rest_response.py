@@ -6,7 +6,9 @@ Source: https://www.tensorflow.org/tfx/serving/api_rest and tensorflow_serving/u
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -20,12 +22,72 @@ Json = Any
 _SHORT_FLOATS = {DType.FLOAT, DType.HALF, DType.BFLOAT16}
 
 
+_BLOCK = 1 << 16
+"""How many elements are objects of Python at a time."""
+
+
+def texts(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> Iterator[bytes]:
+    """What `rows` or `columns` says, as JSON in parts: of a long answer only a part is objects of Python.
+
+    Raises:
+        ValueError: as they do, perhaps between two parts.
+    """
+    size = sum(map(_items, outputs.values()))
+    if size <= _BLOCK:
+        yield _text_of(rows(outputs) if by_row else columns(outputs))
+    elif by_row:
+        _require_rows(outputs)
+        length = len(next(iter(outputs.values())))
+        slices = ({name: array[part] for name, array in outputs.items()} for part in _parts(length, size))
+        yield from _listed(b'{"predictions": ', (rows(each)["predictions"] for each in slices), b"}")
+    else:
+        yield b'{"outputs": ' if len(outputs) == 1 else b'{"outputs": {'
+        for number, (name, array) in enumerate(outputs.items()):
+            begin = b"" if len(outputs) == 1 else b", " * bool(number) + _text_of(name) + b": "
+            if array.shape:
+                parts = (to_json(array[part], name) for part in _parts(len(array), _items(array)))
+                yield from _listed(begin, parts, b"")
+            else:
+                yield begin + _text_of(to_json(array, name))
+        yield b"}" if len(outputs) == 1 else b"}}"
+
+
+def _items(array: NDArray[Any]) -> int:
+    """How many objects of Python it becomes, about; lists without an item are some, too."""
+    return math.prod(max(size, 1) for size in array.shape)
+
+
+def _parts(length: int, size: int) -> Iterator[slice]:
+    step = max(1, length * _BLOCK // max(1, size))
+    return (slice(start, start + step) for start in range(0, length, step))
+
+
+def _listed(begin: bytes, lists: Iterator[Json], end: bytes) -> Iterator[bytes]:
+    yield begin + b"["
+    for number, items in enumerate(lists):
+        yield b", " * bool(number) + _text_of(items)[1:-1]
+    yield b"]" + end
+
+
+def _text_of(document: Json) -> bytes:
+    return json.dumps(document, ensure_ascii=False).encode()
+
+
 def rows(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:
     """Row format: `predictions` has an item for each row, named by output unless there is only one output.
 
     Raises:
         ValueError: an output is a scalar, or their first dimensions differ.
     """
+    _require_rows(outputs)
+    columns = {name: to_json(array, name) for name, array in outputs.items()}
+    if len(columns) == 1:
+        return {"predictions": next(iter(columns.values()))}
+    values = zip(*columns.values(), strict=True)
+    return {"predictions": [dict(zip(columns, row, strict=True)) for row in values]}
+
+
+def _require_rows(outputs: Mapping[str, NDArray[Any]]) -> None:
     for name, array in outputs.items():
         if not array.shape:
             raise ValueError(
@@ -34,11 +96,6 @@ def rows(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:
     sizes = {name: len(array) for name, array in outputs.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the outputs have different numbers of rows: {sizes}")
-    columns = {name: to_json(array, name) for name, array in outputs.items()}
-    if len(columns) == 1:
-        return {"predictions": next(iter(columns.values()))}
-    values = zip(*columns.values(), strict=True)
-    return {"predictions": [dict(zip(columns, row, strict=True)) for row in values]}
 
 
 def columns(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import click
+import typer
 from msgspec.structs import replace
 
 from exporter.errors import Exit, UsageError
-from exporter.terminal.edge import AS_TEXT, OutputOptions, VersionFlag, command
+from exporter.local_paths import path_parser
+from exporter.terminal.edge import AS_TEXT, NOTES, OutputFlags, VersionFlag, command
+from exporter.terminal.markup import escape
 from exporter.terminal.output import Output
-from exporter.terminal.parameters import Argument, Option, Options
 from serving.documents import ServedModel, Serving
-from serving.network_options import GROUP as REST_METRICS_TLS
 from serving.network_options import GRPC_ALONE, NetworkOptions
 from serving.server_options import ServerOptions
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
@@ -23,52 +24,66 @@ from serving.stock_flags import translate
 if TYPE_CHECKING:
     from serving.server import ModelServer
 
-_NOTES = "serving.run_command.notes"
 _DEFAULT_NAME = "default"
 _MODELS = "Models"
 _DEFAULTS = ServerOptions(port=8500)
 
 
-def from_stock(context: click.Context, arguments: list[str]) -> list[str]:
-    """What is typed, with TensorFlow Serving's flags as ours."""
-    translated, context.meta[_NOTES] = translate(arguments)
-    return translated
+def from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """What is typed with TensorFlow Serving's flags for `run` as ours, and notes about flags without effect.
+
+    Raises:
+        UsageError: a flag that is not served, or a value that it does not take.
+    """
+    if arguments[:1] != ["run"]:
+        return arguments, []
+    translated, notes = translate(arguments[1:])
+    return ["run", *translated], notes
 
 
 def run_server(
-    context: click.Context,
+    context: typer.Context,
     model_base_path: Annotated[
-        Path | None, Argument("[MODEL_BASE_PATH]", "Directory that holds the versions of a model.")
+        Path | None,
+        typer.Argument(
+            metavar="MODEL_BASE_PATH",
+            help="Directory that holds the versions of a model.",
+            parser=path_parser("MODEL_BASE_PATH"),
+        ),
     ] = None,
     base_path_option: Annotated[
         Path | None,
-        Option(
+        typer.Option(
             "--model-base-path",
             metavar="DIR",
+            parser=path_parser("--model-base-path"),
             help=f"The same as MODEL_BASE_PATH, as TF Serving names it: the model is called "
             f"`{_DEFAULT_NAME}` then, unless --model-name says otherwise.",
-            group=_MODELS,
+            rich_help_panel=_MODELS,
         ),
     ] = None,
     model_name: Annotated[
         str | None,
-        Option(
-            metavar="NAME", help="Name in requests. [default: MODEL_BASE_PATH's last part]", group=_MODELS
+        typer.Option(
+            metavar="NAME",
+            help="Name in requests.",
+            show_default="MODEL_BASE_PATH's last part",
+            rich_help_panel=_MODELS,
         ),
     ] = None,
     wait: Annotated[
         float,
-        Option(
+        typer.Option(
             metavar="SECONDS",
             min=0,
             help="Give up if a model has no available version after this time; inf is never.",
-            group=_MODELS,
+            rich_help_panel=_MODELS,
         ),
     ] = 60.0,
-    options: Annotated[ServerOptions, Options()] = _DEFAULTS,
-    network: Annotated[NetworkOptions, Options(REST_METRICS_TLS)] = GRPC_ALONE,
+    options: ServerOptions = _DEFAULTS,
+    network: NetworkOptions = GRPC_ALONE,
     own_version: VersionFlag = False,
-    printing: OutputOptions = AS_TEXT,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Serve models with TF Serving's gRPC services: one directory of versions, or those of a file.
 
@@ -87,7 +102,7 @@ def run_server(
     """
     with command(printing) as sink:
         stop_on_sigterm()
-        for note in context.meta.get(_NOTES, ()):
+        for note in context.ensure_object(dict).get(NOTES, ()):
             sink.note(note)
         base_path, name = _the_model(
             sink, model_base_path, base_path_option, model_name, options.model_config_file
@@ -110,6 +125,9 @@ def _serve(
                 if not model.base_path.is_dir():
                     sink.note(f"{model.base_path} does not exist yet: waiting for it")
             server.wait_available(wait)
+            # What TensorFlow made at import is not looked at again by collections of garbage: a request of
+            # 60 MB has one every few thousand rows, and they took longer than all the rest.
+            gc.freeze()
             _announce(sink, server)
             news.begin()
             sleep_until_a_signal()
@@ -118,8 +136,6 @@ def _serve(
 
 
 def _announce(sink: Output, server: ModelServer) -> None:
-    from rich.markup import escape
-
     models = [
         ServedModel(name, max(model.available())) for name, model in sorted(server.models.served().items())
     ]

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from serving.models import ServedModels
 
 MAX_MESSAGE_BYTES = (1 << 31) - 1
+_REQUEST_S = 60.0
+"""A client of REST that takes longer to send a request is cut off, unless it is long."""
 
 
 class ModelServer:
@@ -192,12 +194,13 @@ class ModelServer:
         network = self._options.network
         if network.rest_api_port is None:
             return None
-        from serving.http_port import HttpPort
         from serving.optional_libraries import require_libraries
-        from serving.rest import MAX_BODY_BYTES, Rest, metrics_path
 
         try:
-            require_libraries("server", "the REST interface", "cheroot", "prometheus_client")
+            require_libraries("server", "the REST interface", "h11", "prometheus_client")
+            from serving.http_port import HttpPort
+            from serving.rest import MAX_BODY_BYTES, Rest, metrics_path
+
             application = Rest(
                 self._calls,
                 self._metrics,
@@ -212,6 +215,8 @@ class ModelServer:
                 option="--rest-api-port",
                 threads=network.rest_api_num_threads or 4 * (os.cpu_count() or 1),
                 max_body_bytes=MAX_BODY_BYTES,
+                request_seconds=_REQUEST_S,
+                is_quick=lambda request: request.method != "POST",
             )
         except BaseException:
             self.stop(0.0)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
 from msgspec import Struct
 
 from exporter.errors import UsageError
-from exporter.terminal.parameters import Option
+from exporter.local_paths import path_parser
 from serving.network_options import GRPC_ALONE, NetworkOptions
 from serving.status import MAX_FILLED_BYTES
 
@@ -18,105 +20,109 @@ if TYPE_CHECKING:
 
 _MODELS, _NETWORK, _COMPUTING = "Models", "Network", "Loading and computing"
 
+_of_models = partial(typer.Option, rich_help_panel=_MODELS)
+_of_network = partial(typer.Option, rich_help_panel=_NETWORK)
+_of_computing = partial(typer.Option, rich_help_panel=_COMPUTING)
+
 
 class ServerOptions(Struct, frozen=True, kw_only=True):
     """How a `ModelServer` finds versions, listens, loads and answers, by TF Serving's names for it."""
 
     model_config_file: Annotated[
         Path | None,
-        Option(
+        _of_models(
             metavar="FILE",
+            parser=path_parser("--model-config-file"),
             help="Serve the models that a ModelServerConfig lists, in text form, with their version policies "
             "and labels. Other options that name a model have no effect then.",
-            group=_MODELS,
         ),
     ] = None
     model_config_file_poll_wait_seconds: Annotated[
         float,
-        Option(
+        _of_models(
             metavar="SECONDS",
             min=0,
             help="Read that file again this often, and serve what it says; 0 reads it once.",
-            group=_MODELS,
         ),
     ] = 0.0
     allow_version_labels_for_unavailable_models: Annotated[
-        bool, Option(help="Take new labels for versions that are not available yet.", group=_MODELS)
+        bool,
+        _of_models(
+            "--allow-version-labels-for-unavailable-models",
+            help="Take new labels for versions that are not available yet.",
+        ),
     ] = False
     poll_seconds: Annotated[
-        float,
-        Option(
-            metavar="SECONDS",
-            min=0,
-            help="How often to look for new versions; 0 looks once.",
-            group=_MODELS,
-        ),
+        float, _of_models(metavar="SECONDS", min=0, help="How often to look for new versions; 0 looks once.")
     ] = 1.0
-    host: Annotated[str, Option(metavar="ADDRESS", help="Address to listen on.", group=_NETWORK)] = (
-        "127.0.0.1"
-    )
+    host: Annotated[str, _of_network(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[
-        int, Option(metavar="PORT", min=0, max=65535, help="gRPC port; 0 takes a free one.", group=_NETWORK)
+        int, _of_network(metavar="PORT", min=0, max=65535, help="gRPC port; 0 takes a free one.")
     ] = 0
     grpc_socket_path: Annotated[
-        Path | None, Option(metavar="PATH", help="Listen on this UNIX socket, too.", group=_NETWORK)
+        Path | None,
+        _of_network(
+            metavar="PATH", parser=path_parser("--grpc-socket-path"), help="Listen on this UNIX socket, too."
+        ),
     ] = None
     grpc_channel_arguments: Annotated[
         str | None,
-        Option(
+        _of_network(
             metavar="NAME=VALUE,...",
             help="More arguments of the gRPC server, as grpc.max_connection_age_ms=2000.",
-            group=_NETWORK,
         ),
     ] = None
     threads: Annotated[
-        int, Option(metavar="N", min=1, help="How many gRPC calls to work on at a time.", group=_NETWORK)
+        int, _of_network(metavar="N", min=1, help="How many gRPC calls to work on at a time.")
     ] = 8
     max_filled_bytes: Annotated[
         int,
-        Option(
+        _of_computing(
             metavar="BYTES",
             min=0,
             help="Refuse requests that grow by more than this when tensors are filled to their shapes.",
-            group=_COMPUTING,
         ),
     ] = MAX_FILLED_BYTES
     enable_signature_method_name_check: Annotated[
         bool,
-        Option(
+        _of_computing(
+            "--enable-signature-method-name-check",
             help="Let Classify and Regress call signatures of their own method alone. Models of TensorFlow 2 "
             "name `predict` in all.",
-            group=_COMPUTING,
         ),
     ] = False
     enable_serialization_as_tensor_content: Annotated[
-        bool, Option(help="Answer Predict with bytes instead of lists of numbers.", group=_COMPUTING)
+        bool,
+        _of_computing(
+            "--enable-serialization-as-tensor-content",
+            help="Answer Predict with bytes instead of lists of numbers.",
+        ),
     ] = False
     no_model_warmup: Annotated[
-        bool, Option(help="Send no warm-up requests to versions that bring some.", group=_COMPUTING)
+        bool, _of_computing("--no-model-warmup", help="Send no warm-up requests to versions that bring some.")
     ] = False
     num_request_iterations_for_warmup: Annotated[
-        int, Option(metavar="N", min=0, help="Send each warm-up request so often.", group=_COMPUTING)
+        int, _of_computing(metavar="N", min=0, help="Send each warm-up request so often.")
     ] = 1
-    saved_model_tags: Annotated[
-        str, Option(metavar="TAG,...", help="Tags of the graph to load.", group=_COMPUTING)
-    ] = "serve"
+    saved_model_tags: Annotated[str, _of_computing(metavar="TAG,...", help="Tags of the graph to load.")] = (
+        "serve"
+    )
     tensorflow_session_config_file: Annotated[
         Path | None,
-        Option(metavar="FILE", help="A session's ConfigProto in text form.", group=_COMPUTING),
+        _of_computing(
+            metavar="FILE",
+            parser=path_parser("--tensorflow-session-config-file"),
+            help="A session's ConfigProto in text form.",
+        ),
     ] = None
     tensorflow_intra_op_parallelism: Annotated[
-        int,
-        Option(
-            metavar="N", min=0, help="Threads for one operation; 0 is TensorFlow's choice.", group=_COMPUTING
-        ),
+        int, _of_computing(metavar="N", min=0, help="Threads for one operation; 0 is TensorFlow's choice.")
     ] = 0
     tensorflow_inter_op_parallelism: Annotated[
-        int,
-        Option(metavar="N", min=0, help="Operations at once; 0 is TensorFlow's choice.", group=_COMPUTING),
+        int, _of_computing(metavar="N", min=0, help="Operations at once; 0 is TensorFlow's choice.")
     ] = 0
     tensorflow_session_parallelism: Annotated[
-        int, Option(metavar="N", min=0, help="Both of these, where they are 0.", group=_COMPUTING)
+        int, _of_computing(metavar="N", min=0, help="Both of these, where they are 0.")
     ] = 0
     network: NetworkOptions = GRPC_ALONE
 

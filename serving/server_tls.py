@@ -54,7 +54,7 @@ def _check_pair(path: Path, key: str, certificate: str) -> None:
 def _check_authorities(path: Path, pem: str) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=pem)
-    except (ssl.SSLError, ValueError) as error:
+    except (ssl.SSLError, ValueError, TypeError) as error:  # TypeError: it is not ASCII
         _cannot_be_used(path, f"custom_ca: {getattr(error, 'reason', None) or 'no PEM'}")
 
 

@@ -1,7 +1,7 @@
 """Update a running model to a position, by calls of its `incremental_update` signature.
 
-One call, but where a server batches requests: a call that is merged with another goes no further than the
-smaller of their targets. The status says so, and the call is made again.
+One call as a rule. It is made again while another update runs, and where a server batches requests: a call
+that is merged with another goes no further than the smaller of their targets. The status says which.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from serving.status import Code, VersionState
 
 UPDATE_SIGNATURE = "incremental_update"
 NEWEST = -1
+_ANOTHER_RUNS = "merged: another update runs"
 _AS_FAR_AS_ASKED = {"reached", "current", "passed", "hold"}
 """First words of the statuses (see `exporter.subgraph.update`) that ask for nothing."""
 _POLL_SECONDS = 0.1
@@ -56,6 +57,11 @@ class Updated(Struct, frozen=True):
         """The first word of the status."""
         return self.status.partition(":")[0]
 
+    @property
+    def found_another(self) -> bool:
+        """True if nothing was done because another update was under way."""
+        return self.status.startswith(_ANOTHER_RUNS)
+
     def was_merged(self, up_to: int) -> bool:
         """True if it stopped at another call's target, so that calling again may get further."""
         if up_to == NEWEST:
@@ -73,7 +79,8 @@ def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = No
 
     Raises:
         UsageError: the model has no incremental subgraph.
-        CallFailed (exporter.errors): the model refuses to go to `up_to`, or the call failed otherwise.
+        CallFailed (exporter.errors): the model refuses to go to `up_to`, or the call failed otherwise;
+            DEADLINE_EXCEEDED: another update ran all the time.
     """
     until = time.monotonic() + client.deadline_s
     done = _update(client, up_to, version)
@@ -106,21 +113,35 @@ def _update(client: ModelClient, up_to: int, version: int | None) -> Updated:
             cause=f"it has no signature {UPDATE_SIGNATURE!r}",
             hint="publish a newer version that does: the same export-model command with --updatable",
         )
-    return call_until_there(client, up_to, metadata.version)
+    done = call_until_there(client, up_to, metadata.version)
+    if done.found_another:
+        raise CallFailed(
+            "DEADLINE_EXCEEDED",
+            f"another update of {client.model} ran on {client.address} for {client.deadline_s:g} s",
+            cause=done.status,
+            hint="call again; each update is cut off by its own client's deadline",
+        )
+    return done
 
 
 def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
-    """Update one version that is known to take deltas."""
+    """Update one version that is known to take deltas.
+
+    While another update runs it asks again until the client's deadline: see `Updated.found_another`.
+    """
+    until = time.monotonic() + client.deadline_s
     rows = deltas = 0
     for calls in range(1, _MOST_CALLS + 1):
         try:
-            done = _call(client, up_to, version)
+            done = _call_in_turn(client, up_to, version, until)
         except CallFailed as error:
             # Older bases fail every call of a merged batch by one impossible target.
             if up_to != NEWEST or error.code != _REFUSED or calls == _MOST_CALLS:
                 raise
         else:
             rows, deltas = rows + done.rows, deltas + done.deltas
+            if done.found_another:
+                return replace(done, rows=rows, deltas=deltas)
             if not done.was_merged(up_to):
                 break
         time.sleep(random.uniform(0, _LONGEST_PAUSE_S))  # so as to meet another batch
@@ -135,6 +156,13 @@ def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
         message = f"{client.address} refused Predict for {client.model}"
         raise CallFailed(_REFUSED, message, cause=f"{_REFUSED}: {done.status}", hint=_HINT)
     return replace(done, rows=rows, deltas=deltas)
+
+
+def _call_in_turn(client: ModelClient, up_to: int, version: int, until: float) -> Updated:
+    """Call until no other update runs, or time is up."""
+    while (done := _call(client, up_to, version)).found_another and time.monotonic() < until:
+        time.sleep(random.uniform(0, _LONGEST_PAUSE_S))
+    return done
 
 
 def _call(client: ModelClient, up_to: int, version: int) -> Updated:

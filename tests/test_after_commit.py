@@ -105,4 +105,5 @@ def test_a_new_base_that_fails_is_told_beside_the_delta_that_is_published(
     document = json.loads(ran.out)
     assert Path(document["path"]).name in names(setting) - before
     assert ran.error["message"].startswith(f"{document['path']} is published, but no new base: ")
-    assert ran.code == (0 if watch else 6), "a watch goes on"
+    assert ran.error["error"] == "NoNewBase"
+    assert ran.code == (0 if watch else 1), "a watch goes on; 6 would say that nothing was published"

@@ -115,6 +115,20 @@ DECISIONS: dict[str, tuple[PublishedLog, list[Member], Trial | None, bool, Actio
         True,
         Approve(None, 1),
     ),
+    "no hold: what is on trial is not approved by lifting it": (
+        log(1, 2, 3, limit=None),
+        [A1, B2],
+        trial("b"),
+        True,
+        Approve(None, 1),
+    ),
+    "no hold: the one on trial is the only one": (
+        log(1, 2, 3, limit=None),
+        [B2],
+        trial("b"),
+        True,
+        Approve(None, 1),
+    ),
     "no hold, a new log that nobody has loaded": (
         PublishedLog("new", (), None, base=7),
         [A1, B1],

@@ -91,7 +91,7 @@ DECISIONS: dict[str, tuple[Observed, Published, Action]] = {
     "a version is loaded": (
         seen(version(1, 3), version(2, None, state=VersionState.LOADING)),
         THREE,
-        Rest(100.25),
+        Rest(100.05),
     ),
     "only a version that ended": (seen(version(1, 0, state=VersionState.END)), THREE, Rest(105.0)),
     "refused, and no way around: it is tried again": (
@@ -127,7 +127,17 @@ def test_decisions(name: str) -> None:
 def test_a_replica_is_looked_at_again_when_time_has_passed() -> None:
     assert next_action(seen(version(position=3)), THREE, POLICY, 105.0) == Observe()
     loading = seen(version(1, 3), version(2, None, state=VersionState.LOADING))
-    assert next_action(loading, THREE, POLICY, 100.25) == Observe()
+    assert next_action(loading, THREE, POLICY, 100.05) == Observe()
+
+
+def test_a_replica_is_looked_at_often_while_a_version_is_due() -> None:
+    """It may be loaded and served between two looks, and stands still until the agent knows of it."""
+    newer, served = replace(THREE, newest_version=2), seen(version(1, 3))
+    assert next_action(served, newer, POLICY, 100.0, new_version_at=99.0) == Rest(100.05)
+    assert next_action(served, newer, POLICY, 100.05, new_version_at=99.0) == Observe()
+    assert next_action(served, newer, POLICY, 100.0, new_version_at=90.0) == Rest(105.0), "it does not come"
+    there = seen(version(1, 3), version(2, 3))
+    assert next_action(there, newer, POLICY, 100.0, new_version_at=99.0) == Rest(105.0)
 
 
 def test_a_refused_delta_is_tried_again_soon_and_then_ever_more_seldom() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from exporter.layout import INCREMENTS_DIRECTORY
-from exporter.pipeline import arrivals
-from exporter.pipeline.arrivals import Arrivals
+from exporter.pipeline import watch_loop
+from exporter.pipeline.watch_loop import Arrivals
 
 FOREVER_S = 600.0
 
@@ -58,7 +58,7 @@ def test_without_news_it_sleeps_as_long_as_it_is_told(tmp_path: Path) -> None:
 def test_where_the_kernel_cannot_be_asked_time_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrivals, "_inotify", lambda: (None, -1))
+    monkeypatch.setattr(watch_loop, "_inotify", lambda: (None, -1))
     began = time.monotonic()
     Arrivals([tmp_path]).sleep(0.1)
     assert time.monotonic() - began >= 0.09

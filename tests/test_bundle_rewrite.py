@@ -13,16 +13,16 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exporter.bundle import move, variables
+from exporter.bundle import variables
 from exporter.bundle.variables import ShardOrigin, write_variables
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError, UsageError
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
+from exporter.jobs import write_shard
 from exporter.jobs.runner import Runner
 from exporter.mapping.build import TensorSource, VariableMapping
-from exporter.mapping.mapping_rules import CastRule, MappingRules
-from exporter.mapping.row_order import mod_lengths
+from exporter.mapping.mapping_rules import CastRule, MappingRules, mod_lengths
 from exporter.options import DataMode
 from exporter.wire.dtypes import DType
 from tests.support.trained import (
@@ -232,8 +232,8 @@ def test_any_partition_becomes_any_other(
     stored, served = min(stored, max(rows, 1)), min(served, max(rows, 1))
     table = np.random.default_rng(seed).normal(size=(rows, width)).astype(np.float32)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(move, "BLOCK_BYTES", block)
-        patch.setattr(move, "COPY_BYTES", block)
+        patch.setattr(write_shard, "BLOCK_BYTES", block)
+        patch.setattr(write_shard, "COPY_BYTES", block)
         write_parts(Path(name, "model.ckpt"), in_parts(table, stored, stored_by_mod), table.shape, seed)
         catalog = read_catalog(Path(name, "model.ckpt"))
         mapping = mapping_of(

@@ -120,8 +120,6 @@ class TestPredict:
             ({"inputs": [["1", 2]]}, X, "'x': expected float32, found '1'"),
             ({"inputs": [[True, 2]]}, X, "'x': expected float32, found True"),
             ({"inputs": [[None, 2]]}, X, "'x': expected float32, found None"),
-            ({"inputs": [[1e39, 2]]}, X, "1e[+]39, which is too large"),
-            ({"inputs": [[16777217, 2]]}, X, "16777217, which would be rounded"),
             ({"inputs": [[10**400, 2]]}, X, "which is too large"),
             ({"inputs": 1.0}, signature(n=(DType.INT32, ())), "'n': expected int32, found 1.0"),
             ({"inputs": True}, signature(n=(DType.INT32, ())), "'n': expected int32, found True"),

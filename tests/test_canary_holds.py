@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from exporter.errors import ModelHeld, PositionMoved
+from exporter.errors import ModelHeld, PositionMoved, TargetBusy
 from exporter.layout import CANARY_LOCK_FILE
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline import log_maintenance
@@ -16,6 +16,7 @@ from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.approval import approve
+from exporter.publish.commit import model_lock
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.retention import retire_deltas
@@ -189,20 +190,30 @@ def test_a_person_rolls_back_past_a_canary_and_resumes(request_: ExportRequest) 
     assert log_of(request_).at.position == 33
     with loaded(request_.out / "10") as server:
         assert server.update(-1)["position"] == 32
-    log_maintenance.resume(request_.out)
+    log_maintenance.resume(request_.out, lift_canary=True)
     assert log_of(request_).hold() is None
     log_maintenance.rollback(request_.out, 32)
     log_maintenance.resume(request_.out)
     assert log_of(request_).hold() is None, "there is no canary any more"
 
 
-def test_resume_lifts_a_canarys_hold_and_changes_nothing_else(request_: ExportRequest) -> None:
+def test_only_a_flag_of_its_own_lifts_a_canarys_hold_and_it_changes_nothing_else(
+    request_: ExportRequest,
+) -> None:
     """Also where a rollback that was resumed lies before: it is not to come back."""
     log_maintenance.rollback(request_.out, 20, if_canary=True)
     dry = export_model("resume", request_.out, "--lift-only", "--dry-run", "--json").document
     lifted = export_model("resume", request_.out, "--lift-only", "--json").document
     assert (dry["hold"], lifted["hold"], log_of(request_).approved) == (31, 31, 31)
-    done = export_model("resume", request_.out, "--json")
+    for given in ((), ("--lift-only",), ("--dry-run",), ("--lift-only", "--dry-run")):
+        done = export_model("resume", request_.out, "--json", *given)
+        assert (done.code, done.document["status"], done.document["hold"]) == (0, "nothing_to_do", 31)
+        assert log_of(request_).approved == 31
+    assert "--lift-canary" in export_model("resume", request_.out).out
+    lift = ("resume", request_.out, "--lift-canary", "--json")
+    assert export_model(*lift, "--dry-run").document["hold"] is None
+    assert log_of(request_).approved == 31
+    done = export_model(*lift)
     assert (done.code, done.document["status"]) == (0, "hold_lifted")
     assert log_of(request_).at.position == 31
     assert log_of(request_).hold() is None
@@ -211,6 +222,85 @@ def test_resume_lifts_a_canarys_hold_and_changes_nothing_else(request_: ExportRe
     refused = export_model("resume", request_.out)
     assert refused.code == 2
     assert f"export-model rollback {request_.out} --to 30" in refused.err
+
+
+def rolled_back_by_canary(given: ExportRequest) -> None:
+    """A canary has failed what lies beyond 20; the log stands at 31, with the values of 20."""
+    log_maintenance.rollback(given.out, 20, reason="canary: scores: NaN", if_canary=True)
+
+
+def test_what_a_canary_failed_does_not_come_back_to_servers_by_resuming_twice(
+    request_: ExportRequest,
+) -> None:
+    rolled_back_by_canary(request_)
+    said = export_model("resume", request_.out, "--dry-run")
+    assert "at 31: the agent's canary decides about what lies beyond" in said.out
+    with loaded(request_.out / "10") as server:
+        for _ in range(2):
+            assert export_model("resume", request_.out).code == 0
+            assert (log_of(request_).at.position, log_of(request_).approved) == (32, 31)
+            assert server.update(-1)["position"] == 31
+        assert export_model("resume", request_.out, "--lift-canary").code == 0
+        assert server.update(-1)["position"] == 32
+
+
+def test_a_canary_that_begins_again_approves_nothing_that_one_failed(request_: ExportRequest) -> None:
+    """Whichever way it came back meanwhile: resumed, merged, merged into a base, and trained on."""
+    rolled_back_by_canary(request_)
+    log_maintenance.resume(request_.out, lift_canary=True)
+    log = log_of(request_)
+    for position in (32, 40, 50):
+        log.held.lift()
+        assert approve(log.path, request_.out, expected=None, position=position) == 31
+        assert log.approved == 31
+        log.held.lift()
+        if position == 32:
+            publish(request_, 40)
+            assert log_maintenance.merge(request_.out) is not None
+        if position == 40:
+            rebase(request_.out)
+    assert approve(log.path, request_.out, expected=None, position=20) == 20, "nobody is sent on"
+    assert approve(log.path, request_.out, expected=20, position=40) == 40, "a canary judged it"
+    publish(request_, 50)
+    log_maintenance.rollback(request_.out, 40, if_canary=True)
+    log_maintenance.resume(request_.out, lift_canary=True)
+    assert approve(log.path, request_.out, expected=None, position=60) == 51, "the newest of its rollbacks"
+
+
+def test_nobody_rolls_back_to_what_a_canary_failed(request_: ExportRequest) -> None:
+    rolled_back_by_canary(request_)
+    for made, again in ((31, 30), (31, 30), (32, 32)):
+        refused = export_model("rollback", request_.out, "--to", again, "--json")
+        if refused.code == 2:  # the newest one
+            publish(request_, 40)
+            refused = export_model("rollback", request_.out, "--to", again, "--json")
+        assert (refused.code, refused.error["error"]) == (5, ModelHeld.__name__), made
+        assert export_model("rollback", request_.out, "--to", again, "--dry-run").code == 5
+        log_maintenance.resume(request_.out)
+    approve(log_of(request_).path, request_.out, expected=31, position=32)
+    log_maintenance.rollback(request_.out, 32)  # a canary passed it at last
+    assert log_of(request_).hold() == 41
+
+
+def test_no_base_is_merged_from_what_a_canary_failed_despite_the_hold(request_: ExportRequest) -> None:
+    rolled_back_by_canary(request_)
+    set_hold(log_of(request_), 31)
+    publish(request_, 40)
+    done = rebase(request_.out, despite_hold=True)
+    assert done is not None
+    assert done.published.position == 31
+
+
+def test_the_hold_of_a_canary_at_work_is_not_lifted(request_: ExportRequest) -> None:
+    with model_lock(request_.out, name=CANARY_LOCK_FILE):
+        for more in ((), ("--dry-run",)):
+            refused = export_model("resume", request_.out, "--lift-canary", "--json", *more)
+            assert (refused.code, refused.error["error"]) == (1, TargetBusy.__name__)
+            assert "without --canary" in refused.error["hint"]
+        assert log_of(request_).approved == 20
+        assert export_model("resume", request_.out).code == 0
+    assert export_model("resume", request_.out, "--lift-canary").code == 0
+    assert log_of(request_).hold() is None
 
 
 def test_an_accepted_rollback_is_not_what_a_later_one_leads_back_to(request_: ExportRequest) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_bundle import BundleWriter
-from exporter.delta.keyed_rows import KeyedChange, KeyedRows, merged
+from exporter.delta.table_changes import KeyedChange, KeyedRows, merged
 from exporter.errors import CorruptFile
 from exporter.increments.changed_tables import ChangedTable, TableRows
 from exporter.increments.increment import CheckpointId, Contents, Increment, StoredIncrement

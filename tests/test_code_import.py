@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from exporter.graph.code_import import code_behind, import_code
 from exporter.graph.origin import GraphOrigin
 from exporter.graph.source_graph import GraphRequest
+from exporter.graph.sources import code_behind, import_code
 
 
 @pytest.fixture

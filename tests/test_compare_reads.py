@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
-from exporter.checkpoint import open_checkpoint, row_map
+from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import BundleWriter
+from exporter.delta import row_reader
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.row_reader import RowReader, SliceOrder
@@ -44,7 +45,7 @@ ENGINE = ("--engine", "local", "--task-size", "256KiB")
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is fetched at least, so that small tables show what is read of large ones."""
     monkeypatch.setattr(requests, "GAP_BYTES", BLOCK)
-    monkeypatch.setattr(row_map, "GAP_BYTES", BLOCK)
+    monkeypatch.setattr(row_reader, "GAP_BYTES", BLOCK)
 
 
 @pytest.fixture

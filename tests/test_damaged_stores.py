@@ -58,7 +58,7 @@ def test_damage_is_named_where_it_lies(bucket: Bucket, url: str, tmp_path: Path)
     assert (ran.code, bucket.url(name) in ran.error["message"]) == (6, True), ran.err
     bucket.delete(name)
     ran = export_model("verify", url, "--json")
-    assert ran.error["message"] == f"{bucket.url(name)} is in the manifest and not there"
+    assert ran.error["message"] == f"{bucket.url(name)} is in the manifest and not there as a file"
 
 
 def test_nothing_that_could_be_pulled_is_nothing_to_serve(bucket: Bucket, url: str, tmp_path: Path) -> None:

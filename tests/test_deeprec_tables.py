@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from exporter.checkpoint.tensor_bundle import read_array, read_catalog
-from exporter.delta.keyed_rows import KeyedRows
+from exporter.delta.table_changes import KeyedRows
 from exporter.errors import CorruptFile
 from exporter.increments.deeprec import DeepRecIncrement, read_increment
 from tests.support.bundles import write

@@ -17,7 +17,7 @@ from exporter.increments.deeprec import read_increment
 from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import read_log
-from exporter.publish.log_entries import DeltaOrigin
+from exporter.publish.manifest import DeltaOrigin
 from tests.support.logs import (
     Serving,
     Trainer,

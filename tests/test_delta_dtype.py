@@ -14,16 +14,16 @@ from msgspec import structs
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import read_delta
-from exporter.delta.deviation import Rounded
 from exporter.delta.format import ChangeKind, Rows
 from exporter.delta.packing import round_rows, shrinks
+from exporter.delta.tolerance import Rounded
 from exporter.errors import ExportError
 from exporter.increments.plan import ROUNDED
 from exporter.options import DeltaDtype
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
-from exporter.publish.log_entries import BaseDocument, DeltaEntry, DeltaOrigin
+from exporter.publish.manifest import BaseDocument, DeltaEntry, DeltaOrigin
 from exporter.wire.json_documents import DocumentError, decode, encode
 from tests.support.commands import export_model
 from tests.support.logs import (

@@ -12,14 +12,13 @@ from exporter.checkpoint.admission import EVERYONE
 from exporter.checkpoint.embedding_variables import count_blocks, embedding_variables, read_keys
 from exporter.checkpoint.tensor_bundle import memory_map, read_array, read_catalog
 from exporter.errors import CorruptFile, UnsupportedFormat
-from exporter.mapping.extras import ExtraKind, classify_extras
+from exporter.mapping.build import ExtraKind, classify_extras
+from exporter.tables.geometry import TablePlan
 from exporter.tables.lay_out import lay_out
-from exporter.tables.table_plan import TablePlan
 from tests.support.bundles import write
 from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full
 from tests.support.logs import damage_tensor
-from tests.support.recommenders_addons import by_objects, hash_tables
 
 
 def assert_holds(prefix: Path, name: str, ev: Ev, parts: int) -> None:
@@ -227,34 +226,3 @@ def test_inspect_tells_why_tables_cannot_be_shown(tmp_path: Path) -> None:
     assert found.code == 0
     assert "its embedding variables cannot be read" in found.err
     assert "has no 't/part_1-values'" in found.err
-
-
-@pytest.mark.parametrize("count", [1, 2, 12])
-@pytest.mark.parametrize("keys", [np.int32, np.int64])
-def test_tables_of_recommenders_addons_are_read_by_name(tmp_path: Path, count: int, keys: type) -> None:
-    ev, slot = Ev.random(300, keys=keys, negative=True), Ev.random(30)
-    tensors = hash_tables(ev, count, "emb_user")
-    tensors |= hash_tables(slot, count, "emb_user_Adam_m")
-    tensors |= hash_tables(slot, count, "emb_user_item")
-    tensors |= {"counter_mht_1of1-keys": np.arange(3), "counter_mht_1of1-values": np.arange(3)}
-    prefix = write(tmp_path / "m-1", **tensors)
-    assert_holds(prefix, "emb_user", ev, count)
-    slots = {name: variable.slot_of for name, variable in embedding_variables(read_catalog(prefix)).items()}
-    assert slots == {"emb_user": None, "emb_user_Adam_m": "emb_user", "emb_user_item": None}
-
-
-def test_tables_of_recommenders_addons_are_read_by_objects(tmp_path: Path) -> None:
-    ev = Ev.random(99)
-    prefix = write(tmp_path / "m-1", **by_objects(hash_tables(ev, 2, "emb_user"), "layer/_tables"))
-    assert_holds(prefix, "emb_user", ev, 2)
-
-
-def test_a_shard_of_recommenders_addons_that_is_missing_or_impossible_is_named(tmp_path: Path) -> None:
-    tensors = hash_tables(Ev.random(9), 3, "emb_user")
-    last = {name: value for name, value in tensors.items() if "3of3" in name}
-    fewer = write(tmp_path / "m-1", **{name: tensors[name] for name in tensors.keys() - last.keys()})
-    with pytest.raises(CorruptFile, match="'emb_user' has 2 parts, and not part 2"):
-        embedding_variables(read_catalog(fewer))
-    more = {name.replace("3of3", "4of3"): value for name, value in last.items()}
-    with pytest.raises(CorruptFile, match="is shard 4 of 3"):
-        embedding_variables(read_catalog(write(tmp_path / "m-2", **tensors, **more)))

@@ -22,13 +22,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from exporter.bundle.move import Move, Segment
+from exporter.bundle.rewrite import Move
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.admission import EVERYONE
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.compare_task import Compare, Side
 from exporter.delta.format import ChangeKind, ServedVariable
-from exporter.delta.merge_task import Merge, MergedRows
+from exporter.delta.newest_rows import Merge, NewestRows
 from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.errors import EngineFailed, UsageError
 from exporter.jobs.engines import beam, dask, process
@@ -39,12 +39,11 @@ from exporter.jobs.engines.engine_options import require_reachable, require_room
 from exporter.jobs.engines.process import Asked, ProcessEngine
 from exporter.jobs.execute import OPERATIONS, decode, encode, failed
 from exporter.jobs.task import Input
+from exporter.jobs.write_shard import MovedRows
 from exporter.storage.output_directory import open_directory
 from exporter.tables.geometry import TableGeometry
-from exporter.tables.key_ranges import KeyRanges
-from exporter.tables.partition_keys import KeyRun, Partition
-from exporter.tables.place_keys import Place, RangeRun, Section
-from exporter.verify.checksum import Checksum
+from exporter.tables.place_keys import KeyRanges, KeyRun, Partition, Place, RangeRun, Section
+from exporter.verify.version_files import Checksum
 from exporter.version import __version__
 from exporter.wire.dtypes import DType
 from tests.support import engine_job
@@ -288,8 +287,8 @@ def reading(runs: EngineRuns, source: Input) -> bytes:
 
 def writing(runs: EngineRuns, source: Input, directory: str) -> bytes:
     wanted = runs.table_range()
-    segment = Segment("t", DType.FLOAT, DType.FLOAT, wanted.size // 4, (wanted,), False, (1,), False)
-    return encode(Move(name="table", inputs=(source,), segments=(segment,)), directory, keep=True)
+    segment = MovedRows("t", DType.FLOAT, DType.FLOAT, wanted.size // 4, (wanted,), False, (1,), False)
+    return encode(Move(name="table", inputs=(source,), sections=(segment,)), directory, keep=True)
 
 
 def indexing(runs: EngineRuns, source: Input, directory: str) -> Iterator[bytes]:
@@ -339,7 +338,7 @@ def merging(runs: EngineRuns, source: Input, directory: str) -> bytes:
     """The rows of a base that no delta changed."""
     ref = read_catalog(runs.prefix).tensors["t00"]
     variable = ServedVariable("t", ref.dtype, ref.shape, ChangeKind.TABLE)
-    section = MergedRows(variable, 0, ref.shape[0], (), (runs.table_range(),))
+    section = NewestRows(variable, 0, ref.shape[0], (), (runs.table_range(),))
     return encode(Merge(name="merged", inputs=(source,), sections=(section,)), directory, keep=True)
 
 

@@ -29,8 +29,7 @@ from exporter.increments.increment import to_json as increment_to_json
 from exporter.layout import CACHES_DIRECTORY, HASHES_DIRECTORY
 from exporter.publish.delta_log import DeltaLog, LogBase, list_deltas, read_log
 from exporter.publish.hold import Hold
-from exporter.publish.log_entries import DeltaEntry
-from exporter.publish.manifest import from_json, to_json
+from exporter.publish.manifest import DeltaEntry, from_json, to_json
 from exporter.publish.timeline import read_timeline as read_publications
 from exporter.publish.versions import read_manifest
 from exporter.training.store import Store

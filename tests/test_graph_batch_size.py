@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter.graph.batch.suspects import rows_are_equal
+from exporter.graph.batch.opening import rows_are_equal
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph
 from tests.support.graph_runs import Trained, serve, train

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from exporter.errors import ExportError, GraphError, NotServable
+from exporter.errors import CorruptFile, ExportError, GraphError, NotServable
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.graph.nodes import GraphIndex, const_value
+from exporter.graph.origin import GraphOrigin
 from exporter.wire import protos
 
 Node = tuple[str, str, list[str]]
@@ -165,3 +166,17 @@ def test_a_constant_that_claims_to_be_huge_stays_small() -> None:
         tensor.tensor_shape.dim.add(size=1 << 40)
 
     assert const_value(node) is None
+
+
+@pytest.mark.parametrize("name", ["model.meta", "model.pbtxt", "saved_model.pb", "saved_model.pbtxt"])
+@pytest.mark.parametrize("updatable", [False, True])
+def test_a_graph_of_64_gigabytes_is_not_read(name: str, updatable: bool, tmp_path: Path) -> None:
+    """A sparse file takes no disk; whoever read it would end in MemoryError, or take minutes for a digest."""
+    path = tmp_path / name
+    with path.open("wb") as file:
+        file.truncate(64 << 30)
+    request = GraphRequest(str(tmp_path if "saved" in name else path), {"x": "x"}, {"y": "y"})
+    if updatable:
+        assert not GraphOrigin.of(request).files
+    with pytest.raises(CorruptFile, match="more than 2 GiB"):
+        load_graph(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from exporter.errors import CorruptFile, ExportError, GraphError, UnknownTensor,
 from exporter.graph.keys import parse_slice_spec
 from exporter.graph.load import GraphRequest, clean, load_graph, load_source
 from exporter.graph.metagraph import read_metagraph
+from exporter.graph.saved_model import read_saved_model
+from exporter.options import ExportRequest
+from exporter.pipeline.full import export
 from exporter.wire import protos
 from tests.support.graph_runs import Trained, serve, train
 
@@ -286,3 +290,32 @@ def test_the_source_keeps_the_graph_as_it_was(trained: Trained) -> None:
     assert (
         protos.MetaGraphDef.FromString(before).signature_def["serving_default"].outputs["scores"].dtype == 1
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "served"),
+    [
+        ("1.15.5-deeprec2402", "1.15.5"),
+        ("0.12.head", "0.12"),
+        ("2.4.0-rc1", "2.4.0-rc1"),
+        ("1.14.0+nv", "1.14.0+nv"),
+        ("head", version("tensorflow")),
+    ],
+)
+def test_a_forks_version_keeps_nobody_from_loading(
+    trained: Trained, tmp_path: Path, written: str, served: str
+) -> None:
+    """`tf.saved_model.load` parses the version of the TensorFlow that a graph comes from."""
+    import tensorflow as tf
+
+    meta_graph = read_metagraph(Path(trained.meta))
+    meta_graph.meta_info_def.tensorflow_version = written
+    meta_graph.meta_info_def.tensorflow_git_version = ""
+    path = tmp_path / "fork.meta"
+    path.write_bytes(meta_graph.SerializeToString())
+    ends: Any = {"inputs": {"image": "cnn/image"}, "outputs": {"scores": "cnn/Softmax"}}
+    done = export(ExportRequest(trained.prefix, tmp_path / "model", str(path), **ends))
+    (found,) = read_saved_model(done.published.path).meta_graphs
+    assert found.meta_info_def.tensorflow_version == served
+    assert found.meta_info_def.tensorflow_git_version == ("" if served == written else written)
+    assert tf.saved_model.load(str(done.published.path)).signatures["serving_default"]

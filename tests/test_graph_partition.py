@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from exporter.graph.inference_graph import PartitionStrategy
+from exporter.graph.keys import trained_strategies
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.graph.metagraph import read_metagraph
-from exporter.graph.partition import trained_strategies
 from tests.support.graph_runs import train
 
 MOD, DIV, NONE = PartitionStrategy.MOD, PartitionStrategy.DIV, PartitionStrategy.NONE

@@ -11,35 +11,43 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import typer
 
 from exporter.cli.app import app
-from exporter.terminal.parameters import OTHER
 from serving import cli as serving_cli
 from tests.support.commands import export_model, run_app
 
 BIN = Path(sys.executable).parent
 
 
-def sections(text: str) -> dict[str, set[str]]:
-    """The options under each heading of a help text."""
+def panels(text: str) -> dict[str, set[str]]:
+    """The options in each panel of a help text."""
     found: dict[str, set[str]] = {}
     heading = ""
     for line in text.splitlines():
-        if re.fullmatch(r"[A-Z][A-Za-z, ]*:", line):
-            heading = line[:-1]
-        for option in re.findall(r"^  (?:-q, )?(?:-h, )?--([a-z-]+)", line):
+        if title := re.match(r"╭─ (.*?) ─+╮", line):
+            heading = title[1]
+        for option in re.findall(r"^│ (?:\* )? {0,5}--([a-z-]+)", line):
             found.setdefault(heading, set()).add(option)
     return found
 
 
 def test_every_option_stands_in_its_group() -> None:
-    ran = export_model("--help")
-    found = sections(ran.out)
-    names = {max(option.opts, key=len).lstrip("-") for option in app.params}
+    found = panels(export_model("--help").out)
+    names = {max(option.opts, key=len).lstrip("-") for option in typer.main.get_command(app).params}
     assert set().union(*found.values()) == names - {"V"} | {"help"}
-    assert found[OTHER] == {"json", "quiet", "debug", "help"}, "a new option needs a group"
+    own = {"json", "quiet", "debug", "help", "install-completion", "show-completion"}
+    assert found["Options"] == own, "a new option needs a group"
     assert found["Checks"] == {"verify", "verify-inputs", "tolerance", "golden", "dry-run"}
-    assert not set(ran.out) & set("│╭╰─"), "plain text, also in a terminal"
+
+
+@pytest.mark.parametrize("application", [app, serving_cli.app], ids=["export-model", "serve-model"])
+def test_a_flag_has_one_name(application: typer.Typer) -> None:
+    """Typer gives a flag without a name a second one: `--no-plain`."""
+    root = typer.main.get_command(application)
+    options = [option for command in (root, *root.commands.values()) for option in command.params]
+    assert len(options) > 50
+    assert not [option.name for option in options if option.secondary_opts]
 
 
 def test_the_programs_own_version() -> None:
@@ -49,17 +57,16 @@ def test_the_programs_own_version() -> None:
 
 def completed(directory: Path, program: str, line: str) -> list[str]:
     """What a real bash offers at the end of a line."""
-    script = subprocess.run([BIN / program, "completion", "bash"], capture_output=True, text=True, check=True)
+    path = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    asked = {**path, f"_{program.replace('-', '_').upper()}_COMPLETE": "source_bash"}
+    script = subprocess.run([BIN / program], capture_output=True, text=True, check=True, env=asked)
     (directory / "script").write_text(script.stdout)
     words = line.split(" ")
     ask = (
         f"source {directory / 'script'}; COMP_WORDS=({' '.join(words)!s} ); COMP_CWORD={len(words) - 1}; "
         f"_{program.replace('-', '_')}_completion {program}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     )
-    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "--norc", "-c", ask], capture_output=True, text=True, check=True, env={"PATH": path}
-    )
+    done = subprocess.run(["bash", "--norc", "-c", ask], capture_output=True, text=True, check=True, env=path)
     return done.stdout.split()
 
 
@@ -76,13 +83,3 @@ def completed(directory: Path, program: str, line: str) -> list[str]:
 )
 def test_a_real_bash_completes(tmp_path: Path, program: str, line: str, expected: list[str]) -> None:
     assert completed(tmp_path, program, line) == expected
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_there_is_a_script_for_each_shell(shell: str) -> None:
-    ran = export_model("completion", shell)
-    assert (ran.code, "export-model" in ran.out) == (0, True)
-
-
-def test_other_shells_are_usage_errors() -> None:
-    assert export_model("completion", "tcsh").code == 2

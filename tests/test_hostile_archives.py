@@ -44,7 +44,7 @@ ARRAY = npy(np.arange(4, dtype=np.float32))
 def test_a_member_that_leads_out(tmp_path: Path, name: str) -> None:
     info = zipfile.ZipInfo("x")
     info.filename = name
-    with pytest.raises(UnsafeArchive, match="leads out"):
+    with pytest.raises(UnsafeArchive, match=r"not the name of a file|leads out"):
         read_npz(zip_of(tmp_path / "m.npz", [(info, ARRAY)]))
     assert [path.name for path in tmp_path.iterdir()] == ["m.npz"]
 
@@ -323,7 +323,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_shard_that_leads_out(tmp_path: Path, name: str) -> None:
     path = tmp_path / "m.weights.json"
     path.write_text(json.dumps({"weight_map": {"/layers/dense/vars": name}}))
-    with pytest.raises(UnsafeArchive, match="not beside it"):
+    with pytest.raises(UnsafeArchive, match=r"not the name of a file|not beside it"):
         read_keras(path)
 
 

@@ -136,8 +136,8 @@ HOSTILE = {
     bomb: ("UnsafeArchive", "no packing does that"),
     bomb_in_a_config: ("UnsafeArchive", "config.json"),
     chunk_bomb: ("UnsafeArchive", "declares"),
-    upwards: ("UnsafeArchive", "leads out"),
-    upwards_in_keras: ("UnsafeArchive", "leads out"),
+    upwards: ("UnsafeArchive", "not the name of a file"),
+    upwards_in_keras: ("UnsafeArchive", "not the name of a file"),
     symlink: ("UnsafeArchive", "symbolic link"),
     pickled: ("UnsafeArchive", "pickle"),
     external_link: ("UnsafeArchive", "a link to"),
@@ -145,7 +145,7 @@ HOSTILE = {
     external_storage: ("UnsafeArchive", "another file"),
     virtual: ("UnsafeArchive", "virtual"),
     soft_link: ("UnsafeArchive", "a link to"),
-    shard_elsewhere: ("UnsafeArchive", "not beside it"),
+    shard_elsewhere: ("UnsafeArchive", "not the name of a file"),
     code: ("CodeRefused", "Lambda"),
 }
 

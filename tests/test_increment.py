@@ -27,15 +27,16 @@ from exporter.increments.increment import (
     rows_of,
     to_json,
 )
-from exporter.layout import DELTA_NAME, MANIFEST_FILE
+from exporter.layout import DELTA_NAME, MANIFEST_FILE, flaw_of
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
 from tests.support.increments import apply_increments
 
 HEX = st.text("0123456789abcdef", min_size=32, max_size=32)
 STEPS = st.integers(0, 10**18)
+FILE_NAMES = st.text(min_size=1, max_size=20).filter(lambda name: not flaw_of(name))
 CHECKPOINTS = st.builds(
-    CheckpointId, st.text(max_size=20), STEPS, st.text("0123456789abcdef", min_size=64, max_size=64)
+    CheckpointId, FILE_NAMES, STEPS, st.text("0123456789abcdef", min_size=64, max_size=64)
 )
 
 

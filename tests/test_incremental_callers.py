@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,12 +68,25 @@ def server(model: Model) -> Iterator[Loaded]:
         yield server
 
 
+ANOTHER_RUNS = "merged: another update runs; call again"
+
+
 def update(server: Loaded, timeout_ms: int = 0) -> int:
-    """Deltas that the call says it applied; none if it was cut off."""
+    """Deltas that the calls say they applied, made as clients make them; none if one was cut off."""
     try:
-        return int(server.update(timeout_ms=timeout_ms)["deltas"])
+        while (done := server.update(timeout_ms=timeout_ms))["status"] == ANOTHER_RUNS:
+            assert done["deltas"] == done["rows"] == 0
+            time.sleep(0.001)
     except tf.errors.DeadlineExceededError:
         return 0
+    return int(done["deltas"])
+
+
+def is_free(server: Loaded) -> bool:
+    """True if no call has the turn."""
+    handle = server.session.graph.get_tensor_by_name("incremental/turn:0")
+    with server.session.graph.as_default():
+        return not server.session.run(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)).any()
 
 
 @contextmanager
@@ -105,27 +120,66 @@ def test_waiting_calls_that_time_out_let_no_other_in(server: Loaded, model: Mode
         applied = long.result() + sum(call.result() for call in (*hurried, *patient))
     assert applied == CHAIN, "each delta was applied once"
     assert seen == sorted(seen), "no position was gone back to"
+    assert is_free(server)
     assert_holds(server, model, LAST)
 
 
-def test_a_call_that_times_out_while_it_waits_is_over_when_the_one_before_is(
+def test_a_call_beside_an_update_is_told_at_once_and_fails_for_no_target(
     server: Loaded, model: Model
 ) -> None:
+    """It holds none of the server's threads, and it is not refused what it asks for."""
     server.reset(model.base)
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(update, server)
+        long = pool.submit(server.update)
         while server.position() == FIRST:
             time.sleep(0.001)
-        with pytest.raises(tf.errors.DeadlineExceededError):
-            server.update(timeout_ms=1)
-        assert long.result() == CHAIN
-    assert server.update()["deltas"] == 0
+        answers = [server.update(), server.update(LAST), server.update(FIRST + 1, LAST)]
+        was_running = not long.done()
+        assert long.result()["deltas"] == CHAIN
+    assert was_running, "the update was over before the calls: nothing was tested"
+    assert {answer["status"] for answer in answers} == {ANOTHER_RUNS}
+    assert all(FIRST <= answer["position"] < LAST and answer["deltas"] == 0 for answer in answers)
+    assert server.update(LAST)["status"] == f"reached: {LAST}"
     assert_holds(server, model, LAST)
+
+
+def test_a_call_that_is_cut_off_gives_its_turn_back(server: Loaded, model: Model) -> None:
+    cut = 0
+    for milliseconds in range(1, 30, max(1, 28 // times(7))):
+        server.reset(model.base)
+        try:
+            server.update(timeout_ms=milliseconds)
+        except tf.errors.DeadlineExceededError:
+            cut += 1
+        assert is_free(server)
+        assert server.update()["position"] == LAST
+    assert cut, "no update was cut off: nothing was tested"
+    assert_holds(server, model, LAST)
+
+
+def test_a_base_that_stands_still_wakes_no_thread(server: Loaded, model: Model) -> None:
+    """A `BatchFunction`, which took turns before, looks into its queue a thousand times a second."""
+    server.reset(model.base)
+    server.update()
+    before = wake_ups()
+    time.sleep(0.5)
+    woken = {name: count - before.get(name, 0) for name, count in wake_ups().items()}
+    assert max(woken.values()) < 100, woken
+
+
+def wake_ups() -> dict[str, int]:
+    """How often each thread of this process went to sleep until now."""
+    found = {}
+    for status in Path("/proc/self/task").glob("*/status"):
+        count = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", status.read_text(), re.MULTILINE)
+        assert count
+        found[status.parent.name] = int(count[1])
+    return found
 
 
 def test_a_server_that_stops_ends_calls_that_wait(model: Model) -> None:
     with loaded(model) as server, ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(server.update) for _ in range(4)]
+        calls = [pool.submit(update, server) for _ in range(4)]
         while server.position() == FIRST:
             time.sleep(0.001)
         server.session.close()
@@ -135,27 +189,35 @@ def test_a_server_that_stops_ends_calls_that_wait(model: Model) -> None:
 
 
 def test_callers_of_a_base_that_tensorflow_2_loaded_twice(model: Model) -> None:
-    """The loads share the queue, and each has its own variables."""
+    """Each load has its own variables, so that it takes turns by itself."""
     calls = [tf.saved_model.load(str(model.version)).signatures["incremental_update"] for _ in range(2)]
     newest = tf.constant([-1], tf.int64)
+
+    def until_its_turn(call: Callable[..., Any]) -> Any:
+        while (answer := call(up_to=newest))["status"][0] == ANOTHER_RUNS.encode():
+            time.sleep(0.001)
+        return answer
+
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda call: call(up_to=newest), [*calls, *calls]))
+        found = list(pool.map(until_its_turn, [*calls, *calls]))
     assert {int(answer["position"][0]) for answer in found} == {LAST}
     assert sorted(int(answer["deltas"][0]) for answer in found) == [0, 0, CHAIN, CHAIN]
 
 
-def test_callers_beyond_number_are_served_or_refused(server: Loaded, model: Model) -> None:
+def test_callers_beyond_number_are_served_one_after_the_other(server: Loaded, model: Model) -> None:
     server.reset(model.base)
-
-    def call(_: int) -> int:
-        try:
-            return update(server)
-        except tf.errors.UnavailableError:
-            return 0
-
     with ThreadPoolExecutor(300) as pool:
-        assert sum(pool.map(call, range(300))) == CHAIN
+        assert sum(pool.map(lambda _: update(server), range(300))) == CHAIN
     assert_holds(server, model, LAST)
+
+
+def test_of_many_calls_at_once_one_has_its_turn(server: Loaded, model: Model) -> None:
+    """Those that are told of another were told of one that ran, not of each other."""
+    server.reset(model.base)
+    with ThreadPoolExecutor(30) as pool:
+        found = list(pool.map(lambda _: server.update(), range(30)))
+    assert sum(done["deltas"] for done in found) == CHAIN
+    assert all(done["status"] == ANOTHER_RUNS or done["position"] == LAST for done in found)
 
 
 @pytest.mark.slow
@@ -178,6 +240,7 @@ def test_callers_with_deadlines_of_all_lengths(server: Loaded, model: Model) -> 
             calls = [pool.submit(update, server, timeout_ms=ms) for ms in deadlines]
             assert sum(call.result() for call in calls) <= CHAIN
             update(server)
+            assert is_free(server)
             time.sleep(0.01)
         known = [position for position in seen if position >= 0]
         assert known == sorted(known)

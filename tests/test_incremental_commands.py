@@ -363,6 +363,21 @@ def test_a_version_is_no_model_base_path(setting: Log) -> None:
         assert f"{version} is itself a version" in ran.err
         assert f"the directory above it: {setting.model}" in ran.err
     assert sorted(version.iterdir()) == before
+    beside = setting.model.with_name("link")
+    beside.symlink_to(setting.model)
+    for inside in (
+        "10/variables",
+        "10/new/er",
+        "deltas",
+        "deltas/new",
+        f"deltas/{10:020d}/x",
+        "999",
+        "0012/x",
+    ):
+        for place in (setting.model / inside, beside / inside, setting.train / ".." / "model" / inside):
+            for incr in ((), ("--incr",), ("--dry-run",)):
+                ran = export_model("--ckpt-dir", setting.train, "--out", place, "--json", *incr)
+                assert (ran.code, "lies in the published model" in ran.error["message"]) == (2, True), ran.err
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import tensorflow as tf
 from exporter.delta.format import Change, ChangeKind, Rows
 from exporter.graph.saved_model import read_saved_model
 from exporter.options import Isolation
+from exporter.subgraph.state import sleep
 from tests.support.updatable import Loaded, Model, loaded, updatable_model
 
 tf1 = tf.compat.v1
@@ -122,9 +123,14 @@ def test_each_response_comes_from_one_position(server: Loaded, model: Model, mod
 def test_concurrent_updates_take_turns(server: Loaded, model: Model) -> None:
     for position in range(101, 121):
         model.publish(position, position + 1, filled(model, position + 1))
+
+    def until_its_turn(target: int) -> dict[str, Any]:
+        while (done := server.update(target))["status"] == "merged: another update runs; call again":
+            time.sleep(0.001)
+        return done
+
     with ThreadPoolExecutor(4) as pool:
-        targets = [105, 121, 110, 121, 115, 121, 121, 121]
-        found = list(pool.map(lambda target: server.update(target), targets))
+        found = list(pool.map(until_its_turn, [105, 121, 110, 121, 115, 121, 121, 121]))
     assert sum(done["deltas"] for done in found) == 20, "each delta was applied once"
     assert server.position() == 121
     answer = server.predict(ids=np.arange(50))
@@ -178,6 +184,43 @@ def test_a_dense_variable_is_written_before_the_position_also_where_mlir_rewrite
     assert cut, "no update was cut off: nothing was tested"
 
 
+def pause_between_tables() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Reads one table, and the other one a while after it."""
+    ids = tf1.placeholder(tf.int64, [None], name="ids")
+    left = tf1.get_variable("left", [ROWS, DIM], use_resource=True)
+    right = tf1.get_variable("right", [ROWS, DIM], use_resource=True)
+    first = tf.gather(left, ids)
+    with tf.control_dependencies([first, sleep(25_000)]):
+        later = tf.identity(ids)
+    read = tf.concat([first, tf.gather(right, later)], 1)
+    return {"ids": ids}, {"low": tf.reduce_min(read, 1), "high": tf.reduce_max(read, 1)}
+
+
+def test_a_pass_longer_than_the_gaps_between_updates_is_of_one_position(tmp_path: Path) -> None:
+    """Updates that come without a pause let it through, and it lets them through."""
+    model = updatable_model(
+        tmp_path, pause_between_tables, {"ids": [0]}, patience_seconds=PATIENCE_SECONDS, stamp=False
+    )
+    seen: list[float] = []
+    with loaded(model) as server:
+
+        def read() -> None:
+            answer = server.predict(ids=[0, 1])
+            assert answer["low"].min() == answer["high"].max(), "the response mixes positions"
+            seen.append(float(answer["low"][0]))
+
+        def write() -> None:
+            for position in range(101, 151):
+                model.publish(position, position + 1, filled(model, position + 1))
+                assert server.update()["position"] == position + 1
+
+        model.publish(100, 101, filled(model, 101))
+        server.update()
+        while_running(read, write, readers=2)
+        assert server.call("incremental_status", probe=[0])["unsettled"].tolist() == [0]
+    assert len(set(seen)) > 1, "nothing was updated meanwhile"
+
+
 def kill_half_way(server: Loaded, *, position: int, target: int, odd: bool) -> None:
     """Leave what an update leaves that dies between its first and its last write."""
     graph = server.session.graph
@@ -203,8 +246,11 @@ def test_an_update_that_died_does_not_stall_readers(server: Loaded, model: Model
     if mode is not Isolation.SNAPSHOT:
         pytest.skip("row isolation has no readers that wait")
     kill_half_way(server, position=101, target=102, odd=True)
+    before_it = server.call("incremental_status", probe=[0])["unsettled"]
     answer = server.predict(ids=[1, 2])
     assert answer["model_position"].tolist() == answer["model_step"].tolist() == [-1, -1]
+    counted = server.call("incremental_status", probe=[0, 1])["unsettled"]
+    assert counted.tolist() == [before_it[0] + 1] * 2, "it is counted, for readers without a stamp, too"
     before = time.monotonic()
     for _ in range(20):  # patience is counted from the update's begin: it is used up by now
         assert server.predict(ids=[1])["model_position"].tolist() == [-1]

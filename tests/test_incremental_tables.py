@@ -23,7 +23,7 @@ from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.log_maintenance import merge, resume, rollback
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import DeltaLog, read_log
-from exporter.publish.log_entries import DeltaOrigin
+from exporter.publish.manifest import DeltaOrigin
 from exporter.verify.log import verify_model
 from exporter.wire.dtypes import DType
 from tests.support.commands import export_model

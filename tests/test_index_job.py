@@ -20,11 +20,18 @@ from exporter.jobs.engines.local import LocalEngine
 from exporter.jobs.runner import LOCAL, Job, Runner, plan_digest
 from exporter.jobs.task import ZEROS, Input
 from exporter.storage import mirror
-from exporter.tables.geometry import EMPTY_KEY, INDEX_ROWS, INDEX_SEEDS, KEYS, PARTS, VALUES, keys_of
+from exporter.tables.geometry import (
+    EMPTY_KEY,
+    INDEX_ROWS,
+    INDEX_SEEDS,
+    KEYS,
+    PARTS,
+    VALUES,
+    TablePlan,
+    keys_of,
+)
 from exporter.tables.lay_out import TableLayout, lay_out
-from exporter.tables.partition_keys import Partition
-from exporter.tables.place_keys import Place
-from exporter.tables.table_plan import TablePlan
+from exporter.tables.place_keys import Partition, Place
 from tests.support.budget import times
 from tests.support.deeprec import Ev, write_full
 from tests.support.dynamic_values import built_index
@@ -47,7 +54,7 @@ def tables() -> dict[str, Ev]:
 
 @pytest.fixture
 def layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TableLayout:
-    monkeypatch.setattr("exporter.tables.key_ranges.RANGE_KEYS", 500)
+    monkeypatch.setattr("exporter.tables.place_keys.RANGE_KEYS", 500)
     return laid_out(write_full(tmp_path / "ckpt" / "model.ckpt-7", tables(), parts={"large": 3}, step=7))
 
 
@@ -218,7 +225,7 @@ def test_two_commands_do_one_job_at_once(
 
 
 def test_keys_that_are_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exporter.tables.key_ranges.RANGE_KEYS", 500)
+    monkeypatch.setattr("exporter.tables.place_keys.RANGE_KEYS", 500)
     ev = Ev.random(4000, DIM)
     freqs, versions = np.arange(4000) % 5, np.arange(4000) % 30
     counted = Ev(ev.keys, ev.values, versions, freqs)

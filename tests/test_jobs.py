@@ -17,20 +17,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from exporter.bundle import move
-from exporter.bundle.move import Move, Segment
+from exporter.bundle.rewrite import Move
 from exporter.bundle.variables import VariablesReport, write_variables
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CorruptFile, EngineFailed, MappingError, UsageError
 from exporter.graph.inference_graph import GraphVariable
+from exporter.jobs import write_shard
 from exporter.jobs.engines.local import LocalEngine
 from exporter.jobs.execute import decode, encode, execute
 from exporter.jobs.runner import Runner, plan_digest
 from exporter.jobs.task import Input, Range, Receipt
+from exporter.jobs.write_shard import MovedRows
 from exporter.layout import RECEIPTS_DIRECTORY
 from exporter.mapping.build import TensorSource, VariableMapping
-from exporter.verify.checksum import Checksum
+from exporter.verify.version_files import Checksum
 from exporter.wire.crc32c import extend
 from exporter.wire.dtypes import DType
 
@@ -190,7 +191,7 @@ def test_tasks_are_values_that_survive_json(catalog: Catalog) -> None:
     assert receipt == Receipt("a", read=(extend(0, catalog.shards[0].read_bytes()[:16]),))
     other = structs.replace(task, bytes_=17)
     assert plan_digest([task]) == plan_digest([task]) != plan_digest([other])
-    assert plan_digest([Move(name="a", segments=())]) != plan_digest([Checksum(name="a", ranges=())])
+    assert plan_digest([Move(name="a", sections=())]) != plan_digest([Checksum(name="a", ranges=())])
 
 
 @given(
@@ -205,15 +206,15 @@ def test_copied_bytes_have_their_checksums_however_they_are_cut(
     content = np.random.default_rng(0).bytes(sum(read))
     ends = sorted(min(cut, len(content)) for cut in [0, *cuts, len(content)])
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(move, "COPY_BYTES", buffer)
+        patch.setattr(write_shard, "COPY_BYTES", buffer)
         (Path(name) / "source").write_bytes(b"before" + content)
         sources, at = [], 6
         for size in read:
             sources.append(Range(0, at, size))
             at += size
         counts = tuple(stop - start for start, stop in pairwise(ends))
-        segment = Segment("t", DType.UINT8, DType.UINT8, 1, tuple(sources), False, counts, False)
-        task = Move(name="out", inputs=(Input.of(Path(name) / "source"),), segments=(segment,))
+        segment = MovedRows("t", DType.UINT8, DType.UINT8, 1, tuple(sources), False, counts, False)
+        task = Move(name="out", inputs=(Input.of(Path(name) / "source"),), sections=(segment,))
         receipt = decode(execute(encode(task, name, keep=False))).settle()
         assert (Path(name) / "out").read_bytes() == content
     assert receipt.read == tuple(extend(0, content[r.offset - 6 : r.offset - 6 + r.size]) for r in sources)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from exporter.bundle.move import Move
+from exporter.bundle.rewrite import Move
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, DiskFull
 from exporter.jobs.runner import Runner
@@ -31,8 +31,8 @@ from exporter.storage.url import Url
 from exporter.transfer import carrier
 from exporter.transfer.opened import opened
 from exporter.transfer.pull import pull
-from exporter.verify.checksum import Checksum
 from exporter.verify.log import verify_model
+from exporter.verify.version_files import Checksum
 from exporter.wire.crc32c import extend
 from tests.support.budget import thorough
 from tests.support.commands import export_model

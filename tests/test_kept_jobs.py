@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
-from exporter.doctor.surroundings import left_overs
+from exporter.doctor.examination import left_overs
 from exporter.errors import VerificationError
-from exporter.jobs import kept_jobs, runner
+from exporter.jobs import runner
 from exporter.jobs.runner import Job, Runner
 from exporter.jobs.task import Receipt
 from exporter.layout import JOBS_DIRECTORY, RECEIPTS_DIRECTORY
@@ -27,7 +27,7 @@ from tests.support.forks import FORKS
 from tests.support.object_stores import Bucket
 from tests.test_jobs_in_stores import TABLES, train
 
-WEEK = kept_jobs.ABANDONED_SECONDS
+WEEK = runner.ABANDONED_SECONDS
 PLAN = "0123456789abcdef" * 2
 
 
@@ -133,7 +133,7 @@ def test_a_job_that_nobody_goes_on_with_is_swept(tmp_path: Path, age: float, is_
     other.mkdir()
     os.utime(other, (0, 0))
     if is_used:
-        used = kept_jobs.use(str(job))
+        used = runner.use(str(job))
         for path in (job, job / RECEIPTS_DIRECTORY):
             os.utime(path, (0, 0))  # a task that takes a month
     is_told = any("left-over" in finding.message for finding in left_overs(tmp_path))
@@ -150,14 +150,14 @@ def test_a_job_that_nobody_goes_on_with_is_swept(tmp_path: Path, age: float, is_
 
 
 def test_who_begins_while_it_is_removed_has_a_directory_of_its_own(tmp_path: Path) -> None:
-    first = kept_jobs.use(str(tmp_path / PLAN))
+    first = runner.use(str(tmp_path / PLAN))
     (tmp_path / PLAN / "old").touch()
-    second = kept_jobs.use(str(tmp_path / PLAN))
+    second = runner.use(str(tmp_path / PLAN))
     first.remove()
     assert (tmp_path / PLAN / "old").exists()
     second.remove()
     assert not (tmp_path / PLAN).exists()
-    third = kept_jobs.use(str(tmp_path / PLAN))
+    third = runner.use(str(tmp_path / PLAN))
     assert not (tmp_path / PLAN / "old").exists()
     third.remove()
 
@@ -165,11 +165,11 @@ def test_who_begins_while_it_is_removed_has_a_directory_of_its_own(tmp_path: Pat
 def test_the_directory_of_all_jobs_goes_with_the_last_one(tmp_path: Path) -> None:
     """But for one that a user named."""
     for kept in (tmp_path / JOBS_DIRECTORY, tmp_path / "a user's"):
-        jobs = [kept_jobs.use(str(kept / plan)) for plan in (PLAN, PLAN[::-1])]
+        jobs = [runner.use(str(kept / plan)) for plan in (PLAN, PLAN[::-1])]
         for job in jobs:
             assert kept.exists()
             job.remove()
-            kept_jobs.remove_abandoned(str(kept))
+            runner.remove_abandoned(str(kept))
         assert kept.exists() == (kept.name != JOBS_DIRECTORY)
 
 
@@ -180,10 +180,10 @@ def test_jobs_in_a_store_are_swept_by_age(bucket: Bucket, trained: Path) -> None
         bucket.put(f"{model}/{JOBS_DIRECTORY}/{plan}/{RECEIPTS_DIRECTORY}/a.json", b"{}")
         bucket.put(f"jobs/{plan}/a", b"1")
     bucket.put("jobs/of-a-user/a", b"1")
-    kept_jobs.remove_abandoned(bucket.url("jobs"))
+    runner.remove_abandoned(bucket.url("jobs"))
     assert len(bucket.names()) == 5
     in_ten_days = time.time() + 10 * 86400
-    kept_jobs.remove_abandoned(bucket.url("jobs"), in_ten_days)
+    runner.remove_abandoned(bucket.url("jobs"), in_ten_days)
     assert "jobs/of-a-user/a" in bucket.names()
     assert len(bucket.names()) == 3
 
@@ -192,7 +192,7 @@ def test_an_export_to_a_store_sweeps_its_jobs(
     bucket: Bucket, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.put(f"models/tables/{JOBS_DIRECTORY}/{PLAN}/a", b"1")
-    monkeypatch.setattr(kept_jobs, "ABANDONED_SECONDS", -5.0)
+    monkeypatch.setattr(runner, "ABANDONED_SECONDS", -5.0)
     places = ["--ckpt-dir", trained / "model.ckpt-7", "--model", f"{trained / 'model.py'}:serving"]
     ran = export_model(*places, "--out", bucket.url("models/tables"))
     assert ran.code == 0, ran.err

@@ -14,9 +14,8 @@ from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.tensor_bundle import check_values, memory_map, read_array, read_catalog
 from exporter.integer_sets import among
 from exporter.tables.change_index import ArrayState, change_index, find_rows
-from exporter.tables.geometry import PARTS
+from exporter.tables.geometry import PARTS, TablePlan
 from exporter.tables.lay_out import lay_out
-from exporter.tables.table_plan import TablePlan
 from tests.support.budget import thorough
 from tests.support.deeprec import Ev, write_large
 

@@ -68,7 +68,7 @@ MANIFESTS = st.builds(
     exporter=st.text(),
     created=TIMES,
     tensors=st.lists(TENSORS, unique_by=lambda tensor: tensor.name, max_size=5).map(tuple),
-    files=st.lists(FILES, unique_by=lambda file: file.path, max_size=5).map(tuple),
+    files=st.lists(FILES, unique_by=lambda file: file.path, min_size=1, max_size=5).map(tuple),
 )
 
 

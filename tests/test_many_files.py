@@ -18,8 +18,8 @@ from exporter.checkpoint.tensor_bundle import encode_index, index_path, read_arr
 from exporter.delta import compare_task
 from exporter.delta.compare_task import Side
 from exporter.delta.row_reader import RowReader
-from exporter.jobs.few_files import FewFiles
 from exporter.jobs.runner import LOCAL, Runner
+from exporter.jobs.task import FewFiles
 from exporter.pipeline import comparison
 from exporter.wire.crc32c import masked_crc
 from exporter.wire.dtypes import DType

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exporter.checkpoint.mapped_file import map_range
 from exporter.checkpoint.tensor_bundle import BundleWriter
+from exporter.checkpoint.tensor_values import map_range
 from tests.support.commands import export_model
 
 PAGE = os.sysconf("SC_PAGE_SIZE")

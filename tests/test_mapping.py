@@ -14,8 +14,7 @@ from exporter.errors import (
     UsageError,
 )
 from exporter.graph.inference_graph import PartitionStrategy
-from exporter.mapping.build import VariableMapping, build_mapping, check_casts
-from exporter.mapping.extras import ExtraKind
+from exporter.mapping.build import ExtraKind, VariableMapping, build_mapping, check_casts
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule
 from exporter.wire.dtypes import DType
 from tests.support.values import catalog, graph, parts, tensor, variable

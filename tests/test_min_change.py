@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from exporter.delta.delta_files import read_delta
-from exporter.delta.deviation import LeftOut
 from exporter.delta.format import ChangeKind
-from exporter.delta.tolerance import load_residual
+from exporter.delta.tolerance import LeftOut, load_residual
 from exporter.layout import CACHES_DIRECTORY
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental

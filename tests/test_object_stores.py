@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,13 @@ from hypothesis import strategies as st
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array
 from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused
-from exporter.layout import LOCK_FILE
+from exporter.layout import INCREMENTS_DIRECTORY, LOCK_FILE
 from exporter.options import DataMode, ExportRequest, Verify
 from exporter.pipeline.full import export
 from exporter.publish.delta_log import read_log
 from exporter.storage import mirror, objects
-from exporter.storage.mirror import Ranges
+from exporter.storage.mirror import Ranges, private_directory
 from exporter.storage.objects import ObjectReader
-from exporter.storage.private_directory import private_directory
 from exporter.storage.requests import GAP_BYTES, PART_BYTES, requests
 from exporter.storage.url import Url
 from tests.support.bundles import write
@@ -164,6 +164,24 @@ def test_deltas_follow_increments_in_a_store(bucket: Bucket, tmp_path: Path) -> 
         trainer.step = step
         trainer.save() if step == 50 else trainer.increment()
     assert read_log(setting.model).at.step == 50
+
+
+def test_the_marker_of_a_full_checkpoint_is_waited_for_in_a_store(bucket: Bucket, tmp_path: Path) -> None:
+    trainer = followed(tmp_path, (20, 30), published=20)
+    trainer.train()
+    trainer.step = 40
+    full = trainer.save()
+    marker = trainer.directory / INCREMENTS_DIRECTORY / f"{full.name}.json"
+    content = marker.read_bytes()
+    marker.unlink()
+    bucket.upload(trainer.directory, "train")
+    coming = threading.Timer(1.0, bucket.put, (f"train/{INCREMENTS_DIRECTORY}/{marker.name}", content))
+    coming.start()
+    model = Setting(tmp_path).model
+    ran = export_model("--ckpt-dir", bucket.url("train"), "--out", model, "--incr", "--json")
+    coming.join()
+    assert ran.code == 0, ran.err
+    assert "no increment tells yet" in ran.document["why"]
 
 
 def test_the_differences_of_a_store_and_a_directory(bucket: Bucket, tmp_path: Path) -> None:

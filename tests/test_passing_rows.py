@@ -15,10 +15,11 @@ import pytest
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, SliceSpec
-from exporter.checkpoint import open_checkpoint, row_map
+from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.checkpoint.tensor_values import checked_map
 from exporter.delta import diff as comparing
+from exporter.delta import row_reader
 from exporter.delta.diff import Compared, Comparison, diff
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.row_hashes import BlockHasher, HashIndex
@@ -73,7 +74,7 @@ def objects(
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tables pass as large ones do, in many chunks."""
     monkeypatch.setattr(comparing, "GAP_BYTES", 0)
-    monkeypatch.setattr(row_map, "GAP_BYTES", 512)
+    monkeypatch.setattr(row_reader, "GAP_BYTES", 512)
     monkeypatch.setattr(comparing, "PART_BYTES", 48 << 10)
     monkeypatch.setattr(comparing, "_STORE_BYTES", 0)
 
@@ -148,14 +149,14 @@ def test_what_lies_between_rows_is_not_more_than_they(
 ) -> None:
     table = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
     reader = in_store(stored(objects.directory / "a", "whole", table), objects)
-    monkeypatch.setattr(row_map, "_PASSED_BYTES", 8 * table[::30].nbytes)
-    read, sizes = row_map._ObjectRange.read, list[int]()
+    monkeypatch.setattr(row_reader, "_PASSED_BYTES", 8 * table[::30].nbytes)
+    read, sizes = row_reader._ObjectRange.read, list[int]()
 
-    def noted(self: row_map._ObjectRange, starts: np.ndarray, stops: np.ndarray) -> np.ndarray | None:
+    def noted(self: row_reader._ObjectRange, starts: np.ndarray, stops: np.ndarray) -> np.ndarray | None:
         sizes.append(int((stops - starts).sum()))
         return read(self, starts, stops)
 
-    monkeypatch.setattr(row_map._ObjectRange, "read", noted)
+    monkeypatch.setattr(row_reader._ObjectRange, "read", noted)
     np.testing.assert_array_equal(reader.rows_at(np.arange(0, ROWS, 30)), table[::30])
     assert sizes == [table[::30].nbytes]
 

@@ -101,6 +101,10 @@ def test_a_version_is_no_place_for_a_model(bucket: Bucket, tmp_path: Path) -> No
     for command in (("pull", url, model / "10"), ("push", model, f"{url}/10"), ("history", f"{url}/10")):
         ran = export_model(*command, "--json")
         assert (ran.code, "is itself a version" in ran.error["message"]) == (2, True), ran.err
+    for inside in ("10/a", "deltas", "deltas/a/b", "77"):
+        for command in (("pull", url, model / inside), ("push", model, f"{url}/{inside}")):
+            ran = export_model(*command, "--json")
+            assert (ran.code, "lies in the published model" in ran.error["message"]) == (2, True), ran.err
     assert not list((model / "10").glob(".*"))
     assert bucket.names() == before
 

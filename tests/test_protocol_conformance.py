@@ -209,6 +209,8 @@ PROVOKED: dict[tuple[str, str], list[Ask]] = {
         lambda w: w.stock.predict({"x": X, "z": X})],
     ("Predict", "an input has another type"): [lambda w: w.stock.predict({"x": np.float64(X)})],
     ("Predict", "a tensor does not fill its shape"): [lambda w: w.filled([3], tensor_content=b"1234")],
+    ("Predict", "a tensor has more values than its shape, in fields"): [
+        lambda w: w.filled([1, 2], float_val=[1.0, 2.0, 3.0])],
     ("Predict", "a shape has more than 64 MiB, and one value"): [
         lambda w: w.filled([1 << 26, 2], float_val=[1.0])],
     ("Predict", "an output in `output_filter` is unknown, or named twice"): [
@@ -236,6 +238,8 @@ PROVOKED: dict[tuple[str, str], list[Ask]] = {
     ("MultiInference", "tasks name several models, or a signature twice"): [
         lambda w: w.infer(("ranker", "regress", REGRESS), ("other", "classify", CLASSIFY)),
         lambda w: w.infer(("ranker", "regress", REGRESS), ("ranker", "regress", REGRESS))],
+    ("MultiInference", "signatures with input tensors of their own, as in TensorFlow 2"): [
+        lambda w: w.infer(("ranker", "regress", REGRESS), ("ranker", "own", REGRESS))],
     ("MultiInference", "a task is neither classify nor regress"): [
         lambda w: w.infer(("ranker", "two", PREDICT))],
     ("GetModelMetadata", "no field, or another than `signature_def`"): [

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from exporter.errors import UsageError
 from exporter.mapping.build import build_mapping
-from exporter.mapping.mapping_rules import MappingRules
-from exporter.mapping.rename_file import parse_renames, read_renames
+from exporter.mapping.mapping_rules import MappingRules, parse_renames, read_renames
 from exporter.mapping.unmatched import find_unmatched
 from tests.support.commands import export_model
 from tests.support.values import catalog, graph, tensor, variable

@@ -11,7 +11,7 @@ import pytest
 
 from exporter.layout import HEAD_FILE, JOBS_DIRECTORY, MANIFEST_FILE, RECEIPTS_DIRECTORY
 from exporter.publish.timeline import read_timeline
-from exporter.storage.read_ahead import ReadAhead
+from exporter.storage.mirror import ReadAhead
 from exporter.transfer.items import local_items
 from exporter.transfer.opened import opened
 from exporter.transfer.pull import LocalCopy, pull

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -76,6 +79,27 @@ def test_numbers_that_would_become_others_are_refused(value: Any, dtype: DType, 
         rest_json.to_array(value, "x", info)
 
 
+TEXTS = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner)
+)
+
+
+@given(TEXTS, st.sampled_from([None, 1]), st.integers(0, 60), st.sampled_from(["", *',][}{: x"']))
+def test_the_deep_way_parses_as_the_usual_one(value: Any, indent: int | None, at: int, put: str) -> None:
+    """Well-formed texts, and some in which a character is another, or gone."""
+    decoder, text = json.JSONDecoder(), json.dumps(value, indent=indent)
+    for each in (text, text[:at] + put + text[at + 1 :]):
+        found = outcome_of(lambda: rest_json._parse_deep(each, decoder))  # noqa: B023
+        assert found == outcome_of(lambda: decoder.decode(each))  # noqa: B023
+
+
+def outcome_of(parse: Any) -> str:
+    try:
+        return repr(parse())
+    except json.JSONDecodeError:
+        return "refused"
+
+
 @pytest.mark.parametrize(
     ("body", "document"),
     [
@@ -93,3 +117,95 @@ def test_documents(body: bytes, document: Any) -> None:
 def test_numbers_that_no_double_holds(text: bytes) -> None:
     with pytest.raises(ValueError, match="too big"):
         rest_json.parse_request(text)
+
+
+ROWS = st.one_of(
+    VALUES,
+    st.lists(st.one_of(st.floats(width=16), st.text(st.sampled_from('a,]}[{":\\é'), max_size=4)), max_size=6),
+    st.lists(st.fixed_dictionaries({"x": st.floats(width=16), "y": st.integers(0, 9)}), max_size=6),
+    st.lists(
+        st.sampled_from([{"x": [1]}, [1], 1, {"b64": "YQ=="}, "],", "},", {"x": 1, "y": 2}]), max_size=6
+    ),
+)
+DOCUMENTS = st.dictionaries(
+    st.sampled_from(["instances", "inputs", "examples", "signature_name", "a"]),
+    st.one_of(ROWS, st.dictionaries(st.sampled_from(["x", "y", "b64"]), ROWS, max_size=2)),
+    max_size=2,
+)
+
+
+def inputs_of(text: str, signature: Any, long_bytes: int) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rest_json, "LONG_BYTES", long_bytes)
+        patch.setattr(rest_json, "_BLOCK_BYTES", 8)
+        try:
+            document = rest_json.parse_request(text.encode(errors="surrogatepass"))
+            if "examples" in document:
+                return rest_json.examples_input(document).SerializeToString(deterministic=True)
+            found = rest_json.predict_inputs(document, signature)
+        except ValueError:
+            return "refused"
+    return {name: (str(array.dtype), array.shape, array.tolist()) for name, array in found.items()}
+
+
+@given(
+    DOCUMENTS,
+    st.sampled_from([("x",), ("x", "y")]),
+    st.sampled_from([DType.FLOAT, DType.INT64, DType.STRING]),
+    st.sampled_from([None, 0, 2]),
+    st.tuples(st.integers(0, 80), st.sampled_from(["", ",", "]", "}", '"', "1", " "])),
+)
+@example({"instances": [[1.5, 2.5]] * 9}, ("x",), DType.FLOAT, None, (0, ""))
+@example({"instances": [{"x": 1.5, "y": 2}] * 9}, ("x", "y"), DType.FLOAT, 2, (0, ""))
+@example({"inputs": {"x": ["a],", "},b", '"'] * 5, "y": ["c"] * 15}}, ("x", "y"), DType.STRING, 0, (0, ""))
+@example({"examples": [{"x": [1.5]}, {"x": "a"}] * 5}, ("x",), DType.FLOAT, None, (0, ""))
+def test_a_long_request_is_what_a_short_one_is(
+    document: Any, names: tuple[str, ...], dtype: DType, indent: int | None, typo: tuple[int, str]
+) -> None:
+    signature = message_class("SignatureDef")()
+    for name in names:
+        signature.inputs[name].name, signature.inputs[name].dtype = f"{name}:0", int(dtype)
+        signature.inputs[name].tensor_shape.unknown_rank = True
+    text = json.dumps(document, indent=indent)
+    at, character = typo
+    text = text[:at] + character + text[at + bool(character) :]
+    assert repr(inputs_of(text, signature, 0)) == repr(inputs_of(text, signature, 1 << 30))
+
+
+PEAK = """
+import sys, numpy as np
+from exporter.wire import rest_json
+from exporter.wire.protos import message_class
+from serving import rest_response
+
+signature = message_class("SignatureDef")()
+signature.inputs["x"].name, signature.inputs["x"].dtype = "x:0", 1
+row = "[1.5,2.5],"
+body = ('{"instances":[' + (row * ((24 << 20) // len(row)))[:-1] + "]}").encode()
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) << 10
+
+before = peak()
+inputs = rest_json.predict_inputs(rest_json.parse_request(body), signature, check_shapes=False)
+answer = list(rest_response.texts({"y": inputs["x"]}, by_row=True))
+print(inputs["x"].size, (peak() - before) / len(body))
+"""
+
+
+def test_a_long_request_takes_a_few_times_its_size() -> None:
+    """By itself JSON's reader takes forty times as much: 2 GB for 60 MB."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=300, check=True
+    )
+    size, times = done.stdout.split()
+    assert int(size) == 2 * ((24 << 20) // 10)
+    assert float(times) < 8
+
+
+@pytest.mark.parametrize("text", ['{"instances": %s', '{"inputs": {"x": %s', '{"a": %s', "%s"])
+def test_a_long_request_that_is_nested_too_deeply(text: str) -> None:
+    """A list of nothing takes sixty times the room of its brackets."""
+    body = (text % ("[" * rest_json.LONG_BYTES)).encode()
+    with pytest.raises(ValueError, match="nested too deeply"):
+        rest_json.parse_request(body + b" ")

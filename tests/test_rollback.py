@@ -19,7 +19,7 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.hold import Hold
-from exporter.publish.log_entries import DeltaOrigin
+from exporter.publish.manifest import DeltaOrigin
 from tests.support.logs import Serving, Trainer, assert_same_bits, request, set_hold, values_at
 from tests.support.setting import followed
 

@@ -15,7 +15,7 @@ import pytest
 
 from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta.delta_files import write_delta
-from exporter.graph.file_digests import FileDigests, file_digest
+from exporter.graph.graph_digest import FileDigests, file_digest
 from exporter.graph.saved_model import read_saved_model
 from exporter.publish import delta_publication
 from tests.support.commands import Ran, export_model

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from msgspec.structs import replace
+from typer.testing import CliRunner
 
 from serving.cli import app
 from serving.model_config import ModelConfig
@@ -239,7 +239,7 @@ def test_a_base_path_without_versions(tmp_path: Path) -> None:
 def test_help_shows_examples(command: tuple[str, ...]) -> None:
     done = call(*command, "--help")
     assert done.exit_code == 0
-    assert "Examples:\n" in done.stdout
+    assert "Examples:" in done.stdout
     assert f"serve-model {' '.join(command) or 'run'}" in done.stdout
 
 

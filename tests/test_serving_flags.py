@@ -7,20 +7,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
-from click.testing import CliRunner
+import typer
 
 from exporter.errors import UsageError
 from serving.cli import app
 from serving.stock_flags import STOCK_FLAGS, Treatment, translate
+from tests.support.commands import run_app
 
 ROOT = Path(__file__).parent.parent
 
 
-def options_of_run() -> dict[str, click.Parameter]:
-    command = app.get_command(click.Context(app), "run")
-    assert command is not None
+def options_of_run() -> dict[str, Any]:
+    command = typer.main.get_command(app).commands["run"]
     return {name: parameter for parameter in command.params for name in parameter.opts}
 
 
@@ -172,12 +171,12 @@ def test_refused_by_the_command() -> None:
     ],
 )
 def test_arguments_that_do_not_fit(arguments: tuple[str, ...], text: str) -> None:
-    done = CliRunner().invoke(app, ["run", *arguments])
-    assert done.exit_code == 2, done.output
-    assert text in done.stderr
-    assert "hint: " in done.stderr
+    ran = run_app(app, "run", *arguments)
+    assert ran.code == 2, ran.err
+    assert text in ran.err
+    assert "hint: " in ran.err
 
 
 def test_version() -> None:
-    done = CliRunner().invoke(app, ["run", "--version"])
-    assert (done.exit_code, done.output.split()[0]) == (0, "export-model")
+    ran = run_app(app, "run", "--version")
+    assert (ran.code, ran.out.split()[0]) == (0, "export-model")

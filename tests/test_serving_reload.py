@@ -8,17 +8,21 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from google.protobuf import text_format
+from typer.testing import CliRunner
 
+from exporter.errors import ServerError
+from exporter.terminal.server_access import WITHOUT_TLS
 from exporter.wire.protos import message_class
+from serving.agent.rebuild import Rebuilder, read_rebuild_config
 from serving.cli import app
 from serving.client import ModelClient
-from serving.model_config import read_config_file
+from serving.model_config import absent, read_config_file
 from serving.reload import Labels, first_step, has_failed, problem_of
 from serving.server import ModelServer
 from serving.server_options import ServerOptions
@@ -195,7 +199,9 @@ def test_a_version_that_cannot_be_loaded(server: ModelServer, two_models: Path, 
 
 def test_a_base_path_that_is_not_there(server: ModelServer, tmp_path: Path) -> None:
     done = run(
-        server, "--only", "--model", "c", "--model-base-path", tmp_path / "later", "--deadline", 0.5, "--json"
+        server,
+        *("--only", "--model", "c", "--model-base-path", tmp_path / "later"),
+        *("--no-path-check", "--deadline", 0.5, "--json"),
     )
     error = json.loads(done.stderr.splitlines()[-1])
     assert (done.exit_code, error["error"]) == (7, "CallFailed")
@@ -226,11 +232,78 @@ def test_refused(server: ModelServer, arguments: tuple[str, ...], code: int, tex
     assert server.models.served().keys() == {"b"}
 
 
-def test_what_the_server_refuses_changes_nothing(
+HERE = "name: 'a' base_path: '/m' model_platform: 'tensorflow'"
+KEPT = {
+    "twice": ((HERE, HERE), "Illegal to list model a multiple times in config list"),
+    "no platform": (("name: 'a' base_path: '/m'",), "neither ModelServerConfig::model_type"),
+    "two platforms": ((f"{HERE} model_type: 1",), "both ModelServerConfig::model_type"),
+    "a relative path": ((HERE.replace("/m", "m"),), "to have an absolute path or URI"),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_a_stock_server_would_keep_although_it_refuses_it_is_not_sent(
+    server: ModelServer, tmp_path: Path, case: str
+) -> None:
+    entries, text = KEPT[case]
+    done = run(server, "--model-config-file", listing(tmp_path / "models.config", *entries))
+    assert (done.exit_code, text in done.stderr) == (2, True)
+    assert "until a restart" in done.stderr
+    assert server.models.served().keys() == {"b"}
+
+
+ABSENT = {
+    "not there": ([], "", "later is not there"),
+    "a file": (["later"], "", "later is not there"),
+    "empty": (["later/readme"], "", "holds no version"),
+    "without the versions": (["later/1/saved_model.pb"], "--version=2", "holds no version 2"),
+}
+
+
+@pytest.mark.parametrize("case", ABSENT)
+def test_what_a_stock_server_would_wait_for_is_not_sent(
+    server: ModelServer, tmp_path: Path, case: str
+) -> None:
+    files, option, text = ABSENT[case]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    place = ("--only", "--model", "c", "--model-base-path", tmp_path / "later")
+    done = run(server, *place, *filter(None, [option]))
+    assert (done.exit_code, text in done.stderr, "--no-path-check" in done.stderr) == (7, True, True)
+    assert server.models.served().keys() == {"b"}
+
+
+def test_a_path_that_is_not_seen_from_here_is_the_servers_affair(
     server: ModelServer, two_models: Path, tmp_path: Path
 ) -> None:
-    twice = listing(tmp_path / "twice.config", entry(two_models, "a"), entry(two_models, "a"))
-    done = run(server, "--model-config-file", twice)
-    assert done.exit_code == 7
-    assert "Illegal to list model a multiple times in config list" in done.stderr
-    assert server.models.served().keys() == {"b"}
+    """Its directory is not there either, it lies in a store, or the server serves the model already."""
+    entries = [message_class("serving.ModelConfig")(base_path=path) for path in NOT_SEEN]
+    assert [absent(entry) for entry in entries] == [""] * len(NOT_SEEN)
+    shutil.copytree(two_models / "a", tmp_path / "c")
+    place = ("--only", "--model", "c", "--model-base-path", tmp_path / "c")
+    assert run(server, *place, "--version", 1, "--version", 2).exit_code == 0
+    (tmp_path / "c").rename(tmp_path / "gone")
+    assert run(server, *place, "--version", 2).exit_code == 0
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_agent_gives_a_server_no_model_that_it_would_wait_for(
+    server: ModelServer, two_models: Path, tmp_path: Path, is_there: bool
+) -> None:
+    """The file with which a replica is rebuilt lists one that was never served, and is not there."""
+    if is_there:
+        shutil.copytree(two_models / "a", tmp_path / "later")
+    entries = entry(two_models, "b"), f"name: 'c' base_path: '{tmp_path}/later' model_platform: 'tensorflow'"
+    config = read_rebuild_config(listing(tmp_path / "models.config", *entries), ["b"])
+    replica: Any = SimpleNamespace(address=server.address, model="b")
+    rebuilder = Rebuilder(config, WITHOUT_TLS, 10.0, lambda model: ())
+    if is_there:
+        rebuilder.restore(replica)
+    else:
+        with pytest.raises(ServerError, match=r"lists c, which it does not serve yet: .*later is not there"):
+            rebuilder.restore(replica)
+    assert server.models.served().keys() == ({"b", "c"} if is_there else {"b"})
+
+
+NOT_SEEN = ("/nowhere/at/all", "/nowhere-at-all", "gs://bucket/m", "s3://bucket/m")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import http.client
-import io
 import json
 import shutil
 import socket
@@ -27,6 +26,7 @@ from exporter.wire.rest_json import examples_input
 from serving import rest
 from serving import server as server_module
 from serving.client import ModelClient
+from serving.http_port import Request
 from serving.model_config import ModelConfig
 from serving.network_options import NetworkOptions
 from serving.server import ModelServer
@@ -39,6 +39,7 @@ WAIT_SECONDS = 60
 X = [[1.0, 2.0], [3.0, 4.0]]
 MODEL = "/v1/models/ranker"
 PREDICT = b"POST /v1/models/ranker:predict HTTP/1.1\r\nHost: h\r\n"
+DEEP = b"[" * 100_000 + b"]" * 100_000
 CHUNKED = PREDICT + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
@@ -166,7 +167,9 @@ class TestPredict:
             (b'{"instances": [', 400, "at offset: 15"),
             (b"[1]", 400, "Is not object"),
             (b"\xff{}", 400, "not UTF-8"),
-            (b"[" * 100_000, 400, "nested too deeply"),
+            (b"[" * 100_000, 400, "at offset: 100000"),
+            (b'{"signature_name": ' + DEEP + b"}", 400, "'signature_name', found a list that is nested"),
+            (b'{"instances": ' + DEEP + b"}", 400, "dimensions"),
             (b'{"inputs": 1' + b"0" * 5000 + b"}", 400, "JSON Parse error"),
             (b'{"instances": [[1e999, 0]]}', 400, "too big"),
             ({}, 400, "'instances'"),
@@ -175,7 +178,7 @@ class TestPredict:
             ({"instances": {"x": X}}, 400, "expected a list"),
             ({"instances": [[1, 2], [3]]}, 400, "expected a list of 2"),
             ({"instances": [["a", "b"]]}, 400, "expected float32"),
-            ({"instances": [[16777217, 1]]}, 400, "rounded"),
+            ({"signature_name": "slow", "inputs": [2**63]}, 400, "out of range"),
             ({"instances": [{"x": [1, 2]}, [1, 2]]}, 400, "row 1"),
             ({"inputs": {"z": X}}, 400, "expected the inputs x"),
             ({"signature_name": 3, "instances": X}, 400, "signature_name"),
@@ -190,8 +193,18 @@ class TestPredict:
         assert text in answer.json["error"]
         assert answer.headers["Content-Type"] == "application/json"
 
-    def test_integers_beyond_64_bits_are_decimals(self, web: Web) -> None:
-        assert web.ask("predict", {"instances": [[2**64, 0]]}).code == 200
+    def test_numbers_are_rounded_as_they_are_there(self, web: Web) -> None:
+        """`json_tensor_test.cc`: FloatTensorWithPrecisionLoss, FloatTensorThatExceedsMaxReturnsInf."""
+        most = np.finfo(np.float64).max
+        rows = [[1435774380, 1435774380.0], [most, -most], [2**64, 16777217]]
+        found = web.ask("predict", {"instances": rows}).json["predictions"]
+        rounded = np.float32([[1435774336, 1435774336], [np.inf, -np.inf], [2**64, 16777216]])
+        np.testing.assert_array_equal(np.float32(found), rounded * np.float32(0.1))
+
+    def test_what_nobody_reads_may_be_nested_deeply(self, web: Web) -> None:
+        """`json_tensor_test.cc`: DeeplyNestedWellFormed."""
+        answer = web.ask("predict", b'{"instances": [[1, 2]], "nested": ' + DEEP + b"}")
+        assert answer.json == {"predictions": [[0.1, 0.2]]}
 
 
 class TestExamples:
@@ -294,7 +307,11 @@ class TestModels:
         assert "Unrecognized servable version label: stable one" in answer.json["error"]
 
 
-BAD_FLOAT = [{"instances": [["a", 1]]}, {"instances": [[16777217, 1]]}, {"instances": [[1e39, 1]]}]
+BAD_NUMBERS = [
+    {"instances": [["a", 1]]},
+    {"signature_name": "slow", "inputs": [1.5]},
+    {"signature_name": "slow", "inputs": [2**63]},
+]
 PROVOKED: dict[str, list[tuple[str, str, Any]]] = {
     "the body is empty, no JSON, or no object": [
         ("POST", ":predict", body) for body in (b"", b"{", b"[1]", b"3")
@@ -311,9 +328,16 @@ PROVOKED: dict[str, list[tuple[str, str, Any]]] = {
     "`inputs` has more than the signature wants": [("POST", ":predict", {"inputs": {"x": X, "z": 1}})],
     "`inputs` lacks one": [("POST", ":predict", {"signature_name": "two", "inputs": {"x": X}})],
     "lists of unequal length": [("POST", ":predict", {"instances": [[1, 2], [3]]})],
-    "a value of another type, or a number that its type cannot hold": [
-        ("POST", ":predict", body) for body in BAD_FLOAT
+    "a value of another type, or an integer that its type cannot hold": [
+        ("POST", ":predict", body) for body in BAD_NUMBERS
     ],
+    "a number that float32 rounds, or that is too large for it: infinity": [
+        ("POST", ":predict", {"instances": [[1435774380, 1e300]]})
+    ],
+    "what nobody reads is nested deeply": [
+        ("POST", ":predict", b'{"instances": [[1, 2]], "nested": ' + b"[" * 20_000 + b"]" * 20_000 + b"}")
+    ],
+    "text behind the object": [("POST", ":predict", b'{"instances": [[1, 2]]} and more')],
     "`signature_name` is not known, or no string": [
         ("POST", ":predict", {"signature_name": name, "instances": X}) for name in ("none", 3)
     ],
@@ -442,9 +466,9 @@ class TestHttp:
             (answer,) = answers(link)
         assert answer.code == 400
 
-    def test_chunks_that_are_too_many(self, server: ModelServer) -> None:
-        with socket.create_connection(("127.0.0.1", server.rest_port or 0), WAIT_SECONDS) as link:
-            link.sendall(CHUNKED + b"%x\r\n" % ((512 << 20) + 1))
+    def test_chunks_that_are_too_many(self, hasty: ModelServer) -> None:
+        with socket.create_connection(("127.0.0.1", hasty.rest_port or 0), WAIT_SECONDS) as link:
+            link.sendall(CHUNKED + (b"%x\r\n%s\r\n" % (1 << 18, b" " * (1 << 18))) * 5)
             (answer,) = answers(link)
         assert answer.code == 413
 
@@ -466,7 +490,7 @@ class TestHttp:
     def test_headers_without_an_end(self, server: ModelServer, web: Web) -> None:
         with socket.create_connection(("127.0.0.1", server.rest_port or 0), WAIT_SECONDS) as link:
             link.sendall(b"GET /v1/models/ranker HTTP/1.1\r\nHost: h\r\nX: " + b"x" * (65 << 10))
-            assert link.recv(1000).startswith(b"HTTP/1.1 413 ")
+            assert link.recv(1000).startswith(b"HTTP/1.1 431 ")
         assert web("GET", MODEL).code == 200
 
     def test_a_client_that_leaves_in_the_middle(self, server: ModelServer, web: Web) -> None:
@@ -570,13 +594,16 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
             with pytest.raises(ServerError, match=f"cannot listen on 127.0.0.1:{port}") as caught:
                 ModelServer(tmp_path / "m", options=ServerOptions(network=NetworkOptions(rest_api_port=port)))
             assert "--rest-api-port" in str(caught.value.hint)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("versions of m")]
+    for thread in threading.enumerate():
+        if thread.name.startswith("versions of m"):
+            thread.join(WAIT_SECONDS)
+            assert not thread.is_alive()
 
 
 def test_libraries_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_saved_model(tmp_path / "m" / "1")
-    monkeypatch.setitem(sys.modules, "cheroot", None)  # what an import finds where it is not installed
-    with pytest.raises(UsageError, match="the REST interface needs cheroot") as caught:
+    monkeypatch.setitem(sys.modules, "h11", None)  # what an import finds where it is not installed
+    with pytest.raises(UsageError, match="the REST interface needs h11") as caught:
         ModelServer(tmp_path / "m", options=ServerOptions(network=NetworkOptions(rest_api_port=0)))
     assert "export-model[server]" in str(caught.value.hint)
 
@@ -698,16 +725,9 @@ def test_whatever_is_sent_is_answered_in_good_order(
 ) -> None:
     """Nothing that a client sends is the server's fault, and every error says in JSON what was wrong."""
     application = rest.Rest(server._calls, server._metrics)
-    environ = {
-        "REQUEST_METHOD": method,
-        "REQUEST_URI": f"{MODEL}{path}",
-        "CONTENT_LENGTH": str(len(body)),
-        "wsgi.input": io.BytesIO(body),
-    }
-    statuses: list[str] = []
-    (answer,) = application(environ, lambda status, headers: statuses.append(status))
-    code = int(statuses[0][:3])
-    assert code in (200, 400, 404), (statuses, answer)
+    response = application(Request(method, f"{MODEL}{path}", {}, body))
+    code, answer = int(response.status[:3]), b"".join(response.body)
+    assert code in (200, 400, 404), (response.status, answer)
     if code != 200:
         assert list(json.loads(answer)) == ["error"]
 

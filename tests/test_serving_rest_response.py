@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from serving.rest_response import classifications, columns, regressions, rows, to_json
+from serving import rest_response
+from serving.rest_response import classifications, columns, regressions, rows, texts, to_json
 
 
 def strings(*items: bytes) -> Any:
@@ -81,3 +83,26 @@ def test_what_json_cannot_say(outputs: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:
         rows(outputs)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"y": np.float32([[1.5, 2]] * 9)},
+        {"y": np.arange(40, dtype=np.int64), "é": strings(*[b"x", "ü".encode()] * 20)},
+        {"y": np.zeros([30, 0], np.float32), "z": np.zeros([30, 2, 0, 3], np.int8)},
+        {"y": np.float64([[[math.nan, math.inf]]] * 7), "b_bytes": strings(*[b"\xff"] * 7)},
+    ],
+)
+def test_a_long_answer_is_what_a_short_one_is(outputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rest_response, "_BLOCK", 4)
+    for by_row, whole in ((True, rows), (False, columns)):
+        parts = list(texts(outputs, by_row=by_row))
+        assert len(parts) > 3
+        assert b"".join(parts).decode() == json.dumps(whole(outputs), ensure_ascii=False)
+    scalar = {"y": outputs["y"], "s": np.float32(3)}
+    assert b"".join(texts(scalar, by_row=False)).decode() == json.dumps(columns(scalar))
+    with pytest.raises(ValueError, match="is a scalar"):
+        list(texts(scalar, by_row=True))
+    with pytest.raises(ValueError, match="different numbers of rows"):
+        list(texts({"y": outputs["y"], "s": outputs["y"][:2]}, by_row=True))

@@ -314,6 +314,13 @@ def test_multi_inference(stock: Stock) -> None:
     assert (regression.model_spec.signature_name, regression.model_spec.version.value) == ("regress", 2)
 
 
+def test_multi_inference_feeds_each_signature_of_tensorflow_2(stock: Stock) -> None:
+    """`multi_inference_test.cc` with tf2_model_t: each has an input tensor of its own, and all are fed."""
+    response = stock.prediction.MultiInference(inference_request(("regress", REGRESS), ("own", REGRESS)))
+    found = [result.regression_result.regressions[0].value for result in response.results]
+    assert found == [6.0, 4.0]
+
+
 @pytest.mark.parametrize(
     ("tasks", "code", "text"),
     [

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from msgspec.structs import asdict
+from typer.testing import CliRunner
 
 from exporter.options import ExportRequest
 from exporter.pipeline import log_maintenance

@@ -7,7 +7,7 @@ import pytest
 
 from exporter.errors import CallFailed
 from serving.client import Metadata, Prediction
-from serving.updates import Updated, update
+from serving.updates import Updated, call_until_there, update
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,8 @@ def test_a_call_that_was_merged_is_made_again(status: str, up_to: int, was_merge
 class Answers:
     """A client whose server gives these answers one after the other: (position, status), or a refusal."""
 
-    address, model, deadline_s = "server:8500", "m", 1.0
+    address, model = "server:8500", "m"
+    deadline_s = 10.0
 
     def __init__(self, *answers: tuple[int, str] | str) -> None:
         self.left = list(answers)
@@ -102,3 +103,21 @@ def test_a_target_that_cannot_be_reached_is_an_error_also_where_the_call_succeed
 def test_a_call_that_is_always_merged_ends_in_an_error() -> None:
     with pytest.raises(CallFailed, match="merged 20 calls"):
         ask(Answers(*[(102, "reached: 102")] * 20), 105)
+
+
+ANOTHER_RUNS = "merged: another update runs; call again"
+
+
+def test_a_call_beside_another_update_is_made_until_its_turn_comes() -> None:
+    """Waiting is no merging: it is counted by the deadline alone."""
+    done = ask(Answers(*[(100, ANOTHER_RUNS)] * 8, (105, "reached: 105")), 105)
+    assert (done.position, done.deltas) == (105, 1)
+
+
+def test_another_update_that_never_ends_is_no_refusal() -> None:
+    answers = Answers(*[(100, ANOTHER_RUNS)] * 1000)
+    answers.deadline_s = 0.1
+    with pytest.raises(CallFailed, match=r"another update of m ran on server:8500 for 0\.1 s") as caught:
+        ask(answers, 105)
+    assert caught.value.code == "DEADLINE_EXCEEDED"
+    assert call_until_there(answers, -1, 1).found_another  # type: ignore[arg-type]  # only what it calls

@@ -22,7 +22,7 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
-from exporter.publish.log_entries import DeltaOrigin
+from exporter.publish.manifest import DeltaOrigin
 from exporter.tables.geometry import TableGeometry
 from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full

@@ -1,4 +1,4 @@
-"""Dynamic tables from every kind of source, through base and deltas: types, ages, Recommenders-Addons."""
+"""Dynamic tables from every kind of source, through base and deltas: types and ages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ import pytest
 from exporter.delta.table_changes import ServedTable
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.full import Exported
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.tables import DynamicTable
-from tests.support.bundles import write
 from tests.support.deeprec import Ev, write_full, write_increment
-from tests.support.recommenders_addons import by_objects, hash_tables
 
 DIM = 4
 
@@ -97,31 +95,3 @@ def test_old_keys_go_when_a_full_checkpoint_arrives(tmp_path: Path) -> None:
     export_incremental(told)
     found = table(read_log(tmp_path / "model"))
     assert found == expected(later.at(versions >= 60))
-
-
-def test_tables_of_recommenders_addons_are_exported_and_followed(tmp_path: Path) -> None:
-    """It writes no increments: each checkpoint is compared. A rule leads to its name for the variable."""
-    states = [Ev.random(300, DIM, seed=1, negative=True)]
-    states.append(
-        Ev(np.concatenate([states[0].keys[50:], np.arange(40)]), Ev.random(290, DIM, seed=2).values)
-    )
-    told = request(tmp_path, lookup("emb/user"), renames=("emb/user=emb_user",))
-    for step, (state, shards) in enumerate(zip(states, (2, 3), strict=True)):
-        tensors = hash_tables(state, shards, "emb_user") | hash_tables(state, shards, "emb_user_Adam_m")
-        write(tmp_path / "train" / f"model.ckpt-{step}", **tensors, global_step=np.array(step, np.int64))
-        point_to(tmp_path, step)
-        done = export_incremental(told)
-        assert table(read_log(tmp_path / "model")) == expected(state)
-    assert isinstance(done, ExportedDelta)
-    assert done.compared_bytes > 0
-
-
-def test_tables_of_recommenders_addons_among_objects(tmp_path: Path) -> None:
-    """`tf.train.Checkpoint` names tensors by objects; the graph of objects tells the tables' own names."""
-    for step, seed in ((1, 1), (2, 2)):
-        ev = Ev.random(99, DIM, seed=seed)
-        tensors = by_objects(hash_tables(ev, 2, "emb_user"), "layer/_tables")
-        write(tmp_path / "train" / f"ckpt-{step}", **tensors)
-        (tmp_path / "train" / "checkpoint").write_text(f'model_checkpoint_path: "ckpt-{step}"\n')
-        export_incremental(request(tmp_path, lookup("emb_user")))
-        assert table(read_log(tmp_path / "model")) == expected(ev)

@@ -227,13 +227,58 @@ def build_keras() -> Any:
     return keras.Model(ids, joined)
 
 
-def test_a_keras_model_with_a_layer_for_a_table(tmp_path: Path) -> None:
+def in_a_module() -> Any:
+    import tensorflow as tf
+
+    class Ranker(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb, self.other = DynamicTable("emb", DIM, default=0.5), DynamicTable("other", DIM)
+            self.signatures = {"serving_default": self.serve}
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.int64, "ids")])
+        def serve(self, ids: Any) -> Any:
+            rows = tf.reshape(self.emb.lookup(ids), [-1, 3 * DIM])
+            return {"rows": tf.concat([rows, self.mean(ids)], -1)}
+
+        @tf.function
+        def mean(self, ids: Any) -> Any:
+            some = tf.size(ids) > 0
+            return tf.cond(
+                some, lambda: tf.reduce_mean(self.other.lookup(ids), 1), lambda: tf.zeros([0, DIM])
+            )
+
+    return Ranker()
+
+
+def in_a_subclass() -> Any:
+    import keras
+    import tensorflow as tf
+
+    class Ranker(keras.Model):  # type: ignore[misc]  # Keras is untyped
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = dynamic_embedding("emb", DIM, default=0.5)
+            self.other = dynamic_embedding("other", DIM, combiner="mean")
+
+        @tf.function
+        def call(self, ids: Any) -> Any:
+            return tf.concat([tf.reshape(self.emb(ids), [-1, 3 * DIM]), self.other(ids)], -1)
+
+    model = Ranker()
+    model(keras.Input([3], dtype="int64", name="ids"))
+    return model
+
+
+@pytest.mark.parametrize("builder", [build_keras, in_a_module, in_a_subclass])
+def test_tables_in_layers_functions_and_modules(tmp_path: Path, builder: Any) -> None:
     emb, other = Ev.random(3000, DIM), Ev.random(2000, DIM, seed=5)
     write_full(tmp_path / "ckpt" / "model.ckpt-7", {"emb": emb, "other": other}, parts=2, step=7)
-    done = export(ExportRequest(tmp_path / "ckpt", tmp_path / "model", model=build_keras, updates=Updates()))
+    done = export(ExportRequest(tmp_path / "ckpt", tmp_path / "model", model=builder, updates=Updates()))
     _, predict = serve(done)
+    (name,) = predict.structured_input_signature[1]
     ids = np.concatenate([asked_for(emb), asked_for(other)])
-    (answer,) = predict(ids=ids).values()
+    (answer,) = predict(**{name: ids}).values()
     rows = reference(emb, ids, np.full((1, DIM), 0.5, np.float32))
     mean = reference(other, ids, np.zeros((1, DIM), np.float32)).mean(1)
     assert (answer[:, : 3 * DIM].numpy() == rows.reshape(len(ids), -1)).all()

@@ -98,7 +98,7 @@ def test_small_tables(count: int) -> None:
 def test_a_table_of_several_ranges_holds_every_key(monkeypatch: pytest.MonkeyPatch, range_keys: int) -> None:
     keys = np.random.default_rng(3).permutation(np.arange(20_000, dtype=np.int64) * 977)
     geometry = TableGeometry.for_keys(len(keys))
-    monkeypatch.setattr("exporter.tables.key_ranges.RANGE_KEYS", range_keys)
+    monkeypatch.setattr("exporter.tables.place_keys.RANGE_KEYS", range_keys)
     state = new_table(geometry, keys)
     assert_holds(geometry, state, {int(key): row for row, key in enumerate(keys)})
     for run in (2, 4, 6):

@@ -375,7 +375,7 @@ def test_an_index_that_is_replaced_while_it_is_read_is_not_trusted(
 ) -> None:
     prefix = write(tmp_path / "m")
 
-    def read_then_replace(path: Path) -> bytes:
+    def read_then_replace(path: Path, *limit: int) -> bytes:
         data = path.read_bytes()
         path.unlink()
         path.write_bytes(data)

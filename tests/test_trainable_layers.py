@@ -21,7 +21,7 @@ from exporter.layout import STAGING_PREFIX
 from exporter.options import EngineName, ExportRequest, Jobs, Updates, Verify
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
-from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
+from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.tables import dynamic_embedding, trainable_embedding, trainable_embedding_class
 from exporter.training import IncrementCallback
 from tests.support.forks import run_warm

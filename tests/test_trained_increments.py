@@ -14,7 +14,7 @@ from exporter.increments.history import read_history
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.full import Exported, export
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
-from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
+from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from tests.support.increments import full
 from tests.support.keyed_training import (
     SEEN,

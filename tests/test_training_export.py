@@ -30,11 +30,9 @@ from exporter.options import (
     Verify,
 )
 from exporter.publish.delta_log import read_log
-from exporter.terminal.edge import run
 from exporter.training import ExportCallback, ExportHook
-from exporter.training.arguments import ExportArguments
-from exporter.training.exports import Exports, export_environment
-from exporter.training.new_checkpoints import NewCheckpoints
+from exporter.training.export_hook import NewCheckpoints
+from exporter.training.exports import ExportArguments, Exports, export_environment
 from exporter.transfer.pull import pull
 from tests.support.object_stores import Bucket
 
@@ -67,6 +65,9 @@ FULL = ExportRequest(
     updates=Updates(Isolation.ROW, 5, stamp=True, digest=True, finite=True),
     format=ExportFormat.BOTH,
     allow_code=True,
+    allow_foreign_ops=True,
+    allow_files=(Path("/data"), Path("words")),
+    allow_file_ops=True,
     allow_batch_statistics=True,
     despite_hold=True,
     again=False,
@@ -94,7 +95,7 @@ def as_parsed(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Ex
     seen: list[ExportRequest] = []
     monkeypatch.setattr(full, "export", lambda request, *_: seen.append(request) or stop(request))
     with pytest.raises(SystemExit):
-        run(cli.app, [*arguments, "--quiet"])
+        cli.main([*arguments, "--quiet"])
     return seen[0]
 
 
@@ -107,6 +108,8 @@ def test_arguments_say_what_a_request_says(request_: ExportRequest, monkeypatch:
     arguments = ExportArguments.of(request_)
     checkpoint = Path("train/model.ckpt-7")
     expected = replace(request_, ckpt_dir=checkpoint, again=False)
+    if request_.model is None:  # the trainer's own graph
+        expected = replace(expected, allow_files=(Path("/"),))
     assert as_parsed(arguments.at(checkpoint), monkeypatch) == expected
 
 
@@ -121,7 +124,8 @@ def test_every_option_of_a_request_is_covered() -> None:
 def test_arguments_of_the_command_are_taken_apart(text: list[str]) -> None:
     arguments = ExportArguments.of(text)
     assert arguments.ckpt_dir == Path("d")
-    assert arguments.at(Path("d/ckpt-1")) == ("--ckpt-dir", "d/ckpt-1", "--out", "m")
+    own_graph = "--allow-files=/"  # which this process has written beside the checkpoint
+    assert arguments.at(Path("d/ckpt-1")) == ("--ckpt-dir", "d/ckpt-1", own_graph, "--out", "m")
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,13 @@ import pytest
 import tensorflow as tf
 
 from exporter.errors import UsageError
-from exporter.training.change_tracking import TrackingMode, plan_tracking, tracking_digest
-from exporter.training.writes import is_resource, variable_use
+from exporter.training.change_tracking import (
+    TrackingMode,
+    is_resource,
+    plan_tracking,
+    tracking_digest,
+    variable_use,
+)
 from tests.support.training_graphs import LAZY, OPTIMIZERS, v1
 
 KINDS = pytest.mark.parametrize("use_resource", [True, False], ids=["resource", "reference"])

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -29,7 +30,7 @@ from exporter.errors import (
     UsageError,
     VerificationError,
 )
-from exporter.layout import HEAD_FILE, PULL_LOCK_FILE, PUSHED_FILE
+from exporter.layout import DELTA_NAME, HEAD_FILE, PULL_LOCK_FILE, PUSHED_FILE
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.log_maintenance import merge
 from exporter.publish.commit import model_lock
@@ -317,7 +318,9 @@ def test_what_is_not_whole_yet_is_waited_for(
     ran = export_model("pull", url, tmp_path / "here", "--json")
     assert (ran.code, ran.document["position"], len(ran.document["incomplete"])) == (0, 20, 1)
     bucket.put(missing, content[:-1])
-    assert pull(url, tmp_path / "here").position == 20
+    ran = export_model("pull", url, tmp_path / "here", "--json")
+    assert (ran.code, ran.error["error"]) == (6, "VerificationError")
+    assert f"has {len(content) - 1} bytes, expected {len(content)}" in ran.error["message"]
     bucket.put(missing, content)
     assert pull(url, tmp_path / "here").position == 30
 
@@ -338,6 +341,144 @@ def test_damage_is_fetched_anew_and_never_published(
         bucket.put(key, content)
         assert pull(url, here).position == 30
         assert files(here) == files(machine.model)
+
+
+def another(machine: Machine, tmp_path: Path) -> Path:
+    """The same model, trained to other values: the files of its deltas have the same names and sizes."""
+    other = Machine(tmp_path / "other")
+    shutil.copytree(machine.directory, other.directory)
+    first = read_log(other.model).deltas[0]
+    (tmp_path / "forged").mkdir()
+    with BundleWriter(tmp_path / "forged/delta") as writer:
+        catalog = read_catalog(first.path / DELTA_NAME)
+        for name, ref in catalog.tensors.items():
+            value = read_array(catalog, ref)
+            writer.add(name, value + 1000 if name.endswith("/values") else value)
+    for name in ("delta.index", "delta.data-00000-of-00001"):
+        assert (tmp_path / "forged" / name).stat().st_size == (first.path / name).stat().st_size
+        (first.path / name).write_bytes((tmp_path / "forged" / name).read_bytes())
+    return first.path
+
+
+def test_a_delta_is_what_its_manifest_says(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path
+) -> None:
+    """Another index, with data that go with it, of the same sizes: whole, and not what was published."""
+    forged = another(machine, tmp_path)
+    refused = export_model("push", tmp_path / "other/model", url, "--json")
+    assert (refused.code, refused.error["error"]) == (6, "VerificationError"), refused.err
+    assert not [key for key in bucket.names() if forged.name in key]
+    assert export_model("verify", tmp_path / "other/model").code == 6
+    for key in bucket.names():
+        bucket.delete(key)
+    pushed(machine.model, url)
+    good = bucket.keys("models/ranker/deltas")
+    place = forged.relative_to(tmp_path / "other/model").as_posix()
+    for file in forged.glob("delta.*"):
+        bucket.put(f"models/ranker/{place}/{file.name}", file.read_bytes())
+    ran = export_model("pull", url, tmp_path / "here", "--json")
+    assert (ran.code, ran.error["error"]) == (6, "VerificationError"), ran.err
+    assert "has checksum" in ran.error["message"] and url in ran.error["message"]
+    false = [path.read_bytes() for path in forged.glob("delta.*")]
+    assert not [
+        path for path in (tmp_path / "here").rglob("*") if path.is_file() and path.read_bytes() in false
+    ]
+    for key, content in good.items():
+        bucket.put(key, content)
+    assert pull(url, tmp_path / "here").position == 30
+    assert files(tmp_path / "here") == files(machine.model)
+
+
+def test_a_version_is_what_its_manifest_says(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path
+) -> None:
+    pushed(machine.model, url)
+    for name in ("saved_model.pb", "variables/variables.index"):
+        key = f"models/ranker/10/{name}"
+        content = bucket.keys(key)[key]
+        bucket.put(key, content[:-1] + bytes([content[-1] ^ 1]))
+        ran = export_model("pull", url, tmp_path / "here", "--json")
+        assert (ran.code, f"{url}/10/{name} has checksum" in ran.error["message"]) == (6, True), ran.err
+        bucket.put(key, content)
+    assert pull(url, tmp_path / "here").position == 30
+
+
+def test_what_changes_while_it_is_sent_is_not_published(
+    machine: Machine, bucket: Bucket, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload, shard = ObjectWriter.upload, next(machine.model.glob("deltas/*/*/*.data-*"))
+
+    def changed(self: ObjectWriter, key: str, file: Path, *rest: Any) -> str:
+        if file == shard:
+            content = shard.read_bytes()
+            shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            try:
+                return upload(self, key, file, *rest)
+            finally:
+                shard.write_bytes(content)
+        return upload(self, key, file, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectWriter, "upload", changed)
+        ran = export_model("push", machine.model, url, "--json")
+    assert (ran.code, ran.error["error"]) == (6, "VerificationError"), ran.err
+    delta = shard.parent.relative_to(machine.model).as_posix()
+    assert f"models/ranker/{delta}/manifest.json" not in bucket.names()
+    pushed(machine.model, url)
+    assert stored(bucket) == files(machine.model)
+
+
+def test_what_came_before_a_pull_was_killed_is_compared_too(
+    machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed(machine.model, url)
+    here = tmp_path / "here"
+    with killed_at(monkeypatch, ObjectReader, ("copy",), 4), pytest.raises(Killed):
+        pull(url, here)
+    found = (path for path in here.glob(".pull-*/**/*") if path.is_file() and path.suffix != ".part")
+    left = [path for path in found if path.stat().st_size]
+    assert left
+    for path in left:
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises((VerificationError, CheckpointError)):
+        pull(url, here)
+    assert pull(url, here).position == 30
+    assert files(here) == files(machine.model)
+
+
+def test_manifests_that_tell_of_another_place(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path
+) -> None:
+    """They are refused, and the copy goes on once the store is mended."""
+    pushed(machine.model, url)
+    here = tmp_path / "here"
+    base = bucket.keys("models/ranker/10/")
+    second = f"models/ranker/{read_log(machine.model).deltas[1].path.relative_to(machine.model).as_posix()}"
+    for key, change in (
+        (f"{second}/manifest.json", {"position": 31}),
+        (f"{second}/manifest.json", {"from_position": 10}),
+        (f"{second}/manifest.json", {"files": []}),
+        ("models/ranker/10/manifest.json", {"position": 11}),
+        ("models/ranker/10/manifest.json", {"files": []}),
+    ):
+        content = bucket.keys(key)[key]
+        bucket.put(key, json.dumps(json.loads(content) | change).encode())
+        ran = export_model("pull", url, here, "--json")
+        assert (ran.code, ran.error["error"]) == (6, "ManifestError"), (change, ran.out)
+        assert key.removeprefix("models/ranker") in ran.error["message"]
+        assert export_model("push", machine.model, url, "--json").error["error"] == "ManifestError"
+        assert export_model("verify", url).code == 6
+        bucket.put(key, content)
+    for key, content in base.items():
+        bucket.put(key.replace("/10/", "/50/"), content)
+    ran = export_model("pull", url, here, "--json")
+    assert (ran.code, ran.error["error"]) == (6, "ManifestError")
+    assert export_model("verify", url).code == 6
+    for key in base:
+        bucket.delete(key.replace("/10/", "/50/"))
+    assert pull(url, here).position == 30
+    assert files(here) == files(machine.model)
 
 
 def test_hostile_manifests(machine: Machine, bucket: Bucket, url: str, tmp_path: Path) -> None:

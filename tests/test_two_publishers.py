@@ -314,17 +314,16 @@ _KILLED = """
     carrier.LEASE_SECONDS, number = float(sys.argv[1]), int(sys.argv[2])
     count = 0
     for name in ("upload", "create", "replace", "put", "delete"):
-        def counted(self, *rest, method=getattr(ObjectWriter, name)):
+        def counted(self, *rest, method=getattr(ObjectWriter, name), **named):
             global count
             if rest:
                 if count == number:
                     os.kill(os.getpid(), signal.SIGKILL)
                 count += 1
-            return method(self, *rest)
+            return method(self, *rest, **named)
         setattr(ObjectWriter, name, counted)
-    from exporter.cli.app import app
-    from exporter.terminal.edge import run
-    run(app, sys.argv[3:])
+    from exporter.cli.app import main
+    main(sys.argv[3:])
 """
 
 
@@ -400,11 +399,11 @@ def test_a_slow_upload_says_that_it_goes_on(
     monkeypatch.setattr(carrier, "BEAT_SECONDS", 0.05)
     upload, beats = ObjectWriter.upload, list[int]()
 
-    def slow(self: ObjectWriter, key: str, file: Path) -> Any:
+    def slow(self: ObjectWriter, key: str, file: Path, *rest: Any) -> Any:
         beats.append(head(bucket).beat)
         while head(bucket).beat < beats[-1] + 2:
             time.sleep(0.05)
-        return upload(self, key, file)
+        return upload(self, key, file, *rest)
 
     monkeypatch.setattr(ObjectWriter, "upload", slow)
     went_on(trainer, 40)
@@ -418,7 +417,7 @@ def test_whoever_is_interrupted_gives_up_after_a_beat_that_came_late(
 ) -> None:
     """Beats are not waited for then; the next publisher does not wait for the lease."""
 
-    def interrupted(self: ObjectWriter, key: str, file: Path) -> Any:
+    def interrupted(self: ObjectWriter, key: str, file: Path, *rest: Any) -> Any:
         found = head(bucket)
         bucket.put(f"{BASE}/{HEAD_FILE}", replace(found, beat=found.beat + 1).encoded())
         raise KeyboardInterrupt
@@ -437,7 +436,7 @@ def test_an_upload_that_was_given_up_ends_early(
     monkeypatch.setattr(carrier, "BEAT_SECONDS", 0.05)
     upload, uploaded = ObjectWriter.upload, list[str]()
 
-    def taken_over(self: ObjectWriter, key: str, file: Path) -> Any:
+    def taken_over(self: ObjectWriter, key: str, file: Path, *rest: Any) -> Any:
         if not uploaded:
             found = head(bucket)
             assert found.uploading is not None
@@ -446,7 +445,7 @@ def test_an_upload_that_was_given_up_ends_early(
             bucket.put(f"{BASE}/{HEAD_FILE}", other.encoded())
             time.sleep(1)
         uploaded.append(key)
-        return upload(self, key, file)
+        return upload(self, key, file, *rest)
 
     monkeypatch.setattr(ObjectWriter, "upload", taken_over)
     went_on(trainer, 40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ from exporter.publish.commit import Staging, publish_version
 from exporter.publish.manifest import ManifestDraft, Origin, TensorEntry, tensor_entries
 from exporter.verify.version_files import verify_bytes, verify_files, verify_published
 from exporter.wire.crc32c import combine, extend
+from tests.support.commands import export_model
+from tests.support.remote_models import published_log
 
 PREFIX = Path("variables", "variables")
 SHARD = "variables/variables.data-00000-of-00001"
@@ -263,3 +266,25 @@ def test_checksums_of_parts_make_the_checksum_of_the_whole(parts: list[bytes]) -
     for part in parts:
         crc = combine(crc, extend(0, part), len(part))
     assert crc == extend(0, b"".join(parts))
+
+
+def test_a_version_under_a_second_number(tmp_path: Path) -> None:
+    """By hand, in place of a rollback: its manifest tells of the first, and of no other way to it."""
+    plain, updatable = tmp_path / "plain", published_log(tmp_path, 20)
+    publish_bundle(plain)
+    for model, first, second in ((plain, "5", "6"), (updatable, "10", "50")):
+        assert export_model("verify", model).code == 0
+        shutil.copytree(model / first, model / second)
+        ran = export_model("verify", model, "--json")
+        assert (ran.code, ran.error["error"]) == (6, "ManifestError"), ran.out
+        assert str(model / second) in ran.error["message"]
+        assert "copied" in ran.error["cause"] or "is a copy of" in ran.error["message"]
+        assert export_model("push", model, "s3://nowhere/m", "--json").error["error"] == "ManifestError"
+        found = export_model("doctor", model, "--json")
+        assert (found.code, str(model / second) in found.out) == (6, True), found.out
+    ran = export_model("--ckpt-dir", tmp_path / "train", "--out", updatable, "--incr", "--json")
+    assert (ran.code, ran.error["error"]) == (6, "ManifestError")
+    shutil.rmtree(updatable / "50")
+    (delta,) = updatable.glob("deltas/*/*-*")
+    delta.rename(delta.with_name(f"{10:020d}-{21:020d}"))
+    assert export_model("verify", updatable, "--json").error["error"] == "ManifestError"

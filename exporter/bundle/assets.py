@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from exporter.errors import NotServable, os_error
+from exporter.files import below
 from exporter.graph.inference_graph import Asset
 from exporter.layout import ASSETS_DIRECTORY
 from exporter.wire.protos import Proto, message_class
@@ -39,7 +40,9 @@ def place_assets(
         source = asset.source.resolve()
         if source not in names:
             names[source] = _free_name(asset.file_name, set(names.values()))
-            _place(asset, source, directory / ASSETS_DIRECTORY / names[source])
+            said = f"the asset of node {asset.node!r}:"
+            target = below(directory / ASSETS_DIRECTORY, names[source], said, NotServable, writes=True)
+            _place(asset, source, target)
         _declare(meta_graph, asset.node, names[source])
         # The loader feeds the path; the trainer's own path says nothing to a server and tells too much.
         _set_constant(nodes[asset.node], names[source])

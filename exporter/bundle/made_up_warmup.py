@@ -22,9 +22,9 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from exporter.bundle.warmup_requests import WarmupRequest, examples_request, takes_examples, tensors_request
-from exporter.graph.bodies import input_names
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.graph.signature_tensors import canonical, tensors_of
+from exporter.graph.nodes import input_names
+from exporter.graph.signatures import canonical, tensors_of
 from exporter.graph.variable_uses import read_rows_only
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class

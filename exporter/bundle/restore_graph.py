@@ -14,7 +14,8 @@ from functools import cache
 
 from msgspec import Struct
 
-from exporter.graph.inference_graph import GraphTable, GraphVariable
+from exporter.graph.inference_graph import NO_STATE, GraphTable, GraphVariable, KeptState
+from exporter.graph.nodes import new_node
 from exporter.mapping.build import TensorSource
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
@@ -49,20 +50,26 @@ def served_variables(sources: Iterable[TensorSource]) -> tuple[RestoredVariable,
 
 
 def add_restore(
-    meta_graph: Proto, served: Sequence[RestoredVariable], tables: Sequence[GraphTable] = ()
+    meta_graph: Proto,
+    served: Sequence[RestoredVariable],
+    tables: Sequence[GraphTable] = (),
+    state: KeptState = NO_STATE,
 ) -> None:
     """Add restore and save nodes, the `SaverDef` and the collection of variables to `meta_graph`.
 
-    A graph without variables and tables gets none of them, as with the stock builder.
+    A graph without variables, tables and other state gets none of them, as with the stock builder.
     """
-    if not served and not tables:
+    if not served and not tables and not state.importing:
         return
     graph_def = meta_graph.graph_def
     scope = _free_scope(graph_def)
     _add_file_name(graph_def, scope)
     _add_reads(graph_def, scope, served, tables)
     _add_save(graph_def, scope, served, tables)
-    _add_assignments(graph_def, scope, served, tables)
+    _add_assignments(graph_def, scope, served, tables, state.importing)
+    for node in graph_def.node:
+        if node.name == state.prefix:
+            node.CopyFrom(new_node(state.prefix, "Identity", [f"{scope}/Const"], T=DType.STRING))
     meta_graph.saver_def.CopyFrom(
         message_class("SaverDef")(
             filename_tensor_name=f"{scope}/Const:0",
@@ -114,6 +121,8 @@ def _add_reads(
     inputs = [f"{scope}/Const", f"{scope}/tensor_names", f"{scope}/shape_and_slices"]
     string = type_attr(DType.STRING)
     contents = [name for table in tables for name in (table.keys, table.values)]
+    if not served and not contents:
+        return
     names = _string_vector([*(entry.key for entry in served), *contents])
     slices = _string_vector([*(entry.slice_spec for entry in served), *("" for _ in contents)])
     add_node(graph_def, inputs[1], "Const", dtype=string, value=names)
@@ -134,13 +143,19 @@ def _add_save(
         types = {"Tkeys": type_attr(table.key_dtype), "Tvalues": type_attr(table.value_dtype)}
         add_node(graph_def, name, "LookupTableExportV2", [table.node], **types)
         inputs += [name, f"{name}:1"]
-    add_node(graph_def, f"{scope}/SaveV2", "SaveV2", inputs, dtypes=_dtypes(served, tables))
-    after = [f"{scope}/Const", f"^{scope}/SaveV2"]
+    after = [f"{scope}/Const"]
+    if served or tables:
+        add_node(graph_def, f"{scope}/SaveV2", "SaveV2", inputs, dtypes=_dtypes(served, tables))
+        after.append(f"^{scope}/SaveV2")
     add_node(graph_def, f"{scope}/control_dependency", "Identity", after, T=type_attr(DType.STRING))
 
 
 def _add_assignments(
-    graph_def: Proto, scope: str, served: Sequence[RestoredVariable], tables: Sequence[GraphTable]
+    graph_def: Proto,
+    scope: str,
+    served: Sequence[RestoredVariable],
+    tables: Sequence[GraphTable],
+    importing: Iterable[str],
 ) -> None:
     for index, entry in enumerate(served):
         inputs = [entry.variable.node, _restored(scope, index)]
@@ -155,6 +170,7 @@ def _add_assignments(
         types = {"Tin": type_attr(table.key_dtype), "Tout": type_attr(table.value_dtype)}
         add_node(graph_def, name, "LookupTableImportV2", inputs, **types)
         everything.append(f"^{name}")
+    everything += [f"^{name}" for name in importing]
     add_node(graph_def, f"{scope}/restore_all", "NoOp", everything)
 
 

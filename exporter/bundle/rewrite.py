@@ -1,7 +1,6 @@
 """Plan the writing of tensors whose bytes change: casts, and rows that move between layouts of partitions.
 
-A table is divided into ranges of rows, and what belongs together into shards of bounded size: one task each
-(see `move`). The ranges of a divided table become slices, which RestoreV2 joins.
+A table is divided into ranges of rows, which become slices that RestoreV2 joins.
 """
 
 from __future__ import annotations
@@ -9,20 +8,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from typing import ClassVar
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from exporter.bundle.move import Move, Segment
-from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
-from exporter.checkpoint.tensor_values import compare_checksum
+from exporter.catalog import Catalog, SliceRef, SliceSpec, TensorRef
 from exporter.errors import MappingError
-from exporter.jobs.division import batches, piece_bytes
-from exporter.jobs.range_checksums import RangeChecksums
-from exporter.jobs.task import Input, Range, Receipt
+from exporter.jobs.division import piece_bytes
+from exporter.jobs.shard_job import Place, Placed, Sources, Stored, stored_runs
+from exporter.jobs.task import Range
+from exporter.jobs.write_shard import MovedRows, WriteShard
 from exporter.mapping.build import TensorSource
-from exporter.wire import crc32c
 from exporter.wire.dtypes import JOINABLE, DType
 
 
@@ -33,24 +29,22 @@ def is_needed(source: TensorSource) -> bool:
     return True
 
 
-class Piece(Struct, frozen=True):
-    """Rows of a source that go into one shard: `boxes` are what its runs are of the tensor, `extents` say of
-    which stored run each of its sources is a part.
+class Move(WriteShard, frozen=True, kw_only=True):
+    """Write a shard of rows that move, are cast or are copied."""
 
-    The segment's sources name shards of the catalog until a task gives them its own numbers.
-    """
+    operation: ClassVar[str] = "move"
+
+    sections: tuple[MovedRows, ...]
+
+
+class Moved(Struct, frozen=True):
+    """What a section writes: the boxes of a source that its runs are."""
 
     source: TensorSource
-    segment: Segment
     boxes: tuple[SliceSpec, ...]
-    extents: tuple[Extent, ...]
 
 
-def _bytes_of(piece: Piece) -> int:
-    return piece.segment.bytes_
-
-
-def divide(source: TensorSource, task_bytes: int) -> Iterator[Piece]:
+def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: int) -> Iterator[Place[Moved]]:
     """What is to be written of a source: in one piece, or a large table in several.
 
     Moved rows are written in the boxes that the graph restores; a cast alone keeps those that are stored.
@@ -60,14 +54,13 @@ def divide(source: TensorSource, task_bytes: int) -> Iterator[Piece]:
     """
     tensor = source.tensor
     outputs = _boxes_served(source) if _moves_rows(source) else _boxes_stored(tensor)
+    stored = [(box, files.range_of(run), run) for box, run in stored_runs(catalog, tensor)]
     has_rows = tensor.is_complete and tensor.dtype.itemsize is not None
     if not has_rows or any(box.lengths[1:] != box.full_shape[1:] for box in outputs):
-        for box, extent in zip(_boxes_stored(tensor), tensor.extents, strict=True):
-            yield _as_stored(source, box, extent)
+        for box, whole, run in stored:
+            yield _as_stored(source, box, whole, run)
         return
-    stored = _in_order(tensor)
-    extents = [extent for _, extent in stored]
-    reads = _Boxes((box for box, _ in stored), source.gather_parts)
+    reads = _Boxes((box for box, _, _ in stored), source.gather_parts)
     writes = _Boxes(outputs, source.scatter_parts)
     count = tensor.shape[0] if tensor.shape else 1
     step = max(1, count)
@@ -76,118 +69,49 @@ def divide(source: TensorSource, task_bytes: int) -> Iterator[Piece]:
         turn = math.lcm(source.gather_parts or 1, source.scatter_parts or 1)
         row_bytes = max(1, tensor.bytes_ // max(1, count))
         step = max(1, most // row_bytes // turn) * turn
+    ranges = [whole for _, whole, _ in stored]
     for start in range(0, max(1, count), step):
-        yield _rows(source, reads, extents, writes, start, min(start + step, count))
+        yield _rows(source, reads, ranges, writes, start, min(start + step, count))
 
 
-def tasks_for(
-    pieces: Iterable[Piece], catalog: Catalog, task_bytes: int
-) -> Iterator[tuple[Sequence[Piece], Move]]:
-    """Tasks that write shards of about `task_bytes`, without names yet, and the pieces in each.
-
-    Raises:
-        CheckpointChanged: a source is no longer there.
-    """
-    planned = cache(Input.of)
-    for batch in batches(pieces, task_bytes, _bytes_of):
-        used = sorted({each.input for piece in batch for each in piece.segment.sources})
-        segments = tuple(
-            replace(
-                piece.segment,
-                sources=tuple(replace(each, input=used.index(each.input)) for each in piece.segment.sources),
-            )
-            for piece in batch
-        )
-        size = sum(each.size for piece in batch for each in piece.segment.sources)
-        inputs = tuple(planned(catalog.shards[shard]) for shard in used)
-        yield batch, Move(name="", inputs=inputs, bytes_=size, segments=segments)
+def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef]]:
+    """What was written, by key, dtype and box; boxes without rows only of tensors without any."""
+    moved, section = written.place.what, written.place.section
+    assert isinstance(section, MovedRows)
+    for box, count, extent in zip(moved.boxes, section.counts, written.extents, strict=True):
+        if count or not math.prod(box.full_shape):
+            yield moved.source.key, moved.source.dtype, SliceRef(box, extent)
 
 
-def size_of_tasks(pieces: Iterable[Piece], task_bytes: int) -> tuple[int, int]:
-    """How many tasks write the pieces, and how many bytes they read."""
-    sizes = [
-        sum(each.size for piece in batch for each in piece.segment.sources)
-        for batch in batches(pieces, task_bytes, _bytes_of)
-    ]
-    return len(sizes), sum(sizes)
-
-
-class Written:
-    """What tasks wrote, as it becomes known: tensors, with the checksums of what was read compared."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._slices: dict[str, list[SliceRef]] = {}
-        self._sources: dict[str, TensorSource] = {}
-        self._read = RangeChecksums[int]()
-
-    def add(self, shard: int, pieces: Iterable[Piece], receipt: Receipt) -> None:
-        """Take the receipt of the task that wrote these pieces; each source's come in the order of its rows.
-
-        Raises:
-            CorruptFile: the checksum of a source is wrong.
-        """
-        read, wrote, offset = iter(receipt.read), iter(receipt.wrote), 0
-        for piece in pieces:
-            source, segment = piece.source, piece.segment
-            for extent, part in zip(piece.extents, segment.sources, strict=True):
-                crc = self._read.joined(part.input, part, next(read), extent)
-                if crc is not None and source.tensor.dtype.itemsize is not None:
-                    path = self._catalog.path_of(extent)
-                    compare_checksum(path, source.tensor.name, extent, crc32c.mask(crc))
-            self._sources[source.key] = source
-            slices = self._slices.setdefault(source.key, [])
-            for box, count in zip(piece.boxes, segment.counts, strict=True):
-                crc, size = crc32c.mask(next(wrote)), count * segment.row_bytes
-                if source.tensor.dtype.itemsize is None:  # whose checksum is not that of the bytes alone
-                    crc = piece.extents[0].crc32c
-                if count or not math.prod(box.full_shape):
-                    slices.append(SliceRef(box, Extent(shard, offset, size, crc)))
-                offset += size
-
-    def tensors(self) -> Iterator[TensorRef]:
-        """What was written, under the keys it is restored by."""
-        for key, source in self._sources.items():
-            slices = sorted(self._slices[key], key=lambda part: part.spec.starts)
-            shape = source.tensor.shape
-            if slices[0].spec.is_full:
-                yield TensorRef(key, source.dtype, shape, slices[0].extent)
-            else:
-                yield TensorRef(key, source.dtype, shape, slices=tuple(slices))
-
-
-def _as_stored(source: TensorSource, box: SliceSpec, extent: Extent) -> Piece:
+def _as_stored(source: TensorSource, box: SliceSpec, whole: Range, run: Stored) -> Place[Moved]:
     """A stored run as it is, or cast."""
-    wanted = (Range(extent.shard, extent.offset, extent.size),)
+    what = Moved(source, (box,))
     if source.tensor.dtype.itemsize is None:
-        dtype = to = DType.UINT8
-        width = extent.size
-    else:
-        dtype, to, width = source.tensor.dtype, source.dtype, math.prod(box.lengths)
-    segment = Segment(source.key, dtype, to, width, wanted, False, (1,), False)
-    return Piece(source, segment, (box,), (extent,))
+        return Place(MovedRows.copied(source.key, whole), what, run)
+    width = math.prod(box.lengths)
+    section = MovedRows(source.key, source.tensor.dtype, source.dtype, width, (whole,), False, (1,), False)
+    return Place(section, what)
 
 
 def _rows(
-    source: TensorSource, reads: _Boxes, extents: Sequence[Extent], writes: _Boxes, start: int, stop: int
-) -> Piece:
+    source: TensorSource, reads: _Boxes, ranges: Sequence[Range], writes: _Boxes, start: int, stop: int
+) -> Place[Moved]:
     """Rows `start` to `stop`, in their natural order, of a tensor that lies in ranges of whole rows.
 
-    `extents` are those of the boxes that are read.
+    `ranges` are those of the boxes that are read.
     """
     tensor = source.tensor
     width = math.prod(tensor.shape[1:])
     row_bytes = width * (tensor.dtype.itemsize or 0)
-    parts, stored = [], []
+    parts = []
     for number, first, last in reads.shares(start, stop):
-        extent = extents[number]
-        parts.append(Range(extent.shard, extent.offset + first * row_bytes, (last - first) * row_bytes))
-        stored.append(extent)
+        whole = ranges[number]
+        parts.append(Range(whole.input, whole.offset + first * row_bytes, (last - first) * row_bytes))
     boxes, counts = [], []
     for number, first, last in writes.shares(start, stop):
         boxes.append(_cut(writes.boxes[number], first, last))
         counts.append(last - first)
-    segment = Segment(
+    section = MovedRows(
         source.key,
         tensor.dtype,
         source.dtype,
@@ -197,7 +121,7 @@ def _rows(
         tuple(counts),
         bool(source.scatter_parts),
     )
-    return Piece(source, segment, tuple(boxes), tuple(stored))
+    return Place(section, Moved(source, tuple(boxes)))
 
 
 class _Boxes:
@@ -239,13 +163,6 @@ def _cut(box: SliceSpec, first: int, last: int) -> SliceSpec:
         return box
     starts = (box.starts[0] + first, *box.starts[1:])
     return SliceSpec(box.full_shape, starts, (last - first, *box.lengths[1:]))
-
-
-def _in_order(tensor: TensorRef) -> list[tuple[SliceSpec, Extent]]:
-    if tensor.extent is not None:
-        return [(SliceSpec.whole(tensor.shape), tensor.extent)]
-    stored = [(part.spec, part.extent) for part in tensor.slices if part.extent is not None]
-    return sorted(stored, key=lambda pair: pair[0].starts)
 
 
 def _moves_rows(source: TensorSource) -> bool:

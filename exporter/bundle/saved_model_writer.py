@@ -19,15 +19,13 @@ from exporter.bundle.restore_graph import add_restore, served_variables
 from exporter.errors import NotServable, os_error
 from exporter.graph.cast_variables import cast_variables
 from exporter.graph.inference_graph import Asset, InferenceGraph
+from exporter.graph.metagraph import MAX_GRAPH_BYTES, readable_version
 from exporter.graph.saved_model import SERVE_TAG
 from exporter.graph.training_graph import TrainingGraph
 from exporter.layout import SAVED_MODEL_FILE
 from exporter.mapping.build import VariableMapping
 from exporter.progress import human_bytes
 from exporter.wire.protos import Proto, all_nodes, message_class
-
-PROTOBUF_LIMIT_BYTES = (1 << 31) - 1
-"""No reader of protocol buffers takes a larger message."""
 
 _SCHEMA_VERSION = 1
 _MAIN_OP_COLLECTION = "saved_model_main_op"
@@ -75,9 +73,10 @@ def restorable_graph(graph: InferenceGraph, mapping: VariableMapping) -> Proto:
     """
     meta_graph = message_class("MetaGraphDef")()
     meta_graph.CopyFrom(graph.meta_graph)
+    _make_readable(meta_graph.meta_info_def)
     served = served_variables(mapping.sources)
     cast_variables(meta_graph.graph_def, {entry.variable.node: entry.dtype for entry in served})
-    add_restore(meta_graph, served, mapping.tables)
+    add_restore(meta_graph, served, mapping.tables, graph.state)
     return meta_graph
 
 
@@ -87,10 +86,19 @@ def _add_training(
     meta_graph.CopyFrom(training.meta_graph)
     for node in all_nodes(meta_graph.graph_def):
         node.device = ""  # a job's tasks are gone when somebody trains on
+    _make_readable(meta_graph.meta_info_def)
     del meta_graph.asset_file_def[:]
     meta_graph.collection_def.pop(ASSETS_COLLECTION, None)
     place_assets([Asset(*item) for item in training.assets.items()], meta_graph, directory, placed)
     _describe(meta_graph.meta_info_def, training.tag)
+
+
+def _make_readable(info: Proto) -> None:
+    """Let Python's loaders parse the trainer's version; the whole of a fork's is kept as the Git version."""
+    known = readable_version(info.tensorflow_version)
+    if known != info.tensorflow_version:
+        info.tensorflow_git_version = info.tensorflow_git_version or info.tensorflow_version
+        info.tensorflow_version = known
 
 
 def _describe(info: Proto, tags: str) -> None:
@@ -101,7 +109,7 @@ def _describe(info: Proto, tags: str) -> None:
 def _serialise(saved_model: Proto) -> bytes:
     try:
         data = bytes(saved_model.SerializeToString(deterministic=True))
-        if len(data) <= PROTOBUF_LIMIT_BYTES:
+        if len(data) <= MAX_GRAPH_BYTES:
             return data
     except EncodeError:
         pass  # the runtime's own way to say that a message is too large

@@ -6,7 +6,6 @@ whose bytes change (see `rewrite`) are written by tasks, a shard each. Checksums
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -20,13 +19,12 @@ from msgspec.structs import replace
 from exporter.bundle import kernel_copy, rewrite
 from exporter.bundle.kernel_copy import ByteRange
 from exporter.bundle.link import NewFile, link_shard
-from exporter.bundle.move import Move
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import MAX_SHARDS, encode_index, index_path, shard_path
 from exporter.errors import LinkRefused, UsageError
 from exporter.files import writing
-from exporter.jobs import made_inputs
 from exporter.jobs.runner import LOCAL, Job, Runner
+from exporter.jobs.shard_job import ShardJob, Sources, tensors_of
 from exporter.layout import VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.options import DataMode
@@ -104,7 +102,7 @@ def write_variables(
 ) -> VariablesReport:
     """Write `directory/variables`, which must not be there; nothing is written for a model without variables.
 
-    Shards below `made` are the command's own: see `exporter.jobs.made_inputs`. `progress` advances by bytes,
+    Shards below `made` are the command's own: see `exporter.jobs.shard_job`. `progress` advances by bytes,
     from several threads.
 
     Raises:
@@ -132,10 +130,15 @@ def size_of_work(mapping: VariableMapping, model: Path, task_bytes: int) -> tupl
         UsageError: tasks are so small that there would be more shards than a bundle may have.
     """
     _, moved = _divided(mapping, model)
-    pieces = (piece for source in moved for piece in rewrite.divide(source, task_bytes))
-    count, size = rewrite.size_of_tasks(pieces, task_bytes)
-    _require_few(count, task_bytes)
-    return count, size
+    job = _job(mapping.catalog, moved, task_bytes)
+    _require_few(job.tasks, task_bytes)
+    return job.tasks, job.bytes_
+
+
+def _job(catalog: Catalog, moved: Iterable[TensorSource], task_bytes: int) -> ShardJob[rewrite.Moved]:
+    files = Sources()
+    places = (place for source in moved for place in rewrite.divide(source, files, catalog, task_bytes))
+    return ShardJob(rewrite.Move, files, places, task_bytes)
 
 
 def _require_few(shards: int, task_bytes: int) -> None:
@@ -187,11 +190,9 @@ class _Writer:
         self._made = made
         self._progress = progress
         self._kept = _extents_by_shard(self._verbatim)
-        pieces = (piece for source in moved for piece in rewrite.divide(source, runner.task_bytes))
-        self._moves = list(rewrite.tasks_for(pieces, mapping.catalog, runner.task_bytes))
-        self._num_shards = len(self._kept) + len(self._moves)
+        self._moves = _job(mapping.catalog, moved, runner.task_bytes)
+        self._num_shards = len(self._kept) + self._moves.tasks
         _require_few(self._num_shards, runner.task_bytes)
-        self._job: Job | None = None
         self._new_file = NewFile.in_directory(prefix.parent)
 
     def run(self) -> VariablesReport:
@@ -199,7 +200,7 @@ class _Writer:
         tensors = [_moved(source, placed) for source in self._verbatim]
         reports = [shard.report for shard in placed.values()]
         with ExitStack() as stack:
-            if self._moves:
+            if self._moves.tasks:
                 moved, more = self._move(stack)
                 tensors += moved
                 reports += more
@@ -214,8 +215,8 @@ class _Writer:
             tuple(report.bytes_ for report in reports),
             step=self._catalog.step,
         )
-        work = len(self._moves), sum(task.bytes_ for _, task in self._moves)
-        return VariablesReport(catalog, tuple(reports), work, self._job)
+        work = self._moves.tasks, self._moves.bytes_
+        return VariablesReport(catalog, tuple(reports), work, self._moves.job)
 
     def _place(self, old: int, new: int) -> _Placed:
         source, size = self._catalog.shards[old], self._catalog.shard_sizes[old]
@@ -241,35 +242,19 @@ class _Writer:
 
     def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
         """Run the tasks that write the last shards; an error on the stack ends their job."""
-        first, written, reports = len(self._kept), rewrite.Written(self._catalog), []
-        tasks = [
-            replace(task, name=shard_path(self._prefix, number, self._num_shards).name)
-            for number, (_, task) in enumerate(self._moves, first)
-        ]
-        self._job = job = self._begun(tasks, stack)
-        receipts, found = [], job.receipts(self._progress)
-        for number, ((pieces, task), receipt) in enumerate(zip(self._moves, found, strict=True), first):
-            written.add(number, pieces, receipt)
-            receipts.append(receipt)
+        before, runner, made = len(self._kept), self._runner, self._made
+        shards = self._moves.run(
+            stack, runner, self._prefix, before=before, made=made, progress=self._progress
+        )
+        reports = []
+        for places, receipt in zip(self._moves.places, shards.receipts, strict=True):
             target = self._prefix.parent / receipt.task
-            is_copied = task.is_verbatim and mirror.find(target) is not None
+            is_verbatim = all(place.section.is_verbatim for place in places)
+            is_copied = is_verbatim and mirror.find(target) is not None
             how, why = (ShardOrigin.COMPACTED, _IN_STORE) if is_copied else (ShardOrigin.REWRITTEN, _WHY)
             reports.append(ShardReport(target, None, how, why, receipt.written))
-        for report, receipt in zip(reports, receipts if job.is_kept else (), strict=False):
-            job.directory.show(receipt.task, report.path, receipt.written, receipt.tag)
-        return list(written.tensors()), reports
-
-    def _begun(self, tasks: list[Move], stack: ExitStack) -> Job:
-        """The job of these tasks as workers can do them."""
-        scratch = os.fspath(self._prefix.parent)
-        if self._made is None or not self._runner.kept:
-            return stack.enter_context(self._runner.job(tasks, scratch))
-        named, files = made_inputs.named_by_content(tasks, self._made)
-        job = stack.enter_context(self._runner.job(named, scratch))
-        if not self._runner.sees_our_files:
-            files = made_inputs.handed_over(files, job.directory)
-        job.tasks = made_inputs.with_inputs(named, files)
-        return job
+        boxes = (box for placed in shards.placed for box in rewrite.boxes_written(placed))
+        return list(tensors_of(boxes)), reports
 
 
 def _extents_by_shard(sources: Iterable[TensorSource]) -> dict[int, list[Extent]]:

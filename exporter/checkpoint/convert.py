@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog, TensorRef
+from exporter.catalog import Catalog, Content, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.errors import os_error
 from exporter.progress import NoProgress, Progress
@@ -39,8 +39,22 @@ def write_bundle(
 def _add(writer: BundleWriter, ref: TensorRef) -> None:
     if ref.content is None:
         raise ValueError(f"{ref.name!r} is in a bundle already")
+    if not ref.slices:
+        _add_values(writer, ref, ref.content, ref.shape)
+    for part in ref.slices:
+        assert part.content is not None
+        _add_values(writer, ref, part.content, part.spec.lengths, part.spec)
+
+
+def _add_values(
+    writer: BundleWriter,
+    ref: TensorRef,
+    content: Content,
+    shape: tuple[int, ...],
+    part: SliceSpec | None = None,
+) -> None:
     if ref.dtype is DType.STRING:
-        texts = [text for block in ref.content.blocks() for text in block.tolist()]
-        writer.add(ref.name, np.array(texts, object).reshape(ref.shape))
+        texts = [text for block in content.blocks() for text in block.tolist()]
+        writer.add(ref.name, np.array(texts, object).reshape(shape), part)
         return
-    writer.add_chunks(ref.name, ref.dtype, ref.shape, ref.content.blocks())
+    writer.add_chunks(ref.name, ref.dtype, shape, content.blocks(), part)

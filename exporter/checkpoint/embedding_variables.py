@@ -35,7 +35,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
-from exporter.checkpoint.recommenders_addons import slot_owner, table_shards
+from exporter.checkpoint.recommenders_addons import AddonsTable, addons_tables
 from exporter.checkpoint.tensor_values import read_array, read_blocks
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.wire.dtypes import DType
@@ -97,7 +97,10 @@ class EmbeddingPart(Struct, frozen=True):
 
 
 class EmbeddingVariable(Struct, frozen=True):
-    """A table by keys, its parts in their order; `slot_of` names the variable whose optimizer slot it is."""
+    """A table by keys, its parts in their order; `slot_of` names the variable whose optimizer slot it is.
+
+    `also` are other names by which a person may mean it, see `meant`.
+    """
 
     name: str
     key_dtype: DType
@@ -105,6 +108,7 @@ class EmbeddingVariable(Struct, frozen=True):
     dim: int
     parts: tuple[EmbeddingPart, ...]
     slot_of: str | None = None
+    also: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -130,21 +134,32 @@ def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
         UnsupportedFormat: rows lie outside the checkpoint's tensors.
     """
     parts: dict[str, dict[int | None, EmbeddingPart]] = {}
-    shards: dict[str, int] = {}
     for stem in _stems(catalog):
         name, number = part_of(stem)
         parts.setdefault(name, {})[number] = _Part(catalog, stem).read(number or 0)
-    for shard in table_shards(catalog):
-        if shard.number >= shard.count or shard.number < 0:
-            raise CorruptFile(
-                f"{catalog.prefix}: {shard.stem!r} is shard {shard.number + 1} of {shard.count}"
-            )
-        parts.setdefault(shard.name, {})[shard.number] = _Part(catalog, shard.stem).read(shard.number)
-        shards[shard.name] = shard.count
-    found = {name: _joined(catalog, name, part, shards.get(name, 0)) for name, part in parts.items()}
+    found = {name: _joined(catalog, name, part) for name, part in parts.items()}
+    found = {name: _with_owner(variable, found) for name, variable in found.items()}
+    found |= {table.name: _of_addons(catalog, table) for table in addons_tables(catalog)}
     if found:
         _refuse_rows_elsewhere(catalog)
-    return {name: _with_owner(variable, found) for name, variable in sorted(found.items())}
+    return dict(sorted(found.items()))
+
+
+def meant(known: Mapping[str, EmbeddingVariable], name: str) -> EmbeddingVariable | None:
+    """The variable that is called so, or the only one that a person may mean by it."""
+    if name in known:
+        return known[name]
+    spelt = {name, name.replace("/", "_")}
+    found = [variable for variable in known.values() if not spelt.isdisjoint(variable.also)]
+    return found[0] if len(found) == 1 else None
+
+
+def _of_addons(catalog: Catalog, table: AddonsTable) -> EmbeddingVariable:
+    parts: dict[int | None, EmbeddingPart] = {
+        number: _Part(catalog, stem).read(number) for number, stem in table.stems.items()
+    }
+    variable = _joined(catalog, table.name, parts, table.count)
+    return replace(variable, slot_of=table.slot_of, also=table.also)
 
 
 def _stems(catalog: Catalog) -> Iterator[str]:
@@ -336,7 +351,7 @@ class _Part:
 
 
 def _joined(
-    catalog: Catalog, name: str, parts: Mapping[int | None, EmbeddingPart], count: int
+    catalog: Catalog, name: str, parts: Mapping[int | None, EmbeddingPart], count: int = 0
 ) -> EmbeddingVariable:
     """The variable of these parts, of which there are at least `count`."""
     numbers = [number for number in parts if number is not None]
@@ -359,7 +374,6 @@ def _with_owner(variable: EmbeddingVariable, known: Mapping[str, EmbeddingVariab
     owner = variable.name.rpartition("/")[0]
     while owner and owner not in known:
         owner = owner.rpartition("/")[0]
-    owner = owner or slot_owner(variable.name, known)
     return replace(variable, slot_of=owner or None)
 
 

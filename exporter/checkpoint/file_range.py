@@ -13,8 +13,16 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, CorruptFile, TruncatedFile
-from exporter.files import FileIdentity, open_regular
+from exporter.errors import (
+    CheckpointChanged,
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptFile,
+    MissingShard,
+    TruncatedFile,
+    UnsafeArchive,
+)
+from exporter.files import FileIdentity, below, open_regular
 from exporter.storage.open_files import read_at
 from exporter.wire.crc32c import chunks_of
 
@@ -150,3 +158,18 @@ class RangeReader(io.RawIOBase):
         done = read_at(self._descriptor, self._source.offset + self._position, view[:size])
         self._position += done
         return done
+
+
+def listed_shard(path: Path, name: object) -> Path:
+    """The file that the list at `path` names, which has to lie beside it.
+
+    Raises:
+        UnsafeArchive: the name leads elsewhere, or is none.
+        MissingShard: it is not there.
+    """
+    shard = below(path.parent, str(name), f"{path}: the shard", UnsafeArchive)
+    if not isinstance(name, str) or "/" in name:
+        raise UnsafeArchive(f"{path} names the shard {name!r:.99}, which is not beside it")
+    if not shard.is_file():
+        raise MissingShard(f"there is no {shard}", cause=f"{path.name} names it")
+    return shard

@@ -15,6 +15,7 @@ from msgspec import Struct
 from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.families import family_of
+from exporter.checkpoint.tensor_bundle import MAX_INDEX_BYTES
 from exporter.errors import CheckpointChanged, CheckpointNotFound
 from exporter.files import read_regular
 from exporter.storage import mirror
@@ -85,7 +86,7 @@ def index_digest(prefix: Path) -> str:
         CheckpointNotFound: its index cannot be read.
     """
     try:
-        return hashlib.sha256(read_regular(index_path(prefix))).hexdigest()
+        return hashlib.sha256(read_regular(index_path(prefix), MAX_INDEX_BYTES)).hexdigest()
     except OSError as error:
         raise CheckpointNotFound(f"cannot read {index_path(prefix)}", cause=str(error)) from None
 

@@ -25,10 +25,11 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.embedding_variables import table_tensor
-from exporter.checkpoint.file_range import FileRange
+from exporter.checkpoint.file_range import FileRange, listed_shard
 from exporter.checkpoint.hdf5 import Dataset, FileContents, read_hdf5
 from exporter.checkpoint.zip_members import Member, read_members
-from exporter.errors import CheckpointError, CorruptFile, MissingShard, UnsafeArchive, UnsupportedFormat
+from exporter.errors import CheckpointError, CorruptFile, UnsafeArchive, UnsupportedFormat
+from exporter.files import below
 from exporter.wire.dtypes import DType
 
 _CONFIG = "config.json"
@@ -109,10 +110,10 @@ def unpack_assets(path: Path, directory: Path) -> bool:
         return False
     assets = [member for name, member in read_members(path).items() if name.startswith(f"{_ASSETS}/")]
     for member in assets:
-        if not member.name.endswith("/"):  # no name leads out of the archive: `read_members` has looked
-            target = directory / member.name.removeprefix(f"{_ASSETS}/")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(member.read(_MAX_ASSET_BYTES))
+        name = member.name.removeprefix(f"{_ASSETS}/")
+        target = below(directory, name, f"{path}: the asset", UnsafeArchive, writes=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(member.read(_MAX_ASSET_BYTES))
     return bool(assets)
 
 
@@ -190,19 +191,10 @@ def _sharded(path: Path) -> Catalog:
         files = dict.fromkeys(name for names in named.values() for name in names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFile(f"{path} is not a list of Keras shards", cause=str(error)) from None
-    shards = [_beside(path, name) for name in files]
+    shards = [listed_shard(path, name) for name in files]
     contents = [read_hdf5(FileRange.whole(shard), _LAYER_ATTRIBUTES) for shard in shards]
     tensors = (ref for ref in _layers(*contents) if f"/{ref.name.rpartition('/')[0]}" in named)
     return _catalog(path, "Keras weights, sharded", tensors, shards)
-
-
-def _beside(path: Path, name: object) -> Path:
-    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name or "\0" in name:
-        raise UnsafeArchive(f"{path} names the shard {name!r}, which is not beside it")
-    shard = path.with_name(name)
-    if not shard.is_file():
-        raise MissingShard(f"there is no {shard}", cause=f"{path.name} names it")
-    return shard
 
 
 # --- legacy ------------------------------------------------------------------------------------------------

@@ -46,11 +46,15 @@ class TrackedVariable(Struct, frozen=True):
 
 
 class TrackedObject(Struct, frozen=True):
-    """An object: its edges by name, its own value if it is a variable, and its optimizer slots' objects."""
+    """An object: its edges by name, its own value if it is a variable, and its optimizer slots' objects.
+
+    `table` is what the tensors of a hash table are called before `-keys` and `-values`; "" for others.
+    """
 
     children: Mapping[str, int]
     variable: TrackedVariable | None = None
     slots: tuple[int, ...] = ()
+    table: str = ""
 
 
 class ObjectGraph(Struct, frozen=True, dict=True):
@@ -139,12 +143,15 @@ def parse_object_graph(data: bytes, where: str) -> ObjectGraph:
 
 
 def _object(node: Proto) -> TrackedObject:
-    variable = None
+    variable, table = None, ""
     for attribute in node.attributes:
         if attribute.name == VARIABLE_VALUE:
             variable = TrackedVariable(attribute.full_name, attribute.checkpoint_key)
+        elif attribute.name == "table":  # lookup_ops.MutableHashTable, and those made like it
+            table = attribute.checkpoint_key
     return TrackedObject(
         {child.local_name: child.node_id for child in node.children},
         variable,
         tuple(slot.slot_variable_node_id for slot in node.slot_variables),
+        table,
     )

@@ -1,81 +1,181 @@
-"""Find the tables of TensorFlow Recommenders-Addons (TFRA) in a checkpoint.
+"""Find the tables of TensorFlow Recommenders-Addons (TFRA) in a checkpoint; 0.6.0 and 0.8.1 write them alike.
 
 A `tfra.dynamic_embedding.Variable` called `<name>` is n hash tables, a key's being `key % n` unless the
-trainer says otherwise. Each is two tensors, of exactly the keys that it holds:
+trainer says otherwise. Each is two tensors, of exactly the keys that it holds, `<stem>-keys` (int64 or int32
+[N]) and `<stem>-values` ([N, dim]). In a graph a stem is the scopes in which the variable was made, the last
+part of its name, and its whole name with underscores for slashes:
 
-    <name, slashes as underscores>_mht_<1..n>of<n>-keys    int64|int32 [N]
-    <the same>-values                                      float [N, dim]
+    user/emb/user_emb_mht_1of3          the first of three shards of `user/emb`
+    m/user_emb_Adam_m_mht_1of3          of its optimizer's slot `user/emb/Adam/m`; another's scope is `m_1`
 
-In an object-based checkpoint they are called `<path of the object>/.ATTRIBUTES/table-keys` and `-values`, and
-the graph of objects tells the table's own name. An optimizer's slot is such a variable, too:
-`<name>_<optimizer>_<slot>`.
+In an object-based checkpoint the edge `tables_of_<name>` leads from the variable's node to a list, whose
+children 0..n-1 are the shards, each with an attribute `table` of which nothing but the key says anything. A
+Keras layer called `user` has the variable `user-parameter`.
+
+Tables of integers, as restrict policies keep them beside (`status/timestamp/...`), are no embeddings.
 
 Source: tensorflow/recommenders-addons, dynamic_embedding/python/ops: dynamic_embedding_variable.py
-(_make_name), cuckoo_hashtable_ops.py (_Saveable), dynamic_embedding_optimizer.py (create_slots).
+(Variable.__init__, _make_name), cuckoo_hashtable_ops.py (_Saveable), dynamic_embedding_optimizer.py
+(create_slots), tf_save_restore_patch.py; files of both versions are in tests/fixtures/tfra.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
-from google.protobuf.message import DecodeError
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
-from exporter.checkpoint.tensor_values import read_array
-from exporter.wire import protos
+from exporter.checkpoint.object_graph import ObjectGraph, read_object_graph
+from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.wire.dtypes import DType
 
-_SHARD = re.compile(r"(.+)_mht_([0-9]{1,6})of([0-9]{1,6})", re.ASCII)
-_SLOT = re.compile(r"_(\w+_)?(Adam|Adagrad|Adadelta|Momentum|RMSProp|Ftrl|Lamb|Nadam|Adamax|SGD)\w*_\w+")
+_SHARD = re.compile(r"((?:.+/)?([^/]+))_mht_([0-9]{1,6})of([0-9]{1,6})", re.ASCII)
+_NUMBER = re.compile(r"[0-9]{1,6}")
+_NUMBERED = re.compile(r"_[0-9]+$")
+_SLOTS = re.compile(r"m|v|u|vhat|rms|mg|momentum|velocity(_hat)?|average_gradient|accum\w*|linear")
+"""What optimizers of TensorFlow and of both Keras call their slots."""
+
 _KEYS, _VALUES = "-keys", "-values"
+_LIST, _LAYER = "tables_of_", "-parameter"
+_NUMBERS = (DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
+_ROWS_IN_FILES = "-shard_upsert_restore"
+"""What a FileSystemSaver stores in the place of a shard's keys and values."""
 
 
-class TableShard(Struct, frozen=True):
-    """One of `count` tables: what its tensors are called before the suffix, and its number, from 0."""
+class AddonsTable(Struct, frozen=True):
+    """A table, the stems of its tensors by the number of the shard, from 0, and how many shards it has.
 
-    stem: str
+    `path` is where the checkpoint has it; `also` are other names by which a person may mean it.
+    """
+
     name: str
-    number: int
+    path: str
+    stems: Mapping[int, str]
     count: int
+    also: tuple[str, ...] = ()
+    slot_of: str | None = None
+
+    @property
+    def flat(self) -> str:
+        """The name with underscores for slashes."""
+        return self.name.replace("/", "_")
 
 
-def table_shards(catalog: Catalog) -> Iterator[TableShard]:
-    """The shards of all tables of TFRA that lead from integers to vectors; others are no embeddings."""
-    for stem, name in _stems(catalog):
-        keys, values = catalog.tensors.get(stem + _KEYS), catalog.tensors.get(stem + _VALUES)
-        match = _SHARD.fullmatch(name)
-        if match is None or keys is None or values is None:
-            continue
-        if keys.dtype in (DType.INT64, DType.INT32) and len(values.shape) == 2:
-            yield TableShard(stem, match[1], int(match[2]) - 1, int(match[3]))
+def addons_tables(catalog: Catalog) -> list[AddonsTable]:
+    """The tables of TFRA that lead from integers to rows of numbers; each has a name of its own.
+
+    Raises:
+        CorruptFile: a shard has an impossible number, or the graph of objects is damaged.
+        UnsupportedFormat: their rows lie in other files.
+    """
+    found = [*_by_objects(catalog), *_by_names(catalog)]
+    twice = Counter(table.name for table in found)
+    found = [replace(table, name=table.path) if twice[table.name] > 1 else table for table in found]
+    return [_with_owner(table, found) for table in found]
 
 
-def slot_owner(name: str, known: Collection[str]) -> str:
-    """The table whose optimizer's slot has this name; "" if it is no slot's."""
-    ends = [at for at, letter in enumerate(name) if letter == "_"]
-    owners = (name[:end] for end in ends if name[:end] in known and _SLOT.fullmatch(name[end:]))
-    return next(owners, "")
-
-
-def _stems(catalog: Catalog) -> Iterator[tuple[str, str]]:
-    """What tensors of tables are called before the suffix, with the table's own name."""
+def _by_names(catalog: Catalog) -> Iterator[AddonsTable]:
+    shards: dict[str, dict[int, str]] = {}
+    counts: dict[str, int] = {}
     for tensor in catalog.tensors:
-        if "_mht_" in tensor and tensor.endswith(_KEYS):
-            yield tensor.removesuffix(_KEYS), tensor.removesuffix(_KEYS)
-    ref = catalog.tensors.get(OBJECT_GRAPH)
-    if ref is None or ref.dtype is not DType.STRING or ref.shape != ():
+        match = _SHARD.fullmatch(_stem(tensor)) if "_mht_" in tensor else None
+        if match is None:
+            continue
+        _check_is_here(catalog, tensor)
+        number, count = int(match[3]) - 1, int(match[4])
+        if not 0 <= number < count or counts.setdefault(match[1], count) != count:
+            expected = f", and another is of {counts[match[1]]}" if match[1] in counts else ""
+            raise CorruptFile(f"{catalog.prefix}: {match[0]!r} is shard {number + 1} of {count}{expected}")
+        if _is_embedding(catalog, match[0]):
+            shards.setdefault(match[1], {})[number] = match[0]
+    for path, stems in shards.items():
+        name = _name_in_graph(path)
+        yield AddonsTable(name, path, stems, counts[path], (path, name.replace("/", "_")))
+
+
+def _by_objects(catalog: Catalog) -> Iterator[AddonsTable]:
+    if not any(_LIST in tensor for tensor in catalog.tensors) or not (objects := read_object_graph(catalog)):
         return
-    data = read_array(catalog, ref).item()
-    if b"_mht_" not in data:
-        return
-    try:
-        nodes = protos.TrackableObjectGraph.FromString(data).nodes
-    except DecodeError:
-        return  # whoever needs the objects says so
-    for node in nodes:
-        for attribute in node.attributes:
-            if "_mht_" in attribute.full_name:
-                yield attribute.checkpoint_key, attribute.full_name
+    for item in objects.objects:
+        for edge, number in item.children.items():
+            if edge.startswith(_LIST):
+                yield from _listed(catalog, objects, edge.removeprefix(_LIST), number)
+
+
+def _listed(catalog: Catalog, objects: ObjectGraph, name: str, number: int) -> Iterator[AddonsTable]:
+    """The table whose shards this list has, unless it is of integers."""
+    edges = objects.objects[number].children
+    stems = {int(edge): objects.objects[edges[edge]].table for edge in edges if _NUMBER.fullmatch(edge)}
+    for stem in stems.values():
+        _check_is_here(catalog, stem + _ROWS_IN_FILES)
+    own = {place: stem for place, stem in stems.items() if _is_embedding(catalog, stem)}
+    if own:
+        path = min(own.values()).partition(f"/{_LIST}")[0]
+        also = (path, name.removesuffix(_LAYER)) if name.endswith(_LAYER) else (path,)
+        yield AddonsTable(name, path, own, len(stems), also)
+
+
+def _stem(tensor: str) -> str:
+    for suffix in (_KEYS, _ROWS_IN_FILES):
+        if tensor.endswith(suffix):
+            return tensor.removesuffix(suffix)
+    return ""
+
+
+def _is_embedding(catalog: Catalog, stem: str) -> bool:
+    keys, values = catalog.tensors.get(stem + _KEYS), catalog.tensors.get(stem + _VALUES)
+    if keys is None or values is None or len(values.shape) != 2:
+        return False
+    return keys.dtype in (DType.INT64, DType.INT32) and values.dtype in _NUMBERS
+
+
+def _check_is_here(catalog: Catalog, tensor: str) -> None:
+    if tensor.endswith(_ROWS_IN_FILES) and tensor in catalog.tensors:
+        raise UnsupportedFormat(
+            f"{catalog.prefix} lacks the rows of {tensor.removesuffix(_ROWS_IN_FILES)!r}",
+            cause="TFRA's FileSystemSaver wrote them to files of its own, TFRADynamicEmbedding*/*-keys and "
+            "*-values, which the next save may overwrite",
+            hint="in the trainer make the variable without saver=FileSystemSaver(), read the rows with "
+            "variable.load_from_file_system(DIRECTORY), and save again",
+        )
+
+
+def table_in_graph(node: str) -> str:
+    """The name of the variable of which a node of a graph is a shard; "" if it is none."""
+    match = _SHARD.fullmatch(node)
+    return "" if match is None else _name_in_graph(match[1])
+
+
+def _name_in_graph(path: str) -> str:
+    """A variable's name, of the scopes in which it was made and its name with underscores for slashes.
+
+    As many scopes as the name repeats are its own; numbers behind them tell equal scopes apart.
+    """
+    *scopes, flat = path.split("/")
+    name = flat
+    for first in range(len(scopes)):
+        for parts in (scopes[first:], [_NUMBERED.sub("", part) for part in scopes[first:]]):
+            end = "_".join(parts)
+            if flat == end or flat.endswith(f"_{end}"):
+                before = flat.removesuffix(end).removesuffix("_")
+                return "/".join([before, *parts] if before else parts)
+    return name
+
+
+def _with_owner(table: AddonsTable, tables: Iterable[AddonsTable]) -> AddonsTable:
+    """The table, with the one whose optimizer's slot it is, and a name below that one's."""
+    head, _, slot = table.name.rpartition("/")
+    if not _SLOTS.fullmatch(slot):
+        return table
+    flat = head.replace("/", "_") + "_"
+    owners = (other for other in tables if other is not table and flat.startswith(f"{other.flat}_"))
+    owner = max(owners, key=lambda other: len(other.flat), default=None)
+    if owner is None:
+        return table
+    rest = head[len(owner.flat) + 1 :]
+    name = "/".join(part for part in (owner.name, rest, slot) if part)
+    return replace(table, name=name, slot_of=owner.name)

@@ -21,7 +21,7 @@ from typing import Any
 from msgspec import Raw, Struct
 
 from exporter.catalog import Catalog, TensorRef
-from exporter.checkpoint.file_range import FileRange
+from exporter.checkpoint.file_range import FileRange, listed_shard
 from exporter.checkpoint.plain_values import PlainValues
 from exporter.checkpoint.tensor_bundle import GLOBAL_STEP, step_in_name
 from exporter.errors import CorruptFile, MissingShard, TruncatedFile, UnsafeArchive, UnsupportedFormat
@@ -120,7 +120,7 @@ def _sharded(path: Path) -> tuple[dict[str, TensorRef], list[FileRange]]:
     """The tensors that a list names, each out of the file that it names for it; and these files."""
     source = FileRange.whole(path)
     places = _weight_map(path, source)
-    shards = {name: FileRange.whole(_beside(path, name)) for name in dict.fromkeys(places.values())}
+    shards = {name: _shard(path, name) for name in dict.fromkeys(places.values())}
     held = {name: _tensors(shard) for name, shard in shards.items()}
     for name, file in places.items():
         if name not in held[file]:
@@ -135,13 +135,10 @@ def _weight_map(path: Path, source: FileRange) -> dict[str, str]:
     return listed.weight_map
 
 
-def _beside(path: Path, name: str) -> Path:
-    if Path(name).name != name or name in ("", ".", "..") or "\0" in name or not name.endswith(_SUFFIX):
+def _shard(path: Path, name: str) -> FileRange:
+    if not name.endswith(_SUFFIX):
         raise UnsafeArchive(f"{path} names the shard {name!r:.99}, expected a {_SUFFIX} file beside it")
-    shard = path.with_name(name)
-    if not shard.is_file():
-        raise MissingShard(f"there is no {shard}", cause=f"{path.name} names it")
-    return shard
+    return FileRange.whole(listed_shard(path, name))
 
 
 def _tensors(whole: FileRange) -> dict[str, TensorRef]:

@@ -66,6 +66,18 @@ def read_table(data: bytes, path: Path) -> list[Entry]:
     return entries
 
 
+def read_first_block(data: bytes, path: Path) -> list[Entry]:
+    """The pairs of a table's first block; `data` may be a map of a file, of which little is read.
+
+    Raises:
+        CheckpointError: as `read_table`.
+    """
+    _, index = _read_footer(data, path)
+    for _, value in _read_block(data, index, path, "index block"):
+        return _read_block(data, _read_handle(value, 0, path)[0], path, "first block")
+    return []
+
+
 def _read_footer(data: bytes, path: Path) -> tuple[tuple[int, int], tuple[int, int]]:
     if len(data) < _FOOTER_BYTES:
         raise TruncatedFile(f"{path} has {len(data)} bytes, an index has at least {_FOOTER_BYTES}")

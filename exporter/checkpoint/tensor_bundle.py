@@ -59,7 +59,7 @@ GLOBAL_STEP = "global_step"
 OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
 _VERSION = 1  # kTensorBundleVersion: what this reader understands
-_MAX_INDEX_BYTES = 1 << 30
+MAX_INDEX_BYTES = 1 << 30
 _STEP_LIMIT = 1 << 63  # a training step is an int64
 _MAX_RANK = 254  # TensorShape::MaxDimensions
 _MAX_ELEMENTS = 1 << 63
@@ -129,9 +129,9 @@ def _read_index_file(path: Path) -> tuple[bytes, FileIdentity]:
         if not stat.S_ISREG(path.stat().st_mode):
             raise CorruptFile(f"{path} is not a regular file")
         identity = _identity(path)
-        if identity.size > _MAX_INDEX_BYTES:
+        if identity.size > MAX_INDEX_BYTES:
             raise UnsupportedFormat(f"{path} has {identity.size} bytes; the largest index read is 1 GiB")
-        return read_regular(path), identity
+        return read_regular(path, MAX_INDEX_BYTES), identity
     except FileNotFoundError:
         raise CheckpointNotFound(f"there is no {path}") from None
     except OSError as error:

@@ -1,44 +1,51 @@
 """Read checkpoints of format V1: one file, or shards that a pattern names, each a sorted string table.
 
 They are as old as TensorFlow 0.x and its own reader knows them best, so TensorFlow is imported to read one.
-It gives whole tensors: the largest one passes through memory.
-Source: tensorflow/core/util/tensor_slice_reader.h.
+The largest tensor, or part of one, passes through memory. Which parts there are, each file lists under the
+empty key: the row order of a table depends on them, and TensorFlow's reader does not give them.
+Source: tensorflow/core/util/{tensor_slice_reader.h,saved_tensor_slice.proto}.
 """
 
 from __future__ import annotations
 
+import mmap
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from msgspec import Struct
+from msgspec.structs import replace
 
-from exporter.catalog import Catalog, TensorRef
+from exporter.catalog import Catalog, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.file_range import FileRange
+from exporter.checkpoint.sstable import read_first_block
 from exporter.checkpoint.tensor_bundle import GLOBAL_STEP, step_in_name
 from exporter.errors import CorruptFile, MissingShard
 from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto, message_class
 
 _TABLE_MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 FAMILY = "TensorFlow V1"
 
 
 class V1Values(Struct, frozen=True):
-    """A tensor in files of format V1."""
+    """A tensor in files of format V1, or a part of one as RestoreV2 names it ("" for the whole)."""
 
     files: tuple[FileRange, ...]
     pattern: str
     name: str
     dtype: DType
+    part: str = ""
 
     def blocks(self) -> Iterator[Any]:
-        """See `Content.blocks`; the one block is the whole tensor."""
+        """See `Content.blocks`; the one block is all of it."""
         for file in self.files:
             with file.open():  # raises if it is another one by now
                 pass
-        yield _restored(self.pattern, self.name, self.dtype).reshape(-1)
+        yield _restored(self.pattern, self.name, self.dtype, self.part).reshape(-1)
 
 
 def read_v1(pattern: Path, files: list[Path]) -> Catalog:
@@ -56,11 +63,52 @@ def read_v1(pattern: Path, files: list[Path]) -> Catalog:
         if file.size < len(_TABLE_MAGIC) or file.part(file.size - 8, 8).read() != _TABLE_MAGIC:
             raise CorruptFile(f"{file.path} is not a checkpoint", cause="its end is not that of format V1")
     tensors = {}
+    parts = _parts(ranges)
     for name, (dtype, shape) in sorted(_listed(str(pattern)).items()):
         content = V1Values(ranges, str(pattern), name, dtype)
-        tensors[name] = TensorRef(name, dtype, shape, content=content)
+        slices = tuple(
+            SliceRef(spec, None, replace(content, part=spec.restore_spec)) for spec in parts.get(name, ())
+        )
+        tensors[name] = TensorRef(name, dtype, shape, slices=slices, content=content)
     sizes = tuple(file.size for file in ranges)
     return Catalog(FAMILY, pattern, tensors, tuple(files), sizes, step=_step(pattern, tensors))
+
+
+def _parts(files: Iterable[FileRange]) -> dict[str, list[SliceSpec]]:
+    """The parts of tensors that are stored in several."""
+    found: dict[str, list[SliceSpec]] = {}
+    for file in files:
+        for listed in _meta(file).tensor:
+            shape = tuple(dim.size for dim in listed.shape.dim)
+            found.setdefault(listed.name, []).extend(_spec(file.path, shape, each) for each in listed.slice)
+    return {name: specs for name, specs in found.items() if not any(spec.is_full for spec in specs)}
+
+
+def _meta(file: FileRange) -> Proto:
+    with file.open() as descriptor, mmap.mmap(descriptor, file.size, prot=mmap.PROT_READ) as data:
+        entries = read_first_block(data, file.path)  # type: ignore[arg-type]  # a map is read as bytes are
+    if not entries or entries[0][0] != b"":
+        raise CorruptFile(f"{file.path} is damaged: it does not list its tensors")
+    try:
+        return message_class("SavedTensorSlices").FromString(entries[0][1]).meta
+    except DecodeError as error:
+        raise CorruptFile(f"{file.path} is damaged: its list of tensors", cause=str(error)) from None
+
+
+def _spec(path: Path, shape: tuple[int, ...], part: Proto) -> SliceSpec:
+    """A box; a dimension that is taken whole has no length. (Source: tensor_slice.proto.)"""
+    starts = tuple(box.start for box in part.extent)
+    ends = tuple(
+        box.start + box.length if box.HasField("length") else size
+        for box, size in zip(part.extent, shape, strict=False)
+    )
+    if not len(starts) == len(ends) == len(shape) or any(
+        not 0 <= start <= end <= size for start, end, size in zip(starts, ends, shape, strict=True)
+    ):
+        raise CorruptFile(
+            f"{path} is damaged: a part of a tensor of shape {list(shape[:8])} lies outside of it"
+        )
+    return SliceSpec(shape, starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 
 def _number_of_shards(name: str) -> int:
@@ -87,14 +135,14 @@ def _listed(pattern: str) -> dict[str, tuple[DType, tuple[int, ...]]]:
         raise CorruptFile(f"{pattern} is damaged", cause=str(error)) from None
 
 
-def _restored(pattern: str, name: str, dtype: DType) -> np.ndarray[Any, Any]:
+def _restored(pattern: str, name: str, dtype: DType, part: str) -> np.ndarray[Any, Any]:
     """A tensor by the operation that restores it, which joins parts, as the reader does not."""
     import tensorflow as tf
 
     try:
         with tf.init_scope():
             found = tf.raw_ops.RestoreV2(
-                prefix=pattern, tensor_names=[name], shape_and_slices=[""], dtypes=[int(dtype)]
+                prefix=pattern, tensor_names=[name], shape_and_slices=[part], dtypes=[int(dtype)]
             )
         return np.asarray(found[0].numpy())
     except tf.errors.OpError as error:

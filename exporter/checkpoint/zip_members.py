@@ -12,12 +12,13 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from msgspec import Struct
 
 from exporter.checkpoint.file_range import FileRange, RangeReader
 from exporter.errors import CorruptFile, TruncatedFile, UnsafeArchive, UnsupportedFormat
+from exporter.files import below
 from exporter.wire.crc32c import CHUNK
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -132,12 +133,13 @@ def _unreadable(whole: FileRange, error: Exception) -> CorruptFile | TruncatedFi
 
 
 def _check_name(path: Path, info: zipfile.ZipInfo) -> None:
-    name = info.filename
-    parts = PurePosixPath(name.replace("\\", "/")).parts
-    if name.startswith(("/", "\\")) or ".." in parts or "\0" in name or (parts and parts[0].endswith(":")):
-        raise UnsafeArchive(f"{path}: member {name!r} leads out of the archive")
+    """A directory's name ends in a slash; other systems write `\\` for one, and begin with a drive."""
+    name = info.filename.replace("\\", "/").removesuffix("/")
+    below(path.parent, name, f"{path}: member", UnsafeArchive)
+    if name.partition("/")[0].endswith(":"):
+        raise UnsafeArchive(f"{path}: member {info.filename!r} leads out of the archive")
     if stat.S_ISLNK(info.external_attr >> 16):
-        raise UnsafeArchive(f"{path}: member {name!r} is a symbolic link")
+        raise UnsafeArchive(f"{path}: member {info.filename!r} is a symbolic link")
 
 
 def _member(whole: FileRange, info: zipfile.ZipInfo) -> Member:

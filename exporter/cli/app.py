@@ -1,57 +1,77 @@
-"""The command `export-model`: parse options, call the pipeline, print. Heavy imports come late."""
+"""The command `export-model`: parse options, call the pipeline, print. Heavy imports come late.
+
+Refuse options of an export that stand before a subcommand, where they have no effect.
+"""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
 
-import click
+import typer
 from msgspec.structs import replace
 
 from exporter.cli import doctor_command, history_command, inspect_command, log_commands, transfer_commands
-from exporter.cli.delta_flags import DeltaFlags, WatchFlags, check_places
-from exporter.cli.export_flags import CheckFlags, KeyFlags, NameFlags, PlaceFlags, ServedFlags, StorageFlags
-from exporter.cli.export_help import (
-    CHECKS,
-    DELTAS,
-    FOLLOWING,
+from exporter.cli.export_flags import (
     HELP,
-    KEYED,
-    NAMES,
-    PLACES,
-    SERVED,
-    STORAGE,
-    WORK,
+    CheckFlags,
+    DeltaFlags,
+    KeyFlags,
+    NameFlags,
+    PlaceFlags,
+    ServedFlags,
+    StorageFlags,
+    WatchFlags,
+    check_places,
 )
 from exporter.cli.job_flags import JobFlags
 from exporter.cli.notify import Servers
-from exporter.cli.root_options import refuse_root_options
+from exporter.errors import UsageError
 from exporter.options import ExportRequest
 from exporter.roles import node_role
-from exporter.terminal import completion
-from exporter.terminal.edge import AS_TEXT, OutputOptions, VersionFlag, command, pairs, run
-from exporter.terminal.parameters import App, Options
+from exporter.terminal.edge import AS_TEXT, OutputFlags, VersionFlag, application, command, pairs, run
+from exporter.terminal.parameters import with_structs
 from exporter.terminal.server_access import ServerAccess
 from exporter.transfer.opened import data_mode, opened, require_apart
 
-app = App("export-model")
+
+def refuse_root_options(context: typer.Context) -> None:
+    """Refuse what was given before the subcommand.
+
+    Raises:
+        UsageError: something was.
+    """
+    given = [
+        f"--{name.rstrip('_').replace('_', '-')}"
+        for name, value in context.params.items()
+        if value not in (None, False)
+        and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)} before {context.invoked_subcommand!r} has no effect",
+            hint=f"put options behind it: export-model {context.invoked_subcommand} ... {given[0]}",
+        )
 
 
-@app.root(invoke_without_command=True, help=HELP)
+app = application(HELP, invoke_without_command=True)
+
+
+@app.callback()
+@with_structs
 def export(
-    context: click.Context,
-    places: Annotated[PlaceFlags, Options(PLACES)],
-    served: Annotated[ServedFlags, Options(SERVED)],
-    names: Annotated[NameFlags, Options(NAMES)],
-    storage: Annotated[StorageFlags, Options(STORAGE)],
-    keyed: Annotated[KeyFlags, Options(KEYED)],
-    checks: Annotated[CheckFlags, Options(CHECKS)],
-    deltas: Annotated[DeltaFlags, Options(DELTAS)],
-    access: Annotated[ServerAccess, Options(DELTAS)],
-    watch: Annotated[WatchFlags, Options(FOLLOWING)],
-    job_flags: Annotated[JobFlags, Options(WORK)],
-    printing: OutputOptions = AS_TEXT,
+    context: typer.Context,
+    places: PlaceFlags,
+    served: ServedFlags,
+    names: NameFlags,
+    storage: StorageFlags,
+    keyed: KeyFlags,
+    checks: CheckFlags,
+    deltas: DeltaFlags,
+    access: ServerAccess,
+    watch: WatchFlags,
+    job_flags: JobFlags,
+    printing: OutputFlags = AS_TEXT,
     own_version: VersionFlag = False,
 ) -> None:
     """Export (the root command)."""
@@ -80,15 +100,18 @@ def export(
             feeds=pairs("--feed", served.feed),
             absent_keys=pairs("--absent-key", served.absent_key),
             allow_code=served.allow_code,
+            allow_foreign_ops=served.allow_foreign_ops,
+            allow_files=tuple(map(Path, served.allow_files)),
+            allow_file_ops=served.allow_file_ops,
             allow_batch_statistics=served.allow_batch_statistics,
-            custom_objects=served.custom_objects,
-            renames=names.rename,
+            custom_objects=tuple(served.custom_objects),
+            renames=tuple(names.rename),
             rename_file=names.rename_file,
             by_order=names.by_order,
             average=names.average,
             partition_strategies=pairs("--partition-strategy", names.partition_strategy),
             object_path=names.object_path,
-            casts=storage.cast,
+            casts=tuple(storage.cast),
             data=data_mode(out, storage.data),
             warmup=storage.warmup,
             no_warmup=storage.no_warmup,
@@ -106,14 +129,14 @@ def export(
             updates=deltas.updates,
             jobs=job_flags.jobs(),
         )
-        servers = Servers(deltas.notify, access)
+        servers = Servers(tuple(deltas.notify), access)
         servers.check()
         deltas.check()
         check_places(places, deltas, watch)
         watching = watch.watching()
         sink.json_lines = watch.watch
         if not places.any_role and not (role := node_role()).is_chief:
-            from exporter.cli.stand_by import stand_by
+            from exporter.cli.full_command import stand_by
 
             stand_by(role, sink)
             return
@@ -132,9 +155,8 @@ def export(
         full_command.run(request, sink, target, watching, dry_run=checks.dry_run)
 
 
-app.subcommand()(inspect_command.inspect)
-completion.register(app, "export-model")
 for function in (
+    inspect_command.inspect,
     history_command.history,
     log_commands.merge,
     log_commands.rollback,
@@ -145,9 +167,9 @@ for function in (
     transfer_commands.pull,
     doctor_command.doctor,
 ):
-    app.subcommand()(function)
+    app.command()(with_structs(function))
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """The console script."""
-    run(app)
+    run(app, "export-model", arguments)

@@ -11,14 +11,15 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from exporter.cli.documents import logs as documents
 from exporter.cli.log_commands import ModelArgument
 from exporter.local_paths import checkpoint_parser
 from exporter.storage.url import Url
-from exporter.terminal.edge import AS_TEXT, OutputOptions, command
+from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.markup import escape, labelled
 from exporter.terminal.output import Output
-from exporter.terminal.parameters import Option, Options
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.transfer.opened import opened
 
@@ -32,28 +33,29 @@ def doctor(
     model: ModelArgument,
     ckpt_dir: Annotated[
         Path | None,
-        Option(
+        typer.Option(
             metavar="DIR|PREFIX",
             parser=checkpoint_parser("--ckpt-dir"),
             help="Also check the checkpoints that the next export would read.",
         ),
     ] = None,
     target: Annotated[
-        tuple[str, ...],
-        Option(metavar="HOST[:PORT]", help="Also check this model server. Repeatable."),
-    ] = (),
+        list[str] | None,
+        typer.Option(metavar="HOST[:PORT]", help="Also check this model server. Repeatable."),
+    ] = None,
     model_name: Annotated[
-        str | None, Option(metavar="NAME", help="The model's name there. [default: MODEL's last part]")
+        str | None,
+        typer.Option(metavar="NAME", help="The model's name there.", show_default="MODEL's last part"),
     ] = None,
     patience: Annotated[
         float,
-        Option(metavar="SECONDS", min=0, help="How long a server may take to serve what is published."),
+        typer.Option(metavar="SECONDS", min=0, help="How long a server may take to serve what is published."),
     ] = 60.0,
     deadline: Annotated[
-        float, Option(metavar="SECONDS", min=0.001, help="How long to wait for a server's answer.")
+        float, typer.Option(metavar="SECONDS", min=0.001, help="How long to wait for a server's answer.")
     ] = 5.0,
-    access: Annotated[ServerAccess, Options()] = WITHOUT_TLS,
-    printing: OutputOptions = AS_TEXT,
+    access: ServerAccess = WITHOUT_TLS,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """List what is wrong with a published model, or soon will be, with the command that helps.
 

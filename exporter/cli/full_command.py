@@ -1,4 +1,7 @@
-"""`export-model` without `--incr`: export once, or follow training, and print the result."""
+"""`export-model` without `--incr`: export once, or follow training, and print the result.
+
+Print that this node of a cluster leaves the export to its chief.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from functools import partial
 
 from exporter.cli import render
 from exporter.cli.documents import exported as documents
+from exporter.cli.documents.exported import StandBy
 from exporter.graph.load import run_builders_once
 from exporter.local_paths import quoted
 from exporter.options import ExportRequest
@@ -14,10 +18,18 @@ from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import Watching
 from exporter.publish.made_from import PublishedAlready
 from exporter.publish.permission import held_at
+from exporter.roles import Role
 from exporter.terminal.edge import outlived, watch_ended
 from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
 from exporter.transfer.opened import OpenModel
+
+
+def stand_by(role: Role, sink: Output) -> None:
+    """Say which role the node has, where that is known from, and how to export in spite of it."""
+    document = StandBy("nothing_to_do", None, role.type, role.index, role.source)
+    why = f"this node is {role} ({role.source}), and the chief exports; --any-role exports here, too"
+    sink.result(document, [labelled("nothing to do", why)], is_done=True)
 
 
 def run(

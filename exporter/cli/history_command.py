@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from datetime import UTC
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from exporter.cli.documents import logs as documents
 from exporter.cli.log_commands import ModelArgument
 from exporter.local_paths import quoted
-from exporter.terminal.edge import AS_TEXT, OutputOptions, command
+from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
-from exporter.terminal.parameters import Option
 from exporter.transfer.opened import opened
 
 if TYPE_CHECKING:
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 
 def history(
     model: ModelArgument,
-    last: Annotated[int | None, Option(metavar="N", min=1, help="Show only the newest N events.")] = None,
-    printing: OutputOptions = AS_TEXT,
+    last: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Show only the newest N events.")
+    ] = None,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """List what was published, in order: versions, bases, deltas, mergers, rollbacks; and the hold.
 
@@ -85,7 +88,8 @@ def _lines(found: Timeline, shown: int) -> Iterator[str]:
         waiting = sum(event.is_past_hold for event in found.events)
         who = ", by the agent's canary" if found.is_canary else ""
         yield labelled("hold", f"at {found.hold}{who}; {waiting or 'nothing'} published beyond it")
-        yield labelled("next", f"to lift it: export-model resume {quoted(found.model)}")
+        more = " --lift-canary" if found.is_canary else ""
+        yield labelled("next", f"to lift it: export-model resume {quoted(found.model)}{more}")
     if shown < len(found.events):
         yield labelled("shown", f"the last {shown} of {len(found.events)} events")
 

@@ -13,15 +13,23 @@ from msgspec.structs import asdict
 from exporter.cli.documents.exported import DeltaExport, DeltaPlan, Notified, RowsLeftOut, RowsRounded
 from exporter.cli.documents.values import Status
 from exporter.cli.notify import NOBODY, Servers
-from exporter.errors import ExportError, ManifestError, PositionError, PositionMoved, UsageError
+from exporter.errors import (
+    ExportError,
+    ManifestError,
+    NoNewBase,
+    PositionError,
+    PositionMoved,
+    UsageError,
+    unreachable,
+)
 from exporter.graph.origin import check_named
 from exporter.local_paths import quoted
 from exporter.options import ExportRequest
 from exporter.pipeline import begin_log, incremental
-from exporter.pipeline.arrivals import Arrivals
 from exporter.pipeline.incremental import ExportedDelta, Incremental
 from exporter.pipeline.incremental_plan import IncrementalPlan, plan_incremental
-from exporter.pipeline.watch_loop import Poll, Watching, follow, is_for_a_person
+from exporter.pipeline.trainer_state import MARKER_SECONDS
+from exporter.pipeline.watch_loop import Arrivals, Poll, Watching, follow, is_for_a_person
 from exporter.progress import count, human_bytes
 from exporter.publish.permission import Permission
 from exporter.terminal.edge import outlived, watch_ended
@@ -90,6 +98,7 @@ def _publish(request: ExportRequest, sink: Output, how: RunOptions) -> Increment
             sink.progress,
             full_on_mismatch=how.full_on_mismatch,
             is_watching=how.watching is not None,
+            marker_seconds=MARKER_SECONDS,
         ),
         sink.progress,
     )
@@ -107,10 +116,11 @@ def _look(request: ExportRequest, sink: Output, how: RunOptions) -> Poll[Increme
 
 
 def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebased | None:
-    """Publish a new base, too, unless the newest one stands there. A failure says if a delta is published.
+    """Publish a new base, too, unless the newest one stands there.
 
     Raises:
-        ExportError: see `rebase`.
+        NoNewBase: it failed, and the delta is published.
+        ExportError: see `rebase`; nothing was published.
     """
     from exporter.pipeline.rebase import rebase
 
@@ -120,10 +130,12 @@ def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebas
                 request.out, keep=request.keep, despite_hold=request.despite_hold, jobs=request.jobs
             )
         )
-    except ExportError as error:
-        if done.published is not None:
-            error.message = f"{done.published.path} is published, but no new base: {error.message}"
-        raise
+    except (ExportError, OSError) as error:
+        if done.published is None:
+            raise
+        why = unreachable(error) if isinstance(error, OSError) else error
+        what = f"{done.published.path} is published, but no new base: {why.message}"
+        raise NoNewBase(what, cause=why.cause, hint=why.hint) from why
 
 
 def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output, how: RunOptions) -> None:
@@ -135,7 +147,8 @@ def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output, how
     try:
         based = _rebase(request, done, how)
     except ExportError as error:
-        if is_for_a_person(error):
+        why = error.__cause__ if isinstance(error, NoNewBase) else error
+        if isinstance(why, ExportError) and is_for_a_person(why):
             raise
         outlived(sink, error)
         return

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import typer
 from msgspec import Struct
 
 from exporter.errors import UsageError
-from exporter.local_paths import checkpoint_parser
+from exporter.local_paths import checkpoint_parser, path_parser
 from exporter.options import ExportRequest
-from exporter.terminal.edge import AS_TEXT, OutputOptions, command, pairs
-from exporter.terminal.parameters import Argument, Option, Options
+from exporter.terminal.edge import AS_TEXT, OutputFlags, command, pairs
 from exporter.transfer.opened import LocalModel, OpenModel, opened_if_model
 
 
@@ -20,23 +20,27 @@ class ComparisonFlags(Struct, frozen=True):
 
     unmatched: Annotated[
         str | None,
-        Option(
+        typer.Option(
             metavar="MODEL",
             help="Compare a checkpoint with this graph (as --model names it), and list what has no partner.",
         ),
     ] = None
     model_arg: Annotated[
-        tuple[str, ...], Option(metavar="NAME=VALUE", help="With --unmatched: a builder's argument.")
-    ] = ()
+        list[str], typer.Option(metavar="NAME=VALUE", help="With --unmatched: a builder's argument.")
+    ] = []
     input: Annotated[
-        tuple[str, ...], Option(metavar="NAME=TENSOR", help="With --unmatched: an input of a .meta's graph.")
-    ] = ()
+        list[str], typer.Option(metavar="NAME=TENSOR", help="With --unmatched: an input of a .meta's graph.")
+    ] = []
     output: Annotated[
-        tuple[str, ...],
-        Option(metavar="NAME=TENSOR", help="With --unmatched: an output of a .meta's graph."),
-    ] = ()
+        list[str], typer.Option(metavar="NAME=TENSOR", help="With --unmatched: an output of a .meta's graph.")
+    ] = []
     rename_file: Annotated[
-        Path | None, Option(metavar="FILE", help="With --unmatched: the table of names so far.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            parser=path_parser("--rename-file"),
+            help="With --unmatched: the table of names so far.",
+        ),
     ] = None
 
     def request(self, ckpt_dir: Path) -> ExportRequest | None:
@@ -66,13 +70,15 @@ NOT_COMPARED = ComparisonFlags()
 def inspect(
     path: Annotated[
         Path,
-        Argument(
-            "PATH", "Checkpoint, .meta, SavedModel or model base path; also a URL.", checkpoint_parser("PATH")
+        typer.Argument(
+            metavar="PATH",
+            help="Checkpoint, .meta, SavedModel or model base path; also a URL.",
+            parser=checkpoint_parser("PATH"),
         ),
     ],
-    tensors: Annotated[bool, Option(help="List every tensor.")] = False,
-    comparison: Annotated[ComparisonFlags, Options()] = NOT_COMPARED,
-    printing: OutputOptions = AS_TEXT,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    comparison: ComparisonFlags = NOT_COMPARED,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Show what a checkpoint, a graph or a published model holds.
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Annotated
 
+import typer
 from msgspec import Struct
 
+from exporter.cli.export_flags import WORK
 from exporter.errors import UsageError
 from exporter.local_paths import local_name
 from exporter.options import EngineName, Jobs
 from exporter.storage.url import Url
 from exporter.terminal.edge import pairs
-from exporter.terminal.parameters import Option
 
 _SIZE = re.compile(r"([1-9][0-9]{0,9})(B|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+_Option = partial(typer.Option, rich_help_panel=WORK)
 
 
 class JobFlags(Struct, frozen=True):
@@ -23,26 +27,28 @@ class JobFlags(Struct, frozen=True):
 
     engine: Annotated[
         EngineName | None,
-        Option(help="Move, cast, compare and check as tasks of this engine; what was begun is gone on with."),
+        _Option(
+            help="Move, cast, compare and check as tasks of this engine; what was begun is gone on with."
+        ),
     ] = None
     workers: Annotated[
-        int, Option(metavar="N", min=0, help="Tasks that run at once; 0: as many as there are processors.")
+        int, _Option(metavar="N", min=0, help="Tasks that run at once; 0: as many as there are processors.")
     ] = 0
     engine_address: Annotated[
         str | None,
-        Option(metavar="ADDRESS", help="The cluster of the engine: ray://HOST:10001, tcp://HOST:8786."),
+        _Option(metavar="ADDRESS", help="The cluster of the engine: ray://HOST:10001, tcp://HOST:8786."),
     ] = None
     engine_option: Annotated[
-        tuple[str, ...], Option(metavar="NAME=VALUE", help="An option of the engine's own. Repeatable.")
-    ] = ()
+        list[str], _Option(metavar="NAME=VALUE", help="An option of the engine's own. Repeatable.")
+    ] = []
     job_dir: Annotated[
         str | None,
-        Option(
+        _Option(
             metavar="DIR|URL",
             help="Keep tasks' results here, where all workers see them; an export's lie below the model.",
         ),
     ] = None
-    task_size: Annotated[str, Option(metavar="SIZE", help="What one task reads, as in 64MiB.")] = "64MiB"
+    task_size: Annotated[str, _Option(metavar="SIZE", help="What one task reads, as in 64MiB.")] = "64MiB"
 
     def jobs(self) -> Jobs:
         """What the options say.

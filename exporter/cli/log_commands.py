@@ -8,41 +8,48 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import click
+import typer
 
 from exporter.cli.job_flags import LOCALLY, JobFlags
 from exporter.errors import Exit, UsageError
 from exporter.local_paths import checkpoint_parser
 from exporter.storage.url import Url
-from exporter.terminal.edge import AS_TEXT, OutputOptions, command
-from exporter.terminal.parameters import Argument, Option, Options
+from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.transfer.opened import OpenModel, opened, opened_if_model
 
-DryRunFlag = Annotated[bool, Option("--dry-run", help="Print what would be done and write nothing.")]
+DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and write nothing.")]
 ModelArgument = Annotated[
-    Path, Argument("MODEL", "Model base path, or its URL: s3://, gs://, az://.", checkpoint_parser("MODEL"))
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="Model base path, or its URL: s3://, gs://, az://.",
+        parser=checkpoint_parser("MODEL"),
+    ),
 ]
 
 
 def merge(
     model: ModelArgument,
     from_: Annotated[
-        int | None, Option("--from", metavar="POSITION", help="Position at which the first delta begins.")
+        int | None,
+        typer.Option("--from", metavar="POSITION", help="Position at which the first delta begins."),
     ] = None,
     to: Annotated[
-        int | None, Option(metavar="POSITION", help="Position at which the last delta ends.")
+        int | None, typer.Option(metavar="POSITION", help="Position at which the last delta ends.")
     ] = None,
-    rebase: Annotated[bool, Option(help="Merge base and deltas into a new base instead.")] = False,
+    rebase: Annotated[
+        bool, typer.Option("--rebase", help="Merge base and deltas into a new base instead.")
+    ] = False,
     keep: Annotated[
-        int | None, Option(metavar="N", min=1, help="With --rebase: keep the newest N versions.")
+        int | None, typer.Option(metavar="N", min=1, help="With --rebase: keep the newest N versions.")
     ] = None,
     despite_hold: Annotated[
         bool,
-        Option(help="With --rebase: publish the base although the model is held."),
+        typer.Option("--despite-hold", help="With --rebase: publish the base although the model is held."),
     ] = False,
-    job_flags: Annotated[JobFlags, Options()] = LOCALLY,
+    job_flags: JobFlags = LOCALLY,
     dry_run: DryRunFlag = False,
-    printing: OutputOptions = AS_TEXT,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Merge published deltas into one, or with --rebase base and deltas into a new base.
 
@@ -82,20 +89,21 @@ def merge(
 def rollback(
     model: ModelArgument,
     to: Annotated[
-        int, Option(metavar="POSITION", help="Position (or plain version) whose values to restore.")
+        int, typer.Option(metavar="POSITION", help="Position (or plain version) whose values to restore.")
     ],
     reason: Annotated[
-        str | None, Option(metavar="TEXT", help="Why, to be kept with it: `export-model history` tells it.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Why, to be kept with it: `export-model history` tells it."),
     ] = None,
     if_canary: Annotated[
         bool,
-        Option(
+        typer.Option(
             "--if-canary",
             help="Only if POSITION is what the canary of `serve-model agent` approved last, which uses this.",
         ),
     ] = False,
     dry_run: DryRunFlag = False,
-    printing: OutputOptions = AS_TEXT,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Publish an earlier position's values as the newest, and hold the model there.
 
@@ -124,41 +132,49 @@ def rollback(
 def resume(
     model: ModelArgument,
     lift_only: Annotated[
+        bool, typer.Option("--lift-only", help="Lift the hold and leave the values as they are.")
+    ] = False,
+    lift_canary: Annotated[
         bool,
-        Option(help="Lift the hold and leave the values as they are."),
+        typer.Option(
+            "--lift-canary",
+            help="Lift a canary's hold, too: servers take what none has passed, also what one has failed.",
+        ),
     ] = False,
     dry_run: DryRunFlag = False,
-    printing: OutputOptions = AS_TEXT,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Lift the hold; after a rollback, restore the values from before it, unless newer ones are published.
 
     Where a canary of `serve-model agent` approved what is published, it has its hold again: it is to approve
-    what comes back, too. Repeat the command to lift that.
+    what comes back, too, and repeating the command changes nothing. To do without a canary, stop the agent
+    and say --lift-canary.
 
     \b
     Examples:
       export-model resume models/ranker
       export-model resume models/ranker --lift-only
+      export-model resume models/ranker --lift-canary --dry-run
     """
     with command(printing) as sink, opened(model, read_only=dry_run) as target:
         from exporter.cli import render_log
         from exporter.pipeline import log_maintenance
 
-        path = target.path
+        path, how = target.path, {"lift_only": lift_only, "lift_canary": lift_canary}
         if dry_run:
-            planned = target.carry(lambda: log_maintenance.plan_resume(path, lift_only=lift_only))
+            planned = target.carry(lambda: log_maintenance.plan_resume(path, **how))
             render_log.taking_back(planned, sink)
         else:
-            done = target.carry(lambda: log_maintenance.resume(path, lift_only=lift_only))
+            done = target.carry(lambda: log_maintenance.resume(path, **how))
             render_log.taken_back(done, sink)
 
 
 def diff(
-    a: Annotated[str, Argument("A", help="Checkpoint, version, MODEL or MODEL@POSITION.")],
-    b: Annotated[str, Argument("B", help="What to compare A with.")],
-    exit_code: Annotated[bool, Option(help="Exit with 10 if A and B differ.")] = False,
-    job_flags: Annotated[JobFlags, Options()] = LOCALLY,
-    printing: OutputOptions = AS_TEXT,
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint, version, MODEL or MODEL@POSITION.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="What to compare A with.")],
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 10 if A and B differ.")] = False,
+    job_flags: JobFlags = LOCALLY,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Show what differs between two states: variables, rows, norms.
 
@@ -188,7 +204,7 @@ def diff(
         found = work()
         render_log.differences(found, sink)
     if exit_code and not found.is_empty:
-        raise click.exceptions.Exit(Exit.DIFFERENT)
+        raise typer.Exit(Exit.DIFFERENT)
 
 
 def _side(text: str, models: dict[str, OpenModel], stack: ExitStack) -> str:
@@ -208,9 +224,9 @@ def _side(text: str, models: dict[str, OpenModel], stack: ExitStack) -> str:
 
 def verify(
     model: ModelArgument,
-    bytes_: Annotated[bool, Option("--bytes", help="Also read all values of the versions.")] = False,
-    job_flags: Annotated[JobFlags, Options()] = LOCALLY,
-    printing: OutputOptions = AS_TEXT,
+    bytes_: Annotated[bool, typer.Option("--bytes", help="Also read all values of the versions.")] = False,
+    job_flags: JobFlags = LOCALLY,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Check everything that is published: files, checksums, and that each base reaches the newest position.
 

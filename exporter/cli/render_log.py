@@ -111,12 +111,12 @@ def rebasing(plan: Rebasing | None, sink: Output) -> None:
 def taken_back(done: RollbackResult, sink: Output) -> None:
     """What `rollback` or `resume` did."""
     if not done.was_held:
-        sink.result(_rollback(done, Status.NOTHING_TO_DO, dry_run=False), [_NOTHING_HELD], is_done=True)
+        sink.result(_rollback(done, Status.NOTHING_TO_DO, dry_run=False), _nothing_held(done), is_done=True)
         return
     lines = [
         labelled("values", f"of position {done.values_of}"),
         labelled("published", str(done.path or "nothing: the values stay")),
-        labelled("hold", _held(done)),
+        labelled("hold", "lifted" if done.hold is None else _held(done)),
     ]
     status = Status.HOLD_LIFTED if done.published is None else Status.PUBLISHED
     sink.result(_rollback(done, status, dry_run=False), lines, is_done=True)
@@ -124,25 +124,33 @@ def taken_back(done: RollbackResult, sink: Output) -> None:
         _warn(done.published.warnings, sink)
 
 
-def _held(done: RollbackResult) -> str:
-    if done.hold is None:
-        return "lifted"
-    return f"at {done.hold}" + (
-        ": the agent's canary decides about what lies beyond" if done.is_canary else ""
+def _held(found: RollbackResult | RollbackPlan) -> str:
+    return f"at {found.hold}" + (
+        ": the agent's canary decides about what lies beyond" if found.is_canary else ""
     )
+
+
+def _nothing_held(found: RollbackResult | RollbackPlan) -> list[str]:
+    if found.hold is None:
+        return [labelled("nothing to do", "the model is not held")]
+    return [
+        labelled("nothing to do", "no person and no rollback holds the model"),
+        labelled("hold", _held(found)),
+        labelled("next", "to have servers take that unjudged: stop the agent's canary, then --lift-canary"),
+    ]
 
 
 def taking_back(plan: RollbackPlan, sink: Output) -> None:
     """What `rollback --dry-run` and `resume --dry-run` print: the document of the run."""
     if not plan.was_held:
-        sink.result(_rollback(plan, Status.NOTHING_TO_DO, dry_run=True), [_NOTHING_HELD])
+        sink.result(_rollback(plan, Status.NOTHING_TO_DO, dry_run=True), _nothing_held(plan))
         return
     lines = [
         labelled("values", f"of position {plan.values_of}"),
         labelled("would publish", str(plan.path or "nothing: the values stay")),
-        labelled("would hold", f"at {plan.hold}")
+        labelled("would hold", _held(plan))
         if plan.hold is not None
-        else labelled("would lift", "the hold"),
+        else labelled("would lift", "the hold: servers take what is published"),
     ]
     sink.result(_rollback(plan, Status.PLANNED, dry_run=True), lines)
 
@@ -157,6 +165,7 @@ def _rollback(what: RollbackResult | RollbackPlan, status: Status, *, dry_run: b
         values_of=what.values_of.position,
         step=what.values_of.step,
         hold=what.hold,
+        is_canary=what.is_canary,
     )
 
 
@@ -274,5 +283,4 @@ def _number(value: float | None) -> str:
 
 
 _NOTHING_TO_MERGE = labelled("nothing to do", "one delta, or none, leads there")
-_NOTHING_HELD = labelled("nothing to do", "the model is not held")
 _NOTHING_TO_REBASE = labelled("nothing to do", "the newest base stands at the newest position")

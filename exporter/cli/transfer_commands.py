@@ -6,16 +6,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from exporter.cli.documents import transfers as documents
+import typer
+
+from exporter.cli.documents import logs as documents
 from exporter.cli.documents.values import Status
 from exporter.cli.log_commands import DryRunFlag
 from exporter.errors import CheckpointError, ExportError, PublishError, UsageError, VerificationError
-from exporter.local_paths import quoted
+from exporter.local_paths import path_parser, quoted
 from exporter.progress import count, human_bytes
-from exporter.terminal.edge import AS_TEXT, OutputOptions, command, outlived
+from exporter.terminal.edge import AS_TEXT, OutputFlags, command, outlived
 from exporter.terminal.markup import labelled
 from exporter.terminal.output import Output
-from exporter.terminal.parameters import Argument, Option
 
 if TYPE_CHECKING:
     from exporter.transfer.pull import Pulled
@@ -23,11 +24,18 @@ if TYPE_CHECKING:
 
 
 def push(
-    model: Annotated[Path, Argument("MODEL", "Model base path.")],
-    url: Annotated[str, Argument("URL", "s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL.")],
-    prune: Annotated[bool, Option(help="Remove from the store what is not published here any more.")] = False,
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Model base path.", parser=path_parser("MODEL"))
+    ],
+    url: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL."),
+    ],
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove from the store what is not published here any more.")
+    ] = False,
     dry_run: DryRunFlag = False,
-    printing: OutputOptions = AS_TEXT,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Upload what is published to an object store: versions, deltas and the hold, each whole or not at all.
 
@@ -68,14 +76,21 @@ def _told(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
 
 
 def pull(
-    url: Annotated[str, Argument("URL", "Where a model was pushed to.")],
-    model: Annotated[Path, Argument("MODEL", "Model base path, for servers that read files.")],
-    prune: Annotated[bool, Option(help="Remove here what is not in the store any more.")] = False,
-    watch: Annotated[bool, Option(help="Go on: fetch what appears in the store.")] = False,
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where a model was pushed to.")],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="Model base path, for servers that read files.", parser=path_parser("MODEL")
+        ),
+    ],
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove here what is not in the store any more.")
+    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on: fetch what appears in the store.")] = False,
     interval: Annotated[
-        float, Option(metavar="SECONDS", min=0.05, help="With --watch: how often to look.")
+        float, typer.Option(metavar="SECONDS", min=0.05, help="With --watch: how often to look.")
     ] = 1.0,
-    printing: OutputOptions = AS_TEXT,
+    printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Fetch what is published in an object store into a local directory, checked, in order of positions.
 

@@ -21,12 +21,11 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog, Extent, SliceSpec, TensorRef
 from exporter.checkpoint.source_shard import open_shard
 from exporter.checkpoint.tensor_values import map_bytes
-from exporter.delta.compare_rows import Found, TableRows, differing_rows
+from exporter.delta.compare_rows import Found, ReadRange, StoredChecksums, TableRows, differing_rows
 from exporter.delta.format import ServedVariable
 from exporter.delta.row_hashes import BlockHasher, without_rows
 from exporter.delta.row_reader import RowReader, SliceOrder, overlaps
 from exporter.delta.snapshot import Snapshot
-from exporter.delta.stored_checksums import ReadRange, StoredChecksums
 from exporter.integer_sets import among, distinct
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range, Receipt, Task

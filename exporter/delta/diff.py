@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from msgspec import Struct, field
 
-from exporter.delta.compare_rows import Found, TableRows, differing_rows
+from exporter.delta.compare_rows import Found, StoredChecksums, TableRows, differing_rows
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.row_hashes import BlockHasher, HashIndex
 from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
 from exporter.delta.snapshot import Snapshot
-from exporter.delta.stored_checksums import StoredChecksums
 from exporter.integer_sets import distinct
 from exporter.progress import NoProgress, Progress
 from exporter.storage.requests import GAP_BYTES, PART_BYTES

@@ -11,9 +11,10 @@ from exporter.catalog import Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_path
 from exporter.delta.delta_files import DeltaTensors, header_tensors, tensor_keys
 from exporter.delta.format import DeltaHeader, Schema, ServedVariable
-from exporter.delta.merge_job import Files, MergeJob, Piece, Placed, Stored, table_pieces
-from exporter.delta.merge_task import MergedRows, header_bytes
+from exporter.delta.newest_rows import Header, Merge, NewestRows, header_bytes, table_sections
 from exporter.jobs.runner import LOCAL, Runner
+from exporter.jobs.shard_job import Place, Placed, ShardJob, Sources, Stored, tensors_of
+from exporter.jobs.write_shard import MovedRows
 from exporter.progress import Progress
 from exporter.wire.crc32c import mask, masked_crc
 from exporter.wire.dtypes import DType
@@ -41,9 +42,12 @@ class DeltaMerger:
         hint: str = "",
     ) -> None:
         self._prefix, self._schema, self._header, self._deltas = prefix, schema, header, deltas
-        self._files = Files(hint)
-        self._job = MergeJob(self._files, self._pieces(task_bytes), prefix, task_bytes)
+        files = Sources(hint)
+        places = sorted(self._places(files, task_bytes), key=lambda place: place.copied is not None)
+        self._job = ShardJob(Merge, files, places, task_bytes)
         self.tasks = self._job.tasks
+        if self.tasks == 1:
+            self._job.append(Place(Header(header), ""))
 
     @property
     def bytes_(self) -> int:
@@ -58,45 +62,45 @@ class DeltaMerger:
             CheckpointChanged: one was replaced, or is gone.
             ExportError: any other of a task's; the engine gave up.
         """
-        is_alone = self.tasks == 1
-        header = self._header if is_alone else None
-        placed = self._job.run(stack, runner, others=not is_alone, header=header, progress=progress)
-        rows = sum(each.rows for each in placed)
-        own = self.tasks - is_alone  # the number of the shard that has the header
-        offset = max((each.extents[-1].offset + each.extents[-1].size for each in placed), default=0)
-        tensors = [*self._tensors(placed), *self._header_tensors(own, offset if is_alone else 0, rows)]
-        shards = own + 1
-        if not is_alone:
+        own = self.tasks != 1
+        placed = self._job.run(stack, runner, self._prefix, behind=own, progress=progress).placed
+        rows = sum(each.counts[0] for each in placed if each.counts)
+        if own:
             content = b"".join(data for _, data, _ in header_bytes(self._header, rows))
-            shard_path(self._prefix, own, shards).write_bytes(content)
+            shard_path(self._prefix, self.tasks, self.tasks + 1).write_bytes(content)
+        offset = 0 if own else placed[-1].extents[0].offset
+        shards = self.tasks + own
+        tensors = [*self._tensors(placed), *self._header_tensors(shards - 1, offset, rows)]
         index_path(self._prefix).write_bytes(encode_index(tensors, shards))
         return rows
 
-    def _pieces(self, task_bytes: int) -> Iterator[Piece]:
+    def _places(self, files: Sources, task_bytes: int) -> Iterator[Place[str]]:
+        """What is written, by variables."""
         for variable in self._schema.variables:
+            name, packing = variable.name, self._header.packing
             if variable.is_table:
-                packing = self._header.packing
-                yield from table_pieces(
-                    variable, self._deltas, self._files, packing=packing, task_bytes=task_bytes
+                sections = table_sections(
+                    variable, self._deltas, files, packing=packing, task_bytes=task_bytes
                 )
-            elif (copied := newest_value(variable.name, self._deltas)) is not None:
-                yield Piece(variable.name, self._files.range_of(copied), copied)
+                yield from (Place(section, name) for section in sections)
+            elif (copied := newest_value(name, self._deltas)) is not None:
+                yield copied_value(name, copied, files)
             elif variable.dtype is DType.STRING:  # even an empty one has bytes
-                copied = Stored(self._deltas[-1].catalog, self._deltas[-1].catalog.tensors[variable.keys[0]])
-                yield Piece(variable.name, self._files.range_of(copied), copied)
+                catalog = self._deltas[-1].catalog
+                yield copied_value(name, Stored(catalog, catalog.tensors[variable.keys[0]]), files)
 
-    def _tensors(self, placed: Sequence[Placed]) -> Iterator[TensorRef]:
-        found: dict[str, list[Placed]] = defaultdict(list)
+    def _tensors(self, placed: Sequence[Placed[str]]) -> Iterator[TensorRef]:
+        found: dict[str, list[Placed[str]]] = defaultdict(list)
         for each in placed:
-            found[each.piece.name].append(each)
+            found[each.place.what].append(each)
         for variable in self._schema.variables:
-            pieces = found.get(variable.name)
-            if pieces is None:
+            parts = found.get(variable.name)
+            if parts is None:
                 yield from self._absent(variable)
-            elif (copied := pieces[0].piece.copied) is not None:
-                yield TensorRef(variable.keys[0], variable.dtype, copied.tensor.shape, pieces[0].extents[0])
+            elif (copied := parts[0].place.copied) is not None:
+                yield TensorRef(variable.keys[0], variable.dtype, copied.tensor.shape, parts[0].extents[0])
             else:
-                yield from self._rows(variable, pieces)
+                yield from tensors_of(self._boxes(variable, parts))
 
     def _absent(self, variable: ServedVariable) -> Iterator[TensorRef]:
         """The tensors of a variable that did not change: they have no rows, or no value."""
@@ -105,27 +109,21 @@ class DeltaMerger:
             dtype, shape = shapes[key]
             yield TensorRef(key, dtype, shape, _NOTHING)
 
-    def _rows(self, variable: ServedVariable, pieces: Sequence[Placed]) -> Iterator[TensorRef]:
-        if len(pieces) == 1:
-            (one,) = pieces
-            shapes = self._shapes(variable, one.rows, one.exact)
-            assert isinstance(one.piece.what, MergedRows)
-            for key, extent in zip(one.piece.what.keys, one.extents, strict=True):
-                yield TensorRef(key, *shapes[key], extent)
-            return
-        rows, start = sum(each.rows for each in pieces), 0
-        whole = self._shapes(variable, rows, rows)
-        slices: dict[str, list[SliceRef]] = defaultdict(list)
-        for each in pieces:
-            assert isinstance(each.piece.what, MergedRows)
-            for key, extent in zip(each.piece.what.keys, each.extents, strict=True):
-                shape = whole[key][1]
-                rest = shape[1:]
-                box = SliceSpec(shape, (start, *[0] * len(rest)), (each.rows, *rest))
-                slices[key].append(SliceRef(box, extent))
-            start += each.rows
-        for key, parts in slices.items():
-            yield TensorRef(key, *whole[key], slices=tuple(parts))
+    def _boxes(
+        self, variable: ServedVariable, parts: Sequence[Placed[str]]
+    ) -> Iterator[tuple[str, DType, SliceRef]]:
+        """The rows of a table, in one part or in several: these are not packed."""
+        rows, exact = (sum(numbers) for numbers in zip(*(part.counts for part in parts), strict=True))
+        shapes, start = self._shapes(variable, rows, exact), 0
+        for part in parts:
+            section = part.place.section
+            assert isinstance(section, NewestRows)
+            for key, extent in zip(section.keys, part.extents, strict=True):
+                dtype, shape = shapes[key]
+                count = shape[0] if len(parts) == 1 else part.counts[0]
+                box = SliceSpec(shape, (start, *[0] * len(shape[1:])), (count, *shape[1:]))
+                yield key, dtype, SliceRef(box, extent)
+            start += part.counts[0]
 
     def _shapes(
         self, variable: ServedVariable, rows: int, exact: int
@@ -150,6 +148,11 @@ class DeltaMerger:
             extent = Extent(shard, offset, len(data), masked_crc(data) if crc is None else crc)
             yield TensorRef(key, dtype, arrays[key].shape, extent)
             offset += len(data)
+
+
+def copied_value(what: str, copied: Stored, files: Sources) -> Place[str]:
+    """A stored run that is written as it is."""
+    return Place(MovedRows.copied(what, files.range_of(copied)), what, copied)
 
 
 def newest_value(name: str, deltas: Sequence[DeltaTensors]) -> Stored | None:

@@ -1,7 +1,7 @@
 """Compare a table of a store in this process: a range is fetched, compared, and gone when the next one comes.
 
 While it is compared it lies in scratch files. Where hashes of the old rows are known, the old rows that are
-read do not even that: see `exporter.checkpoint.row_map`.
+read do not even that: see `exporter.delta.row_reader`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.delta.compare_rows import Array, Found, TableRows
+from exporter.delta.compare_rows import Array, Found, ReadRange, TableRows
 from exporter.delta.compare_task import Side, SideChecksums
 from exporter.delta.format import ServedVariable
 from exporter.delta.row_hashes import BlockHasher
 from exporter.delta.row_reader import RowReader
 from exporter.delta.snapshot import Snapshot
-from exporter.delta.stored_checksums import ReadRange
 from exporter.jobs.task import Input, Task
 
 

@@ -3,11 +3,13 @@
 A dynamic table is served from four ordinary variables (`exporter.tables.geometry`). What is published tells
 where each key's row is, which rows are free, and how keys are to be placed; so what a delta holds of such a
 table are rows of four tables, and whoever applies, merges or takes back deltas knows nothing of keys.
+
+Rows of a table by keys, as trainers write them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,16 +18,82 @@ from msgspec import Struct
 
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.format import Change, Rows, Schema, ServedVariable
-from exporter.delta.keyed_rows import KeyedRows
 from exporter.delta.row_spill import RowSpill
 from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile, TableFull
-from exporter.integer_sets import among
+from exporter.integer_sets import among, distinct
 from exporter.mapping.mapping_spec import DynamicTable
 from exporter.tables.change_index import IndexChange, change_index, find_rows, live_rows
 from exporter.tables.geometry import VALUES, TableGeometry
 
 Array = np.ndarray[Any, Any]
+
+
+class KeyedRows(Struct, frozen=True, eq=False):
+    """Rows of table `name`, in any order: row i of `values` belongs to `keys[i]`, int64, no key twice.
+
+    `freqs` is how often each key was seen, None if that was not recorded.
+    """
+
+    name: str
+    keys: Array
+    values: Array
+    freqs: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def at(self, which: Array) -> KeyedRows:
+        """The rows that a mask or row numbers choose."""
+        freqs = None if self.freqs is None else self.freqs[which]
+        return KeyedRows(self.name, self.keys[which], self.values[which], freqs)
+
+    def rows_of(self, keys: Array) -> Array:
+        """int64 [n]: for each key its row here, -1 if it has none."""
+        if not len(self.keys):
+            return np.full(len(keys), -1)
+        order = np.argsort(self.keys)
+        places = np.minimum(np.searchsorted(self.keys, keys, sorter=order), len(order) - 1)
+        rows = order[places]
+        return np.where(self.keys[rows] == keys, rows, -1)
+
+    def same_as(self, other: KeyedRows) -> Array:
+        """Which rows are, bit for bit, those of their keys in another one, as a mask."""
+        rows = other.rows_of(self.keys)
+        ours = np.flatnonzero(rows >= 0)
+        differing = differing_rows(self.values[ours], other.values[rows[ours]])
+        same = rows >= 0
+        same[ours[differing]] = False
+        return same
+
+
+class KeyedChange(Struct, frozen=True, eq=False):
+    """A change of a table: keys that go, increasing, and then rows of keys, new ones among them."""
+
+    rows: KeyedRows
+    removed: Array
+
+    def then(self, later: KeyedChange) -> KeyedChange:
+        """The change and a later one of the same table as one."""
+        ours = self.rows
+        stays = ~among(ours.keys, np.sort(later.removed)) & (later.rows.rows_of(ours.keys) < 0)
+        kept = ours.at(stays)
+        rows = KeyedRows(
+            ours.name,
+            np.concatenate([kept.keys, later.rows.keys]),
+            np.concatenate([kept.values, later.rows.values]),
+        )
+        return KeyedChange(rows, distinct(np.concatenate([self.removed, later.removed])))
+
+
+def merged(changes: Iterable[KeyedChange]) -> dict[str, KeyedChange]:
+    """Changes that follow one another as one of each table, by its name."""
+    found: dict[str, KeyedChange] = {}
+    for change in changes:
+        before = found.get(change.rows.name)
+        found[change.rows.name] = change if before is None else before.then(change)
+    return found
+
 
 _KEYS_AT_ONCE = 1 << 20
 _BYTES_AT_ONCE = 4 << 20

@@ -3,6 +3,8 @@
 Both are done only if asked for, and what is published says how far it is from what the trainer has.
 Distances are Euclidean norms, of rows as they are served, in float64; a row whose distance is NaN is always
 sent. Tables of other types than floating point, and variables that are served whole, are not touched.
+
+How much served values may differ from the trainer's: rows left out of deltas, and rows rounded.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Struct
@@ -18,7 +20,6 @@ from msgspec import Struct
 from exporter.checkpoint.tensor_bundle import check_tensor
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.delta_files import read_delta, write_delta
-from exporter.delta.deviation import LeftOut, Rounded
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.packing import round_rows, shrinks
 from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
@@ -27,6 +28,30 @@ from exporter.errors import CheckpointError
 from exporter.layout import RESIDUAL_PREFIX
 from exporter.options import DeltaDtype
 from exporter.wire.dtypes import DType
+from exporter.wire.json_documents import Count, Measure, doc
+
+
+class LeftOut(Struct, frozen=True):
+    """Rows that were not sent, and how far what is served stays behind, as Euclidean norms."""
+
+    bound: Annotated[Measure, doc("each row's distance is below it")]
+    rows: Annotated[Count, doc("how many")]
+    largest: Annotated[Measure, doc("the largest distance of a row")]
+
+
+class Rounded(Struct, frozen=True):
+    """Rows that are served rounded."""
+
+    dtype: Annotated[DeltaDtype, doc("what to")]
+    rows: Annotated[Count, doc("how many")]
+    largest: Annotated[Measure, doc("the largest absolute error of an element")]
+
+    def since(self, before: Rounded | None) -> Rounded:
+        """With rows that were rounded in the same way before: at most so many, and so far off at most."""
+        if before is None or before.dtype is not self.dtype:
+            return self
+        return Rounded(self.dtype, self.rows + before.rows, max(self.largest, before.largest))
+
 
 Array = np.ndarray[Any, Any]
 

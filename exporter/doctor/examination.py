@@ -1,16 +1,465 @@
-"""Run every check of a model on disk, in the order in which problems should be repaired."""
+"""Run every check of a model on disk, in the order in which problems should be repaired.
+
+Check the surroundings: left-overs, permissions, clocks, checkpoints and links to them.
+
+Check what is published: damage, gaps, holds, orphaned and foreign files, times.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import stat
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 from msgspec import Struct
 
-from exporter.doctor import published, surroundings
-from exporter.doctor.finding import Check, Finding, Level
-from exporter.errors import ExportError, unreachable
-from exporter.verify.log import VerifiedModel, verify_model
+from exporter.bundle.link import NewFile, link_shard
+from exporter.catalog import Catalog
+from exporter.checkpoint import open_checkpoint
+from exporter.delta.spans import plan_chain
+from exporter.doctor.finding import Check, Finding, Level, command
+from exporter.errors import (
+    CheckpointError,
+    DeltaGap,
+    ExportError,
+    ManifestError,
+    PositionError,
+    PublishError,
+    unreachable,
+)
+from exporter.files import sync, writing
+from exporter.layout import DELTAS_DIRECTORY, LOCK_FILE, SAVED_MODEL_FILES
+from exporter.pipeline.table_views import tables_of_log
+from exporter.progress import count, human_bytes
+from exporter.publish.commit import NO_SYNC_HINT, cannot_sync
+from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
+from exporter.publish.finite import lasting, refused
+from exporter.publish.hold import Hold
+from exporter.publish.permission import binding
+from exporter.publish.retention import logs_without_base
+from exporter.publish.staging import Staging, dead_leftovers
+from exporter.publish.versions import VersionDir, newest_version, published_versions, read_head, version_dirs
+from exporter.verify.log import Problem, VerifiedModel, verify_model
+
+_CLOSED = {"others": "users outside its group", "group": "its group", "owner": "its owner"}
+
+
+def left_overs(model: Path) -> Iterator[Finding]:
+    """Staging and trash of processes that died."""
+    found = dead_leftovers(model)
+    if found:
+        size = sum(map(size_of, found))
+        yield Finding(
+            Check.LEFT_OVERS,
+            Level.WARNING,
+            f"{count(len(found), 'left-over')} of killed exporters ({human_bytes(size)}) under {model}",
+            command("rm", "-r", *found),
+            cause="the next export removes what it may",
+        )
+
+
+def permissions(model: Path) -> Iterator[Finding]:
+    """Whether a server that runs as another user can read what is published, and whether we may publish."""
+    yield from _closed_files(model)
+    yield from _closed_above(model)
+    yield from _not_writable(model)
+
+
+def checkpoint(model: Path, ckpt_dir: Path) -> Iterator[Finding]:
+    """Whether the next full export can read the checkpoint, and link it rather than copy it."""
+    try:
+        catalog = open_checkpoint(ckpt_dir)
+    except CheckpointError as error:
+        yield Finding(Check.CHECKPOINT, Level.WRONG, error.message, _as_command(error.hint), error.cause)
+        return
+    if not catalog.is_bundle:  # its values are written anew in any case
+        return
+    try:
+        reason = _why_not_linked(model, catalog)
+    except CheckpointError as error:
+        yield Finding(Check.CHECKPOINT, Level.WRONG, error.message, _as_command(error.hint), error.cause)
+        return
+    except PublishError:  # `permissions` tells
+        same = catalog.prefix.parent.stat().st_dev == model.stat().st_dev
+        reason = "" if same else "they lie on two file systems"
+    if reason:
+        closed = [path for path in catalog.shards if f" of {path.name} " in reason]
+        yield Finding(
+            Check.LINKS,
+            Level.WARNING,
+            f"each full export copies {human_bytes(catalog.bytes_)} instead of linking {catalog.prefix}",
+            command("chmod", "a+r", *catalog.shards) if closed else command("df", ckpt_dir, model),
+            cause=reason if closed else f"{reason}; links need one file system for checkpoints and model",
+        )
+
+
+def clock_of_files(model: Path, now: float) -> Iterator[Finding]:
+    """Whether the file system stamps files with the time that it is here."""
+    try:
+        with Staging(model, sweeps=False) as staging, writing(staging.path):
+            ahead = staging.path.stat().st_mtime - now
+    except PublishError:
+        return
+    if abs(ahead) > FUTURE_SECONDS:
+        where = "ahead of" if ahead > 0 else "behind"
+        yield Finding(
+            Check.CLOCK,
+            Level.WARNING,
+            f"the file system of {model} is {abs(ahead):.0f} s {where} this machine's clock",
+            "timedatectl status",
+        )
+
+
+def durability(model: Path) -> Iterator[Finding]:
+    """Whether what is published there survives a power cut."""
+    try:
+        with Staging(model, sweeps=False) as staging:
+            is_durable = sync(staging.path)
+    except PublishError:  # `permissions` tells
+        return
+    if not is_durable:
+        where = command("findmnt", "-T", model)
+        yield Finding(Check.DURABILITY, Level.WARNING, cannot_sync(model), where, NO_SYNC_HINT)
+
+
+def _closed_files(model: Path) -> Iterator[Finding]:
+    """Published files that fewer may read than may look into the model's directory."""
+    allowed = _Readers.of(model)
+    closed: list[tuple[Path, str]] = []
+    trees = [child.path for child in published_versions(model)]
+    for top in [*trees, model / DELTAS_DIRECTORY]:
+        for directory, names, files in os.walk(top):
+            names[:] = [name for name in names if not name.startswith(".")]
+            for path in (Path(directory), *(Path(directory, name) for name in files)):
+                if path.name.startswith(".") or path.is_symlink():
+                    continue
+                lost = allowed.lost_by(_Readers.of(path))
+                if lost:
+                    closed.append((path, lost))
+    if closed:
+        path, lost = closed[0]
+        mode = f"{path} has mode {stat.S_IMODE(path.stat().st_mode):04o}"
+        more = f", and {len(closed) - 1} more like it" if len(closed) > 1 else ""
+        tops = sorted({_top(model, path) for path, _ in closed})
+        yield Finding(
+            Check.PERMISSIONS,
+            Level.WRONG,
+            f"{mode}{more}: a server of another user sees the version and cannot read it",
+            command("chmod", "-R", "a+rX" if lost == "others" else "g+rX", *tops),
+            cause=f"{_CLOSED[lost]} may look into {model}, but not read this",
+        )
+
+
+def _closed_above(model: Path) -> Iterator[Finding]:
+    """The nearest directory that keeps other users out, of the model's own and all above it."""
+    top = model.resolve()
+    for directory in (top, *top.parents):
+        mode = directory.stat().st_mode
+        needed = stat.S_IXOTH | (stat.S_IROTH if directory == top else 0)
+        if mode & needed != needed:
+            yield Finding(
+                Check.PERMISSIONS,
+                Level.WARNING,
+                f"{directory} has mode {stat.S_IMODE(mode):04o}: a server that runs as another user than "
+                f"uid {directory.stat().st_uid} or outside group {directory.stat().st_gid} reads nothing",
+                command("chmod", "o+rx" if directory == top else "o+x", directory),
+            )
+            return
+
+
+def _not_writable(model: Path) -> Iterator[Finding]:
+    logs = [path for path in (model / DELTAS_DIRECTORY).glob("*") if path.is_dir()]
+    for path in (model, model / LOCK_FILE, model / DELTAS_DIRECTORY, *logs):
+        need = os.W_OK | (os.X_OK if path.is_dir() else 0)
+        if path.exists() and not os.access(path, need):
+            said, helps = f"this user (uid {os.getuid()}) cannot publish", command("ls", "-ld", path)
+            owner = path.stat().st_uid
+            if os.statvfs(path).f_flag & os.ST_RDONLY:
+                why, helps = "is on a read-only file system", command("findmnt", "-T", path)
+            elif owner != os.getuid():
+                why = f"belongs to uid {owner}"
+                helps = command("sudo", "-u", f"#{owner}", "export-model", "doctor", model)
+            else:
+                why = f"has mode {stat.S_IMODE(path.stat().st_mode):04o}"
+            yield Finding(Check.PERMISSIONS, Level.WARNING, f"{said}: {path} {why}", helps)
+            return
+
+
+def _why_not_linked(model: Path, catalog: Catalog) -> str:
+    """Why the shards cannot be linked, found by linking each of them once; "" if they can."""
+    with Staging(model, sweeps=False) as staging, writing(staging.path):
+        new_file = NewFile.in_directory(staging.path)
+        for number, (shard, size) in enumerate(zip(catalog.shards, catalog.shard_sizes, strict=True)):
+            reason = link_shard(shard, staging.path / str(number), size=size, new_file=new_file)
+            if reason:
+                return reason
+    return ""
+
+
+def _top(model: Path, path: Path) -> Path:
+    """The version or log that a published file belongs to."""
+    inside = path.relative_to(model).parts
+    return model.joinpath(*inside[: 2 if inside[0] == DELTAS_DIRECTORY else 1])
+
+
+def _as_command(hint: str) -> str:
+    """The command in a hint that ends with one, else the hint."""
+    _, found, rest = hint.partition("export-model ")
+    return f"export-model {rest}" if found else hint
+
+
+class _Readers:
+    """Who may read a file, or list and enter a directory."""
+
+    def __init__(self, found: os.stat_result) -> None:
+        mode = found.st_mode
+        if stat.S_ISDIR(mode):  # to read is to list, and needs the right to enter as well
+            mode &= (mode & 0o111) << 2
+        self.uid, self.gid = found.st_uid, found.st_gid
+        self.others = bool(mode & stat.S_IROTH)
+        self.group = self.others or bool(mode & stat.S_IRGRP)
+
+    @classmethod
+    def of(cls, path: Path) -> _Readers:
+        return cls(path.lstat())
+
+    def lost_by(self, other: _Readers) -> str:
+        """Who may read this and not `other`: "others", "group", or "" for nobody."""
+        if self.others and not other.others:
+            return "others"
+        group = other.others or (other.group and other.gid == self.gid)
+        return "group" if self.group and not group else ""
+
+
+CANARY_SECONDS = 600.0
+"""A canary that takes longer to decide is not at work, or has nobody to go first."""
+
+FUTURE_SECONDS = 60.0
+"""Clocks of machines differ; by less than this it is no matter."""
+
+
+SCARCE = 0.05
+"""The part of a dynamic table's rows below which free ones are few."""
+
+
+def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
+    """What `verify` finds, each with the command that repairs it."""
+    for problem in found.damage:
+        if problem.path.name == Hold(model).path.name:
+            yield _broken_hold(model, problem)
+            continue
+        check = Check.WAYS if isinstance(problem.error, DeltaGap) else Check.FILES
+        remedy = _remedy(model, found.log, problem, ckpt_dir)
+        message = problem.error.message
+        if check is Check.WAYS:
+            message = f"servers that load {problem.path} do not reach the newest position: {message}"
+        yield Finding(check, Level.WRONG, message, remedy, problem.error.cause)
+
+
+def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
+    """Find deltas with NaN or infinity before which servers stay, because the model refuses them."""
+    log = found.log
+    if log is None or found.damage or not log.base.entry.updates.finite:
+        return
+    limit = log.hold() if log.held.binds else None
+    deltas = [delta for delta in log.deltas if limit is None or delta.end <= limit]
+    bad = [delta for delta in deltas if refused(log, delta)]
+    if not bad:
+        return
+    taken = [delta for delta in deltas if delta not in bad]
+    places = {base.at.position for base in log.bases} | {delta.end for delta in taken}
+    ends = {_end(taken, place) for place in places if _end(taken, place) < _end(deltas, place)}
+    if not ends:
+        return
+    lowest = min(ends)
+    before = next(delta for delta in bad if delta.accepts(lowest))
+    is_healed = not lasting(log, plan_chain(deltas, lowest))
+    yield Finding(
+        Check.FINITE,
+        Level.WRONG,
+        f"servers stay at {lowest}: {before.path} holds NaN or infinity, and the model refuses it",
+        command("export-model", "merge", model, "--from", str(lowest))
+        if is_healed
+        else command("export-model", "rollback", model, "--to", str(lowest)),
+        cause="an earlier release published it unchecked; "
+        + (
+            "what follows it is finite: a merged delta leads past it" if is_healed else "the values still are"
+        ),
+    )
+
+
+def _end(deltas: Collection[LogDelta], start: int) -> int:
+    """How far deltas lead a server."""
+    position = start
+    while fitting := [delta.end for delta in deltas if delta.accepts(position)]:
+        position = max(fitting)
+    return position
+
+
+def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
+    """Holds that are set and can be read."""
+    log = None if found.log is None else found.log.base.entry.log
+    for hold in binding(model, log):
+        with suppress(ManifestError, OSError):
+            since = _told(hold.path.lstat().st_mtime)
+            yield Finding(
+                Check.HOLD,
+                Level.WARNING,
+                f"held at {hold.read()} since {since}: servers follow no delta beyond it, and new versions "
+                "are refused",
+                command("export-model", "resume", model),
+            )
+    if found.log is not None and found.log.held.is_canary:
+        yield from _unapproved(model, found.log, now)
+
+
+def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
+    """Deltas that wait for a canary for so long that it cannot be at work."""
+    with suppress(ManifestError, OSError):
+        approved = log.approved
+        waiting = [delta for delta in log.deltas if approved is not None and delta.end > approved]
+        since = min((delta.manifest.created for delta in waiting), default=None)
+        if since is not None and now - since.timestamp() > CANARY_SECONDS:
+            yield Finding(
+                Check.HOLD,
+                Level.WARNING,
+                f"the agent's canary approved position {approved}, and {count(len(waiting), 'delta')} wait "
+                f"for it since {_told(since.timestamp())}: see the agent's status page",
+                command("export-model", "resume", model, "--lift-canary"),
+                cause="no agent with a canary runs any more, or no replica can go first",
+            )
+
+
+def orphans(model: Path, found: VerifiedModel) -> Iterator[Finding]:
+    """Logs whose bases are all gone: nobody can apply their deltas."""
+    for log in logs_without_base(model, None if found.log is None else found.log.path):
+        deltas = [entry for entry in log.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+        yield Finding(
+            Check.ORPHANS,
+            Level.WARNING,
+            f"{log} holds {count(len(deltas), 'delta')} ({human_bytes(size_of(log))}), and no base is left",
+            command("rm", "-r", log),
+            cause="export-model --incr removes them five minutes after the last one was published",
+        )
+
+
+def strangers(model: Path) -> Iterator[Finding]:
+    """Names that servers take for versions, and that this program did not publish."""
+    found = version_dirs(model)
+    newest = next((child.version for child in found if child.has_manifest), -1)
+    for child in found:
+        if child.has_manifest or child.version < newest:
+            continue
+        remedy = command("mv", child.path, child.path.with_name(f".{child.path.name.strip()}"))
+        if _loads(child):
+            what = "was not published by export-model: servers load it in the place of"
+            yield Finding(
+                Check.STRANGERS, Level.WARNING, f"version {child.path} {what} {newest}", remedy, "no manifest"
+            )
+        else:
+            what = "is not a SavedModel, but servers take it for the newest version and load no other"
+            yield Finding(Check.STRANGERS, Level.WRONG, f"{child.path} {what}", remedy)
+
+
+def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
+    """Find versions with a time in the future: what they replaced stays until then."""
+    paths = [child.path for child in published_versions(model)]
+    paths += [delta.path for delta in found.log.deltas] if found.log else []
+    later: list[tuple[float, Path]] = []
+    for path in paths:
+        with suppress(ManifestError):  # which `damage` has told
+            created = read_head(path).created.timestamp()
+            if created > now + FUTURE_SECONDS:
+                later.append((created, path))
+    if later:
+        created, path = max(later)
+        several = f", as {len(later) - 1} more" if len(later) > 1 else ""
+        yield Finding(
+            Check.CLOCK,
+            Level.WARNING,
+            f"{path} was published at {_told(created)}{several}; now it is {_told(now)}",
+            "timedatectl status",
+            cause="a clock is wrong, here or where it was published; nothing it superseded is removed until "
+            "that time",
+        )
+
+
+def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
+    """Find dynamic tables that will soon have no room for new keys: then a delta is refused."""
+    if found.log is None or found.damage:  # which `damage` has told: a table cannot be read past it
+        return
+    for table in tables_of_log(read_log(model)):  # as it is now: retention may have been there
+        if table.free_rows < table.room * SCARCE:
+            yield Finding(
+                Check.TABLES,
+                Level.WARNING,
+                f"table {table.name!r} holds {table.keys} keys and has room for {table.free_rows} more",
+                _new_base(model, ckpt_dir, ["--updatable"]),
+                cause="when it is full, --incr fails and --watch publishes a new base by itself",
+            )
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of the files in a directory, as far as they can be looked at."""
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(OSError):
+            total += path.lstat().st_size if path.is_file() else 0
+    return total
+
+
+def _broken_hold(model: Path, problem: Problem) -> Finding:
+    killed = "a rollback was killed before its delta was there" if problem.path.is_symlink() else ""
+    return Finding(
+        Check.HOLD,
+        Level.WRONG,
+        f"{problem.path} holds the model and says no position: servers follow no delta at all",
+        command("export-model", "resume", model),
+        killed or problem.error.message,
+    )
+
+
+def _remedy(model: Path, log: DeltaLog | None, problem: Problem, ckpt_dir: Path | None) -> str:
+    """Remove what nobody needs; publish anew what somebody does."""
+    path = problem.path
+    if not isinstance(problem.error, DeltaGap):
+        if log is not None and path.parent == log.path and _is_spare(log, path):
+            return command("rm", "-r", path)
+        newest = newest_version(model)
+        if path.parent == model and (newest is None or path != newest.path):
+            return command("rm", "-r", path)
+    options = ["--updatable"] if log is not None or (model / DELTAS_DIRECTORY).is_dir() else []
+    return _new_base(model, ckpt_dir, options)
+
+
+def _new_base(model: Path, ckpt_dir: Path | None, options: list[str]) -> str:
+    return command(
+        "export-model", "--ckpt-dir", ckpt_dir or "DIR", "--model", "WHAT", "--out", model, *options
+    )
+
+
+def _is_spare(log: DeltaLog, delta: Path) -> bool:
+    """True if every base reaches the newest position without this delta."""
+    left = tuple(other for other in log.deltas if other.path != delta)
+    newest = max([log.base.at.position, *(other.end for other in log.deltas)])
+    without = DeltaLog(log.model, log.base, left)
+    try:
+        return all(
+            without.chain(base.at.position, newest) or base.at.position == newest for base in log.bases
+        )
+    except PositionError:
+        return False
+
+
+def _loads(child: VersionDir) -> bool:
+    return any((child.path / name).is_file() for name in SAVED_MODEL_FILES)
+
+
+def _told(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 class Examination(Struct, frozen=True):
@@ -32,32 +481,40 @@ def examine(model: Path, ckpt_dir: Path | None, *, now: float, is_remote: bool =
     """
     found = verify_model(model)
     looks: list[tuple[Check, Callable[[], Iterator[Finding]]]] = [
-        (Check.FILES, lambda: published.damage(model, found, ckpt_dir)),
-        (Check.STRANGERS, lambda: published.strangers(model)),
-        (Check.PERMISSIONS, lambda: surroundings.permissions(model)),
-        (Check.HOLD, lambda: published.held(model, found, now)),
-        (Check.CLOCK, lambda: published.times(model, found, now)),
-        (Check.CLOCK, lambda: surroundings.clock_of_files(model, now)),
-        (Check.TABLES, lambda: published.tables(model, found, ckpt_dir)),
-        (Check.ORPHANS, lambda: published.orphans(model, found)),
-        (Check.LEFT_OVERS, lambda: surroundings.left_overs(model)),
+        (Check.FILES, lambda: damage(model, found, ckpt_dir)),
+        (Check.FINITE, lambda: not_finite(model, found)),
+        (Check.STRANGERS, lambda: strangers(model)),
+        (Check.PERMISSIONS, lambda: permissions(model)),
+        (Check.HOLD, lambda: held(model, found, now)),
+        (Check.CLOCK, lambda: times(model, found, now)),
+        (Check.CLOCK, lambda: clock_of_files(model, now)),
+        (Check.DURABILITY, lambda: durability(model)),
+        (Check.TABLES, lambda: tables(model, found, ckpt_dir)),
+        (Check.ORPHANS, lambda: orphans(model, found)),
+        (Check.LEFT_OVERS, lambda: left_overs(model)),
     ]
     if is_remote:
         looks = [(check, look) for check, look in looks if check not in _OF_THIS_MACHINE]
     elif ckpt_dir is not None:
         directory = ckpt_dir
-        looks.append((Check.LINKS, lambda: surroundings.checkpoint(model, directory)))
+        looks.append((Check.LINKS, lambda: checkpoint(model, directory)))
     findings = [finding for check, look in looks for finding in _each(check, look)]
     return Examination(model, found, tuple(findings))
 
 
-_OF_THIS_MACHINE = (Check.STRANGERS, Check.PERMISSIONS, Check.LEFT_OVERS)
+_OF_THIS_MACHINE = (Check.STRANGERS, Check.PERMISSIONS, Check.LEFT_OVERS, Check.DURABILITY)
 
 
-def _each(check: Check, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of one look; what it may not look at is a finding, too, and ends no other look."""
-    try:
-        yield from look()
-    except (ExportError, OSError) as error:
-        named = unreachable(error) if isinstance(error, OSError) else error
-        yield Finding(check, Level.WRONG, named.message, named.hint, named.cause)
+def _each(check: Check, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    """The findings of one look; what it may not look at is a finding, too, and ends no other look.
+
+    What retention removes while it is looked at is looked at again.
+    """
+    for is_last in (False, False, True):
+        try:
+            return [*look()]
+        except (ExportError, OSError) as error:
+            if is_last or not isinstance(error, FileNotFoundError | CheckpointError):
+                named = unreachable(error) if isinstance(error, OSError) else error
+                return [Finding(check, Level.WRONG, named.message, named.hint, named.cause)]
+    raise AssertionError("the loop returns")

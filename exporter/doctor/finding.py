@@ -25,11 +25,13 @@ class Check(StrEnum):
 
     FILES = "files"
     WAYS = "ways"
+    FINITE = "finite"
     ORPHANS = "orphans"
     STRANGERS = "strangers"
     LEFT_OVERS = "left-overs"
     HOLD = "hold"
     CLOCK = "clock"
+    DURABILITY = "durability"
     PERMISSIONS = "permissions"
     LINKS = "links"
     CHECKPOINT = "checkpoint"

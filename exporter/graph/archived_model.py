@@ -4,22 +4,122 @@ The config is data until something in it names code. Keras' own classes are code
 Lambda's byte code, a class of another module or a model in another file are not, and are refused before Keras
 is asked, unless the user says otherwise: `--custom-objects pkg.mod` (or `file.py`) imports a module whose
 classes may be named, `--allow-code` trusts the archive.
+
+Find where Keras stores each variable of a model in a weights file.
+
+Keras' own walk over the model is run with a store that only remembers which variable was put where; so layers
+that arrange their values in their own way are told apart as Keras does it.
+Source: `_save_state` in saving_lib.py of Keras 3 and of tf-keras.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from exporter.catalog import TensorRef
 from exporter.checkpoint.keras_archive import ModelConfig, read_config, unpack_assets
 from exporter.errors import BuilderError, CodeRefused, UsageError
-from exporter.graph.code_import import import_code
-from exporter.tables.embedding_layer import ServedEmbedding
+from exporter.graph.source_graph import ANY_FILES, Trust
+from exporter.graph.sources import import_code
+from exporter.graph.user_errors import keras_choice, told, way_out
+from exporter.tables.dynamic_table import ServedEmbedding
+from exporter.wire.dtypes import DType
+
+
+def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dict[str, TensorRef]:
+    """By each variable's node: the tensor that a weights file has for it.
+
+    `node_of` names the TensorFlow variables of a model that was built in no graph. Empty for what is no Keras
+    model, and for one that computes what it saves.
+    """
+    import tensorflow as tf
+
+    try:
+        stored = list(_walk(model))
+    except Exception:  # noqa: BLE001 - a layer's own save method; then layers are matched by their names
+        return {}
+    places = {}
+    for path, owner, value in stored:
+        variable: Any = getattr(value, "value", None)  # a Keras 3 variable's own; of TensorFlow's, a method
+        variable = variable if isinstance(variable, tf.Variable) else value
+        if isinstance(variable, tf.Variable):
+            shape = tuple(int(size) for size in variable.shape)
+            dtype = DType(variable.dtype.base_dtype.as_datatype_enum)
+            node = node_of(variable) if node_of else variable.handle.op.name
+            places[node] = TensorRef(path, dtype, shape, owner=owner)
+    return places
+
+
+def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
+    """(path in a weights file, names of the layers on the way, the value); nothing for other objects."""
+    keras, tf_keras = sys.modules.get("keras"), sys.modules.get("tf_keras")
+    store = _Recorder()
+    if keras is not None and isinstance(model, keras.Model):
+        from keras.src.saving import saving_lib
+
+        store_class = type("Recorder", (_Recorder, saving_lib.H5IOStore), {})  # it asks for its own class
+        saving_lib._save_state(model, store := store_class(), None, "", set())
+    elif tf_keras is not None and isinstance(model, tf_keras.Model):
+        from tf_keras.src.saving import saving_lib
+
+        with _symbols_saved(tf_keras.layers.Layer):
+            saving_lib._save_state(model, store, None, "", set())
+    for path, key, value in store.values:
+        yield (f"{path}/vars/{key}" if path else f"vars/{key}"), store.owner(path), value
+
+
+class _Recorder:
+    """What Keras takes for a weights file."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[str, str, Any]] = []
+        self._names: dict[str, str] = {}
+        self._path = ""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def make(self, path: str, metadata: Any = None) -> Any:
+        """Begin with what one object stores."""
+        self._path = path
+        if path and metadata:
+            self._names[path] = metadata["name"]
+        return self
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.values.append((self._path, key, value))
+
+    def owner(self, path: str) -> str:
+        """The names of the layers that a path leads through, "" if its own is not known."""
+        parts = path.split("/")
+        scopes = ("/".join(parts[:length]) for length in range(1, len(parts) + 1))
+        names = [self._names[scope] for scope in scopes if scope in self._names]
+        return "/".join(names) if path in self._names else ""
+
+
+@contextlib.contextmanager
+def _symbols_saved(layer: Any) -> Iterator[None]:
+    """Let tf-keras' layers store their variables, where they would ask for values that a graph lacks."""
+
+    def save_own_variables(self: Any, store: Any) -> None:
+        for number, variable in enumerate(self._trainable_weights + self._non_trainable_weights):
+            store[f"{number}"] = variable
+
+    before = layer.save_own_variables
+    layer.save_own_variables = save_own_variables
+    try:
+        yield
+    finally:
+        layer.save_own_variables = before
+
 
 _OWN_PACKAGES = {"keras", "builtins", "keras_hub", "keras_cv", "keras_nlp", "tf_keras"}
 _CARRIES_CODE = {
@@ -33,16 +133,22 @@ _CARRIES_CODE = {
 _TRAINED_TABLE, _SERVED_TABLE = "exporter>TrainableEmbedding", "exporter>ServedEmbedding"
 """What a config calls `exporter.tables.trainable_embedding`, and what takes its place in a served model."""
 
+_FILES = ("vocabulary", "merges", "proto")
+"""What in a layer's config is a file's path if it is a string: of lookups, and of KerasHub's tokenizers."""
+
 _CUSTOM_OBJECTS = "--custom-objects pkg.mod, or path/file.py"
 _MAX_DEPTH = 200
 
 Builder = Callable[[], Any]
 
 
-def archive_builder(path: Path, *, allow_code: bool = False, custom_objects: Iterable[str] = ()) -> Builder:
+def archive_builder(
+    path: Path, *, allow_code: bool = False, custom_objects: Iterable[str] = (), trust: Trust = ANY_FILES
+) -> Builder:
     """A function that makes the archive's model in the graph it is called in.
 
     Raises:
+        AccessRefused: the config names a file that it may not have.
         CodeRefused: the config names code that was not allowed; each with its place in the config.
         UsageError: the file holds weights alone, or a module of `custom_objects` cannot be imported.
         BuilderError: the Keras that wrote it is not installed.
@@ -54,6 +160,8 @@ def archive_builder(path: Path, *, allow_code: bool = False, custom_objects: Ite
     keras = _keras(described)
     known = {_SERVED_TABLE: ServedEmbedding} | dict(_public_objects(custom_objects))
     config = _parsed(path, described)
+    for file in _named_files(config):
+        trust.require_file(Path(file), path.parent)
     for _, entry in _entries(config, "", 0):
         if entry.get("registered_name") == _TRAINED_TABLE:  # by its name, as what is registered comes first
             entry |= {"registered_name": _SERVED_TABLE, "class_name": ServedEmbedding.__name__}
@@ -61,6 +169,7 @@ def archive_builder(path: Path, *, allow_code: bool = False, custom_objects: Ite
         known |= dict(_public_objects(_named_modules(config)))
     else:
         _refuse_code(path, config, known, keras)
+    _require_one_keras(path, described, config, known, keras)
     if isinstance(config, dict):
         config.pop("compile_config", None)
 
@@ -70,11 +179,16 @@ def archive_builder(path: Path, *, allow_code: bool = False, custom_objects: Ite
                 if described.is_legacy:
                     return _legacy_reader(keras)(config, custom_objects=known)
                 model = keras.saving.deserialize_keras_object(config, safe_mode=not allow_code)
-        except (TypeError, ValueError) as error:  # of a class that Keras does not find; the reason comes last
+        except Exception as error:
+            foreign = _foreign(_parsed(path, described), known, keras)
+            if foreign and not allow_code:
+                raise _not_keras_own(path, *foreign) from error
             raise BuilderError(
                 f"Keras cannot make the model that {path} describes",
-                cause=str(error).rpartition("Exception encountered: ")[2].partition("\n")[0],
-                hint=f"name what defines its classes: {_CUSTOM_OBJECTS}",
+                cause=f"nothing defines {foreign[0]} at {foreign[1]}" if foreign else told(error),
+                hint=way_out(error)
+                or f"name what defines its classes and functions: {_CUSTOM_OBJECTS}, "
+                "or a builder: --model pkg.mod:fn",
             ) from error
 
         _load_assets(path, model, keras)
@@ -96,37 +210,13 @@ def _load_assets(path: Path, model: Any, keras: Any) -> None:
         saving_lib = importlib.import_module(f"{keras.__name__}.src.saving.saving_lib")
         store = saving_lib.DiskIOStore(scratch, mode="r")
         try:
-            with _sizes_as_numbers(keras):
-                saving_lib._load_state(model, None, store, "", False, set())
+            saving_lib._load_state(model, None, store, "", False, set())
         except Exception as error:
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
             raise BuilderError(
                 f"a layer of {path} cannot be given its vocabulary",
-                cause=text,
+                cause=told(error),
                 hint="name a builder that makes the model with it: --model pkg.mod:fn",
             ) from error
-
-
-@contextlib.contextmanager
-def _sizes_as_numbers(keras: Any) -> Iterator[None]:
-    """Let lookup layers compare the size of a vocabulary in a graph, where a table's own size is a symbol."""
-    name = f"{keras.__name__}.src.layers.preprocessing.index_lookup"
-    layer = importlib.import_module(name).IndexLookup
-    make_table, vocabulary_size = layer._lookup_table_from_tokens, layer.vocabulary_size
-    sizes: dict[int, int] = {}
-
-    def lookup_table_from_tokens(self: Any, tokens: Any) -> Any:
-        sizes[id(self)] = len(tokens) + self._token_start_index()
-        return make_table(self, tokens)
-
-    def size(self: Any) -> Any:
-        return sizes[id(self)] if id(self) in sizes else vocabulary_size(self)
-
-    layer._lookup_table_from_tokens, layer.vocabulary_size = lookup_table_from_tokens, size
-    try:
-        yield
-    finally:
-        layer._lookup_table_from_tokens, layer.vocabulary_size = make_table, vocabulary_size
 
 
 def _keras(described: ModelConfig) -> Any:
@@ -157,6 +247,14 @@ def _parsed(path: Path, described: ModelConfig) -> Any:
         raise BuilderError(f"the config of {path} is not JSON", cause=str(error)) from None
 
 
+def _named_files(config: Any) -> Iterator[str]:
+    """Files that layers would read while they are made: vocabularies, and models of tokenizers."""
+    for _, entry in _entries(config, "", 0):
+        given = entry.get("config")
+        if isinstance(given, dict):
+            yield from (value for name in _FILES if isinstance(value := given.get(name), str))
+
+
 def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Classes and functions of modules, which importing them may also register with Keras."""
     for name in modules:
@@ -165,8 +263,9 @@ def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
         except (Exception, SystemExit) as error:
             raise UsageError(
                 f"--custom-objects {name}: it cannot be imported",
-                cause=str(error),
-                hint="name a module that Python finds from here, or a file: pkg.mod, path/file.py",
+                cause=told(error),
+                hint=way_out(error)
+                or "name a module that Python finds from here, or a file: pkg.mod, path/file.py",
             ) from error
         yield from ((key, value) for key, value in vars(module).items() if callable(value))
 
@@ -194,10 +293,50 @@ def _refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) 
         is_known = is_known or keras.saving.get_registered_object(registered_name) is not None
         is_own = module is None and not _is_custom(registered, name)
         if not (is_known or is_own or str(module).partition(".")[0] in _OWN_PACKAGES):
-            raise CodeRefused(
-                f"{path} asks for {module or registered}.{name} at {place or '/'}, which is not Keras' own",
-                hint=f"name what defines it: {_CUSTOM_OBJECTS}",
+            raise _not_keras_own(path, f"{module or registered}.{name}", place or "/")
+
+
+def _require_one_keras(
+    path: Path, described: ModelConfig, config: Any, known: Mapping[str, Any], keras: Any
+) -> None:
+    """Refuse classes of Keras 3 in a model that Keras 2 saved, and the other way round: they do not mix.
+
+    Raises:
+        BuilderError: one of `known` that the config names is of the other Keras.
+    """
+    other = sys.modules.get("keras" if keras.__name__ == "tf_keras" else "tf_keras")
+    for _, entry in _entries(config, "", 0):
+        found = known.get(str(entry.get("registered_name"))) or known.get(str(entry["class_name"]))
+        if other is None or not isinstance(found, type) or issubclass(found, keras.layers.Layer):
+            continue
+        if issubclass(found, other.layers.Layer):
+            raise BuilderError(
+                f"{path} was saved by Keras {described.keras_version}, and {found.__name__} is a class of "
+                f"Keras {other.__version__}",
+                cause=f"{found.__module__} defines it",
+                hint=keras_choice(keras.__name__ == "tf_keras", [inspect.getsourcefile(found) or ""])
+                or f"derive it from a class of {keras.__name__}, or name a builder: --model pkg.mod:fn",
             )
+
+
+def _foreign(config: Any, known: Mapping[str, Any], keras: Any) -> tuple[str, str] | None:
+    """The first class or function, with its place, that neither Keras has nor anybody has named."""
+    loaded = [module for name, module in sys.modules.items() if name.startswith(f"{keras.__name__}.")]
+    for place, entry in _entries(config, "", 0):
+        is_function = entry["class_name"] == "function"
+        name = entry.get("config" if is_function else "class_name")
+        if not isinstance(name, str) or name.startswith("__") or name in known:
+            continue
+        if is_function or not any(isinstance(vars(module).get(name), type) for module in loaded):
+            return name, place or "/"
+    return None
+
+
+def _not_keras_own(path: Path, name: str, place: str) -> CodeRefused:
+    return CodeRefused(
+        f"{path} asks for {name} at {place}, which is not Keras' own",
+        hint=f"name what defines it: {_CUSTOM_OBJECTS}",
+    )
 
 
 def _is_custom(registered: object, name: str) -> bool:

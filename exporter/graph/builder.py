@@ -5,16 +5,21 @@ Only this module and `object_models` import TensorFlow in the graph stage. What 
 - `(inputs, outputs)`: two dicts of tensors by name, the signature `serving_default`;
 - `{signature name: (inputs, outputs)}`, with `predict`, `classify` or `regress` as an optional third element;
 - a Keras model, or a `tf.Module` with `signatures` (`exporter.graph.object_models`).
+
+Let a builder ask what is in a table that never changes: how many words a vocabulary has, and which.
+
+Builders run in a graph, where the size of a table is a tensor without a value. But code takes the shape of
+an embedding from it: `Embedding(lookup.vocabulary_size(), 8)`, `len(lookup.get_vocabulary())`. What such a
+table is filled with is known when it is made, so it is filled and read here, in a session of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +27,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import TensorRef
-from exporter.errors import BuilderError, ExportError, UsageError
+from exporter.errors import BuilderError, UsageError
 from exporter.files import nearest
-from exporter.graph.code_import import code_behind, import_code
-from exporter.graph.keras_places import keras_places
+from exporter.graph.archived_model import keras_places
 from exporter.graph.metagraph import with_signatures
-from exporter.graph.mutable_tables import table_keys
 from exporter.graph.nodes import GraphIndex
 from exporter.graph.object_models import (
     ObjectView,
@@ -39,10 +42,60 @@ from exporter.graph.object_models import (
 )
 from exporter.graph.signatures import DEFAULT_SIGNATURE, METHODS, check_method
 from exporter.graph.source_graph import GraphRequest, SourceGraph, TableKey, VariableKey
-from exporter.graph.sources import importable, no_function
+from exporter.graph.sources import code_behind, import_code, importable, no_function
+from exporter.graph.tables import table_keys
+from exporter.graph.user_errors import failures, told, way_out
 from exporter.local_paths import quoted
 from exporter.wire import protos
 from exporter.wire.protos import Proto
+
+
+@contextlib.contextmanager
+def known_contents() -> Iterator[None]:
+    """Have `size` and `export` of static tables give values, as they do where execution is eager."""
+    from tensorflow.python.ops.lookup_ops import StaticHashTable
+
+    size, export = StaticHashTable.size, StaticHashTable.export
+
+    def known_size(table: Any, name: str | None = None) -> Any:
+        found = _read(table, size)
+        return size(table, name) if found is None else int(found)  # Keras takes no numpy number for a size
+
+    def known_export(table: Any, name: str | None = None) -> Any:
+        found = _read(table, export)
+        return export(table, name) if found is None else _eager(found)
+
+    StaticHashTable.size, StaticHashTable.export = known_size, known_export
+    try:
+        yield
+    finally:
+        StaticHashTable.size, StaticHashTable.export = size, export
+
+
+def _read(table: Any, method: Callable[[Any], Any]) -> Any:
+    """What a method says of a table once it is filled; None if it is in no builder's graph, or cannot be."""
+    import tensorflow as tf
+
+    graph = getattr(table.resource_handle, "graph", None)
+    if not isinstance(graph, tf.Graph) or getattr(graph, "outer_graph", None) is not None:
+        return None
+    with contextlib.suppress(tf.errors.OpError, ValueError):
+        with graph.as_default(), graph.control_dependencies(None):
+            wanted = method(table)
+        with tf.compat.v1.Session(graph=graph) as session:
+            if table._init_op is not None:  # of a lookup layer without a vocabulary
+                session.run(table._init_op)
+            return session.run(wanted)
+    return None
+
+
+def _eager(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Tensors with values, which a thread makes that is in no graph."""
+    import tensorflow as tf
+
+    with ThreadPoolExecutor(1) as outside:
+        return tuple(outside.map(tf.constant, values))
+
 
 Builder = Callable[..., Any]
 
@@ -53,8 +106,8 @@ _EXPECTED = (
 )
 
 
-def load_builder(request: GraphRequest) -> SourceGraph:
-    """The graph that a builder makes, with the signatures that it returns.
+def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
+    """The graph that a builder makes, with the signatures that it returns; `label` names it in messages.
 
     Raises:
         BuilderError: it cannot be imported, raised, or returned something else.
@@ -67,7 +120,8 @@ def load_builder(request: GraphRequest) -> SourceGraph:
         )
     code = code_behind(request.model)
     with importable():
-        builder, label = resolve(request.model)
+        builder, name = resolve(request.model)
+        label = label or name
         kwargs = keyword_arguments(builder, request.model_args, label)
         built = _run(builder, kwargs, label)
     if code_behind(request.model) != code:
@@ -104,9 +158,7 @@ def resolve(model: str | Builder | None) -> tuple[Builder, str]:
     try:
         module = import_code(where)
     except (Exception, SystemExit) as error:
-        raise BuilderError(
-            f"importing {where} failed", cause=_told(error), hint=_keras_2_hint(error)
-        ) from error
+        raise BuilderError(f"importing {where} failed", cause=told(error), hint=way_out(error)) from error
     found = module
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -145,12 +197,10 @@ def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) ->
 
 def _parameters(builder: Builder) -> Mapping[str, inspect.Parameter]:
     """The parameters with annotations as types where they can be resolved; builtins may not tell any."""
-    try:
-        return inspect.signature(builder, eval_str=True).parameters
-    except NameError:
-        return inspect.signature(builder).parameters
-    except (ValueError, TypeError):
-        return {}
+    for eval_str in (True, False):
+        with contextlib.suppress(NameError, AttributeError, SyntaxError, ValueError, TypeError):
+            return inspect.signature(builder, eval_str=eval_str).parameters
+    return {}
 
 
 def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any:
@@ -182,18 +232,9 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> _Built:
 
     graph = tf.Graph()
     view, layers, notes = None, dict[str, TensorRef](), tuple[str, ...]()
-    with unchanged_classes(), contextlib.redirect_stdout(sys.stderr):
-        try:
-            with graph.as_default():
-                result = builder(**kwargs)
-        except ExportError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise BuilderError(
-                f"builder {label} raised {type(error).__name__}",
-                cause=_told(error),
-                hint=_keras_2_hint(error),
-            ) from error
+    with unchanged_classes(), known_contents(), contextlib.redirect_stdout(sys.stderr):
+        with graph.as_default(), failures(f"builder {label}"):
+            result = builder(**kwargs)
         if is_object(result):
             with graph.as_default():
                 entries = signatures_of(result, label)
@@ -292,27 +333,9 @@ def _tensor_info(tensor: Any, graph: Any, where: str) -> Proto:
     return protos.TensorInfo.FromString(info.SerializeToString())
 
 
-def _keras_2_hint(error: BaseException) -> str:
-    """The way out for code that only Keras 2 runs, such as `tf.compat.v1.layers`; "" for other errors."""
-    if not re.search(r"not available with Keras 3|compat\.v1' has no attribute 'layers'", str(error)):
-        return ""
-    return "run it with Keras 2: pip install tf-keras, then TF_USE_LEGACY_KERAS=1 export-model ..."
-
-
 def _described(value: Any) -> str:
     """A value in a few words: its type, and its length if it has elements."""
     kind = type(value).__name__
     if value is None or isinstance(value, str | int | float | bool):
         return repr(value)
     return f"a {kind} of {len(value)}" if isinstance(value, tuple | list | dict) else f"a {kind}"
-
-
-def _told(error: BaseException) -> str:
-    """The exception with the last line of the user's own code that led to it."""
-    text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
-    own = [
-        f for f in own if Path(f.filename).parent != Path(__file__).parent and "/lib/python" not in f.filename
-    ]
-    return f"{text} ({own[-1].filename}:{own[-1].lineno} in {own[-1].name})" if own else text

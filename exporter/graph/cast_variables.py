@@ -14,7 +14,7 @@ from itertools import count
 from msgspec import Struct
 
 from exporter.errors import MappingError
-from exporter.graph.bodies import CALLS, LOOPS, Body, called, input_names
+from exporter.graph.nodes import CALLS, LOOPS, Body, called, input_names
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 

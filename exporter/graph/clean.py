@@ -3,7 +3,14 @@
 Kept: what the outputs of the signatures read, and what fills the tables among that. Nothing else: no training
 operations, queues, summaries, assertions, devices, colocation, containers or collections. Control edges go
 too, because they order side effects and an inference graph has none; those that bind a node to a branch or
-an iteration of TF1 control flow stay (see `control_flow`).
+an iteration of TF1 control flow stay.
+
+Find assets that a graph reads during requests, not only while a model loads.
+
+A loader feeds an asset's path while it runs the init op, and never again. So the init op puts the path into a
+variable, and whatever runs at a request reads it there:
+
+    Const (fed at load) -> AssignVariableOp -> VarHandleOp -> ReadVariableOp -> ReadFile
 """
 
 from __future__ import annotations
@@ -12,26 +19,37 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 
 from exporter.errors import UsageError
-from exporter.graph.asset_paths import remember_paths
 from exporter.graph.batch.opening import BatchSize, Ends, settle_batch
-from exporter.graph.deeprec_ops import drop_foreign_attributes, foreign_ops, is_deeprecs
+from exporter.graph.deeprec_ops import drop_foreign_attributes, is_deeprecs
 from exporter.graph.dynamic_tables import tables_among
 from exporter.graph.feeds import cut_inputs, fix_constants, pipeline_batches, served_shape
 from exporter.graph.functions import mutating, served_library
-from exporter.graph.inference_graph import InferenceGraph
-from exporter.graph.mutable_tables import graph_tables
-from exporter.graph.new_nodes import free_name
-from exporter.graph.nodes import Endpoint, GraphIndex, endpoint, shape_of
-from exporter.graph.partition import lookup_strategies
-from exporter.graph.reach import Reached, check_acyclic, reach
+from exporter.graph.inference_graph import Asset, InferenceGraph, Outside
+from exporter.graph.kept_state import StateMakers, keep_restores
+from exporter.graph.keys import lookup_strategies
+from exporter.graph.nodes import (
+    Endpoint,
+    GraphIndex,
+    Reached,
+    check_acyclic,
+    control_inputs,
+    data_inputs,
+    endpoint,
+    free_name,
+    new_node,
+    reach,
+    shape_of,
+)
+from exporter.graph.outside import outside_ops, require_inside
 from exporter.graph.resource_variables import gather_rows, graph_variables, use_resource_variables
-from exporter.graph.servable import check_reads, check_servable
-from exporter.graph.signature_tensors import SignatureEnds, rename_tensors, signature_tensors, tensor_names
+from exporter.graph.servable import check_reads, check_servable, foreign_ops, told
+from exporter.graph.signatures import SignatureEnds, rename_tensors, signature_tensors, tensor_names
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.tables import (
     check_filled,
     check_tables,
     find_assets,
+    graph_tables,
     init_node,
     initialisers,
     read_assets_directly,
@@ -39,7 +57,70 @@ from exporter.graph.tables import (
 )
 from exporter.graph.training_mode import training_mode
 from exporter.wire import protos
+from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
+
+
+def remember_paths(
+    nodes: dict[str, Proto], roots: Iterable[str], filling: Iterable[str], assets: Iterable[Asset]
+) -> list[str]:
+    """Put the paths that outputs need into variables, in place; what the init op is to run for that.
+
+    `roots` make the signatures' tensors, `filling` runs at load and goes on reading the asset itself.
+    """
+    served = reach(nodes, dict.fromkeys(roots)).inputs
+    needed = [asset.node for asset in assets if asset.node in served]
+    if not needed:
+        return []
+    _part_from_loading(nodes, served, [*filling], needed)
+    assignments = []
+    for path in needed:
+        handle = free_name(nodes, f"{path}/path")
+        nodes[handle] = new_node(
+            handle, "VarHandleOp", dtype=DType.STRING, shape=(), shared_name=handle.encode()
+        )
+        read = free_name(nodes, f"{handle}/ReadVariableOp")
+        for name in served:
+            _replace_input(nodes[name], path, read)
+        nodes[read] = new_node(read, "ReadVariableOp", [handle], dtype=DType.STRING)
+        assign = free_name(nodes, f"{handle}/Assign")
+        nodes[assign] = new_node(assign, "AssignVariableOp", [handle, path], dtype=DType.STRING)
+        assignments.append(assign)
+    return assignments
+
+
+def _part_from_loading(
+    nodes: dict[str, Proto], served: Mapping[str, object], filling: list[str], paths: list[str]
+) -> None:
+    """Give the initialisers copies of nodes between them and a path that requests use as well, in place."""
+    loading = reach(nodes, filling).inputs
+    changed = {*paths}
+    copies: dict[str, str] = {}
+    pending = True
+    while pending:  # until no more nodes are found behind the paths
+        pending = False
+        for name in loading:
+            if name in served and name not in changed and _sources(nodes[name]) & changed:
+                changed.add(name)
+                copies[name] = free_name(nodes, f"{name}/at_load")
+                nodes[copies[name]] = deepcopy(nodes[name])
+                nodes[copies[name]].name = copies[name]
+                pending = True
+    for name in [*copies.values(), *(name for name in loading if name not in served)]:
+        for original, copy in copies.items():
+            _replace_input(nodes[name], original, copy)
+
+
+def _sources(node: Proto) -> set[str]:
+    return {source.node for source in data_inputs(node)}
+
+
+def _replace_input(node: Proto, source: str, replacement: str) -> None:
+    for position, text in enumerate(node.input):
+        tensor = endpoint(text)
+        if tensor.node == source and tensor.output >= 0:
+            node.input[position] = tensor._replace(node=replacement).as_input
+
 
 _DROPPED_ATTRS = (
     "_class",
@@ -61,21 +142,29 @@ def clean(source: SourceGraph) -> InferenceGraph:
     index = GraphIndex.of(source.meta_graph)
     signatures = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
     nodes = _with_constants(index, source, signatures.values())
-    foreign = foreign_ops(index.nodes.values(), index.functions)
+    allow_foreign = source.trust.foreign_ops
+    foreign = frozenset[str]() if allow_foreign else foreign_ops(index.nodes.values(), index.functions)
     replaced = _cut(index, nodes, signatures.values(), foreign)
     roots = _roots(signatures.values(), replaced)
-    needed, filling = _needed(index, nodes, replaced, roots, source.init_op)
-    check_servable(nodes, reach(nodes, filling), fed=set(), allowed={*filling}, foreign=foreign)
+    needed, filling, makers = _needed(index, nodes, replaced, roots, source.init_op)
+    state = keep_restores(index, nodes, makers, source.meta_graph.saver_def)
+    whole = [*filling, *state.importing]
+    makers.require_filled(nodes, whole)
+    # Which files a foreign operation reads beside the one that it is given, nobody knows.
+    files = [*source.assets] if any(makers.is_foreign(nodes[name]) for name in filling) else []
+    needed = reach(nodes, [*roots, *whole, *files], replaced) if state.importing or files else needed
+    check_servable(nodes, reach(nodes, whole), fed={state.prefix}, allowed={*whole}, foreign=foreign)
     check_reads(nodes, needed.inputs, mutating(index.functions), where="")
 
     kept = _copies(nodes, needed)
+    _keep_order(nodes, kept, state.importing)
     if is_deeprecs(index.nodes.values()):
         drop_foreign_attributes(kept.values(), source.meta_graph.meta_info_def.stripped_op_list.op)
     reads = use_resource_variables(kept)
     gather_rows(kept)
     moved = reads | {tensor: _moved(target, reads) for tensor, target in replaced.items()}
     roots = _roots(signatures.values(), moved)
-    kept = _still_needed(kept, [*roots, *filling])
+    kept = _still_needed(kept, [*roots, *whole, *files])
     assets = find_assets(source, kept, filling)
     use_file_names(kept, assets)
     dynamic = tables_among(source.dynamic_tables, kept)
@@ -84,8 +173,17 @@ def clean(source: SourceGraph) -> InferenceGraph:
     init_op = _add_init_op(kept, filling)
     size = _settled(index, kept, signatures.values(), moved)
 
-    meta_graph = _meta_graph(source.meta_graph, index, kept, filling)
+    meta_graph = _meta_graph(
+        source.meta_graph, index, kept, [*filling, *state.importing], allow_foreign=allow_foreign
+    )
+    unknown = foreign_ops(protos.all_nodes(meta_graph.graph_def), index.functions)
     check_filled(meta_graph, filling)
+    outside = outside_ops(
+        meta_graph.graph_def,
+        files={asset.node for asset in assets},
+        own=[name for name in reach(kept, state.importing).inputs if kept[name].op == "RestoreV2"],
+    )
+    require_inside(outside, is_allowed=source.trust.file_ops)
     for name, signature in source.meta_graph.signature_def.items():
         meta_graph.signature_def[name].CopyFrom(_served_signature(index, signature, moved, size))
     fed = {_moved(tensor, moved).node for ends in signatures.values() for tensor in ends.inputs}
@@ -99,11 +197,20 @@ def clean(source: SourceGraph) -> InferenceGraph:
         lookups=lookup_strategies(meta_graph.graph_def, variables),
         tables=graph_tables(kept, source.tables),
         training=training,
-        notes=(*source.notes, *size.notes, *training.notes(), *_defaults(kept, fed)),
+        notes=(
+            *source.notes,
+            *size.notes,
+            *training.notes(),
+            *_defaults(kept, fed),
+            *_needs(unknown, outside),
+        ),
         objects=source.objects,
         traced_rows=size.traced,
         dynamic_tables=dynamic,
         layers={source.keys[node].key: place for node, place in source.layers.items() if node in source.keys},
+        foreign=tuple(sorted(unknown)),
+        state=state,
+        outside=tuple(outside),
     )
 
 
@@ -175,16 +282,18 @@ def _needed(
     replaced: Mapping[Endpoint, Endpoint],
     roots: list[str],
     init_op: str | None,
-) -> tuple[Reached, list[str]]:
+) -> tuple[Reached, list[str], StateMakers]:
     """What outputs need, together with what fills the tables among it, which may need further tables."""
     filling: list[str] = []
     while True:
         needed = reach(nodes, [*roots, *filling], replaced)
         check_acyclic(nodes, needed)
         check_tables(nodes, needed.inputs)
-        found = initialisers(index, needed.inputs, init_op)
+        makers = StateMakers.among(index, needed.inputs)
+        found = [*initialisers(index, needed.inputs, init_op), *makers.initialisers(init_op)]
+        found = [*dict.fromkeys(found)]
         if found == filling:
-            return needed, filling
+            return needed, filling, makers
         filling = found
 
 
@@ -202,6 +311,13 @@ def _copies(nodes: Mapping[str, Proto], needed: Reached) -> dict[str, Proto]:
     return kept
 
 
+def _keep_order(nodes: Mapping[str, Proto], kept: Mapping[str, Proto], importing: Collection[str]) -> None:
+    """Let what restores state run in the order that its library wants (clear, then import), in place."""
+    for name in importing:
+        after = (other for other in control_inputs(nodes[name]) if other in importing)
+        kept[name].input.extend(f"^{other}" for other in after)
+
+
 def _still_needed(kept: dict[str, Proto], roots: Iterable[str]) -> dict[str, Proto]:
     """Without the reads of tables that are now gathered from."""
     reached = reach(kept, dict.fromkeys(roots))
@@ -215,6 +331,14 @@ def _defaults(kept: Mapping[str, Proto], fed: Collection[str]) -> Iterator[str]:
             yield f"placeholder {name!r} keeps its default value; fix another with --feed {name}=VALUE"
 
 
+def _needs(foreign: Collection[str], outside: Iterable[Outside]) -> Iterator[str]:
+    """What serving the graph takes beyond a stock server and the version's own files."""
+    for each in outside:
+        yield f"when served, {each}"
+    if foreign:
+        yield f"the server must know operations that stock TensorFlow does not have: {told(foreign)}"
+
+
 def _add_init_op(kept: dict[str, Proto], filling: list[str]) -> str | None:
     if not filling:
         return None
@@ -223,7 +347,9 @@ def _add_init_op(kept: dict[str, Proto], filling: list[str]) -> str | None:
     return name
 
 
-def _meta_graph(source: Proto, index: GraphIndex, kept: Mapping[str, Proto], filling: list[str]) -> Proto:
+def _meta_graph(
+    source: Proto, index: GraphIndex, kept: Mapping[str, Proto], filling: list[str], *, allow_foreign: bool
+) -> Proto:
     """A MetaGraphDef with the kept nodes and functions, and what still applies of the description."""
     meta_graph = protos.MetaGraphDef()
     graph_def = meta_graph.graph_def
@@ -234,7 +360,9 @@ def _meta_graph(source: Proto, index: GraphIndex, kept: Mapping[str, Proto], fil
         graph_def.node.append(node)
     graph_def.versions.CopyFrom(source.graph_def.versions)
     inference = [node for name, node in kept.items() if name not in filling]
-    graph_def.library.CopyFrom(served_library(index.functions, inference, [kept[name] for name in filling]))
+    whole = [kept[name] for name in filling]
+    library = served_library(index.functions, inference, whole, allow_foreign=allow_foreign)
+    graph_def.library.CopyFrom(library)
     used = {node.op for node in kept.values()}
     used |= {node.op for function in graph_def.library.function for node in function.node_def}
     info = meta_graph.meta_info_def

@@ -13,42 +13,257 @@ exports or trains embedding variables stays where it is, too: no output needs it
 output does need and is not converted, `exporter.graph.servable` refuses by name.
 
 Source: DeepRec, tensorflow/core/ops/kv_variable_ops.cc, tensorflow/python/ops/{kv_variable,embedding}_ops.py.
+
+Find lookups in partitioned embedding variables, which can be one lookup in one table.
+
+flat_ids -> FloorMod(1000) -> FloorMod(P) -> Cast = assignments
+DynamicPartition(flat_ids, assignments)    -> P gathers -> ParallelDynamicStitch
+DynamicPartition(range(size), assignments)               /
+
+Read what DeepRec's `tf.staged` hands over where it comes from.
+
+A stage computes the next batch's features, or its rows, while the model works: a `TensorBufferPut` stores
+tensors, and a `TensorBufferTake` of the same shared name gives them to the model. A request is computed at
+once, so the model reads what is put. A tensor of a stage that a signature takes as its input stays.
+
+Source: DeepRec, tensorflow/python/ops/prefetch.py and tensorflow/core/ops/tensor_buffer_ops.cc.
+
+Turn a node into a lookup in a dynamic table; what finds the rows is `exporter.tables.lookup`'s.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
+import numpy as np
 from msgspec import Struct, field
 
 from exporter.errors import NotServable
 from exporter.graph.deeprec_defaults import AbsentKeys, default_rows
 from exporter.graph.deeprec_groups import group_handles, take_groups_apart
 from exporter.graph.deeprec_ops import GATHERS, HANDLE, INITIALISERS, is_deeprecs
-from exporter.graph.deeprec_parts import parted_lookups, uses_default
-from exporter.graph.deeprec_stages import read_through_stages
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.keys import collected_variables
-from exporter.graph.new_nodes import free_name, new_node, put_nodes
 from exporter.graph.nodes import (
     Endpoint,
     GraphIndex,
+    all_before,
     attr,
     attr_dtype,
     attr_shape,
     attr_text,
+    const_value,
     control_inputs,
     data_inputs,
     endpoint,
+    free_name,
+    new_node,
+    put_nodes,
     through_identities,
 )
-from exporter.graph.reach import all_before
-from exporter.graph.signature_tensors import SignatureEnds
-from exporter.graph.table_lookup import Lookup, lookup_nodes
+from exporter.graph.signatures import SignatureEnds
 from exporter.tables.geometry import PARTS
+from exporter.tables.lookup import add_rows
+from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
+from exporter.wire.tensor_proto import fill
+
+_STITCHES = frozenset({"ParallelDynamicStitch", "DynamicStitch"})
+_MAX_STEPS = 16
+
+
+class PartedLookup(Struct, frozen=True):
+    """A stitch whose result is what one lookup of `ids` gives; `handle` is that of the first part.
+
+    `default` are the rows that absent keys read, if the lookup brings them along.
+    """
+
+    stitch: str
+    handle: str
+    ids: Endpoint
+    default: Endpoint | None
+
+
+def parted_lookups(index: GraphIndex, table_of: Callable[[Proto], str | None]) -> Iterator[PartedLookup]:
+    """The lookups of a graph over all parts of a table; `table_of` names the table of a gather."""
+    for node in index.nodes.values():
+        if node.op in _STITCHES:
+            found = _parted(index, node, table_of)
+            if found is not None:
+                yield found
+
+
+def _parted(index: GraphIndex, stitch: Proto, table_of: Callable[[Proto], str | None]) -> PartedLookup | None:
+    inputs = data_inputs(stitch)
+    count = len(inputs) // 2
+    gathers = [_origin(index, tensor) for tensor in inputs[count:]]
+    if not gathers or len(inputs) % 2 or any(node is None or node.op not in GATHERS for node in gathers):
+        return None
+    reads = [node for node in gathers if node is not None]
+    if len({table_of(node) for node in reads}) != 1 or table_of(reads[0]) is None:
+        return None
+    ids = _partitioned(index, [data_inputs(node)[1] for node in reads])
+    places = _partitioned(index, inputs[:count])
+    if ids is None or places is None or ids[1] != places[1] or not _counts_up(index, places[0], ids[0]):
+        return None
+    default = None
+    brought = {uses_default(node) for node in reads}
+    if brought == {True}:
+        rows = _partitioned(index, [data_inputs(node)[2] for node in reads])
+        if rows is None or rows[1] != ids[1]:
+            return None
+        default = rows[0]
+    elif brought != {False}:
+        return None
+    return PartedLookup(stitch.name, data_inputs(reads[0])[0].node, ids[0], default)
+
+
+def uses_default(gather: Proto) -> bool:
+    """True if absent keys read the row of `default_value` in the key's place."""
+    return bool(attr(gather, "is_use_default_value_tensor").b)
+
+
+def _partitioned(index: GraphIndex, parts: list[Endpoint]) -> tuple[Endpoint, Endpoint] | None:
+    """The tensor that these are all parts of, in order, and the assignment; None if there is none."""
+    found = [_source(index, tensor) for tensor in parts]
+    node = index.nodes.get(found[0].node)
+    if node is None or node.op != "DynamicPartition" or len(data_inputs(node)) < 2:
+        return None
+    if found != [Endpoint(node.name, number) for number in range(len(found))]:
+        return None
+    if attr(node, "num_partitions").i != len(found):
+        return None
+    data, assignment = data_inputs(node)[:2]
+    return _source(index, data), _source(index, assignment)
+
+
+def _counts_up(index: GraphIndex, places: Endpoint, ids: Endpoint) -> bool:
+    """True for `range(size(ids))`."""
+    node = index.nodes.get(places.node)
+    if node is None or node.op != "Range" or len(data_inputs(node)) < 3:
+        return False
+    start, limit, step = data_inputs(node)[:3]
+    size = _origin(index, limit)
+    while size is not None and size.op == "Cast" and data_inputs(size):
+        size = _origin(index, data_inputs(size)[0])
+    counted = data_inputs(size) if size is not None and size.op == "Size" else []
+    if not counted or _source(index, counted[0]) != ids:
+        return False
+    return _number(index, start) == 0 and _number(index, step) == 1
+
+
+def _number(index: GraphIndex, tensor: Endpoint) -> int | None:
+    value = const_value(_origin(index, tensor))
+    is_number = value is not None and value.size == 1 and value.dtype.kind in "iu"
+    return int(value.ravel()[0]) if value is not None and is_number else None
+
+
+def _origin(index: GraphIndex, tensor: Endpoint) -> Proto | None:
+    return index.nodes.get(_source(index, tensor).node)
+
+
+def _source(index: GraphIndex, tensor: Endpoint) -> Endpoint:
+    """Where a tensor comes from, Identity nodes passed over."""
+    for _ in range(_MAX_STEPS):
+        node = index.nodes.get(tensor.node)
+        if node is None or node.op != "Identity" or not data_inputs(node):
+            break
+        tensor = data_inputs(node)[0]
+    return tensor
+
+
+_PUT, _TAKE = "TensorBufferPut", "TensorBufferTake"
+
+
+def read_through_stages(index: GraphIndex, given: Collection[Endpoint]) -> None:
+    """Let nodes read what is put into stages instead of what is taken from them, in place.
+
+    Stages that give one of the tensors `given`, and those that nothing is put into in this graph, stay.
+    """
+    takes = [node for node in index.nodes.values() if node.op == _TAKE]
+    if not takes:
+        return
+    puts = {_name(node): node for node in index.nodes.values() if node.op == _PUT}
+    moved: dict[Endpoint, str] = {}
+    for take in takes:
+        put = puts.get(_name(take))
+        if put is None or len(attr(take, "dtypes").list.type) != len(data_inputs(put)):
+            continue
+        if not any(tensor.node == take.name for tensor in given):
+            sources = data_inputs(put)
+            moved |= {Endpoint(take.name, number): tensor.as_input for number, tensor in enumerate(sources)}
+    for node in index.nodes.values():
+        for position, text in enumerate(node.input):
+            if not text.startswith("^") and endpoint(text) in moved:
+                node.input[position] = moved[endpoint(text)]
+
+
+def _name(node: Proto) -> tuple[str, str]:
+    """Nodes that agree on this are of one stage."""
+    return attr_text(node, "container"), attr_text(node, "shared_name") or str(node.name)
+
+
+class Lookup(Struct, frozen=True):
+    """A lookup to be made: of `ids`, under `name`, after the nodes `after`.
+
+    `default` holds a row for each id, which is read where the table does not hold the key; else absent keys
+    read the table's default rows.
+    """
+
+    name: str
+    table: GraphDynamicTable
+    ids: Endpoint
+    default: Endpoint | None = None
+    after: tuple[str, ...] = ()
+
+
+def lookup_nodes(lookup: Lookup, taken: Collection[str]) -> list[Proto]:
+    """The nodes of a lookup, none of which is `taken`; the last has its name and gives a row for each id."""
+    for number in itertools.count():
+        scope = f"{lookup.name}/lookup_{number}" if number else f"{lookup.name}/lookup"
+        made = _made(lookup, scope)
+        if not any(node.name in taken for node in made[:-1]):
+            return made
+    raise AssertionError("some scope is free")
+
+
+def _made(lookup: Lookup, scope: str) -> list[Proto]:
+    table, made = lookup.table, protos.GraphDef()
+    ids, values_handle = lookup.ids.as_input, table.nodes[-1]
+    if table.key_dtype is not DType.INT64:
+        ids = _add(made, f"{scope}/ids", "Cast", ids, SrcT=table.key_dtype, DstT=DType.INT64)
+    rows = add_rows(made, scope, table.name, table.nodes, ids, defaults=len(table.defaults))
+    name = lookup.name if lookup.default is None else f"{scope}/values"
+    values = _add(
+        made, name, "ResourceGather", values_handle, rows.rows, dtype=table.value_dtype, Tindices=DType.INT32
+    )
+    if lookup.default is not None:
+        _choose(made, lookup, lookup.default, scope, rows.found, values)
+    made.node[-1].input.extend(f"^{name}" for name in lookup.after)
+    return [*made.node]
+
+
+def _choose(made: Proto, lookup: Lookup, default: Endpoint, scope: str, found: str, values: str) -> None:
+    """Add the choice between values that were found and the rows of `default`, as the lookup's own node."""
+    dtype = lookup.table.value_dtype
+    shape = _add(made, f"{scope}/shape", "Shape", values, T=dtype, out_type=DType.INT32)
+    given = default.as_input
+    rows = _add(made, f"{scope}/default", "Reshape", given, shape, T=dtype, Tshape=DType.INT32)
+    number = protos.TensorProto()
+    fill(number, np.array(-1, np.int32), as_fields=True)
+    last = _add(made, f"{scope}/last", "Const", dtype=DType.INT32, value=number)
+    mask = _add(made, f"{scope}/is_found", "ExpandDims", found, last, T=DType.BOOL, Tdim=DType.INT32)
+    _add(made, lookup.name, "SelectV2", mask, values, rows, T=dtype)
+
+
+def _add(graph_def: Proto, name: str, op: str, *inputs: str, **attrs: Any) -> str:
+    graph_def.node.append(new_node(name, op, inputs, **attrs))
+    return name
+
 
 _PART = re.compile(r"(.+)/part_([0-9]+)", re.ASCII)
 _COLLECTIONS = ("variables", "trainable_variables", "embedding_variables")

@@ -24,17 +24,20 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from exporter.graph.new_nodes import constant, free_name, new_node, put_nodes
 from exporter.graph.nodes import (
     Endpoint,
     GraphIndex,
     attr,
     attr_dtype,
     attr_text,
+    constant,
     control_inputs,
     data_inputs,
+    free_name,
+    new_node,
+    put_nodes,
 )
-from exporter.graph.signature_tensors import SignatureEnds
+from exporter.graph.signatures import SignatureEnds
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 

@@ -7,12 +7,12 @@ rewritten (`exporter.graph.deeprec_conversion`) or refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 
 from exporter.errors import ForeignOperations
 from exporter.wire.protos import Proto
-from exporter.wire.stock_ops import is_stock, stock_attributes
+from exporter.wire.stock_ops import stock_attributes
 
 HANDLE = "KvVarHandleOp"
 GATHERS = frozenset({"KvResourceGather", "KvResourceGatherV1"})
@@ -77,16 +77,3 @@ def foreign_attributes(node: Proto) -> list[str]:
     if known is None:
         return []
     return [name for name in node.attr if name not in known and not name.startswith("_")]
-
-
-def foreign_ops(nodes: Iterable[Proto], functions: Mapping[str, Proto]) -> frozenset[str]:
-    """The operations of a graph that stock TensorFlow does not have.
-
-    In a graph of another origin nothing is known of those that are not DeepRec's: whoever has operations of
-    their own may have a server that knows them.
-    """
-    nodes = list(nodes)
-    used = {str(node.op) for node in nodes}
-    if not is_deeprecs(nodes):
-        return frozenset()
-    return frozenset(op for op in used if op not in functions and (is_deeprec(op) or not is_stock(op)))

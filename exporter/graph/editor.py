@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, field
 
-from exporter.graph.bodies import called
 from exporter.graph.functions import reachable
-from exporter.graph.new_nodes import new_node, put_nodes
+from exporter.graph.nodes import called, new_node, put_nodes
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.tensor_proto import fill

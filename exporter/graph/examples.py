@@ -23,8 +23,7 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.errors import UsageError
-from exporter.graph.new_nodes import constant, free_name, new_node
-from exporter.graph.nodes import Endpoint, GraphIndex, endpoint, shape_proto
+from exporter.graph.nodes import Endpoint, GraphIndex, constant, endpoint, free_name, new_node, shape_proto
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from exporter.errors import UsageError
-from exporter.graph.new_nodes import constant, free_name, new_node
-from exporter.graph.nodes import Endpoint, GraphIndex, attr_dtype, shape_proto
+from exporter.graph.nodes import Endpoint, GraphIndex, attr_dtype, constant, free_name, new_node, shape_proto
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 

@@ -1,20 +1,169 @@
-"""Prune the function library: keep functions that the graph calls, and in each what its results need."""
+"""Prune the function library: keep functions that the graph calls, and in each what its results need.
+
+Handle tables that a function makes and fills with constants on each call, as old feature columns do.
+
+    HashTableV2 -> LookupTableImportV2(table, Const, Const)      the control edge from here
+                -> LookupTableFindV2(table, ids)                 to here gives the order
+
+Every call fills in the same, which TensorFlow takes for no change. So the fills are kept, though they return
+nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 
 from exporter.errors import GraphError
-from exporter.graph.bodies import CALLS
-from exporter.graph.constant_tables import constant_fills, fill_before_use
-from exporter.graph.control_flow import ENTERS, SWITCHES
-from exporter.graph.new_nodes import put_nodes
-from exporter.graph.reach import closure
+from exporter.graph.nodes import (
+    CALLS,
+    ENTERS,
+    SWITCHES,
+    closure,
+    data_inputs,
+    put_nodes,
+    through_identities,
+    waited_for,
+)
 from exporter.graph.resource_variables import gather_rows
-from exporter.graph.servable import called_functions, changes_state, check_body, check_reads
+from exporter.graph.servable import called_functions, changes_state, check_body, check_known, check_reads
 from exporter.wire import protos
 from exporter.wire.protos import Proto
+
+_FILLS = frozenset({"InitializeTable", "InitializeTableV2", "LookupTableImport", "LookupTableImportV2"})
+_STATIC = frozenset({"HashTable", "HashTableV2"})
+_CONST = re.compile("Const")
+_MAX_IDENTITIES = 32
+_TABLES = re.compile(r"(Anonymous|Mutable)*(Dense)?HashTable(OfTensors)?(V2)?")
+
+
+def constant_fills(nodes: Mapping[str, Proto]) -> dict[str, str]:
+    """The nodes of a function's body that fill a table of that body with constants, each with the table."""
+    found = {}
+    for node in nodes.values():
+        if node.op not in _FILLS:
+            continue
+        table, *contents = (_producer(nodes, text) for text in node.input if not text.startswith("^"))
+        if _is_op(nodes, table, _TABLES) and all(_is_op(nodes, name, _CONST) for name in contents):
+            found[node.name] = table
+    return found
+
+
+def fill_before_use(nodes: Mapping[str, Proto], fills: Mapping[str, str]) -> None:
+    """Make every user of a table wait for the node that fills it, in place.
+
+    The edge may have led over nodes that are not kept.
+    """
+    if not fills:
+        return
+    for node in nodes.values():
+        if node.name in fills:
+            continue
+        taken = {_producer(nodes, text) for text in node.input if not text.startswith("^")}
+        waits = [f"^{fill}" for fill, table in fills.items() if table in taken]
+        if node.op != "Identity":
+            node.input.extend(text for text in waits if text not in node.input)
+
+
+def _producer(nodes: Mapping[str, Proto], text: str) -> str:
+    """The node of the body that makes a value, which Identity nodes may hand on."""
+    name = text.partition(":")[0]
+    for _ in range(_MAX_IDENTITIES):
+        node = nodes.get(name)
+        if node is None or node.op != "Identity" or not node.input:
+            break
+        name = node.input[0].partition(":")[0]
+    return name
+
+
+def _is_op(nodes: Mapping[str, Proto], name: str, ops: re.Pattern[str]) -> bool:
+    return name in nodes and ops.fullmatch(nodes[name].op) is not None
+
+
+def drop_refills(meta_graph: Proto, init_op: str | None) -> None:
+    """Remove, in place, fills of static tables that the init op has filled before: those do nothing.
+
+    Keras' feature columns of TensorFlow 2.0 to 2.2 fill their tables in each call of a signature. A static
+    table takes its contents once; whoever fills it again with the same gets no error, and with others one
+    (`InitializableLookupTable::Initialize` in tensorflow/core/framework/lookup_interface). A server runs the
+    init op before any signature.
+    """
+    graph = {node.name: node for node in meta_graph.graph_def.node}
+    library = {function.signature.name: function for function in meta_graph.graph_def.library.function}
+    loading = [graph[name] for name in waited_for(graph, [init_op] if init_op else [])]
+    filled = {
+        name
+        for node in loading
+        for source in data_inputs(node)
+        if (name := through_identities(graph, source.node)) in graph and graph[name].op in _STATIC
+    }
+    if not filled:
+        return
+    at_load = _called_from(loading, library)
+    served = [node for node in graph.values() if node not in loading]
+    known = _arguments_that_are(filled, graph, served, library)
+    for name, function in library.items():
+        if name not in at_load and known.get(name):
+            _remove(function, known[name])
+
+
+def _called_from(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
+    def callees(body: Iterable[Proto]) -> Iterator[str]:
+        return (name for node in body for name in called_functions(node) if name in library)
+
+    return {*closure(callees(nodes), lambda name: callees(library[name].node_def))}
+
+
+def _arguments_that_are(
+    tables: Collection[str],
+    graph: Mapping[str, Proto],
+    served: Iterable[Proto],
+    library: Mapping[str, Proto],
+) -> dict[str, set[str]]:
+    """The arguments of each function that get one of these tables wherever it is called."""
+    arguments = {name: [a.name for a in f.signature.input_arg] for name, f in library.items()}
+    found = {name: {*names} for name, names in arguments.items()}
+    calls = [("", node) for node in served]
+    calls += [(name, node) for name, function in library.items() for node in function.node_def]
+    calls = [(where, node) for where, node in calls if called_functions(node) & library.keys()]
+    is_changing = True
+    while is_changing:
+        is_changing = False
+        for where, node in calls:
+            inputs = [text for text in node.input if not text.startswith("^")]
+            for callee in called_functions(node) & library.keys():
+                shift = CALLS.get(node.op, 0 if node.op == callee else len(inputs))
+                given = dict(zip(arguments[callee], inputs[shift:], strict=False))
+                kept = {
+                    name
+                    for name in found[callee] & given.keys()
+                    if (given[name] in found[where] if where else _table(graph, given[name]) in tables)
+                }
+                is_changing |= kept != found[callee]
+                found[callee] = kept
+    return found
+
+
+def _table(graph: Mapping[str, Proto], text: str) -> str:
+    return through_identities(graph, text.partition(":")[0])
+
+
+def _remove(function: Proto, tables: Collection[str]) -> None:
+    """Remove the fills of tables that are arguments, with the edges from them, in place."""
+    gone = {n.name for n in function.node_def if n.op in _FILLS and n.input and n.input[0] in tables}
+    if not gone:
+        return
+    kept = [node for node in function.node_def if node.name not in gone]
+    for node in kept:
+        node.input[:] = [text for text in node.input if text.removeprefix("^") not in gone]
+    put_nodes(function.node_def, kept)
+    for output, name in [*function.control_ret.items()]:
+        if name in gone:
+            del function.control_ret[output]
+    outputs = [output for output in function.signature.control_output if output in function.control_ret]
+    function.signature.control_output[:] = outputs
+
 
 _ASSIGNS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 _CALLEES = ("f", "then_branch", "else_branch", "cond", "body")
@@ -73,12 +222,17 @@ def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
 
 
 def served_library(
-    library: Mapping[str, Proto], inference: Iterable[Proto], initialisers: Iterable[Proto]
+    library: Mapping[str, Proto],
+    inference: Iterable[Proto],
+    initialisers: Iterable[Proto],
+    *,
+    allow_foreign: bool = False,
 ) -> Proto:
     """The FunctionDefLibrary that the graph needs; bodies that initialisers call lose assignments alone.
 
     Raises:
         NotServable: a body reads a variable after changing it.
+        ForeignOperations: a body needs operations that stock TensorFlow lacks, and these are not allowed.
         GraphError: a function or a node of a body is missing.
     """
     if not library:
@@ -86,19 +240,29 @@ def served_library(
     for_init = reachable(initialisers, library)
     served = protos.FunctionDefLibrary()
     changing = mutating(library)
-    for_inference = _prune_reachable(inference, library, changing, for_init)
+    stock = None if allow_foreign else library.keys()
+    for_inference = _prune_reachable(inference, library, changing, for_init, stock)
     for name in library:
         if name in for_inference:
             served.function.append(for_inference[name])
         elif name in for_init:
             served.function.append(_without_assignments(without_placement(library[name])))
+            if stock is not None:
+                check_known(served.function[-1].node_def, name, stock)
     return served
 
 
 def _prune_reachable(
-    nodes: Iterable[Proto], library: Mapping[str, Proto], changing: set[str], keep_whole: set[str]
+    nodes: Iterable[Proto],
+    library: Mapping[str, Proto],
+    changing: set[str],
+    keep_whole: set[str],
+    stock: Collection[str] | None,
 ) -> dict[str, Proto]:
-    """Pruned bodies may call less than whole ones: walk and prune in one go."""
+    """Pruned bodies may call less than whole ones: walk and prune in one go.
+
+    `stock` are the functions that bodies may call beside stock operations; None: there may be others.
+    """
     found: dict[str, Proto] = {}
     pending = [*nodes]
     while pending:
@@ -106,8 +270,10 @@ def _prune_reachable(
             if name not in found:
                 body = without_placement(library[name])
                 found[name] = (
-                    _without_assignments(body) if name in keep_whole else pruned_body(body, changing)
+                    _without_assignments(body) if name in keep_whole else pruned_body(body, changing, stock)
                 )
+                if stock is not None:
+                    check_known(found[name].node_def, name, stock)
                 pending += found[name].node_def
     return found
 
@@ -134,8 +300,10 @@ def _without_assignments(function: Proto) -> Proto:
     return function
 
 
-def pruned_body(function: Proto, changing: set[str]) -> Proto:
+def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | None = None) -> Proto:
     """A function reduced, in place, to what its results are computed from; returned for convenience.
+
+    With `stock`, the functions that it may call, it may need nothing else than those and stock operations.
 
     Source of the naming: tensorflow/core/framework/function.proto: a body's input is `argument`,
     `node:output name:index` or `^node`.
@@ -148,6 +316,8 @@ def pruned_body(function: Proto, changing: set[str]) -> Proto:
     kept = needed_by(nodes, function.ret.values())
     kept |= needed_by(nodes, [fill for fill, table in fills.items() if table in kept])
     name = function.signature.name
+    if stock is not None:  # before anything else is said of operations that nobody knows
+        check_known((nodes[n] for n in kept), name, stock)
     read = [n for n in nodes if n in kept]
     check_reads(nodes, read, changing, where=f" in function {name!r}", allowed=fills)
     check_body((nodes[n] for n in kept if n not in fills), name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +117,28 @@ class Asset(Struct, frozen=True):
         return self.name or self.source.name
 
 
+class Effect(StrEnum):
+    """What an operation does outside of the model."""
+
+    READS = "reads files"
+    WRITES = "writes files"
+    CALLS = "calls other processes or devices"
+    RUNS = "runs code, or ends the process"
+
+
+class Outside(Struct, frozen=True):
+    """An operation that reaches out of the model, and the function that it stands in, "" for the graph."""
+
+    node: str
+    op: str
+    effect: Effect
+    function: str = ""
+
+    def __str__(self) -> str:
+        where = f" in function {self.function!r}" if self.function else ""
+        return f"{self.op} {self.node!r}{where} {self.effect.value}"
+
+
 class TrainingMode(Struct, frozen=True):
     """The parts of a served graph that compute as in training.
 
@@ -144,6 +166,21 @@ class TrainingMode(Struct, frozen=True):
             yield f"{name} draws random numbers at each request: is it dropout?"
 
 
+class KeptState(Struct, frozen=True):
+    """How state is restored that is neither a variable nor a lookup table: by operations of its own library.
+
+    `importing` are the nodes that restore it, `prefix` the placeholder that gets the bundle's prefix, and
+    `tensors` what they read of the bundle, by its name in the checkpoint.
+    """
+
+    importing: tuple[str, ...] = ()
+    prefix: str = ""
+    tensors: tuple[str, ...] = ()
+
+
+NO_STATE = KeptState()
+
+
 class InferenceGraph(Struct, frozen=True):
     """What to serve, clean and without values.
 
@@ -157,7 +194,9 @@ class InferenceGraph(Struct, frozen=True):
     shape, and the layer's name. `tables` are those that are restored; `dynamic_tables` are served from
     variables, which are among `variables` once their shapes are known. `training` tells what in the graph
     computes as training does. `notes` are for the person who exports. `traced_rows` is the number of rows
-    that the source graph takes, if it takes one number alone.
+    that the source graph takes, if it takes one number alone. `foreign` are the operations that stock
+    TensorFlow does not have; `state` is what their libraries restore by themselves; `outside` are those
+    that reach out of the model.
     """
 
     source: str
@@ -173,3 +212,6 @@ class InferenceGraph(Struct, frozen=True):
     layers: Mapping[str, TensorRef] = field(default_factory=dict)
     traced_rows: int | None = None
     dynamic_tables: tuple[GraphDynamicTable, ...] = ()
+    foreign: tuple[str, ...] = ()
+    state: KeptState = NO_STATE
+    outside: tuple[Outside, ...] = ()

@@ -2,6 +2,20 @@
 
 Three places tell, the nearest to the checkpoint first: the graph's own Saver (its restore nodes), the
 VariableDefs in the collections (partitions), the variable's name.
+
+Find the row order of a partitioned table from how the graph looks it up.
+
+`embedding_lookup` over n parts first assigns ids to parts, then sends them there by DynamicPartition and
+gathers in each part. By `mod` the part is `id % n` (FloorMod); by `div` it is the larger of two divisions
+(Maximum), see tensorflow/python/ops/embedding_ops.py. The file looks the same in both cases: only the graph
+tells. A part that is read but never gathered from has been concatenated: its order is the rows' order.
+
+Read variables' own names from an object-based SavedModel, whose node names say little.
+
+TensorFlow may capture one variable under several handles called `kernel_1` or `Variable_7`. Its restore
+function pairs each handle with a key of the object graph (`layers/1/kernel/.ATTRIBUTES/VARIABLE_VALUE`),
+and the object that the key's path leads to has the variable's name as the program gave it.
+(Source: tensorflow/core/protobuf/saved_object_graph.proto; tensorflow/python/checkpoint/trackable_view.py.)
 """
 
 from __future__ import annotations
@@ -12,20 +26,183 @@ from contextlib import suppress
 from google.protobuf.message import DecodeError
 
 from exporter.catalog import SliceSpec
+from exporter.checkpoint.object_graph import SUFFIX, ObjectGraph, TrackedObject, TrackedVariable
+from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 from exporter.graph.nodes import (
+    ENTERS,
+    SWITCHES,
     Endpoint,
     GraphIndex,
+    attr,
     attr_text,
+    closure,
     const_texts,
     control_inputs,
     data_inputs,
     endpoint,
 )
-from exporter.graph.object_names import variable_names
-from exporter.graph.reach import closure
+from exporter.graph.servable import called_functions
 from exporter.graph.source_graph import VariableKey
 from exporter.wire import protos
 from exporter.wire.protos import Proto
+
+_ASSIGNED_BY = {
+    "FloorMod": PartitionStrategy.MOD,
+    "Mod": PartitionStrategy.MOD,
+    "TruncateMod": PartitionStrategy.MOD,
+    "Maximum": PartitionStrategy.DIV,
+}
+_GATHERS = frozenset({"Gather", "GatherV2", "ResourceGather"})
+_SAME_VALUE = frozenset({"Identity", "ReadVariableOp", "RefIdentity"}) | SWITCHES | ENTERS
+_SAME_IDS = frozenset({"Identity", "Cast", "Reshape"}) | SWITCHES | ENTERS
+_MAX_STEPS = 64
+
+
+def lookup_strategies(graph_def: Proto, variables: Iterable[GraphVariable]) -> dict[str, PartitionStrategy]:
+    """The strategy of each variable by its key; unknown ones are left out.
+
+    A whole variable that rows are gathered from counts as `DIV` over one part. `graph_def` may be an
+    inference graph or a whole training graph, with reference or resource variables.
+    """
+    parts: dict[str, list[str]] = {}
+    whole: list[GraphVariable] = []
+    for variable in variables:
+        if variable.part is not None:
+            parts.setdefault(variable.key, []).append(variable.node)
+        else:
+            whole.append(variable)
+    index = GraphIndex(graph_def)
+    found = _strategies(index, parts)
+    for variable in whole:
+        if not _is_passed_on(index, variable.node):
+            gathered = _gathered_ids(index, variable.node)
+            found[variable.key] = PartitionStrategy.DIV if gathered else PartitionStrategy.NONE
+    return found
+
+
+def trained_strategies(meta_graph: Proto) -> dict[str, PartitionStrategy]:
+    """The same for every partitioned variable of a MetaGraphDef as the trainer's Saver wrote it."""
+    index = GraphIndex.of(meta_graph)
+    parts: dict[str, list[str]] = {}
+    for node, key in variable_keys(meta_graph, index).items():
+        if key.part is not None:
+            parts.setdefault(key.key, []).append(node)
+    return _strategies(index, parts)
+
+
+def _strategies(index: GraphIndex, parts: dict[str, list[str]]) -> dict[str, PartitionStrategy]:
+    found = {}
+    for key, nodes in parts.items():
+        seen = {_assignment(index, ids) for node in nodes for ids in _gathered_ids(index, node)}
+        if not seen:
+            found[key] = PartitionStrategy.NONE
+        elif len(seen) == 1 and (strategy := seen.pop()) is not None:
+            found[key] = strategy
+    return found
+
+
+def _gathered_ids(index: GraphIndex, variable: str) -> list[Endpoint]:
+    """The ids by which rows of a part are gathered, one tensor for each gather."""
+
+    def readers(name: str, ops: Collection[str]) -> Iterator[str]:
+        consumers = index.consumers.get(name, ())
+        return (reader for reader, at in consumers if at == 0 and index.nodes[reader].op in ops)
+
+    same = closure([variable], lambda name: readers(name, _SAME_VALUE))
+    gathers = (data_inputs(index.nodes[reader]) for name in same for reader in readers(name, _GATHERS))
+    return [inputs[1] for inputs in gathers if len(inputs) > 1]
+
+
+def _is_passed_on(index: GraphIndex, variable: str) -> bool:
+    """True if the variable goes into a function, where nothing here sees what is done with it."""
+    readers = {reader for reader, _ in index.consumers.get(variable, ())}
+    return any(len(called_functions(index.nodes[reader])) > 1 for reader in readers)
+
+
+def _assignment(index: GraphIndex, ids: Endpoint) -> PartitionStrategy | None:
+    """How the ids were assigned to the part, None if not by one of the two known ways."""
+    partition = _origin(index, ids)
+    if partition is None or partition.op != "DynamicPartition" or len(data_inputs(partition)) < 2:
+        return None
+    assigned = _origin(index, data_inputs(partition)[1])
+    return _ASSIGNED_BY.get(assigned.op) if assigned is not None else None
+
+
+def _origin(index: GraphIndex, tensor: Endpoint) -> Proto | None:
+    for _ in range(_MAX_STEPS):
+        node = index.nodes.get(tensor.node)
+        if node is None or node.op not in _SAME_IDS or not data_inputs(node):
+            return node
+        tensor = data_inputs(node)[0]
+    return None
+
+
+def variable_names(meta_graph: Proto, index: GraphIndex) -> dict[str, str]:
+    """The name of each variable that the restore function restores, by its handle's node."""
+    objects = saved_objects(meta_graph, index).objects
+    variables = (item.variable for item in objects if item.variable)
+    return {variable.tensor: variable.name for variable in variables if variable.name}
+
+
+def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
+    """The objects of a SavedModel; a variable's `tensor` is the node of its handle."""
+    nodes = meta_graph.object_graph_def.nodes
+    edges = [{child.local_name: child.node_id for child in node.children} for node in nodes]
+    known = [
+        {name: child for name, child in children.items() if 0 <= child < len(nodes)} for children in edges
+    ]
+    bare = ObjectGraph(tuple(map(TrackedObject, known)) or (TrackedObject({}),))
+    handles: dict[int, str] = {}
+    for handle, key in _restored_keys(meta_graph, index):
+        found = bare.at(key.removesuffix(SUFFIX)) if key.endswith(SUFFIX) else None
+        if found is not None:
+            handles[found] = handle
+    return ObjectGraph(
+        tuple(
+            TrackedObject(children, TrackedVariable(nodes[number].variable.name, handles[number]))
+            if number in handles
+            else TrackedObject(children)
+            for number, children in enumerate(known)
+        )
+        or (TrackedObject({}),)
+    )
+
+
+def _restored_keys(meta_graph: Proto, index: GraphIndex) -> Iterator[tuple[str, str]]:
+    """(handle's node, key) for each assignment in the restore function."""
+    call = index.nodes.get(endpoint(meta_graph.saver_def.restore_op_name).node)
+    function = index.functions.get(attr(call, "f").func.name) if call is not None else None
+    if call is None or function is None:
+        return
+    handles = dict(zip((a.name for a in function.signature.input_arg), data_inputs(call), strict=False))
+    nodes = {node.name: node for node in function.node_def}
+    restored: dict[str, list[str]] = {}
+    for node in nodes.values():
+        if node.op == "AssignVariableOp" and len(node.input) > 1 and node.input[0] in handles:
+            key = _key_of(nodes, restored, node.input[1])
+            if key is not None:
+                yield handles[node.input[0]].node, key
+
+
+def _key_of(nodes: dict[str, Proto], restored: dict[str, list[str]], text: str) -> str | None:
+    """Which name RestoreV2 reads for a value such as `Identity_3:output:0`.
+
+    `restored` keeps the names by node: one node restores thousands.
+    """
+    name, _, output = text.partition(":")
+    node = nodes.get(name)
+    if node is not None and node.op == "Identity" and node.input:
+        name, _, output = node.input[0].partition(":")
+        node = nodes.get(name)
+    if node is None or node.op != "RestoreV2" or len(node.input) < 2:
+        return None
+    if name not in restored:
+        restored[name] = const_texts(nodes.get(node.input[1].partition(":")[0])) or []
+    position = output.rpartition(":")[2]
+    if not position.isdecimal() or int(position) >= len(restored[name]):
+        return None
+    return restored[name][int(position)]
+
 
 VARIABLE_OPS = frozenset({"Variable", "VariableV2", "VarHandleOp"})
 _COLLECTIONS = (

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator
 from exporter.graph.deeprec_ops import HANDLE
 from exporter.graph.feeds import hands_over_batches
 from exporter.graph.keys import VARIABLE_OPS
-from exporter.graph.nodes import Endpoint, GraphIndex, data_inputs
-from exporter.graph.reach import closure
+from exporter.graph.nodes import Endpoint, GraphIndex, closure, data_inputs
 from exporter.graph.servable import changes_state
 from exporter.wire.protos import Proto
 

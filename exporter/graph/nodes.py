@@ -2,21 +2,38 @@
 
 Works on `exporter.wire.protos` alone. What an operation returns is read from the OpDefs that every
 MetaGraphDef carries (`meta_info_def.stripped_op_list`) and from the signatures of the function library.
+
+Find all that a set of nodes leads to: what it depends on, and the way back for error messages.
+
+Find the control edges that a node needs to run in the right branch and iteration of TF1 control flow.
+
+In a graph of Switch, Merge, Enter and Exit a node without data inputs (a constant, a random number) is bound
+to its branch or loop by a control edge alone. Every other node is bound by what it reads. So of all control
+edges just one for each node without data inputs matters, and it may come from any node of the same branch or
+iteration: its *pivot*. All others only order side effects, which an inference graph does not have. (Source:
+tensorflow/python/ops/control_flow_ops.py, `_AddOpInternal` of `CondContext` and of `WhileContext`.)
+
+Make nodes: with attributes from Python values, under names that are free, and in the place of others.
+
+The nodes of a graph or of a function, and where they call functions: one view of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from functools import cache, cached_property, lru_cache
-from typing import NamedTuple
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.errors import GraphError, UnknownTensor
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
-from exporter.wire.tensor_proto import to_array
+from exporter.wire.tensor_proto import fill, to_array
 
 _REF = 100
 """DT_FLOAT_REF is DT_FLOAT + 100, and so on (source: tensorflow/core/framework/types.proto)."""
@@ -285,3 +302,385 @@ def _guessed_dtypes(node: Proto) -> list[DType] | None:
         if dtype is not None:
             return [dtype]
     return None
+
+
+_SHOWN_AT_EACH_END = 4
+
+ItemT = TypeVar("ItemT", bound=Hashable)
+
+
+def closure(start: Iterable[ItemT], following: Callable[[ItemT], Iterable[ItemT]]) -> dict[ItemT, None]:
+    """These, and all that `following` leads to from them, nearest first."""
+    found = dict.fromkeys(start)
+    pending = deque(found)
+    while pending:
+        for item in following(pending.popleft()):
+            if item not in found:
+                found[item] = None
+                pending.append(item)
+    return found
+
+
+class Reached(Struct, frozen=True):
+    """The needed nodes, nearest to the outputs first; `inputs` are theirs without needless control edges.
+
+    `toward_output` leads from each node one step back to what asked for it.
+    """
+
+    inputs: Mapping[str, tuple[str, ...]]
+    toward_output: Mapping[str, str | None]
+
+    def path(self, name: str) -> str:
+        """The way from an output to a node, for an error message; a long one is cut in the middle."""
+        steps: list[str] = []
+        current: str | None = name
+        while current is not None:
+            steps.append(current)
+            current = self.toward_output[current]
+        steps.reverse()
+        if len(steps) > 2 * _SHOWN_AT_EACH_END + 1:
+            steps = [*steps[:_SHOWN_AT_EACH_END], "...", *steps[-_SHOWN_AT_EACH_END:]]
+        return " <- ".join(steps)
+
+
+def reach(
+    nodes: Mapping[str, Proto],
+    roots: Iterable[str],
+    replaced: Mapping[Endpoint, Endpoint] | None = None,
+    given: Collection[Endpoint] = (),
+) -> Reached:
+    """Everything that the nodes `roots` need; tensors in `replaced` are read from elsewhere.
+
+    What makes the tensors `given` is not looked for.
+
+    Raises:
+        GraphError: a node reads from one that the graph lacks.
+    """
+    pivots = Pivots(nodes)
+    replaced = replaced or {}
+    inputs: dict[str, tuple[str, ...]] = {}
+    toward_output: dict[str, str | None] = dict.fromkeys(roots)
+    pending = deque(toward_output)
+    while pending:
+        name = pending.popleft()
+        needed = pivots.needed_inputs(nodes[name])
+        if replaced:
+            needed = [_redirected(text, replaced) for text in needed]
+        inputs[name] = tuple(needed)
+        for text in needed:
+            tensor = endpoint(text)
+            source = tensor.node
+            if tensor in given:
+                continue
+            if source not in nodes:
+                raise GraphError(
+                    f"{nodes[name].op} {name!r} reads {text!r}, which the graph does not have",
+                    cause="the graph is damaged, or was cut by hand",
+                    hint="write the .meta again from the training program",
+                )
+            if source not in toward_output:
+                toward_output[source] = name
+                pending.append(source)
+    return Reached(inputs, toward_output)
+
+
+def all_before(
+    nodes: Mapping[str, Proto], tensors: Iterable[Endpoint], given: Collection[Endpoint] = ()
+) -> dict[str, None]:
+    """Every node that runs for some tensors, also one that is only waited for, nearest first.
+
+    What makes the tensors `given` is not looked for; names that the graph lacks are passed over.
+    """
+    found: dict[str, None] = {}
+    pending = deque(tensors)
+    while pending:
+        tensor = pending.popleft()
+        if tensor in given or tensor.node in found or tensor.node not in nodes:
+            continue
+        found[tensor.node] = None
+        pending.extend(map(endpoint, nodes[tensor.node].input))
+    return found
+
+
+def _redirected(text: str, replaced: Mapping[Endpoint, Endpoint]) -> str:
+    target = replaced.get(endpoint(text))
+    return text if target is None else target.as_input
+
+
+def check_acyclic(nodes: Mapping[str, Proto], reached: Reached) -> None:
+    """Refuse a graph whose data flow has a cycle that is no loop.
+
+    Raises:
+        GraphError: naming a node on the cycle. TensorFlow would never finish, or not start.
+    """
+    waits_for = {name: forward_sources(nodes, name, texts) for name, texts in reached.inputs.items()}
+    try:
+        TopologicalSorter(waits_for).prepare()
+    except CycleError as error:
+        cycle = [*reversed(error.args[1])]  # it leads from a node to its readers, and ends where it begins
+        shown = [*cycle[:_SHOWN_AT_EACH_END], "..."] if len(cycle) > 2 * _SHOWN_AT_EACH_END + 1 else cycle
+        raise GraphError(
+            f"the graph has a cycle outside of any loop: {' <- '.join(shown)}",
+            hint="write the .meta again from the training program",
+        ) from None
+
+
+def forward_sources(nodes: Mapping[str, Proto], name: str, inputs: Iterable[str]) -> set[str]:
+    """What a node waits for; the edge from NextIteration to Merge, which closes a loop, is left out."""
+    sources = {endpoint(text).node for text in inputs}
+    if nodes[name].op in MERGES:
+        return {source for source in sources if nodes[source].op not in NEXT_ITERATIONS}
+    return sources
+
+
+def waited_for(nodes: Mapping[str, Proto], names: Iterable[str]) -> list[str]:
+    """These nodes, with what it waits for in the place of each NoOp, which groups others."""
+    pending, found, seen = [*names], list[str](), set[str]()
+    while pending:
+        name = pending.pop()
+        if name in seen or name not in nodes:
+            continue
+        seen.add(name)
+        if nodes[name].op == "NoOp":
+            pending += control_inputs(nodes[name])
+        else:
+            found.append(name)
+    return found
+
+
+SWITCHES = frozenset({"Switch", "RefSwitch", "_SwitchN"})
+MERGES = frozenset({"Merge", "RefMerge"})
+ENTERS = frozenset({"Enter", "RefEnter"})
+EXITS = frozenset({"Exit", "RefExit"})
+NEXT_ITERATIONS = frozenset({"NextIteration", "RefNextIteration"})
+_MAX_NESTED = 64
+_FRAME_BOUND = ENTERS | NEXT_ITERATIONS | {"LoopCond"}
+
+
+class Pivots:
+    """Finds pivots in one graph; what is known to lie outside all control flow is remembered."""
+
+    def __init__(self, nodes: Mapping[str, Proto]) -> None:
+        self._nodes = nodes
+        self._outside: set[str] = set()
+        self._is_plain = not any(node.op in SWITCHES or node.op in ENTERS for node in nodes.values())
+
+    def needed_inputs(self, node: Proto) -> list[str]:
+        """A node's inputs without the control edges that do not matter to what it computes."""
+        data = [text for text in node.input if not text.startswith("^")]
+        if data or self._is_plain:
+            return data
+        pivot = self._first_pivot(control_inputs(node))
+        return [f"^{pivot}"] if pivot else []
+
+    def _first_pivot(self, names: list[str], depth: int = 0) -> str | None:
+        if depth > _MAX_NESTED:
+            raise GraphError(f"the graph nests conditionals more than {_MAX_NESTED} deep, near {names[0]!r}")
+        pending, seen = [*reversed(names)], set[str]()
+        while pending:
+            name = pending.pop()
+            if name in seen or name in self._outside or name not in self._nodes:
+                continue
+            seen.add(name)
+            node = self._nodes[name]
+            if self._is_pivot(node):
+                return name
+            pending += reversed(self._same_context(node, depth))
+        self._outside |= seen
+        return None
+
+    def _is_pivot(self, node: Proto) -> bool:
+        if node.op in _FRAME_BOUND:
+            return True
+        ops = {self._op(source) for source in data_inputs(node)}
+        if node.op in MERGES:
+            return bool(ops & (ENTERS | NEXT_ITERATIONS))
+        return node.op not in SWITCHES and node.op not in EXITS and bool(ops & SWITCHES)
+
+    def _same_context(self, node: Proto, depth: int) -> list[str]:
+        """Nodes that run exactly when and where `node` does."""
+        if node.op in EXITS:
+            return self._before_loop(node)
+        if node.op in MERGES:
+            return self._before_branch(node, depth)
+        return [source.node for source in data_inputs(node)] or control_inputs(node)
+
+    def _before_loop(self, node: Proto) -> list[str]:
+        """From an Exit through Switch and Merge to what the loop's Enter reads."""
+        for _ in range(4):
+            sources = data_inputs(node)
+            if not sources or sources[0].node not in self._nodes:
+                return []
+            if node.op in ENTERS:
+                return [sources[0].node]
+            node = self._nodes[sources[0].node]
+        return []
+
+    def _before_branch(self, merge: Proto, depth: int) -> list[str]:
+        """From the Merge that ends a conditional to what its Switch reads."""
+        switch = next((s for s in data_inputs(merge) if self._op(s) in SWITCHES), None)
+        if switch is None:
+            branch_pivot = self._first_pivot([source.node for source in data_inputs(merge)], depth + 1)
+            if branch_pivot is None:
+                return []
+            sources = data_inputs(self._nodes[branch_pivot])
+            switch = next((s for s in sources if self._op(s) in SWITCHES), None)
+        return [source.node for source in data_inputs(self._nodes[switch.node])] if switch else []
+
+    def _op(self, source: Endpoint) -> str:
+        node = self._nodes.get(source.node)
+        return "" if node is None else str(node.op)
+
+
+def new_node(
+    name: str,
+    op: str,
+    inputs: Iterable[str] = (),
+    *,
+    after: Iterable[str] = (),
+    device: str = "",
+    **attrs: Any,
+) -> Proto:
+    """A NodeDef; `after` names nodes that it waits for.
+
+    An attribute is a `DType` or a tuple of them, a shape (a tuple of numbers, -1 or None where unknown), a
+    bool, an int, bytes, a `TensorProto`, or the name of a function, as a str.
+    """
+    node = protos.NodeDef(name=name, op=op, device=device)
+    node.input.extend([*inputs, *(f"^{other}" for other in after)])
+    for key, value in attrs.items():
+        _set_attr(node.attr[key], value)
+    return node
+
+
+def constant(name: str, value: np.ndarray[Any, Any], dtype: DType) -> Proto:
+    """A Const node."""
+    tensor = protos.TensorProto()
+    fill(tensor, value)
+    tensor.dtype = int(dtype)  # numpy knows no quantised types
+    return new_node(name, "Const", dtype=dtype, value=tensor)
+
+
+def free_name(taken: Collection[str], wish: str) -> str:
+    """`wish`, with a number behind it if a node has that name already."""
+    name, number = wish, 0
+    while name in taken:
+        number += 1
+        name = f"{wish}_{number}"
+    return name
+
+
+def put_nodes(field: Any, nodes: Iterable[Proto]) -> None:
+    """Let these be all nodes of a graph (its `node`) or a function (its `node_def`); some may be its own."""
+    kept = [*nodes]
+    del field[:]
+    field.extend(kept)
+
+
+def _set_attr(attr: Proto, value: Any) -> None:
+    match value:
+        case DType():
+            attr.type = int(value)
+        case bool():
+            attr.b = value
+        case int():
+            attr.i = value
+        case bytes():
+            attr.s = value
+        case str():
+            attr.func.name = value
+        case (DType(), *_):
+            attr.list.type.extend(map(int, value))
+        case tuple():
+            attr.shape.SetInParent()
+            for size in value:
+                attr.shape.dim.add(size=-1 if size is None else size)
+        case _:
+            attr.tensor.CopyFrom(value)
+
+
+LOOPS = {"While", "StatelessWhile"}
+CALLS = {
+    "PartitionedCall": 0,
+    "StatefulPartitionedCall": 0,
+    "While": 0,
+    "StatelessWhile": 0,
+    "If": 1,
+    "StatelessIf": 1,
+    "Case": 1,
+    "StatelessCase": 1,
+}
+"""Ops that call functions, with the number of inputs before the functions' arguments."""
+
+
+class Body:
+    """The nodes of a graph or of a function, with the two ways in which they name tensors.
+
+    A GraphDef says `node` or `node:1`; a FunctionDef `node:output argument:0`, and an argument's bare name.
+    """
+
+    def __init__(self, nodes: Proto, function: Proto | None = None) -> None:
+        self.nodes = nodes
+        self.function = function
+        self.by_name: dict[str, Proto] = {node.name: node for node in nodes}
+
+    @classmethod
+    def of(cls, function: Proto) -> Body:
+        """The body of a FunctionDef."""
+        return cls(function.node_def, function)
+
+    def producer(self, reference: str) -> Proto | None:
+        """The node that makes a tensor; None for a function's argument."""
+        if self.function is not None and ":" not in reference:
+            return None
+        return self.by_name.get(reference.partition(":")[0])
+
+    def results(self) -> Iterator[str]:
+        """Tensors that a function returns."""
+        return iter(self.function.ret.values() if self.function is not None else ())
+
+    def canonical(self, reference: str) -> str:
+        """One name for a tensor that has two (`node` and `node:0` in a graph)."""
+        return reference if self.function is not None or ":" in reference else f"{reference}:0"
+
+    def output(self, node: Proto, index: int) -> str:
+        """The name of output `index` of a node that forwards or loops."""
+        if self.function is None:
+            return f"{node.name}:{index}"
+        if node.op == "Switch":
+            return f"{node.name}:{('output_false', 'output_true')[index]}:0"
+        return f"{node.name}:output:{index}"
+
+    def single(self, node: Proto, argument: str) -> str:
+        """The name of the only output of a node, called `argument` in its op's definition."""
+        return str(node.name) if self.function is None else f"{node.name}:{argument}:0"
+
+    def add(self, name: str, op: str, *inputs: str, device: str = "", **attrs: Any) -> Proto:
+        """A new node, by this name or a like one; attributes as for `new_node`."""
+        return self.put(new_node(free_name(self.by_name, name), op, inputs, device=device, **attrs))
+
+    def put(self, node: Proto) -> Proto:
+        """Add a node, whose name is free; the one that is in the body."""
+        self.nodes.append(node)
+        self.by_name[node.name] = self.nodes[-1]
+        return self.nodes[-1]
+
+
+def bodies(graph_def: Proto) -> Iterator[Body]:
+    """The graph, then each of its functions."""
+    yield Body(graph_def.node)
+    yield from map(Body.of, graph_def.library.function)
+
+
+def input_names(node: Proto) -> list[str]:
+    """The tensors that a node takes, as it names them; control inputs come after them."""
+    return [reference for reference in node.input if not reference.startswith("^")]
+
+
+def called(node: Proto) -> Iterator[Proto]:
+    """The functions that a node's attributes name, as messages whose `name` may be set."""
+    for value in node.attr.values():
+        if value.HasField("func"):
+            yield value.func
+        else:
+            yield from value.list.func

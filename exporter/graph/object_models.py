@@ -21,6 +21,7 @@ from msgspec import Struct
 from exporter.checkpoint.object_graph import ObjectGraph, TrackedObject, TrackedVariable
 from exporter.errors import BuilderError
 from exporter.graph.signatures import DEFAULT_SIGNATURE
+from exporter.graph.user_errors import failures
 
 Tensors = Mapping[str, Any]
 
@@ -51,7 +52,7 @@ def signatures_of(model: Any, label: str) -> dict[str, tuple[Tensors, Tensors]]:
     _refuse_foreign_variables(model, label)
     if _is_keras_model(model):
         inputs, arguments = _keras_inputs(model, label)
-        with _failures(f"calling the model of {label}"):
+        with failures(f"calling the model of {label}"):
             result = model(arguments, training=False)
         return {DEFAULT_SIGNATURE: (inputs, _outputs(result, _keras_output_names(model)))}
     functions = getattr(model, "signatures", None)
@@ -311,7 +312,7 @@ def _call(function: Any, where: str) -> tuple[Tensors, Tensors]:
         raise BuilderError(
             f"builder {where} is not a tf.function", cause=f"it is a {type(function).__name__}"
         )
-    with _failures(f"tracing {where}"):
+    with failures(f"tracing {where}"):
         traced = function.get_concrete_function()
         arguments = traced.structured_input_signature
         specs = tf.nest.flatten(arguments, expand_composites=False)
@@ -342,12 +343,3 @@ def _quietly(read: Callable[[], Any]) -> Any:
         return read()
     except (AttributeError, ValueError, RuntimeError, NotImplementedError):
         return None
-
-
-@contextlib.contextmanager
-def _failures(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise BuilderError(f"{what} failed", cause=text) from error

@@ -22,10 +22,10 @@ from msgspec.structs import replace
 
 from exporter.checkpoint.families import is_archive
 from exporter.errors import BuilderError, UsageError
-from exporter.files import read_regular
-from exporter.graph.file_digests import FileDigests, file_digest
-from exporter.graph.graph_digest import graph_digest
+from exporter.files import read_regular, require_size
+from exporter.graph.graph_digest import FileDigests, file_digest, graph_digest
 from exporter.graph.inference_graph import InferenceGraph
+from exporter.graph.metagraph import MAX_GRAPH_BYTES
 from exporter.graph.source_graph import GraphRequest
 from exporter.graph.sources import (
     BuilderFile,
@@ -220,6 +220,7 @@ def _is_in(builder: Any, path: Path) -> bool:
 def _graph_file_digest(path: Path) -> str:
     """The digest of a file; of a Keras archive's config alone, because its weights are not the graph."""
     if not is_archive(path):
+        require_size(path, path.stat().st_size, MAX_GRAPH_BYTES)
         return file_digest(path)
     from exporter.checkpoint.keras_archive import read_config
 

@@ -12,11 +12,21 @@ from collections.abc import Collection, Mapping
 from msgspec.structs import replace
 
 from exporter.errors import NotServable
-from exporter.graph.control_flow import ENTERS, SWITCHES
 from exporter.graph.inference_graph import GraphVariable
 from exporter.graph.keys import VARIABLE_OPS
-from exporter.graph.new_nodes import free_name, new_node
-from exporter.graph.nodes import Endpoint, attr, attr_dtype, attr_shape, attr_text, const_value, endpoint
+from exporter.graph.nodes import (
+    ENTERS,
+    SWITCHES,
+    Endpoint,
+    attr,
+    attr_dtype,
+    attr_shape,
+    attr_text,
+    const_value,
+    endpoint,
+    free_name,
+    new_node,
+)
 from exporter.graph.source_graph import VariableKey
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto

@@ -8,15 +8,11 @@ TensorFlow does not have, and what reads from them, could not be imported and ar
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from copy import deepcopy
 
-from exporter.graph.control_flow import Pivots
-from exporter.graph.deeprec_ops import foreign_attributes, foreign_ops, is_deeprecs
-from exporter.graph.new_nodes import put_nodes
-from exporter.graph.nodes import GraphIndex, data_inputs, endpoint
-from exporter.graph.reach import all_before, closure
-from exporter.graph.servable import is_refused
+from exporter.graph.deeprec_ops import foreign_attributes, is_deeprecs
+from exporter.graph.nodes import GraphIndex, Pivots, all_before, closure, data_inputs, endpoint, put_nodes
+from exporter.graph.servable import foreign_ops, is_refused
 from exporter.graph.source_graph import SourceGraph
 from exporter.wire.protos import Proto
 
@@ -30,8 +26,7 @@ def runnable_graph(source: SourceGraph) -> Proto:
     unfit, pivots = _unfit(index), Pivots(index.nodes)
     initialising = all_before(index.nodes, [endpoint(source.init_op)] if source.init_op else [])
     graph_def = deepcopy(source.meta_graph.graph_def)
-    if is_deeprecs(graph_def.node):
-        _drop_foreign(graph_def, index)
+    _drop_foreign(graph_def, index)
     for node in graph_def.node:
         kept = [text for text in node.input if not (text.startswith("^") and text[1:] in unfit)]
         if len(kept) < len(node.input) and node.name not in initialising:
@@ -55,13 +50,14 @@ def _unfit(index: GraphIndex) -> set[str]:
 def _drop_foreign(graph_def: Proto, index: GraphIndex) -> None:
     """Remove what stock TensorFlow cannot import, and what reads from that."""
     foreign = foreign_ops(index.nodes.values(), index.functions)
-    unknown = _behind(index, [name for name, node in index.nodes.items() if _is_foreign(node, foreign)])
-    _drop(graph_def, unknown)
-
-
-def _is_foreign(node: Proto, foreign: Collection[str]) -> bool:
-    """True for an operation that stock TensorFlow does not have, or not with these attributes."""
-    return node.op in foreign or bool(foreign_attributes(node))
+    has_attributes = is_deeprecs(index.nodes.values())
+    found = [
+        name
+        for name, node in index.nodes.items()
+        if node.op in foreign or (has_attributes and foreign_attributes(node))
+    ]
+    if found:
+        _drop(graph_def, _behind(index, found))
 
 
 def _drop(graph_def: Proto, names: set[str]) -> None:

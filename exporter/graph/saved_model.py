@@ -8,13 +8,14 @@ from google.protobuf.message import DecodeError
 from msgspec.structs import replace
 
 from exporter.errors import CorruptFile, MissingAsset, UnsupportedFormat, UsageError
-from exporter.files import read_regular
+from exporter.files import below
 from exporter.graph.feeds import parse_feeds
-from exporter.graph.metagraph import parse_message, with_signatures
+from exporter.graph.functions import drop_refills
+from exporter.graph.keys import saved_objects
+from exporter.graph.metagraph import parse_message, read_graph_file, with_signatures
 from exporter.graph.nodes import GraphIndex, endpoint
-from exporter.graph.object_names import saved_objects
 from exporter.graph.signatures import collection_spec, drop_internal, requested_specs
-from exporter.graph.source_graph import GraphRequest, SourceGraph
+from exporter.graph.source_graph import ANY_FILES, GraphRequest, SourceGraph, Trust
 from exporter.graph.training_graph import TrainingGraph, drop_training_signatures
 from exporter.layout import (
     ASSETS_DIRECTORY,
@@ -53,7 +54,8 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     """
     meta_graph = choose_graph(read_saved_model(path), path, request.tag)
     init_op = _init_op(meta_graph)
-    assets = _assets(meta_graph, path)
+    drop_refills(meta_graph, init_op)
+    assets = _assets(meta_graph, path, request.trust)
     notes = [] if SERVE_TAG in meta_graph.meta_info_def.tags else _without_training(meta_graph, request, path)
     source = with_signatures(meta_graph, request, label=str(path), directory=path)
     has_objects = meta_graph.HasField("object_graph_def")
@@ -68,17 +70,18 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     )
 
 
-def load_training_graph(path: Path, tag: str) -> TrainingGraph:
+def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> TrainingGraph:
     """The graph with this tag as it is, to be published beside another.
 
     Raises:
+        AccessRefused: it asks for a file that it may not have.
         CorruptFile: the directory holds no readable SavedModel.
         UnsupportedFormat: another version, or a graph that cannot stand beside another.
         UsageError: no graph or several have the tag.
         MissingAsset: an asset that it names is not there.
     """
     meta_graph = choose_graph(read_saved_model(path), path, tag, "--train-tag")
-    return TrainingGraph.of(str(path), tag, meta_graph, _assets(meta_graph, path))
+    return TrainingGraph.of(str(path), tag, meta_graph, _assets(meta_graph, path, trust))
 
 
 def read_saved_model(path: Path) -> Proto:
@@ -97,7 +100,7 @@ def read_saved_model(path: Path) -> Proto:
     if not file.is_file():
         file = path / SAVED_MODEL_TEXT_FILE
     try:
-        data = read_regular(file)
+        data = read_graph_file(file)
     except OSError as error:
         raise UsageError(
             f"no SavedModel can be read from {path}", cause=error.strerror or str(error)
@@ -173,9 +176,12 @@ def _init_op(meta_graph: Proto) -> str | None:
     return None
 
 
-def _assets(meta_graph: Proto, path: Path) -> dict[str, Path]:
-    assets = {name: path / ASSETS_DIRECTORY / file for name, file in _asset_files(meta_graph)}
+def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
+    said = f"{path} names an asset:"
+    directory = path / ASSETS_DIRECTORY
+    assets = {name: below(directory, file, said, CorruptFile) for name, file in _asset_files(meta_graph)}
     for file in assets.values():
+        trust.require_file(file, path)
         if not file.is_file():
             raise MissingAsset(
                 f"the SavedModel names the asset {file}, which is not there",
@@ -185,11 +191,7 @@ def _assets(meta_graph: Proto, path: Path) -> dict[str, Path]:
 
 
 def _asset_files(meta_graph: Proto) -> list[tuple[str, str]]:
-    """(node that gets the path, file name under assets/), from the field or the older collection.
-
-    Raises:
-        CorruptFile: a file name leads out of the directory.
-    """
+    """(node that gets the path, file name under assets/), from the field or the older collection."""
     assets = [*meta_graph.asset_file_def]
     if "saved_model_assets" in meta_graph.collection_def:
         for item in meta_graph.collection_def["saved_model_assets"].any_list.value:
@@ -197,7 +199,4 @@ def _asset_files(meta_graph: Proto) -> list[tuple[str, str]]:
                 assets.append(protos.AssetFileDef.FromString(item.value))
             except DecodeError as error:
                 raise CorruptFile("the SavedModel's list of assets is damaged", cause=str(error)) from error
-    for asset in assets:
-        if Path(asset.filename).is_absolute() or ".." in Path(asset.filename).parts:
-            raise CorruptFile(f"the SavedModel names an asset outside its directory: {asset.filename!r}")
     return [(endpoint(asset.tensor_info.name).node, asset.filename) for asset in assets]

@@ -1,17 +1,133 @@
-"""Find operations that a served graph may not depend on, and explain what to do about each."""
+"""Find operations that a served graph may not depend on, and explain what to do about each.
+
+Find operations that stock TensorFlow does not have, and say whose they are.
+
+A server without them cannot load the graph; and what fills their state is neither a variable nor a lookup
+table of TensorFlow's, so that it goes along only if it is looked for (`exporter.graph.kept_state`).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 from exporter.errors import ForeignOperations, NotServable
-from exporter.graph.bodies import called
 from exporter.graph.deeprec_ops import is_deeprec, is_fused
-from exporter.graph.nodes import attr_dtype, control_inputs
-from exporter.graph.reach import Reached, waited_for
+from exporter.graph.nodes import Reached, attr_dtype, called, control_inputs, waited_for
 from exporter.wire.protos import Proto
+from exporter.wire.stock_ops import is_stock
+
+_RECOMMENDERS = "TensorFlow Recommenders Addons"
+_LIBRARIES = (
+    (r"TFRA>\w+|\w*CuckooHashTable\w*|\w*RedisTable\w*|\w*HkvHashTable\w*", _RECOMMENDERS),
+    (r"SimpleML\w+", "TensorFlow Decision Forests"),
+    (
+        r"TFText>\w+|(Fast)?Wordpiece\w+|FastBertNormalize|(Fast)?Sentencepiece\w+|WhitespaceTokenize\w+"
+        r"|UnicodeScriptTokenize\w+|SplitMergeTokenize\w+|RegexSplitWithOffsets|PhraseTokenize|CaseFoldUTF8"
+        r"|NormalizeUTF8\w*|FindSourceOffsets|SentenceFragments\w*|ConstrainedSequence|MaxSpanningTree|RougeL"
+        r"|TokenizerFromLogits",
+        "TensorFlow Text",
+    ),
+    (r"Addons>\w+", "TensorFlow Addons"),
+    (r"IO>\w+", "TensorFlow I/O"),
+    (r"Monolith\w+", "Monolith"),
+    (r"Horovod\w+", "Horovod"),
+    (
+        r"Sok\w*>?\w+|HPS\w*|Hps\w+|EmbeddingLookuper\w*|DummyVar\w+|MergedEmbedding\w*",
+        "HugeCTR (SOK or HPS)",
+    ),
+    (r"TRTEngineOp|\w*TRTResource\w*", "TensorFlow with TensorRT"),
+)
+"""Whose operations are called how: their libraries' REGISTER_OP, read in each one's source or registry."""
+
+_IN_STOCK_IMAGE = frozenset({"TensorFlow Decision Forests", "TensorFlow Text"})
+"""Linked into TensorFlow Serving's own binary: tensorflow_serving/model_servers/BUILD."""
+
+_SHOWN = 8
+_REBUILD = (
+    "write the graph with tf.nn.embedding_lookup or embedding_lookup_sparse, without do_fusion, or with "
+    "groups that neither clip rows (max_norm) nor make sequences: these are converted"
+)
+
+
+def foreign_ops(nodes: Iterable[Proto], functions: Collection[str]) -> frozenset[str]:
+    """The operations of nodes that are neither functions of the graph nor known to stock TensorFlow."""
+    used = {str(node.op) for node in nodes}
+    return frozenset(op for op in used if op not in functions and (is_deeprec(op) or not is_stock(op)))
+
+
+@cache
+def library_of(op: str) -> str:
+    """Whose operation it is, as far as its name tells; "" if it does not."""
+    if is_deeprec(op):
+        return "DeepRec"
+    for pattern, library in _LIBRARIES:
+        if re.fullmatch(pattern, op):
+            return library
+    return f"the namespace {op.partition('>')[0]!r}" if ">" in op else ""
+
+
+def told(ops: Collection[str]) -> str:
+    """Operations by name, with the libraries they are of: for a note."""
+    named: dict[str, list[str]] = {}
+    for op in sorted(ops):
+        named.setdefault(library_of(op) or "unknown origin", []).append(op)
+    return "; ".join(f"{library}: {_listed(found)}" for library, found in named.items())
+
+
+def refusal(found: Mapping[str, str], where: str, cause: str) -> ForeignOperations:
+    """The error for nodes (operations by their names) that a server would not know; `where` they stand."""
+    ops = {*found.values()}
+    shown = _listed([f"{op} {name!r}" for name, op in found.items()])
+    libraries = sorted({library for op in ops if (library := library_of(op))})
+    whose = f" ({', '.join(libraries)})" if libraries else ""
+    return ForeignOperations(
+        f"{where} needs what stock TensorFlow does not have: {shown}{whose}",
+        cause=cause,
+        hint=_what_to_do(ops, libraries),
+    )
+
+
+def _what_to_do(ops: Collection[str], libraries: Collection[str]) -> str:
+    if any(is_deeprec(op) for op in ops):
+        return _REBUILD if any(is_fused(op) for op in ops) else ""
+    if libraries and {*libraries} <= _IN_STOCK_IMAGE:
+        return (
+            "TensorFlow Serving's own image has these operations: --allow-foreign-ops serves them with what "
+            "they need (serve-model run lacks them)"
+        )
+    if {*libraries} == {_RECOMMENDERS}:
+        return (
+            "name a builder, --model FILE.py:FUNCTION, which looks rows up in exporter.tables.DynamicTable("
+            "NAME, DIM), in Keras in dynamic_embedding(NAME, DIM); if your server knows these operations: "
+            "--allow-foreign-ops"
+        )
+    if not libraries:
+        return (
+            f"if your server knows them: --allow-foreign-ops; if TensorFlow newer than {_installed()} does, "
+            "install that"
+        )
+    return (
+        "if your server knows them: --allow-foreign-ops, which takes along what they need; else choose "
+        "outputs without them"
+    )
+
+
+def _listed(texts: list[str]) -> str:
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return ", ".join(texts[:_SHOWN]) + more
+
+
+def _installed() -> str:
+    for name in ("tensorflow", "tensorflow-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "the one installed here"
+
 
 _CHANGES_STATE = re.compile(
     r"""Assign | Assign(Add|Sub)(VariableOp)? | AssignVariable(XlaConcatND|Op) | CountUpTo | ResourceCountUpTo
@@ -35,7 +151,6 @@ _REASONS = (
     (_FEEDS_TRAINING, "feeds training"),
     (_PYTHON, "calls Python, which a server does not have"),
 )
-_SHOWN = 8
 
 
 @cache
@@ -83,23 +198,12 @@ def check_servable(
 def _check_foreign(
     nodes: Mapping[str, Proto], reached: Reached, allowed: Collection[str], foreign: Collection[str]
 ) -> None:
-    found = [name for name in reached.inputs if nodes[name].op in foreign or is_deeprec(nodes[name].op)]
-    found = [name for name in found if name not in allowed]
-    if not found:
-        return
-    shown = ", ".join(f"{nodes[name].op} {name!r}" for name in found[:_SHOWN])
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    raise ForeignOperations(
-        f"an output needs what stock TensorFlow does not have: {shown}{more}",
-        cause=reached.path(found[0]),
-        hint=_REBUILD if any(is_fused(nodes[name].op) for name in found) else "",
-    )
+    found = {name: nodes[name].op for name in reached.inputs if name not in allowed}
+    found = {name: op for name, op in found.items() if op in foreign or is_deeprec(op)}
+    if found:
+        raise refusal(found, "an output", reached.path(next(iter(found))))
 
 
-_REBUILD = (
-    "write the graph with tf.nn.embedding_lookup or embedding_lookup_sparse, without do_fusion, or with "
-    "groups that neither clip rows (max_norm) nor make sequences: these are converted"
-)
 _PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})
 
 
@@ -120,6 +224,18 @@ def _refusal(op: str) -> str:
     if is_deeprec(op):
         return "stock TensorFlow does not have"
     return next((reason for pattern, reason in _REASONS if pattern.fullmatch(op)), "")
+
+
+def check_known(nodes: Iterable[Proto], function: str, library: Collection[str]) -> None:
+    """Refuse a function's body with operations that stock TensorFlow does not have.
+
+    Raises:
+        ForeignOperations: names all of them, and the function.
+    """
+    nodes = [*nodes]
+    if foreign := foreign_ops(nodes, library):
+        found = {node.name: node.op for node in nodes if node.op in foreign}
+        raise refusal(found, f"function {function!r}", "an output, or what fills its tables, calls it")
 
 
 def check_body(nodes: Iterable[Proto], function: str) -> None:

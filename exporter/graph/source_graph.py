@@ -11,9 +11,44 @@ from msgspec import Struct, field
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph
+from exporter.errors import AccessRefused
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.sources import SourceFile
+from exporter.local_paths import quoted
 from exporter.wire.protos import Proto
+
+
+class Trust(Struct, frozen=True):
+    """What is allowed to a graph, which somebody else may have written."""
+
+    foreign_ops: bool = False
+    """Operations that stock TensorFlow does not have."""
+    file_ops: bool = False
+    """Operations that reach out of the model while it is served."""
+    code: bool = False
+    """Whatever it does while it is run here."""
+    files: tuple[Path, ...] = ()
+    """Directories that its files may come from beside its own."""
+    is_found: bool = False
+    """Nobody named the graph, which therefore takes files from there alone."""
+
+    def require_file(self, path: Path, directory: Path) -> None:
+        """Refuse a file that a found graph in `directory` may not take; a link counts as what it leads to.
+
+        Raises:
+            AccessRefused: it lies elsewhere.
+        """
+        places = [directory, *self.files]
+        if not self.is_found or any(path.resolve().is_relative_to(place.resolve()) for place in places):
+            return
+        raise AccessRefused(
+            f"the graph beside the checkpoint asks for a file in another directory: {str(path)!r}",
+            cause=f"nobody named the graph, so it gets files below {directory} alone",
+            hint=f"if it may have them: --allow-files {quoted(path.parent)}; or name the graph: --model",
+        )
+
+
+ANY_FILES = Trust()
 
 
 class GraphRequest(Struct, frozen=True):
@@ -37,6 +72,7 @@ class GraphRequest(Struct, frozen=True):
     allow_code: bool = False
     custom_objects: tuple[str, ...] = ()
     tag: str | None = None
+    trust: Trust = Trust()
     absent_keys: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -70,7 +106,8 @@ class SourceGraph(Struct, frozen=True):
     Relative paths in the graph mean `directory` if they do not exist where the process runs. `objects` are
     those that the graph was made from, their variables naming nodes; None if it was made without objects.
     `layers` tells, for a Keras 3 model, where a weights file has each variable (by node). `code` are the
-    files behind a builder as they were when it was run. `notes` are for the person who exports.
+    files behind a builder as they were when it was run. `notes` are for the person who exports. `trust` is
+    the request's.
     """
 
     label: str
@@ -86,3 +123,4 @@ class SourceGraph(Struct, frozen=True):
     tables: Mapping[str, TableKey] = field(default_factory=dict)
     code: tuple[SourceFile, ...] = ()
     dynamic_tables: tuple[GraphDynamicTable, ...] = ()
+    trust: Trust = Trust()

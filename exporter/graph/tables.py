@@ -1,31 +1,109 @@
-"""Lookup tables: which operations fill them, and which files those operations read."""
+"""Lookup tables: which operations fill them, and which files those operations read.
+
+Tables that training fills: the checkpoint holds their contents, and they are restored like variables.
+
+A Saver stores a `MutableHashTable` or `DenseHashTable` of the collection SAVEABLE_OBJECTS as two tensors,
+`<name>-keys` and `<name>-values`, of as many entries as the table has then; a dense table as all its buckets,
+also the empty ones. It restores them by LookupTableImportV2. The name is what the program gave, which is not
+always the node's. Source: tensorflow/python/ops/lookup_ops.py.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 from exporter.errors import GraphError, MissingAsset, NotServable
 from exporter.graph.functions import callers, reachable
-from exporter.graph.inference_graph import Asset
-from exporter.graph.mutable_tables import is_restorable
-from exporter.graph.new_nodes import free_name, new_node
+from exporter.graph.inference_graph import Asset, GraphTable
+from exporter.graph.keys import restored_names
 from exporter.graph.nodes import (
     GraphIndex,
+    attr,
     attr_dtype,
     attr_text,
     const_value,
     data_inputs,
     endpoint,
+    free_name,
+    new_node,
+    shape_of,
     through_identities,
+    waited_for,
 )
-from exporter.graph.reach import waited_for
 from exporter.graph.servable import called_functions
-from exporter.graph.source_graph import SourceGraph
+from exporter.graph.source_graph import SourceGraph, TableKey
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
+
+_RESTORABLE = re.compile(r"Mutable(Dense)?HashTable(OfTensors)?V2")
+_IMPORTS = frozenset({"LookupTableImport", "LookupTableImportV2"})
+
+
+@cache
+def is_restorable(op: str) -> bool:
+    """True for tables that are filled from a checkpoint."""
+    return _RESTORABLE.fullmatch(op) is not None
+
+
+def table_keys(
+    meta_graph: Proto, index: GraphIndex, told: Mapping[str, TableKey] | None = None
+) -> dict[str, TableKey]:
+    """What each table's contents are stored under, by its node's name.
+
+    `told` is what the program itself says. Otherwise the graph's own Saver tells, or the node's name. Nodes
+    of one shared name are one table.
+    """
+    nodes = _restorable(index.nodes.values())
+    if not nodes:
+        return {}
+    known = {
+        through_identities(index.nodes, table): TableKey(keys, values)
+        for table, (keys, values) in restored_names(meta_graph, index, _IMPORTS, count=2)
+    }
+    known |= told or {}
+    by_identity = {_table_identity(node): known[node.name] for node in nodes if node.name in known}
+    return {node.name: by_identity.get(_table_identity(node), TableKey.of(node.name)) for node in nodes}
+
+
+def graph_tables(nodes: Mapping[str, Proto], keys: Mapping[str, TableKey]) -> tuple[GraphTable, ...]:
+    """The tables of a cleaned graph, one for each that differs."""
+    found: dict[str, GraphTable] = {}
+    for node in _restorable(nodes.values()):
+        stored = keys.get(node.name) or TableKey.of(node.name)
+        found.setdefault(
+            _table_identity(node),
+            GraphTable(
+                node.name,
+                stored.keys,
+                stored.values,
+                attr_dtype(node, "key_dtype") or DType.INT64,
+                attr_dtype(node, "value_dtype") or DType.FLOAT,
+                shape_of(attr(node, "value_shape").shape),
+                has_all_buckets="Dense" in node.op,
+            ),
+        )
+    return tuple(found.values())
+
+
+def makers(graph_def: Proto, name: str) -> tuple[str, ...]:
+    """The nodes that make the table which the node `name` makes, itself among them."""
+    nodes = _restorable(graph_def.node)
+    wanted = next(_table_identity(node) for node in nodes if node.name == name)
+    return tuple(str(node.name) for node in nodes if _table_identity(node) == wanted)
+
+
+def _restorable(nodes: Iterable[Proto]) -> list[Proto]:
+    return [node for node in nodes if is_restorable(node.op)]
+
+
+def _table_identity(node: Proto) -> str:
+    """Nodes that agree on this are one table."""
+    return attr_text(node, "shared_name") or str(node.name)
+
 
 TABLES = frozenset({"HashTable", "HashTableV2"})
 _MUTABLE = re.compile(r"(Anonymous)?Mutable(Dense)?HashTable\w*")
@@ -251,10 +329,17 @@ def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
 
 def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
     path = _named_file(source, name, node)
-    for candidate in (path, source.directory / path):
+    # A SavedModel's own asset is a whole path already; what a constant says is relative to the graph.
+    for candidate in (path,) if name in source.assets else _places(source, path):
+        source.trust.require_file(candidate, source.directory)
         if candidate.is_file():
             return candidate
     raise MissingAsset(f"the graph reads the file {str(path)!r} (in {name!r}), which is not there")
+
+
+def _places(source: SourceGraph, path: Path) -> tuple[Path, ...]:
+    """Where a file of the graph may be; a relative path of a found graph means its own directory alone."""
+    return (source.directory / path,) if source.trust.is_found else (path, source.directory / path)
 
 
 def _named_file(source: SourceGraph, name: str, node: Proto) -> Path:
@@ -278,8 +363,14 @@ def files_to_feed(source: SourceGraph) -> dict[str, Path]:
             continue
         name = through_identities(nodes, inputs[1].node)
         path = _named_file(source, name, nodes[name])
-        if name not in found and not path.is_file() and (source.directory / path).is_file():
-            found[name] = source.directory / path
+        if name in found:
+            continue
+        for place in _places(source, path):
+            source.trust.require_file(place, source.directory)
+            if place.is_file():
+                if place != path:
+                    found[name] = place
+                break
     return found
 
 

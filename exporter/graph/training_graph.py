@@ -16,10 +16,18 @@ from exporter.graph.deeprec_groups import is_convertible_group
 from exporter.graph.deeprec_ops import is_convertible
 from exporter.graph.inference_graph import GraphVariable
 from exporter.graph.keys import VARIABLE_OPS, variable_keys
-from exporter.graph.nodes import GraphIndex, attr_dtype, attr_shape, const_texts, data_inputs, endpoint
-from exporter.graph.reach import all_before, reach
+from exporter.graph.nodes import (
+    GraphIndex,
+    all_before,
+    attr_dtype,
+    attr_shape,
+    const_texts,
+    data_inputs,
+    endpoint,
+    reach,
+)
 from exporter.graph.servable import changes_state, check_servable
-from exporter.graph.signature_tensors import SignatureEnds, signature_tensors, tensor_names
+from exporter.graph.signatures import SignatureEnds, signature_tensors, tensor_names
 from exporter.wire.protos import Proto
 
 

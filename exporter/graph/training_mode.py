@@ -1,20 +1,284 @@
-"""Detect that a graph computes as in training: batch statistics, dropout, other random numbers."""
+"""Detect that a graph computes as in training: batch statistics, dropout, other random numbers.
+
+Find the nodes that run during a request: branches switched off by a constant do not.
+
+A graph for training and inference has both ways behind a flag. `--feed` makes the flag a constant and leaves
+both branches in the served graph, so that its nodes alone do not tell what is computed. Here the flag is
+followed, through the scalars that are made of it, into Switch and Merge and into the functions of an If.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache, cached_property
+from typing import Any
 
+import numpy as np
 from msgspec import Struct
 
-from exporter.graph.bodies import input_names
 from exporter.graph.inference_graph import TrainingMode
-from exporter.graph.live import CalledBody, is_by_batch, node_of
-from exporter.graph.nodes import attr_dtype, const_value
+from exporter.graph.nodes import MERGES, SWITCHES, attr, attr_dtype, const_value, input_names
+from exporter.graph.servable import called_functions
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, all_nodes
+
+Scalar = Any
+"""A constant of one element as Python has it."""
+
+_SAME_VALUE = SWITCHES | {
+    "Identity",
+    "StopGradient",
+    "Snapshot",
+    "EnsureShape",
+    "Reshape",
+    "Squeeze",
+    "ExpandDims",
+    "PlaceholderWithDefault",
+}
+_COMPUTED: dict[str, Callable[..., Scalar]] = {
+    "LogicalNot": lambda a: not a,
+    "LogicalAnd": lambda a, b: a and b,
+    "LogicalOr": lambda a, b: a or b,
+    "Add": lambda a, b: a + b,
+    "AddV2": lambda a, b: a + b,
+    "Sub": lambda a, b: a - b,
+    "Mul": lambda a, b: a * b,
+    "RealDiv": lambda a, b: a / b if b else None,
+    "Maximum": max,
+    "Minimum": min,
+    "Equal": lambda a, b: a == b,
+    "NotEqual": lambda a, b: a != b,
+    "Less": lambda a, b: a < b,
+    "LessEqual": lambda a, b: a <= b,
+    "Greater": lambda a, b: a > b,
+    "GreaterEqual": lambda a, b: a >= b,
+    "Select": lambda c, a, b: a if c else b,
+    "SelectV2": lambda c, a, b: a if c else b,
+}
+_FUSED = re.compile(r"_?FusedBatchNorm(Ex|V\d+)?")
+_CONDITIONALS = frozenset({"If", "StatelessIf"})
+_PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+_MAX_DEPTH = 48
+_MOST_STEPS = 64
+_ROUNDS = 4
+"""Nested conditionals whose inner flag is computed by the outer one."""
+
+
+class CalledBody:
+    """The graph, or a function as one call of it runs it.
+
+    `fed` are nodes whose value a request gives, `arguments` the constants that a call passes, `roots` the
+    tensors that are wanted. Inputs are written as in a GraphDef (`node:1`) or as in a FunctionDef
+    (`node:output:0`).
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[str, Proto],
+        roots: Iterable[str],
+        library: Mapping[str, Proto],
+        *,
+        fed: Collection[str] = (),
+        arguments: Mapping[str, Scalar] | None = None,
+        depth: int = 0,
+    ) -> None:
+        self.nodes = nodes
+        self._roots = [*roots]
+        self._library = library
+        self._fed = fed
+        self._arguments = arguments or {}
+        self._depth = depth
+        self._values: dict[str, Scalar] = {}
+        self._steps = 0
+        self._called: dict[tuple[object, ...], CalledBody] = {}
+        self._dead = self._find_dead()
+
+    def value(self, tensor: str) -> Scalar:
+        """The constant that a tensor always is, None if it is none of one element."""
+        if tensor not in self._values:
+            self._values[tensor] = None  # what a loop hands back to itself is no constant
+            if self._steps < _MOST_STEPS:  # nobody computes a flag in more
+                self._steps += 1
+                with suppress(TypeError, ValueError, ArithmeticError):
+                    self._values[tensor] = self._evaluate(tensor)
+                self._steps -= 1
+        return self._values[tensor]
+
+    @cached_property
+    def live(self) -> frozenset[str]:
+        """The nodes that run, and the arguments that are used, by name."""
+        found, pending = set[str](), [*self._roots]
+        while pending:
+            name = node_of(pending.pop())
+            if name in found:
+                continue
+            found.add(name)
+            if name in self.nodes and name not in self._fed:
+                pending += self._needed(self.nodes[name])
+        return frozenset(found)
+
+    def bodies(self) -> Iterator[CalledBody]:
+        """The body itself, and those of all calls that run."""
+        assert self.live  # calls are found on the way
+        yield self
+        for called in [*self._called.values()]:
+            yield from called.bodies()
+
+    def _evaluate(self, tensor: str) -> Scalar:
+        name = node_of(tensor)
+        node = self.nodes.get(name)
+        if node is None or name in self._fed:
+            return self._arguments.get(name)
+        if node.op == "Const":
+            return _scalar(node)
+        inputs = input_names(node)
+        if node.op in _SAME_VALUE:
+            return self.value(inputs[0]) if inputs else None
+        if node.op in MERGES:
+            running = [text for text in inputs if not self._is_dead(text)]
+            return self.value(running[0]) if len(running) == 1 else None
+        if node.op == "Cast":
+            value = self.value(inputs[0])
+            return None if value is None else _cast(value, attr_dtype(node, "DstT"))
+        if node.op in _COMPUTED:
+            values = [self.value(text) for text in inputs]
+            return None if any(value is None for value in values) else _COMPUTED[node.op](*values)
+        return None
+
+    def _find_dead(self) -> frozenset[str]:
+        """Tensors that are never made, by node and, for what a Switch makes, by output."""
+        switches = [
+            node for node in self.nodes.values() if node.op in SWITCHES and len(input_names(node)) == 2
+        ]
+        self._dead = frozenset[str]()
+        for _ in range(_ROUNDS if switches else 0):
+            self._values.clear()
+            found = set[str]()
+            for node in switches:
+                taken = self.value(input_names(node)[1])
+                if taken is not None:
+                    found.add(f"{node.name}:{0 if taken else 1}")
+            found = self._spread(found)
+            if found == self._dead:
+                break
+            self._dead = frozenset(found)
+        self._values.clear()
+        return self._dead
+
+    def _spread(self, dead: set[str]) -> set[str]:
+        """What reads a tensor that is never made is never made; a Merge takes what is."""
+        pending = [*dead]
+        while pending:
+            for reader in self._readers.get(node_of(pending.pop()), ()):
+                node = self.nodes[reader]
+                if reader in dead:
+                    continue
+                inputs = input_names(node) if node.op in MERGES else [*node.input]
+                is_gone = [node_of(text) in dead or _output(self.nodes, text) in dead for text in inputs]
+                if (all if node.op in MERGES else any)(is_gone):
+                    dead.add(reader)
+                    pending.append(reader)
+        return dead
+
+    @cached_property
+    def _readers(self) -> dict[str, list[str]]:
+        readers: dict[str, list[str]] = {}
+        for node in self.nodes.values():
+            for text in node.input:
+                readers.setdefault(node_of(text), []).append(node.name)
+        return readers
+
+    def _is_dead(self, tensor: str) -> bool:
+        return bool(self._dead) and (
+            node_of(tensor) in self._dead or _output(self.nodes, tensor) in self._dead
+        )
+
+    def _needed(self, node: Proto) -> list[str]:
+        """The inputs that a node that runs waits for; of a call those that its function uses."""
+        inputs = input_names(node)
+        if node.op in MERGES:
+            return [text for text in inputs if not self._is_dead(text)]
+        if is_by_batch(node):  # moving statistics are its inputs to be moved, not to normalise by
+            return inputs[:3]
+        names = [name for name in called_functions(node) if name in self._library]
+        if not names:
+            return [text.removeprefix("^") for text in node.input]
+        if node.op in _CONDITIONALS and len(names) == 2:
+            taken = self.value(inputs[0])
+            if taken is not None:
+                chosen = node.attr["then_branch" if taken else "else_branch"].func.name
+                return [inputs[0], *self._used(chosen, inputs[1:])]
+        if node.op in _PLAIN_CALLS or node.op in self._library:
+            return self._used(names[0], inputs)
+        for name in names:
+            self._call(name, {})
+        return inputs
+
+    def _used(self, name: str, inputs: list[str]) -> list[str]:
+        parameters = [argument.name for argument in self._library[name].signature.input_arg]
+        known = {
+            parameter: value
+            for parameter, text in zip(parameters, inputs, strict=False)
+            if (value := self.value(text)) is not None
+        }
+        called = self._call(name, known)
+        return [
+            text
+            for parameter, text in zip(parameters, inputs, strict=False)
+            if called is None or parameter in called.live
+        ]
+
+    def _call(self, name: str, arguments: Mapping[str, Scalar]) -> CalledBody | None:
+        if self._depth >= _MAX_DEPTH:
+            return None
+        key = (name, *sorted(arguments.items()))
+        if key not in self._called:
+            function = self._library[name]
+            nodes = {node.name: node for node in function.node_def}
+            self._called[key] = CalledBody(
+                nodes, function.ret.values(), self._library, arguments=arguments, depth=self._depth + 1
+            )
+        return self._called[key]
+
+
+def is_by_batch(node: Proto) -> bool:
+    """True for a FusedBatchNorm that normalises by the batch: also where a default was left unwritten."""
+    if _FUSED.fullmatch(node.op) is None:
+        return False
+    return "is_training" not in node.attr or bool(node.attr["is_training"].b)
+
+
+def node_of(tensor: str) -> str:
+    """The node (or argument) that an input names, in a graph or in a function."""
+    return tensor.removeprefix("^").partition(":")[0]
+
+
+def _output(nodes: Mapping[str, Proto], tensor: str) -> str:
+    """`switch:0` or `switch:1` for what a Switch makes, "" for anything else."""
+    name, _, output = tensor.partition(":")
+    node = nodes.get(name)
+    if node is None or node.op not in SWITCHES:
+        return ""
+    return f"{name}:{1 if output in ('1', 'output_true:0') else 0}"
+
+
+def _scalar(node: Proto) -> Scalar:
+    shape = attr(node, "value").tensor.tensor_shape
+    found = const_value(node) if all(dim.size == 1 for dim in shape.dim) else None
+    if found is None:
+        return None
+    element = found.ravel()[0]
+    return element.item() if isinstance(element, np.generic) else element
+
+
+def _cast(value: Scalar, dtype: DType | None) -> Scalar:
+    if dtype is DType.BOOL:
+        return bool(value)
+    return int(value) if dtype is not None and dtype.numpy.kind in "iu" else float(value)
+
 
 _RANDOM = re.compile(
     r"(Stateless)?(Random|TruncatedNormal|ParameterizedTruncatedNormal|Multinomial"

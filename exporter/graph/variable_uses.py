@@ -15,9 +15,17 @@ from enum import Flag, auto
 
 import numpy as np
 
-from exporter.graph.bodies import CALLS, LOOPS, Body, bodies, called, input_names
-from exporter.graph.new_nodes import constant, free_name
-from exporter.graph.nodes import attr_dtype
+from exporter.graph.nodes import (
+    CALLS,
+    LOOPS,
+    Body,
+    attr_dtype,
+    bodies,
+    called,
+    constant,
+    free_name,
+    input_names,
+)
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 from exporter.wire.tensor_proto import to_array

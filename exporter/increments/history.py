@@ -39,8 +39,8 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 from msgspec import UNSET, Struct, UnsetType
 
 from exporter.checkpoint.identity import index_digest
-from exporter.errors import CheckpointError
-from exporter.files import Unchanged, open_regular
+from exporter.errors import CheckpointError, CorruptFile
+from exporter.files import Unchanged, below, open_regular
 from exporter.increments.increment import (
     FORMAT_VERSION,
     CheckpointId,
@@ -119,6 +119,7 @@ class CheckpointMarker(Struct, frozen=True):
             UnsupportedFormat: another format version.
         """
         found = read_document(text, path, MarkerDocument)
+        below(path.parent, found.checkpoint.name, f"{path}: the checkpoint", CorruptFile)
         known = None if isinstance(found.event_time, UnsetType) else found.event_time
         return cls(found.checkpoint, found.run, found.after, found.is_equal, found.session, known)
 
@@ -160,6 +161,16 @@ class History(Struct, frozen=True, dict=True):
     def markers_of(self, checkpoint: CheckpointId) -> tuple[CheckpointMarker, ...]:
         """The markers of a full checkpoint with the same content."""
         return tuple(found for found in self.markers if found.checkpoint == checkpoint)
+
+    def awaits_marker(self, checkpoint: CheckpointId, published: StateId) -> bool:
+        """True if a hook that wrote what is here may still have to mark a full checkpoint.
+
+        A hook marks each full checkpoint a moment after the saver has named it. If the one that was published
+        last has no marker, the training goes on without a hook, or died before the hook came to it.
+        """
+        if self.markers_of(checkpoint) or not (self.increments or self.markers):
+            return False
+        return isinstance(published, str) or bool(self.markers_of(published))
 
     def leads_on_from(self, checkpoint: CheckpointId) -> bool:
         """True if an increment leads on, or may lead on, from a full checkpoint."""

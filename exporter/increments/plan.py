@@ -14,7 +14,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from exporter.delta.format import Change
-from exporter.increments.history import CheckpointMarker, History, StateId, newest
+from exporter.increments.history import CheckpointMarker, History, newest
 from exporter.increments.increment import Changed, CheckpointId, StoredIncrement
 from exporter.increments.trained import TrainerVersion
 
@@ -87,7 +87,7 @@ def plan_changes(
     if is_there and published.is_within(within):
         event_time = newest([last_event, published.newest_event])
         return ChangePlan(TrainerVersion.of(full, tip, event_time), step)
-    chain = history.chain(_state(published), tip) if tip is not None and published.is_exact else None
+    chain = history.chain(published.state, tip) if tip is not None and published.is_exact else None
     if chain is not None:
         event_time = newest([last_event, _last_event(published, chain)])
         return ChangePlan(TrainerVersion.of(full, tip, event_time), step, chain)
@@ -100,7 +100,7 @@ def _plan_before(published: TrainerVersion, full: CheckpointId, history: History
         if any(_is_next_the_same(marker, other) for other in _markers(published, history)):
             return ChangePlan(published, full.step)
         before = marker.after
-        chain = None if before is None else history.chain(_state(published), before)
+        chain = None if before is None else history.chain(published.state, before)
         if before is not None and chain is not None:
             found = history.find(before)
             step = found.increment.to_step if found else full.step
@@ -124,16 +124,13 @@ def _last_event(published: TrainerVersion, chain: Sequence[StoredIncrement]) -> 
     return newest([published.newest_event, *[stored.increment.event_time for stored in chain]])
 
 
-def _state(published: TrainerVersion) -> StateId:
-    """The increment or, without one, the full checkpoint that was published."""
-    return published.checkpoint if published.increment is None else published.increment
-
-
 def _reason(published: TrainerVersion, full: CheckpointId, history: History) -> str:
     if not published.is_exact:
         return LEFT_OUT if published.left_out is not None else ROUNDED
     if not history.increments:
         return "the trainer writes no increments"
+    if not history.markers_of(full):
+        return f"nothing says where {full.name} stands among the trainer's increments"
     if published.increment is None:
         return f"no increments lead on from {published.checkpoint.name}, which was published last"
     if history.find(published.increment) is None:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from exporter.catalog import Catalog
-from exporter.delta.keyed_rows import KeyedChange, KeyedRows, merged
-from exporter.increments.deeprec import DeepRecIncrement, read_increment
-from exporter.increments.deeprec_tables import touched_keys
+from exporter.delta.table_changes import KeyedChange, KeyedRows, merged
+from exporter.increments.deeprec import DeepRecIncrement, read_increment, touched_keys
 from exporter.increments.history import identify, read_history
 from exporter.increments.increment import StoredIncrement
 from exporter.increments.plan import AnyIncrement

@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
-from exporter.delta.deviation import LeftOut, Rounded
+from exporter.delta.tolerance import LeftOut, Rounded
 from exporter.increments.increment import CheckpointId
 from exporter.options import DeltaDtype
 from exporter.wire.json_documents import Moment, doc
@@ -40,6 +40,11 @@ class TrainerVersion(Struct, frozen=True):
         if event_time is None:
             return cls(checkpoint, increment)
         return cls(checkpoint, increment, event_time=event_time.astimezone(UTC))
+
+    @property
+    def state(self) -> str | CheckpointId:
+        """The increment or, without one, the full checkpoint."""
+        return self.checkpoint if self.increment is None else self.increment
 
     @property
     def newest_event(self) -> datetime | None:

@@ -25,11 +25,11 @@ from exporter.version import __version__
 from exporter.wire.json_documents import decoder
 
 OPERATIONS = {
-    "merge": "exporter.delta.merge_task:Merge",
+    "merge": "exporter.delta.newest_rows:Merge",
     "compare": "exporter.delta.compare_task:Compare",
-    "checksum": "exporter.verify.checksum:Checksum",
-    "move": "exporter.bundle.move:Move",
-    "partition": "exporter.tables.partition_keys:Partition",
+    "checksum": "exporter.verify.version_files:Checksum",
+    "move": "exporter.bundle.rewrite:Move",
+    "partition": "exporter.tables.place_keys:Partition",
     "place": "exporter.tables.place_keys:Place",
 }
 """The class of each operation's tasks. They lie in the rooms that plan them, which import this one."""
@@ -125,7 +125,7 @@ def kept_receipt(directory: Directory, name: str) -> Receipt | None:
         return None
     try:
         receipt: Receipt = decoder(Receipt).decode(content)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):  # what is not UTF-8, too
         return None
     is_there = not receipt.written or directory.look(name) == (receipt.written, receipt.tag)
     return receipt if is_there and receipt.task == name else None

@@ -1,28 +1,231 @@
-"""Build the Mapping: which tensor each variable is restored from, and which tensors are left over."""
+"""Build the Mapping: which tensor each variable is restored from, and which tensors are left over.
+
+Find moving averages in an object-based checkpoint: which tensor averages which.
+
+A Keras optimizer with `use_ema=True` has a list `_model_variables_moving_average`: in Keras 3 in the order of
+its `_trainable_variables`, in Keras 2 each called `<optimizer>/average/<variable>`, or `average/<variable>`
+if the loss is scaled. TensorFlow's own averages are called as their variables, the slot's name behind.
+
+Find the two tensors, keys and values, that each lookup table is restored from.
+
+Sort the tensors that inference does not need by kind, for reports.
+"""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Mapping as MappingOf
+from enum import Enum
 from functools import cached_property
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Naming, TensorRef
-from exporter.checkpoint.object_graph import read_object_graph
-from exporter.errors import AmbiguousRename, MissingTensors, ShapeMismatch, UsageError
+from exporter.checkpoint.embedding_variables import embedding_variables
+from exporter.checkpoint.object_graph import SUFFIX, read_object_graph
+from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
+from exporter.errors import AmbiguousRename, CheckpointError, MissingTensors, ShapeMismatch, UsageError
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
-from exporter.mapping.by_layer import match_unnamed
-from exporter.mapping.extras import TF_AVERAGE, Extra, classify_extras
-from exporter.mapping.mapping_rules import CastRule, MappingRules
-from exporter.mapping.name_evidence import left_over_twins
-from exporter.mapping.object_averages import averages
+from exporter.mapping.by_layer import left_over_twins, match_unnamed
+from exporter.mapping.mapping_rules import CastRule, MappingRules, row_order
 from exporter.mapping.object_matching import Matched, TrainedObjects, match_objects
-from exporter.mapping.row_order import row_order
-from exporter.mapping.table_sources import find_tables
+from exporter.printable import lines_of
 from exporter.wire.dtypes import DType
+
+_AVERAGES = "_model_variables_moving_average"
+_VARIABLES = "_trainable_variables"
+_KERAS_2_NAME = re.compile(r"([^/]+/)?average/(?P<variable>.+)")
+
+
+def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
+    """The average's tensor by the variable's; `slot` is the averages' slot name, "ema" for the usual ones."""
+    found = dict(_by_slot(trained, TF_AVERAGE if slot == "ema" else slot))
+    if slot == "ema":
+        found |= dict(_of_keras(trained))
+    return found
+
+
+def _by_slot(trained: TrainedObjects, slot: str) -> Iterator[tuple[str, str]]:
+    for name, variables in trained.by_name.items():
+        shadows = trained.by_name.get(f"{name}/{slot}", ())
+        if len(variables) == len(shadows) == 1:
+            yield variables[0].tensor, shadows[0].tensor
+
+
+def _of_keras(trained: TrainedObjects) -> Iterator[tuple[str, str]]:
+    objects = trained.objects
+    for optimizer in objects.optimizers:
+        shadows = _listed(trained, optimizer, _AVERAGES)
+        variables = _listed(trained, optimizer, _VARIABLES)
+        if len(shadows) == len(variables):
+            yield from zip(variables, shadows, strict=True)
+            continue
+        names = {variable.tensor: name for name, same in trained.by_name.items() for variable in same}
+        for shadow in shadows:
+            found = _KERAS_2_NAME.fullmatch(names.get(shadow, ""))
+            same = trained.by_name.get(found["variable"], ()) if found else ()
+            if len(same) == 1:
+                yield same[0].tensor, shadow
+
+
+def _listed(trained: TrainedObjects, optimizer: int, edge: str) -> list[str]:
+    """The tensors of a list that an optimizer keeps, in its order."""
+    number = trained.objects.at(edge, optimizer)
+    children = {} if number is None else trained.objects.objects[number].children
+    in_order = sorted(children.items(), key=lambda item: int(item[0]) if item[0].isdecimal() else -1)
+    variables = (trained.objects.objects[child].variable for _, child in in_order)
+    return [variable.tensor for variable in variables if variable is not None]
+
+
+def find_tables(
+    tables: Iterable[GraphTable], catalog: Catalog, renamed: Callable[[str], str | None]
+) -> Iterator[tuple[GraphTable, TensorRef, TensorRef]]:
+    """Each table under the names and with the shapes that the checkpoint has, its keys' and values' tensor.
+
+    Raises:
+        MissingTensors: the checkpoint lacks them; served, the table would be empty.
+        ShapeMismatch: they are of other dtypes or shapes than the table.
+    """
+    for table in tables:
+        names = stored_names(table, renamed)
+        missing = [name for name in names if name not in catalog.tensors]
+        if missing:
+            raise MissingTensors(
+                f"table {table.node!r} is filled while training and would be empty when served: "
+                f"{catalog.prefix.name} has no {' and no '.join(map(repr, missing))}",
+                cause="a Saver stores tables made with checkpoint=True, unless it is told what to save",
+                hint="map its names with --rename, or fill a static table (tf.lookup.StaticHashTable)",
+            )
+        keys, values = (catalog.tensors[name] for name in names)
+        _check(table, keys, values)
+        found = replace(table, keys=keys.name, values=values.name)
+        yield replace(found, key_shape=keys.shape[1:], value_shape=values.shape[1:]), keys, values
+
+
+def stored_names(table: GraphTable, renamed: Callable[[str], str | None]) -> tuple[str, str]:
+    """The names of a table's keys and values in a checkpoint."""
+    return renamed(table.keys) or table.keys, renamed(table.values) or table.values
+
+
+def _check(table: GraphTable, keys: TensorRef, values: TensorRef) -> None:
+    for tensor, dtype in ((keys, table.key_dtype), (values, table.value_dtype)):
+        if tensor.dtype is not dtype:
+            raise ShapeMismatch(
+                f"table {table.node!r} has {dtype.label} in the graph, tensor {tensor.name!r} is "
+                f"{tensor.dtype.label} in the checkpoint"
+            )
+    entries = keys.shape[:1]
+    if not entries or values.shape[:1] != entries:
+        raise ShapeMismatch(
+            f"{keys.name!r} has shape {list(keys.shape)} and {values.name!r} {list(values.shape)}: "
+            "no keys with a value each"
+        )
+    if table.key_shape not in (None, keys.shape[1:]):
+        raise ShapeMismatch(
+            f"a key of table {table.node!r} has shape {list(table.key_shape or ())} in the graph, "
+            f"{list(keys.shape[1:])} in the checkpoint"
+        )
+    if table.value_shape is not None and not _fits(values.shape[1:], table):
+        raise ShapeMismatch(
+            f"a value of table {table.node!r} has shape {list(table.value_shape)} in the graph, "
+            f"{list(values.shape[1:])} in the checkpoint"
+        )
+    if table.has_all_buckets and (entries[0] < 1 or entries[0] & (entries[0] - 1)):
+        raise ShapeMismatch(
+            f"{keys.name!r} has {entries[0]} entries, and a dense table's buckets are a power of two",
+            cause="the checkpoint is of a table of another kind",
+        )
+
+
+def _fits(shape: tuple[int, ...], table: GraphTable) -> bool:
+    declared = table.value_shape or ()
+    if table.has_all_buckets and declared == ():
+        declared = (1,)  # a dense table holds scalars as vectors of one
+    return len(shape) == len(declared) and all(
+        want in (-1, size) for size, want in zip(shape, declared, strict=True)
+    )
+
+
+TF_AVERAGE = "ExponentialMovingAverage"
+"""The slot name of `tf.train.ExponentialMovingAverage` unless the trainer chose another."""
+
+
+class ExtraKind(Enum):
+    """What an ignored tensor was for, in the report's words."""
+
+    SLOT = "optimizer slot"
+    GLOBAL_STEP = "global step"
+    MOVING_AVERAGE = "moving average"
+    COUNTER = "counter"
+    BOOKKEEPING = "embedding bookkeeping"
+    OBJECT_GRAPH = "object graph"
+    OTHER = "other"
+
+
+class Extra(Struct, frozen=True):
+    """A tensor of the checkpoint that inference does not need."""
+
+    tensor: TensorRef
+    kind: ExtraKind
+
+
+_SLOT_NAME = re.compile(
+    r"(^|/)(Adam|Adagrad|AdagradDA|Adadelta|Momentum|RMSProp|Ftrl|Lamb|Nadam|Adamax|Proximal\w*)(_\d+)?(/|$)"
+    r"|(^|/)(beta[12]_power|accumulator|momentum|velocity|learning_rate|linear)(_\d+)?$"
+    r"|\.OPTIMIZER_SLOT|^training/|(^|/)_?optimizer/(?!_trainable_variables/)",
+)
+_COUNTERS = frozenset({"save_counter", "ckpt_saved_epoch", "ckpt_saved_batch"})
+_ITERATIONS = frozenset({"global_step", "_iterations", "iterations"})
+
+
+def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Extra]:
+    """Every tensor that is not `used`, with what it was probably for."""
+    embedding = _embedding_kinds(catalog)
+    for name, tensor in catalog.tensors.items():
+        if name not in used:
+            yield Extra(tensor, embedding.get(name) or _kind(name, tensor, catalog))
+
+
+def _embedding_kinds(catalog: Catalog) -> dict[str, ExtraKind]:
+    """What the tensors of embedding variables are for; those of damaged ones are judged by name."""
+    try:
+        variables = embedding_variables(catalog)
+    except CheckpointError:
+        return {}
+    kinds: dict[str, ExtraKind] = {}
+    for variable in variables.values():
+        for part in variable.parts:
+            rows = {part.keys.name, part.values.name}
+            for name in part.tensor_names:
+                own = ExtraKind.OTHER if name in rows else ExtraKind.BOOKKEEPING
+                kinds[name] = own if variable.slot_of is None else ExtraKind.SLOT
+    return kinds
+
+
+def _kind(name: str, tensor: TensorRef, catalog: Catalog) -> ExtraKind:
+    if name == OBJECT_GRAPH:
+        return ExtraKind.OBJECT_GRAPH
+    parent, _, leaf = name.removesuffix(SUFFIX).rpartition("/")
+    if leaf in _ITERATIONS and tensor.shape == ():
+        return ExtraKind.GLOBAL_STEP
+    if leaf in _COUNTERS:
+        return ExtraKind.COUNTER
+    if leaf == TF_AVERAGE or "/ExponentialMovingAverage" in name:
+        return ExtraKind.MOVING_AVERAGE
+    owner = catalog.tensors.get(parent)
+    if owner is not None and owner.shape == tensor.shape and leaf in ("ema", "average", "avg"):
+        return ExtraKind.MOVING_AVERAGE
+    of, is_list, _ = f"{parent}/".rpartition("/_variables/")
+    if is_list and f"{of}/_iterations{SUFFIX}" in catalog.tensors:  # a Keras optimizer, whatever holds it
+        return ExtraKind.SLOT
+    if _SLOT_NAME.search(name) or (owner is not None and tensor.shape in (owner.shape, ())):
+        return ExtraKind.SLOT
+    return ExtraKind.OTHER
+
 
 _REPORTED_MISSES = 20
 _VIA = {Naming.NAMES: "number", Naming.LAYERS: "layer", Naming.ORDER: "order"}
@@ -129,7 +332,20 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
     tables = tuple(find_tables(graph.tables, catalog, rules.renamed))
     contents = {ref.name: ref for _, *refs in tables for ref in refs}
     sources += [TensorSource(name, (), ref, "table") for name, ref in contents.items()]
+    sources += _state(graph, catalog)
     return VariableMapping(catalog, tuple(sources), notes, tuple(table for table, _, _ in tables))
+
+
+def _state(graph: InferenceGraph, catalog: Catalog) -> list[TensorSource]:
+    """What operations of a graph's libraries restore by themselves, under the very names that they read."""
+    missing = [name for name in graph.state.tensors if name not in catalog.tensors]
+    if missing:
+        raise MissingTensors(
+            f"{catalog.prefix.name} has no {missing[0]!r}, which {graph.state.importing[0]!r} restores",
+            cause="operations that stock TensorFlow does not have would answer from an empty table",
+            hint="export the model from the checkpoint that was saved with it",
+        )
+    return [TensorSource(name, (), catalog.tensors[name], "state") for name in graph.state.tensors]
 
 
 def _group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:
@@ -276,7 +492,7 @@ def _missing_error(
         lines.append(f"... and {len(missing) - _REPORTED_MISSES} more")
     return MissingTensors(
         f"{len(missing)} of {len(wanted)} graph variables have no tensor in {catalog.prefix.name}",
-        cause="\n  ".join(["", *lines]),
+        cause=lines_of(lines),
     )
 
 

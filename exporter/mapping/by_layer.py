@@ -2,21 +2,97 @@
 
 A match is taken only where nothing else would fit: by the layer's name and then by the only values in it that
 fit, by the order that Keras' own layers keep, by the whole list's shapes. What fits in two ways is refused.
+
+Check a match that was found in another way against the variables' names.
+
+An object-based checkpoint is matched by its objects' edges: `layers/2` is restored into `layers/2`. A program
+that makes its layers in another order than the trainer did has the same edges, and every shape may fit. The
+names tell: two names agree if they are equal but for the numbers that a framework puts behind a name in use
+(`dense_4` for `dense`) and for scopes that one of them has in addition (`dense/kernel`, `net/dense/kernel`).
+Numbers are not compared, since they count what a process made before; but they must grow in the same order.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.errors import NoCertainMatch
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.mapping.name_evidence import NamedPair, conflicts, numbers, stems
+from exporter.printable import lines_of
 from exporter.wire.dtypes import DType
+
+_NUMBER = re.compile(r"_([0-9]+)$")
+_SAYS_NOTHING = re.compile(r"((Sharded)?Variable(_[0-9]+)?)?")
+
+
+class NamedPair(Struct, frozen=True):
+    """A variable to serve and the trained one that shall give its values; `kind` is its dtype and shape."""
+
+    served: str
+    trained: str
+    kind: str
+
+
+def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
+    """Each reason why the names speak against the pairs, for a person."""
+    groups: dict[tuple[object, ...], list[NamedPair]] = {}
+    for pair in pairs:
+        if _SAYS_NOTHING.fullmatch(pair.served) or _SAYS_NOTHING.fullmatch(pair.trained):
+            continue
+        served, trained = stems(pair.served), stems(pair.trained)
+        if not _agree(served, trained):
+            yield f"{pair.served!r} would get the values of {pair.trained!r}"
+            continue
+        groups.setdefault((served, trained, pair.kind), []).append(pair)
+    for group in groups.values():
+        group.sort(key=lambda pair: numbers(pair.served))
+        for before, after in pairwise(group):
+            if numbers(before.trained) > numbers(after.trained):
+                yield (
+                    f"{before.served!r} would get the values of {before.trained!r}, and "
+                    f"{after.served!r} those of {after.trained!r}, which is the reverse order"
+                )
+
+
+def left_over_twins(used: Mapping[str, object], left: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Each (name left over, name in use) that differ in numbers alone; both map names to dtypes and shapes.
+
+    They are of one dtype and shape, too: a program with a layer less gives such names to other layers.
+    """
+    bare = {(_unnumbered(name), kind): name for name, kind in used.items()}
+    for name, kind in left.items():
+        if (twin := bare.get((_unnumbered(name), kind))) is not None:
+            yield name, twin
+
+
+def _unnumbered(name: str) -> str:
+    return "/".join(stems(name)) if "_" in name else name
+
+
+def stems(name: str) -> tuple[str, ...]:
+    """The parts of a name without the numbers that a framework puts behind names in use."""
+    return tuple(_NUMBER.sub("", part) for part in name.split("/"))
+
+
+def numbers(name: str) -> tuple[int, ...]:
+    """Those numbers, 0 where there is none: what tells names of equal stems apart."""
+    found = (_NUMBER.search(part) for part in name.split("/"))
+    return tuple(int(number[1]) if number else 0 for number in found)
+
+
+def _agree(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """True if the shorter is the longer without some of its scopes."""
+    shorter, longer = sorted((one, other), key=len)
+    rest = iter(longer)
+    return shorter[-1] == longer[-1] and all(part in rest for part in shorter)
+
 
 _NORMALISED = ("gamma", "beta", "moving_mean", "moving_variance")
 _RECURRENT = ("kernel", "recurrent_kernel", "bias")
@@ -59,7 +135,7 @@ def match_unnamed(
     open_ = {key: v for key, v in wanted.items() if key not in catalog.tensors and key not in {*named}}
     if catalog.naming is Naming.NAMES:
         rest = {key: v for key, v in wanted.items() if key not in {*named}}
-        owned = _by_owner(wanted, catalog)
+        owned = _by_owner(wanted, catalog, graph.layers)
         if owned is not None:
             return {key: name for key, name in owned.items() if key in rest}
         return _by_number(rest, catalog)
@@ -80,25 +156,30 @@ def match_unnamed(
 # --- names of layers ---------------------------------------------------------------------------------------
 
 
-def _by_owner(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str] | None:
+def _by_owner(
+    wanted: Mapping[str, GraphVariable], catalog: Catalog, places: Mapping[str, TensorRef]
+) -> dict[str, str] | None:
     """A legacy file's tensors by the layers that own them, where it has the model's very layers.
 
     Keras named variables in its own ways over time: `conv2d_1_1/kernel` in the layer `conv2d_1`,
-    `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`. None if layers differ, or a layer has several
+    `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`, in Keras 3.0 `kernel` alone. The owner of what
+    an inner model holds is that model, as `places` tell. None if layers differ, or a layer has several
     tensors of one last name and shape (of which those of a Bidirectional layer say their direction).
     """
+    owners = {key: place.owner.partition("/")[0] for key, place in places.items() if place.owner}
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for ref in catalog.tensors.values():
         if ref.owner:
             inner = ref.name.partition("/")[2]
             stored[ref.owner, _direction(inner), _last(ref.name), *_kind(ref)].append(ref.name)
-    layers = {key.partition("/")[0] for key in wanted}
+    layers = {owners.get(key, key.partition("/")[0]) for key in wanted}
     if not stored or layers != {owner for owner, *_ in stored}:
         return None
     found: dict[str, str] = {}
     taken: set[str] = set()
     for key, variable in wanted.items():
-        layer, _, inner = key.partition("/")
+        inner = key.partition("/")[2]
+        layer = owners.get(key, key.partition("/")[0])
         names = stored.get((layer, _direction(inner), _last(key), *_kind(variable)), [])
         if len(names) != 1 or names[0] in taken:
             return None
@@ -194,7 +275,7 @@ def _refuse_other_names(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> None:
     if found:
         raise NoCertainMatch(
             "layers of the model and of the checkpoint that would belong together have other names",
-            cause="\n  ".join(["", *found[:_SHOWN]]),
+            cause=lines_of(found[:_SHOWN]),
             hint="build the layers in the trainer's order and by its names, or write a --rename-file",
         )
 

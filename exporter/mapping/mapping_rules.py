@@ -1,17 +1,203 @@
-"""The rules that variables are mapped to tensors by, and how they are parsed."""
+"""The rules that variables are mapped to tensors by, and how they are parsed.
+
+Keep the row order of partitioned tables, so that a lookup in other partitions finds the same row.
+
+TF1's `embedding_lookup` on a partitioned variable defaults to `mod`: row i is row i // n of part i % n, while
+the parts lie on disk as contiguous boxes. Served with another number of parts, or whole, the table would give
+silently wrong rows. Nothing in a checkpoint tells; the trainer's graph does.
+
+Read the table of names for `--rename-file`, written by hand or begun by `inspect --unmatched`.
+
+    # variable            tensor
+    ranker/hidden/kernel  model/dense_1/w
+
+Two columns separated by blanks; `#` begins a comment at the beginning of a line or behind a blank.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from collections.abc import Mapping as MappingOf
+from pathlib import Path
 
 from msgspec import Struct, field
 
+from exporter.catalog import Catalog, SliceSpec, TensorRef
 from exporter.checkpoint.admission import Admission
-from exporter.errors import AmbiguousRename, UsageError
-from exporter.graph.inference_graph import PartitionStrategy
+from exporter.checkpoint.embedding_variables import embedding_variables, meant
+from exporter.errors import AmbiguousRename, PartitionStrategyUnknown, UsageError
+from exporter.files import read_regular
+from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.options import ExportRequest
 from exporter.wire.dtypes import DType
+
+
+class RowOrder(Struct, frozen=True):
+    """How rows must move: out of `gather_parts` mod parts, into `scatter_parts` mod parts; 0 for neither."""
+
+    gather_parts: int = 0
+    scatter_parts: int = 0
+
+
+_STAYS = RowOrder()
+
+
+def row_order(
+    key: str,
+    variables: Iterable[GraphVariable],
+    tensor: TensorRef,
+    *,
+    trained: PartitionStrategy | None,
+    served: PartitionStrategy | None,
+) -> RowOrder:
+    """The moves between a table as it was trained and as it will be looked up.
+
+    `trained` and `served` are None where unknown; a table that no id looks up is `NONE`.
+
+    Raises:
+        PartitionStrategyUnknown: rows would have to move and it is unknown how, or the parts cannot be mod's.
+    """
+    stored_boxes = [part.spec for part in tensor.slices]
+    served_boxes = [variable.part for variable in variables if variable.part is not None]
+    if not stored_boxes and not served_boxes:  # most variables of most models
+        return _STAYS
+    stored_parts, served_parts = _parts_of_rows(stored_boxes), _parts_of_rows(served_boxes)
+    same_boxes = set(stored_boxes) == set(served_boxes)
+    if same_boxes and (trained is None or served is None):
+        return RowOrder()
+    if trained is None and stored_parts > 1:
+        if served is PartitionStrategy.NONE:
+            return RowOrder()
+        raise PartitionStrategyUnknown(
+            f"table {key!r}: {stored_parts} partitions in the checkpoint, {served_parts} in the graph, "
+            "and it is not known whether training looked it up by mod or by div",
+            cause="under mod, row i lies in partition i % n; under div, partitions are ranges of rows",
+            hint=f"put the trainer's .meta beside the checkpoint, or say --partition-strategy {key}=mod|div",
+        )
+    if served is None and served_parts > 1:
+        raise PartitionStrategyUnknown(
+            f"table {key!r}: {stored_parts} partitions in the checkpoint, {served_parts} in the graph, which "
+            "looks its parts up neither by mod nor by div",
+            hint="export with the trainer's own partitioner, so that the table keeps its partitions",
+        )
+    was_mod = trained is PartitionStrategy.MOD and stored_parts > 1
+    is_mod = served is PartitionStrategy.MOD and served_parts > 1
+    if was_mod and is_mod and same_boxes:
+        return RowOrder()
+    if was_mod:
+        _require_mod_lengths(key, stored_boxes, "checkpoint")
+    if is_mod:
+        _require_mod_lengths(key, served_boxes, "graph")
+    return RowOrder(stored_parts if was_mod else 0, served_parts if is_mod else 0)
+
+
+def mod_lengths(rows: int, parts: int) -> list[int]:
+    """Rows of each part under `mod`: part p holds rows p, p + parts, p + 2 * parts, ..."""
+    return [len(range(part, rows, parts)) for part in range(parts)]
+
+
+def _parts_of_rows(boxes: list[SliceSpec]) -> int:
+    return max(1, len({box.starts[0] for box in boxes if box.starts}))
+
+
+def _require_mod_lengths(key: str, boxes: list[SliceSpec], where: str) -> None:
+    rows = boxes[0].full_shape[0]
+    lengths = [box.lengths[0] for box in sorted(boxes, key=lambda box: box.starts)]
+    if lengths != mod_lengths(rows, len(boxes)):
+        raise PartitionStrategyUnknown(
+            f"table {key!r} is looked up by mod, but its partitions in the {where} have {lengths} rows; "
+            f"mod over {len(boxes)} partitions needs {mod_lengths(rows, len(boxes))}",
+            hint="export with the trainer's own partitioner, so that the table keeps its partitions",
+        )
+
+
+_MAX_BYTES = 64 << 20
+_COMMENT = re.compile(r"(^|\s)#.*$")
+
+
+class Entry(Struct, frozen=True):
+    """One line of a table."""
+
+    line: int
+    tensor: str
+
+
+class RenameTable(Struct, frozen=True):
+    """Tensor names by variable name; `path` is for messages."""
+
+    path: Path
+    entries: Mapping[str, Entry]
+
+    @property
+    def rules(self) -> tuple[RenameRule, ...]:
+        """The table as rules for whole names."""
+        return tuple(
+            RenameRule(re.compile(re.escape(variable)), entry.tensor.replace("\\", r"\\"))
+            for variable, entry in self.entries.items()
+        )
+
+    def check(self, graph: InferenceGraph, catalog: Catalog) -> None:
+        """Refuse names that do not exist: a typing error would silently leave a variable to other rules.
+
+        Raises:
+            UsageError: names the line.
+        """
+        variables = {variable.key for variable in graph.variables}
+        tables = {table.name for table in graph.dynamic_tables}
+        stored = embedding_variables(catalog) if tables & self.entries.keys() else {}
+        for name, entry in self.entries.items():
+            if name in tables and meant(stored, entry.tensor) is not None:
+                continue
+            if name not in variables | tables:
+                raise self._error(entry.line, f"the graph has no variable {name!r}")
+            if entry.tensor not in catalog.tensors:
+                raise self._error(entry.line, f"{catalog.prefix.name} has no tensor {entry.tensor!r}")
+
+    def _error(self, line: int, what: str) -> UsageError:
+        return UsageError(
+            f"{self.path}, line {line}: {what}",
+            hint="list both sides: export-model inspect CHECKPOINT --unmatched MODEL",
+        )
+
+
+def read_renames(path: Path) -> RenameTable:
+    """The table in a file.
+
+    Raises:
+        UsageError: it cannot be read, or a line is not of the form; the message names the line.
+    """
+    try:
+        text = read_regular(path, _MAX_BYTES).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the table of names {path} cannot be read", cause=str(error)) from error
+    return parse_renames(text, path)
+
+
+def parse_renames(text: str, path: Path) -> RenameTable:
+    """The table in a text.
+
+    Raises:
+        UsageError: see `read_renames`.
+    """
+    entries: dict[str, Entry] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        columns = _COMMENT.sub("", line).split()
+        if not columns:
+            continue
+        if len(columns) != 2:
+            raise UsageError(
+                f"{path}, line {number}: expected a variable and a tensor, found {len(columns)} columns",
+                hint="one 'variable tensor' a line, separated by blanks",
+            )
+        variable, tensor = columns
+        if variable in entries:
+            raise UsageError(
+                f"{path}, line {number}: {variable!r} is in line {entries[variable].line} already"
+            )
+        entries[variable] = Entry(number, tensor)
+    return RenameTable(path, entries)
+
 
 _RENAME_EXAMPLE = r"a regular expression and a tensor's name: --rename 'tower/(.*)=ranker/\1'"
 

@@ -19,9 +19,8 @@ from exporter.catalog import Catalog, SliceSpec, TensorRef
 from exporter.checkpoint.admission import Admission
 from exporter.errors import AmbiguousRename, MappingError, SchemaChanged
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
-from exporter.mapping.build import TensorSource, VariableMapping, build_mapping, cast_for
+from exporter.mapping.build import TensorSource, VariableMapping, build_mapping, cast_for, stored_names
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule
-from exporter.mapping.table_sources import stored_names
 from exporter.options import option_of
 from exporter.tables.geometry import PARTS
 from exporter.wire.dtypes import DType

@@ -21,14 +21,16 @@ from functools import cached_property
 from msgspec import Struct, field
 
 from exporter.catalog import TensorRef
-from exporter.checkpoint.object_graph import ROOT, SUFFIX, ObjectGraph, TrackedVariable
+from exporter.checkpoint.object_graph import ROOT, SUFFIX, ObjectGraph, TrackedObject, TrackedVariable
 from exporter.errors import AmbiguousRename, MissingTensors, ObjectMismatch, UsageError
 from exporter.graph.inference_graph import GraphVariable
-from exporter.mapping.name_evidence import NamedPair, conflicts
+from exporter.mapping.by_layer import NamedPair, conflicts
+from exporter.printable import lines_of
 
 _SEARCH_DEPTH = 3  # edges between a checkpoint's root and the model in it
 _WRAPPER_DEPTH = 2  # edges between what a builder returned and the model in it
 _SHOWN = 12
+_LAYERS, _WITH_WEIGHTS = "layer-", "layer_with_weights-"
 _INDEXED = re.compile(r"[0-9]+|layer(_with_weights)?-[0-9]+")
 _TRAINED_LIST = "_trainable_variables"
 _SERVED_LIST = "trainable_variables"
@@ -284,7 +286,7 @@ class _Search(Struct, frozen=True):
                 continue
             if one.variable and other.variable:
                 met.setdefault(pair[0], []).append(pair[1])
-            for name, child in other.children.items():
+            for name, child in _edges_to_follow(one, other):
                 if name in one.children:
                     following = (one.children[name], child)
                     if following not in seen:
@@ -354,7 +356,7 @@ class _Search(Struct, frozen=True):
             return tensors  # a shape or a dtype is wrong: whoever compares them says which
         raise ObjectMismatch(
             f"the model and the checkpoint's object {walk.label!r} do not correspond",
-            cause="\n  ".join(["", *problems[:_SHOWN]]),
+            cause=lines_of(problems[:_SHOWN]),
             hint="build the model as the trainer did; if names alone were changed, say so: "
             "--rename 'PATTERN=TRAINED NAME'",
         )
@@ -383,6 +385,23 @@ class _Search(Struct, frozen=True):
             yield f"the checkpoint has {path!r}, the model has nothing there"
 
 
+def _edges_to_follow(served: TrackedObject, trained: TrackedObject) -> Iterator[tuple[str, int]]:
+    """The trained object's edges, without those that count other layers than the served object's do.
+
+    Keras counts all layers of a functional model, and besides those that have weights. A table of TFRA has
+    weights and the `dynamic_embedding` in its place has none, which moves the second count alone.
+    """
+    layers = _beginning(served, _LAYERS)
+    is_same = bool(layers) and layers == _beginning(trained, _LAYERS)
+    counted = _beginning(trained, _WITH_WEIGHTS)
+    moved = counted if is_same and counted != _beginning(served, _WITH_WEIGHTS) else frozenset()
+    return ((name, child) for name, child in trained.children.items() if name not in moved)
+
+
+def _beginning(item: TrackedObject, text: str) -> frozenset[str]:
+    return frozenset(name for name in item.children if name.startswith(text))
+
+
 def _missing(
     missing: list[str], wanted: Mapping[str, GraphVariable], trained: TrainedObjects, at: str | None = None
 ) -> MissingTensors:
@@ -398,7 +417,7 @@ def _missing(
     where = "the checkpoint" if at is None else f"the checkpoint's object {at!r}, which fits best,"
     return MissingTensors(
         f"{len(missing)} of {len(wanted)} variables were not found in {where}",
-        cause="\n  ".join(["", *lines]),
+        cause=lines_of(lines),
         hint="build the model as the trainer did, or name the tensors: --rename 'pattern=path of its object'",
     )
 

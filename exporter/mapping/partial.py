@@ -19,12 +19,10 @@ from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph, read_object_graph
 from exporter.errors import MappingError, PartitionStrategyUnknown
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
-from exporter.mapping.build import build_mapping
-from exporter.mapping.extras import ExtraKind, classify_extras
-from exporter.mapping.mapping_rules import MappingRules
-from exporter.mapping.name_evidence import numbers, stems
+from exporter.mapping.build import ExtraKind, build_mapping, classify_extras
+from exporter.mapping.by_layer import numbers, stems
+from exporter.mapping.mapping_rules import MappingRules, row_order
 from exporter.mapping.object_matching import TrainedObjects, match_objects_partly
-from exporter.mapping.row_order import row_order
 
 _UNNAMED = re.compile(r"((Sharded)?Variable(_[0-9]+)?)?")
 

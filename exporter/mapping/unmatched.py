@@ -11,9 +11,8 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog, TensorRef
 from exporter.errors import MappingError
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.mapping.build import build_mapping
+from exporter.mapping.build import ExtraKind, build_mapping, classify_extras
 from exporter.mapping.by_layer import match_unnamed
-from exporter.mapping.extras import ExtraKind, classify_extras
 from exporter.mapping.mapping_rules import MappingRules
 
 _CANDIDATES = 5

@@ -12,8 +12,7 @@ from exporter.errors import UsageError
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphSource, SourceGraph, clean, load_source
 from exporter.graph.origin import GraphOrigin
-from exporter.mapping.mapping_rules import MappingRules, parse_rules
-from exporter.mapping.rename_file import read_renames
+from exporter.mapping.mapping_rules import MappingRules, parse_rules, read_renames
 from exporter.mapping.unmatched import Unmatched
 from exporter.options import ExportRequest
 from exporter.pipeline.same_graph import graph_request

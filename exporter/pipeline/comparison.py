@@ -2,52 +2,304 @@
 
 A side is a checkpoint (directory or prefix), a published version, or a model with a position: `MODEL` for the
 newest, `MODEL@POSITION` for another.
+
+Align two checkpoints that store a table in different partitions, so that equal rows are compared.
+
+A table lies whole, in slices of one tensor, or in tensors of its own that are called `<table>/part_<n>`.
+Under `mod`, row i is row i // n of slice i % n: if the trainer's graph beside a checkpoint says so, rows are
+read in the order of their ids.
+
+Compare tables by keys for `diff`: which keys came or went, and whose rows differ.
+
+A side's tables are the dynamic tables of a log at a position, or the embedding variables of a checkpoint,
+wherever in them the keys stand.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog
+from exporter.catalog import Catalog, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.convert import write_bundle
-from exporter.checkpoint.tensor_bundle import index_path, read_catalog
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, meant
+from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, index_path, read_catalog
+from exporter.delta.compare_rows import differing_rows
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.row_hashes import BlockHasher
-from exporter.delta.row_reader import RowReader, row_readers
+from exporter.delta.row_reader import RowReader, SliceOrder, row_readers
 from exporter.delta.snapshot import Snapshot
 from exporter.delta.spans import Position
+from exporter.delta.table_changes import ServedTable
 from exporter.errors import NotUpdatable, UsageError
+from exporter.graph.inference_graph import PartitionStrategy
+from exporter.graph.keys import trained_strategies
+from exporter.graph.metagraph import read_metagraph
+from exporter.increments.changed_tables import TrainedTable
+from exporter.integer_sets import among
 from exporter.jobs.runner import Runner
 from exporter.layout import VARIABLES_PREFIX
 from exporter.local_paths import local_name
-from exporter.pipeline.layouts import side_by_side
-from exporter.pipeline.table_comparison import (
-    Keyed,
-    TableDifference,
-    common_tables,
-    compare_tables,
-    tables_as_served,
-    tables_of_log,
-)
+from exporter.mapping.mapping_rules import mod_lengths
+from exporter.mapping.mapping_spec import MappingSpec
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.versions import newest_version, published_versions
 from exporter.storage import mirror
 from exporter.storage.url import Url
+from exporter.wire.dtypes import DType
+
+_PART = re.compile(r"(.+)/part_([0-9]+)(/.+)?")
+_Parts = Mapping[int, TensorRef]
+
+
+def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, RowReader]:
+    """The tensors of `catalog` by name, laid out so that they compare with those of `other`."""
+    tensors = _joined(_compared(catalog), _compared(other))
+    theirs = _joined(_compared(other), _compared(catalog))
+    moved = {
+        name
+        for name, ref in tensors.items()
+        if name in theirs and _boxes(ref) != _boxes(theirs[name]) and ref.shape == theirs[name].shape
+    }
+    strategies = {**_strategies(other), **_strategies(catalog)} if moved else {}
+    found = {}
+    for name, ref in tensors.items():
+        gather = len(ref.slices) if name in moved and _is_mod(ref, _strategy(strategies, name)) else 0
+        whole = SliceSpec.whole(ref.shape)
+        found[name] = RowReader(name, catalog, ref, whole, ref.dtype, SliceOrder(gather))
+    return found
+
+
+def _compared(catalog: Catalog) -> dict[str, TensorRef]:
+    return {
+        name: ref
+        for name, ref in catalog.tensors.items()
+        if ref.is_complete and name != OBJECT_GRAPH and ref.dtype is not DType.VARIANT
+    }
+
+
+def _joined(tensors: Mapping[str, TensorRef], others: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
+    """The tensors, with `<table>/part_<n>` as one where the other side has the table in other parts."""
+    groups, other_groups = dict(_groups(tensors)), dict(_groups(others))
+    result = dict(tensors)
+    for name, parts in groups.items():
+        is_there = name in others or name in other_groups
+        if not is_there or name in tensors or _shapes(parts) == _shapes(other_groups.get(name, {})):
+            continue
+        if (table := _table(name, parts)) is not None:
+            for part in parts.values():
+                del result[part.name]
+            result[name] = table
+    return result
+
+
+def _groups(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, _Parts]]:
+    found: dict[str, dict[int, TensorRef]] = {}
+    for ref in tensors.values():
+        if match := _PART.fullmatch(ref.name):
+            found.setdefault(f"{match[1]}{match[3] or ''}", {})[int(match[2])] = ref
+    yield from found.items()
+
+
+def _shapes(parts: _Parts) -> dict[int, tuple[int, ...]]:
+    return {number: ref.shape for number, ref in parts.items()}
+
+
+def _table(name: str, parts: _Parts) -> TensorRef | None:
+    """The table that the parts are of; None if they do not fit together."""
+    ordered = [parts[number] for number in sorted(parts)]
+    first = ordered[0]
+    fits = all(
+        ref.extent is not None and ref.dtype is first.dtype and ref.shape and ref.shape[1:] == first.shape[1:]
+        for ref in ordered
+    )
+    if sorted(parts) != list(range(len(parts))) or not fits or first.dtype.itemsize is None:
+        return None
+    shape = (sum(ref.shape[0] for ref in ordered), *first.shape[1:])
+    slices, start = [], 0
+    for ref in ordered:
+        slices.append(SliceRef(SliceSpec(shape, (start, *(0 for _ in shape[1:])), ref.shape), ref.extent))
+        start += ref.shape[0]
+    return TensorRef(name, first.dtype, shape, slices=tuple(slices))
+
+
+def _boxes(ref: TensorRef) -> frozenset[SliceSpec]:
+    return frozenset(part.spec for part in ref.slices)
+
+
+def _strategies(catalog: Catalog) -> Mapping[str, PartitionStrategy]:
+    """How the trainer looked its tables up, if its graph lies beside the checkpoint."""
+    path = catalog.prefix.with_name(f"{catalog.prefix.name}.meta")
+    return trained_strategies(read_metagraph(path)) if path.is_file() else {}
+
+
+def _strategy(strategies: Mapping[str, PartitionStrategy], name: str) -> PartitionStrategy | None:
+    """That of a table; that of a slot or an average is its table's, whose name its own begins with."""
+    owners = [owner for owner in strategies if name == owner or name.startswith(f"{owner}/")]
+    return strategies[min(owners, key=len)] if owners else None
+
+
+def _is_mod(ref: TensorRef, strategy: PartitionStrategy | None) -> bool:
+    if strategy is not PartitionStrategy.MOD or len(ref.slices) < 2:
+        return False
+    boxes = sorted(_boxes(ref), key=lambda box: box.starts)
+    return [box.lengths for box in boxes] == [
+        (rows, *ref.shape[1:]) for rows in mod_lengths(ref.shape[0], len(boxes))
+    ]
+
 
 Array = np.ndarray[Any, Any]
 
-_HASHER = BlockHasher(0)  # nobody keeps the hashes, and the tasks of one comparison are always the same
 _ROWS_AT_ONCE = 1 << 16
+
+
+class TableDifference(Struct, frozen=True):
+    """How a table differs: keys that one side lacks, and rows of the others.
+
+    The Euclidean norm and the largest element are of the difference of the rows whose keys both sides have.
+    """
+
+    name: str
+    keys: int
+    only_a: int
+    only_b: int
+    changed_rows: int
+    norm: float
+    largest: float
+
+    @property
+    def is_empty(self) -> bool:
+        """True if both sides hold the same keys and the same bits."""
+        return not (self.only_a or self.only_b or self.changed_rows)
+
+
+class ServedKeys(Struct, frozen=True, eq=False):
+    """A published table as keys and their rows."""
+
+    table: ServedTable
+    rows: Array
+    keys: Array
+
+    @classmethod
+    def read(cls, table: ServedTable) -> ServedKeys:
+        """All keys, every checksum verified.
+
+        Raises:
+            CheckpointError: what is published is damaged.
+        """
+        table.check()
+        return cls(table, *table.live())
+
+    @property
+    def dtype(self) -> DType:
+        """The type of its rows."""
+        return self.table.row_values.dtype
+
+    @property
+    def dim(self) -> int:
+        """The length of its rows."""
+        return self.table.row_values.shape[1]
+
+    def values(self, places: Array) -> Array:
+        """The rows of the keys at these places of `keys`."""
+        return self.table.state.rows_at(self.table.row_values.name, self.rows[places])
+
+
+Keyed: TypeAlias = "ServedKeys | TrainedTable"
+
+
+def tables_of_log(log: DeltaLog, position: int) -> dict[str, Keyed]:
+    """The dynamic tables at a position.
+
+    Raises:
+        CheckpointError: what is published is damaged.
+    """
+    spec, state = log.base.entry.mapping_spec, log.state(position)
+    tables = (ServedTable.of(table, log.schema, state) for table in spec.dynamic)
+    return {table.name: ServedKeys.read(table) for table in tables}
+
+
+def tables_as_served(catalog: Catalog, log: DeltaLog) -> dict[str, Keyed]:
+    """A checkpoint's embedding variables as a log would serve them.
+
+    Raises:
+        CheckpointError: one is damaged.
+    """
+    spec: MappingSpec = log.base.entry.mapping_spec
+    known = embedding_variables(catalog) if spec.dynamic else {}
+    dtypes = {variable.name: variable.dtype for variable in log.schema.variables}
+    found: dict[str, Keyed] = {}
+    for table in spec.dynamic:
+        variable = meant(known, spec.trained_name(table))
+        if variable is not None and variable.dim == table.dim:
+            dtype = dtypes[table.keys[3]]
+            found[table.name] = TrainedTable.read(catalog, variable, dtype, spec.rules.admission)
+    return found
+
+
+def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, Keyed], set[str]]:
+    """The embedding variables that two checkpoints have with rows of one kind, and all their tensors' names.
+
+    Raises:
+        CheckpointError: one is damaged.
+    """
+    ours, theirs = embedding_variables(a), embedding_variables(b)
+    names = [
+        name
+        for name in ours
+        if name in theirs
+        and (ours[name].dim, ours[name].value_dtype) == (theirs[name].dim, theirs[name].value_dtype)
+    ]
+    tensors = {
+        tensor
+        for variable in (*map(ours.get, names), *map(theirs.get, names))
+        if variable is not None
+        for part in variable.parts
+        for tensor in part.tensor_names
+    }
+    return _trained(a, ours, names), _trained(b, theirs, names), tensors
+
+
+def compare_tables(a: Mapping[str, Keyed], b: Mapping[str, Keyed]) -> Iterator[TableDifference]:
+    """The tables that both sides have with rows of one kind, in the order of the first."""
+    for name, ours in a.items():
+        theirs = b.get(name)
+        if theirs is not None and ours.dtype is theirs.dtype:
+            yield _compare_keys(name, ours, theirs)
+
+
+def _trained(catalog: Catalog, known: Mapping[str, EmbeddingVariable], names: list[str]) -> dict[str, Keyed]:
+    return {name: TrainedTable.read(catalog, known[name], known[name].value_dtype) for name in names}
+
+
+def _compare_keys(name: str, a: Keyed, b: Keyed) -> TableDifference:
+    ours, theirs = np.argsort(a.keys), np.argsort(b.keys)
+    in_both, in_ours = among(a.keys[ours], b.keys[theirs]), among(b.keys[theirs], a.keys[ours])
+    places_a, places_b = ours[in_both], theirs[in_ours]
+    changed, squares, largest = 0, 0.0, 0.0
+    for start in range(0, len(places_a), _ROWS_AT_ONCE):
+        step = slice(start, start + _ROWS_AT_ONCE)
+        before, after = a.values(places_a[step]), b.values(places_b[step])
+        differ = differing_rows(before, after)
+        moved = np.abs(after[differ].astype(np.float64) - before[differ].astype(np.float64))
+        changed += len(differ)
+        squares += float((moved**2).sum())
+        largest = max(largest, float(moved.max(initial=0.0)))
+    gone, come = int(np.count_nonzero(~in_both)), int(np.count_nonzero(~in_ours))
+    return TableDifference(name, len(places_a), gone, come, changed, math.sqrt(squares), largest)
+
+
+_HASHER = BlockHasher(0)  # nobody keeps the hashes, and the tasks of one comparison are always the same
 
 
 class Side(Struct, frozen=True):

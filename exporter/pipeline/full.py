@@ -1,4 +1,7 @@
-"""Full exports: what was planned is written, verified and published."""
+"""Full exports: what was planned is written, verified and published.
+
+What is checked of a staged version: `--verify`.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,10 @@ from exporter.increments.trained import TrainerVersion
 from exporter.jobs.runner import Runner
 from exporter.layout import ASSETS_DIRECTORY
 from exporter.mapping.mapping_spec import MappingSpec
-from exporter.options import DataMode, ExportFormat, ExportRequest
+from exporter.options import DataMode, ExportFormat, ExportRequest, Verify
 from exporter.pipeline.full_plan import Plan, plan
 from exporter.pipeline.newest_base import BaseState, lay_increments_over, newest_state
 from exporter.pipeline.same_graph import SourceFiles
-from exporter.pipeline.staged_checks import check_staged
 from exporter.pipeline.table_deltas import note_index_written
 from exporter.pipeline.table_layout import write_tables
 from exporter.pipeline.target import permission, require_new
@@ -44,11 +46,45 @@ from exporter.publish.commit import (
     reserve_position,
 )
 from exporter.publish.delta_log import LogBase, log_path
-from exporter.publish.log_entries import BaseEntry
-from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
+from exporter.publish.manifest import BaseEntry, ManifestDraft, Origin, tensor_entries
 from exporter.verify.answers import require_golden
-from exporter.verify.outputs import Difference
+from exporter.verify.outputs import Difference, Request, compare_outputs
+from exporter.verify.table_index import verify_tables
+from exporter.verify.version_files import verify_bytes, verify_files
 from exporter.version import __version__
+
+
+def check_staged(
+    planned: Plan, bundle: Path, variables: VariablesReport, progress: ProgressFactory
+) -> tuple[Difference, ...]:
+    """Check as much as was asked for; how far outputs differ, if they were compared.
+
+    Raises:
+        VerificationError, CheckpointError: what is wrong.
+    """
+    request = planned.request
+    if request.verify.includes(Verify.FILES):
+        verify_files(bundle, tensor_entries(variables.catalog))
+    if request.verify.includes(Verify.BYTES):
+        with progress("verify", variables.catalog.bytes_) as bar:
+            runner = Runner.of(request.jobs)
+            verify_bytes(variables.catalog, runner=runner, progress=bar)
+    if planned.layout is not None and request.verify is not Verify.NONE:
+        is_filtered = not planned.rules.admission.is_everyone
+        verify_tables(planned.layout, variables.catalog, is_filtered=is_filtered)
+    if not request.verify.includes(Verify.OUTPUTS):
+        return ()
+    probes = [Request(probe.signature, probe.inputs) for probe in planned.probes or planned.warmup]
+    return compare_outputs(
+        planned.source,
+        planned.mapping,
+        bundle,
+        requests=probes,
+        tolerance=request.tolerance,
+        traced_rows=planned.graph.traced_rows,
+        tables=planned.layout.geometries if planned.layout else None,
+    )
+
 
 _ATTEMPTS = 3
 """Checkpoints that may vanish under our hands before we give up."""

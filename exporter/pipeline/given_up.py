@@ -13,7 +13,7 @@ from exporter.delta.spans import Span
 from exporter.publish.commit import Staging, next_delta_position
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.delta_publication import Publication, publish_changes
-from exporter.publish.log_entries import DeltaOrigin
+from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.versions import is_taken
 
 

@@ -18,15 +18,13 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates
-from exporter.delta.checked_files import CheckedFiles
-from exporter.delta.deviation import LeftOut, Rounded
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema
 from exporter.delta.merge import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_hashes import BlockHasher, HashIndex, read_index, without_rows, write_index
-from exporter.delta.snapshot import Array, Snapshot
+from exporter.delta.snapshot import Array, CheckedFiles, Snapshot
 from exporter.delta.spans import Position
-from exporter.delta.tolerance import apply_tolerance, save_residual
+from exporter.delta.tolerance import LeftOut, Rounded, apply_tolerance, save_residual
 from exporter.errors import (
     CheckpointChanged,
     ExportError,
@@ -42,11 +40,12 @@ from exporter.pipeline.begin_log import export_base, is_begun
 from exporter.pipeline.incremental_plan import IncrementalPlan, plan_incremental, state_of
 from exporter.pipeline.log_maintenance import tidy
 from exporter.pipeline.table_deltas import has_room, ordinary, table_changes, without_index
+from exporter.pipeline.watch_loop import Arrivals
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import PublishedDelta, Staging
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.delta_publication import Publication, count_rows, publish_changes
-from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
+from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.storage import mirror
 
 if TYPE_CHECKING:
@@ -54,6 +53,8 @@ if TYPE_CHECKING:
     from exporter.pipeline.full import Exported
 
 _REMOVE_EVERY_S = 10
+_MARKER_POLL_S = 0.25
+"""Between looks where the kernel reports nothing: network file systems, object stores."""
 _ATTEMPTS = 3
 """Times that a trainer may prune, or another exporter publish, under our hands."""
 
@@ -160,8 +161,14 @@ def export_incremental(
     *,
     full_on_mismatch: bool = False,
     is_watching: bool = False,
+    marker_seconds: float = 0.0,
 ) -> Incremental:
     """Publish the next delta, or a base if nothing is published yet or a new log may begin.
+
+    A trainer's hook marks each full checkpoint a moment after it was saved; without the marker all rows are
+    compared. It is waited for so many seconds at most, if a hook has written here: by a watch, which returns
+    with nothing published and looks again, or in this call. A process that trains, too, must not wait in the
+    thread that trains.
 
     A watch begins a new log by itself where a dynamic table has no room for new keys. A log that takes the
     place of another begins with the trainer's increments, so that no server goes back.
@@ -173,7 +180,7 @@ def export_incremental(
         return export_base(request, progress, is_watching=is_watching)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            planned = plan_incremental(request, is_watching=is_watching)
+            planned = _planned(request, is_watching, marker_seconds)
             done = execute_incremental(planned, progress)
             break
         except TableFull as error:
@@ -195,6 +202,18 @@ def export_incremental(
     if done.published is None:
         return done
     return replace(done, warnings=(*done.warnings, *_tidied(done.plan.log, done.published)))
+
+
+def _planned(request: ExportRequest, is_watching: bool, marker_seconds: float) -> IncrementalPlan:
+    """The plan; unless somebody else looks again, one that does not await a marker any more."""
+    planned = plan_incremental(request, is_watching=is_watching, marker_seconds=marker_seconds)
+    if is_watching or not planned.trainer.awaits_marker:
+        return planned
+    arrivals = Arrivals.of_trainer(planned.trainer.catalog.prefix.parent)
+    while planned.trainer.awaits_marker:
+        arrivals.sleep(_MARKER_POLL_S)
+        planned = plan_incremental(request, marker_seconds=marker_seconds)
+    return planned
 
 
 def _new_log(

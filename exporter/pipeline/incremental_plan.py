@@ -12,8 +12,7 @@ from exporter.delta.spans import Span
 from exporter.delta.tolerance import Tolerance, load_residual
 from exporter.increments.trained import TrainerVersion
 from exporter.layout import CACHES_DIRECTORY
-from exporter.mapping.mapping_rules import MappingRules, parse_rules
-from exporter.mapping.rename_file import read_renames
+from exporter.mapping.mapping_rules import MappingRules, parse_rules, read_renames
 from exporter.options import ExportRequest
 from exporter.pipeline.same_graph import SameGraph, check_same_graph
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
@@ -64,10 +63,13 @@ class IncrementalPlan(Struct, frozen=True):
         return Tolerance(self.request.min_change, self.request.delta_dtype)
 
 
-def plan_incremental(request: ExportRequest, *, is_watching: bool = False) -> IncrementalPlan:
+def plan_incremental(
+    request: ExportRequest, *, is_watching: bool = False, marker_seconds: float = 0.0
+) -> IncrementalPlan:
     """Find the newest position under the target and what leads there from the trainer's files.
 
-    A watch waits for the increment after a full checkpoint, instead of comparing.
+    A watch waits for the increment after a full checkpoint, instead of comparing. For `marker_seconds` from
+    its first look at a full checkpoint the plan says if the trainer's hook may still mark it.
 
     Raises:
         NotUpdatable: nothing is published that takes deltas.
@@ -83,7 +85,13 @@ def plan_incremental(request: ExportRequest, *, is_watching: bool = False) -> In
     remembered = _remembered(log, published, bound)
     published = replace(published, left_out=None) if remembered else published
     trainer = read_trainer(
-        request.ckpt_dir, entry.mapping_spec, log.schema, published, bound, is_watching=is_watching
+        request.ckpt_dir,
+        entry.mapping_spec,
+        log.schema,
+        published,
+        bound,
+        is_watching=is_watching,
+        marker_seconds=marker_seconds,
     )
     lookups = trainer.changed_lookups(log)
     # A watch goes on while the next model is being prepared; only a delta must be of the same graph.

@@ -12,7 +12,8 @@ from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.spans import Position
-from exporter.errors import CheckpointError, ManifestError, NotUpdatable
+from exporter.errors import CheckpointError, ExportError, ManifestError, NotUpdatable
+from exporter.files import is_gone
 from exporter.graph.deeprec_conversion import looked_up
 from exporter.graph.feeds import hands_over_batches
 from exporter.graph.likely_ends import input_placeholders, likely_outputs
@@ -20,7 +21,7 @@ from exporter.graph.metagraph import read_metagraph
 from exporter.graph.nodes import Endpoint, GraphIndex
 from exporter.graph.saved_model import SERVE_TAG, is_saved_model, read_saved_model
 from exporter.layout import MANIFEST_FILE, SAVED_MODEL_FILES, VARIABLES_DIRECTORY, VARIABLES_NAME
-from exporter.mapping.extras import Extra, classify_extras
+from exporter.mapping.build import Extra, classify_extras
 from exporter.pipeline.table_views import (
     EmbeddingView,
     ServedTableView,
@@ -149,11 +150,22 @@ def inspect(path: Path) -> Inspection:
         return _bundle(path)
     if path.is_file() and path.suffix == ".meta":
         return _graph(path)
-    versions = [child.path for child in version_dirs(path)] if path.is_dir() else []
-    bundles = tuple(_bundle(version) for version in versions if is_saved_model(version))
-    if bundles:
+    if bundles := _bundles(path):
         return ModelView(path, bundles, _newest_position(path, bundles[0]), held_at(path), _tables(path))
     return _checkpoint(open_checkpoint(path))
+
+
+def _bundles(model: Path) -> tuple[BundleView, ...]:
+    """The versions of a model; what retention removes while they are read is passed over."""
+    versions = [child.path for child in version_dirs(model)] if model.is_dir() else []
+    found = []
+    for version in versions:
+        try:
+            found += [_bundle(version)] if is_saved_model(version) else []
+        except (ExportError, OSError):
+            if not is_gone(version):
+                raise
+    return tuple(found)
 
 
 def _checkpoint(catalog: Catalog) -> CheckpointView:

@@ -22,7 +22,6 @@ from exporter.errors import PositionUnknown, UsageError
 from exporter.files import writing
 from exporter.layout import PAIR_NAME, VARIABLES_PREFIX
 from exporter.local_paths import quoted
-from exporter.publish.absent import nothing_published
 from exporter.publish.commit import (
     Published,
     PublishedDelta,
@@ -33,14 +32,14 @@ from exporter.publish.commit import (
     publish_version,
 )
 from exporter.publish.hold import Hold
-from exporter.publish.log_entries import DeltaOrigin
-from exporter.publish.manifest import Manifest, ManifestDraft, RestoredValues
+from exporter.publish.manifest import DeltaOrigin, Manifest, ManifestDraft, RestoredValues
 from exporter.publish.permission import Permission
 from exporter.publish.versions import (
     VersionDir,
     greatest,
     last_position,
     newest_version,
+    nothing_published,
     published_versions,
     read_head,
     read_manifest,
@@ -55,8 +54,8 @@ from exporter.version import __version__
 class RollbackPlan(Struct, frozen=True):
     """A rollback or resumption as it is planned: where the model stands, whose values it gets, and how.
 
-    `path` is what is published at `position`, None if the values do not have to change. `was_held` is False
-    where there is no hold to lift: then there is nothing to do.
+    `path` is what is published at `position`, None if the values do not have to change. `is_canary`: the hold
+    is a canary's. `was_held` is False where there is no hold to lift: then there is nothing to do.
     """
 
     before: Position
@@ -64,14 +63,14 @@ class RollbackPlan(Struct, frozen=True):
     path: Path | None
     position: int
     hold: int | None
+    is_canary: bool = False
     was_held: bool = True
 
 
 class RollbackResult(Struct, frozen=True):
     """A rollback or resumption: where the model stood, whose values it has now, and what did it.
 
-    `published` is None if values did not have to change. `is_canary`: the hold is a canary's. `was_held`: as
-    in `RollbackPlan`.
+    `published` is None if values did not have to change. `is_canary` and `was_held`: as in `RollbackPlan`.
     """
 
     before: Position

@@ -21,11 +21,12 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.errors import CheckpointError, GraphError, PublishError, SchemaChanged, UsageError
 from exporter.files import make_directories
-from exporter.graph.file_digests import FileDigests
+from exporter.graph.graph_digest import FileDigests
 from exporter.graph.origin import GraphOrigin, changed_assets
 from exporter.graph.source_graph import GraphRequest
 from exporter.layout import ASSETS_DIRECTORY, CACHES_DIRECTORY, SOURCES_FILE
 from exporter.options import ExportRequest, Verify
+from exporter.pipeline.trainer_graph import model_beside, trust_of
 from exporter.publish.delta_log import DeltaLog
 
 
@@ -91,8 +92,6 @@ def check_same_graph(log: DeltaLog, request: ExportRequest, catalog: Catalog) ->
     base, origin = f"of base {log.base.at.position}", log.base.entry.origin
     asked = graph_request(request, request.model)
     if origin is not None and origin.is_beside and request.model is None:
-        from exporter.pipeline.trainer_graph import model_beside
-
         asked = replace(asked, model=model_beside(catalog))
     differences = [*(origin or GraphOrigin()).differences(asked)]
     if origin is None and request.check_graph:
@@ -148,6 +147,7 @@ def graph_request(request: ExportRequest, model: object) -> GraphRequest:
         allow_code=request.allow_code,
         custom_objects=request.custom_objects,
         tag=request.tag,
+        trust=trust_of(request),
     )
 
 

@@ -9,15 +9,13 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables
-from exporter.delta.checked_files import CheckedFiles
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, meant
 from exporter.delta.format import Change, Schema
-from exporter.delta.keyed_rows import KeyedChange
-from exporter.delta.snapshot import Snapshot
-from exporter.delta.table_changes import ServedTable, compared, upserted
+from exporter.delta.snapshot import CheckedFiles, Snapshot
+from exporter.delta.table_changes import KeyedChange, ServedTable, compared, upserted
 from exporter.errors import CheckpointError, SchemaChanged
+from exporter.increments.changed_tables import TrainedTable, in_dtype
 from exporter.increments.told_tables import keyed_changes_of, keys_to_come, published_before
-from exporter.increments.trained_table import TrainedTable, in_dtype
 from exporter.layout import CHECKED_DIRECTORY
 from exporter.mapping.mapping_spec import DynamicTable, MappingSpec
 from exporter.pipeline.trainer_state import TrainerState
@@ -79,7 +77,8 @@ def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
     for table in spec.dynamic:
         name = spec.trained_name(table)
         room = shapes[table.keys[2]][0] - table.defaults - 1
-        if name in known and known[name].rows + awaited[name] > room:
+        variable = meant(known, name)
+        if variable is not None and variable.rows + awaited[variable.name] > room:
             return False
     return True
 
@@ -96,7 +95,7 @@ def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Snap
     known = embedding_variables(catalog)
     for table in spec.dynamic:
         name = spec.trained_name(table)
-        if (variable := known.get(name)) is None:
+        if (variable := meant(known, name)) is None:
             raise SchemaChanged(f"{catalog.prefix.name} has no embedding variable {name!r}, which is served")
         if (variable.value_dtype, variable.dim) != (table.value_dtype, table.dim):
             raise SchemaChanged(

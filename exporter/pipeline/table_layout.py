@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.admission import Admission
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, meant
 from exporter.errors import CheckpointError, MissingTensors, ShapeMismatch, UsageError
 from exporter.files import writing
 from exporter.graph.dynamic_tables import with_table_shapes
@@ -24,8 +24,8 @@ from exporter.mapping.build import VariableMapping, build_mapping
 from exporter.mapping.mapping_rules import MappingRules
 from exporter.mapping.unmatched import Leftover, Unmatched, find_unmatched
 from exporter.progress import Progress
+from exporter.tables.geometry import TablePlan
 from exporter.tables.lay_out import TableLayout, lay_out
-from exporter.tables.table_plan import TablePlan
 
 DEFAULT_HEAD_ROOM = 0.25
 
@@ -119,7 +119,7 @@ def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules)
     known = embedding_variables(catalog) if graph.dynamic_tables else {}
     lost, taken = [], set[str]()
     for table in graph.dynamic_tables:
-        found = known.get(rules.renamed(table.name) or table.name)
+        found = meant(known, rules.renamed(table.name) or table.name)
         if found is not None and (found.dim, found.value_dtype) == (table.dim, table.value_dtype):
             own = [found, *(each for each in known.values() if each.slot_of == found.name)]
             taken |= {name for each in own for part in each.parts for name in part.tensor_names}
@@ -157,7 +157,7 @@ def _plan(
     awaited: Mapping[str, int],
 ) -> TablePlan:
     name = rules.renamed(table.name) or table.name
-    found = known.get(name)
+    found = meant(known, name)
     if found is None:
         near = get_close_matches(name, known, n=3, cutoff=0.4) or list(known)[:3]
         raise MissingTensors(
@@ -170,7 +170,7 @@ def _plan(
             f"{found.value_dtype.label}[{found.dim}] in {catalog.prefix.name}",
             cause="the checkpoint is of another model, or the graph was built with other sizes",
         )
-    return TablePlan.of(table.name, found, table.defaults, head_room, awaited.get(name, 0))
+    return TablePlan.of(table.name, found, table.defaults, head_room, awaited.get(found.name, 0))
 
 
 def _awaited_keys(catalog: Catalog) -> Counter[str]:

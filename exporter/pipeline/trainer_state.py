@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
 from msgspec import Struct
 
 from exporter.catalog import Catalog
-from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.identity import index_digest
 from exporter.checkpoint.tensor_bundle import index_path
 from exporter.delta.diff import diff_lookups
@@ -28,12 +29,16 @@ from exporter.publish.delta_log import DeltaLog
 
 
 class TrainerState(Struct, frozen=True):
-    """The trainer's files, how the served variables lie in them, and the changes since what is published."""
+    """The trainer's files, how the served variables lie in them, and the changes since what is published.
+
+    `awaits_marker`: the trainer may say in a moment where its newest full checkpoint stands.
+    """
 
     catalog: Catalog
     mapping: VariableMapping
     schema: Schema
     plan: ChangePlan
+    awaits_marker: bool = False
 
     def layers(self) -> tuple[Changes, ...]:
         """The plan's increments in served terms, oldest first, every checksum verified.
@@ -91,10 +96,11 @@ def read_trainer(
     within: float = 0.0,
     *,
     is_watching: bool = False,
+    marker_seconds: float = 0.0,
 ) -> TrainerState:
     """What is in a checkpoint directory (or at a prefix), seen from the state that was published last, of
     which rows may stay behind by less than `within`. A watch waits for the increment that comes
-    after a new full checkpoint.
+    after a new full checkpoint, and so long for the marker that says which one that will be.
 
     Raises:
         CheckpointError: it cannot be read, see errors.py.
@@ -107,26 +113,70 @@ def read_trainer(
     history = read_history(catalog.prefix.parent)
     is_ours = history.leads_on_from(full) or bool(history.markers_of(full))
     deeprec = None if is_ours else read_increment(catalog)
+    awaits_marker = False
     if deeprec is not None:
         plan = plan_deeprec_changes(published, full, deeprec, within)
     else:
-        awaits = is_watching and _is_increment_due(catalog.prefix, history)
+        known = _known(catalog.prefix, full)
+        awaits = is_watching and _is_increment_due(known, history)
         plan = plan_changes(published, full, history, within, awaits_increment=awaits)
-    return TrainerState(catalog, mapping_spec.mapping(catalog), schema, plan)
+        is_marker_due = not plan.is_known and known.seconds < marker_seconds
+        awaits_marker = is_marker_due and _may_be_marked(catalog.prefix, full, published, history)
+        if is_watching and awaits_marker:
+            plan = ChangePlan(published, full.step)
+    return TrainerState(catalog, mapping_spec.mapping(catalog), schema, plan, awaits_marker)
 
 
-def _is_increment_due(prefix: Path, history: History) -> bool:
+class _Known(Struct, frozen=True):
+    """A directory's newest full checkpoint; `since` when this process knows of it, by its own steady clock.
+
+    The trainer's clock, and a file server's, may be off by any time. `age_before` is how old it was then by
+    the clocks, if it was the first that this process met there.
+    """
+
+    full: CheckpointId
+    since: float
+    age_before: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been known."""
+        return time.monotonic() - self.since
+
+
+_KNOWN: dict[Path, _Known] = {}
+MARKER_SECONDS = 20.0
+"""After its checkpoint is named, a saver writes the graph, and only then the hook the marker; both take well
+below a second where neither the graph nor the training step is large."""
+
+
+def _known(prefix: Path, full: CheckpointId) -> _Known:
+    known = _KNOWN.get(prefix.parent)
+    if known is None or known.full != full:
+        age = 0.0
+        if known is None:
+            with suppress(FileNotFoundError):
+                age = max(0.0, time.time() - index_path(prefix).stat().st_mtime)
+        known = _KNOWN[prefix.parent] = _Known(full, time.monotonic(), age)
+    return known
+
+
+def _may_be_marked(prefix: Path, full: CheckpointId, published: TrainerVersion, history: History) -> bool:
+    """True if a hook may be about to mark a full checkpoint; it looks at the newest one alone."""
+    return history.awaits_marker(full, published.state) and candidates(prefix.parent)[0] == prefix
+
+
+def _is_increment_due(known: _Known, history: History) -> bool:
     """True while the trainer, as often as it has written increments lately, may still write the next one."""
     try:
         times = sorted(stored.path.stat().st_mtime for stored in history.written_last(_LATELY))
-        age = time.time() - index_path(prefix).stat().st_mtime
     except FileNotFoundError:
         return False
     pauses = sorted(later - earlier for earlier, later in pairwise(times))
     usual = pauses[len(pauses) // 2] if pauses else 0.0  # a night without training among them does not count
-    return age < 2 * usual + _GRACE_SECONDS
+    return known.age_before + known.seconds < 2 * usual + _GRACE_SECONDS
 
 
 _LATELY = 5
 _GRACE_SECONDS = 20.0
-"""For the trainer to write the increment, and for clocks of file servers that differ from ours."""
+"""For the trainer to write the increment."""

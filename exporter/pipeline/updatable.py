@@ -19,7 +19,7 @@ from exporter.mapping.build import VariableMapping
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import Updates
 from exporter.publish.commit import ReservedPosition
-from exporter.publish.log_entries import BaseEntry
+from exporter.publish.manifest import BaseEntry
 from exporter.subgraph.make_updatable import CATCH_UP_REQUEST, IncrementalOptions, make_updatable, schema_of
 
 

@@ -23,10 +23,9 @@ from exporter.graph.load import GraphSource, run_builders_once
 from exporter.graph.origin import check_named
 from exporter.layout import WATCH_LOCK_FILE
 from exporter.options import ExportRequest, require_exact
-from exporter.pipeline.arrivals import Arrivals
 from exporter.pipeline.full import Exported, export
 from exporter.pipeline.trainer_graph import require_graph
-from exporter.pipeline.watch_loop import EVERY_SECOND, Poll, Watching, follow
+from exporter.pipeline.watch_loop import EVERY_SECOND, Arrivals, Poll, Watching, follow
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import model_lock
 from exporter.publish.made_from import PublishedAlready

@@ -2,28 +2,72 @@
 
 The agent's canary lets one server pass the hold, and moves it on when that server answers as it should. What
 it expects to find tells it whether others decided meanwhile: a person, a rollback, or another agent.
+
+What a canary failed is never approved unasked. Its rollbacks stay in the log and say so
+(`DeltaEntry.failed`): a canary that begins without a hold begins no later than the newest of them, whatever
+is served by then.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
+from exporter.errors import ManifestError
 from exporter.publish.commit import model_lock
+from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.staging import Staging
 
 
-def approve(log: Path, model: Path, *, expected: int | None, position: int) -> bool:
-    """Move the canary's hold of a log from `expected` (None: there is no hold) to a position.
+def approve(log: Path, model: Path, *, expected: int | None, position: int) -> int | None:
+    """Move the canary's hold of a log from `expected` to a position, and return where it is now.
 
-    False if something else is there: nothing is changed then.
+    None if something else is there: nothing is changed then. `expected` is None where there is no hold, and
+    what servers serve by then is to be approved; the hold goes no further than a canary's last rollback.
 
     Raises:
+        ManifestError: the newest version's manifest cannot be read.
         TargetBusy, TargetNotWritable, DiskFull, PublishError: the hold is as it was.
     """
     hold = Hold(log)
     with Staging(model) as staging, model_lock(model):
         if hold.approved() != expected or hold.binds:
-            return False
+            return None
+        if expected is None:
+            found = read_log(model)
+            if found.path != log:
+                return None
+            position = min([position, *_last_rollback(found)])
         hold.put(position, staging, canary=True)
-    return True
+    return position
+
+
+def did_fail(log: DeltaLog, position: int) -> bool:
+    """True if a canary judged the values of a position, and they did not pass; nor has one passed them since.
+
+    A resumption of such values is of them, until a canary approves it.
+    """
+    taken_back = [(delta.entry.back_to or 0, delta.end) for delta in _failed(log)]
+    found = log.standing(position)
+    values_of = found.entry.back_to if isinstance(found, LogDelta) else None
+    judged = [position]
+    if values_of is not None and position > max([log.approved or 0, *(end for _, end in taken_back)]):
+        judged.append(values_of)
+    return any(to < one < end for one in judged for to, end in taken_back)
+
+
+def _last_rollback(log: DeltaLog) -> list[int]:
+    """Where the newest rollback of a canary stands, if its values can still be had."""
+    oldest = min(base.at.position for base in log.bases)
+    ends = [delta.end for delta in _failed(log) if delta.end >= oldest]
+    return [max(ends)] if ends else []
+
+
+def _failed(log: DeltaLog) -> list[LogDelta]:
+    found = []
+    for delta in log.deltas:
+        with suppress(ManifestError):
+            if delta.entry.failed:
+                found.append(delta)
+    return found

@@ -4,13 +4,17 @@ seal      modes, sizes, checksums; wait until our bytes are on disk     no lock:
 number    survey what is published, choose version and position        under <model>/.lock
 commit    write manifest.json, rename the bundle, sync the directory    under <model>/.lock
 retire    move old versions out of sight                                under <model>/.lock, deleted after
+
+Make a staged directory readable and durable, and compute its files' sizes and checksums.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -26,20 +30,74 @@ from exporter.errors import (
     ExportError,
     PositionError,
     PositionMoved,
+    PublishError,
     TargetBusy,
     UsageError,
+    VerificationError,
     VersionExists,
     os_error,
 )
-from exporter.files import lock_within, make_directories, open_lock, remove_tree, sync, write_durably, writing
+from exporter.files import (
+    close_lock,
+    lock_within,
+    make_directories,
+    open_lock,
+    remove_tree,
+    sync,
+    write_durably,
+    writing,
+)
 from exporter.layout import HOLD_FILE, LOCK_FILE, MANIFEST_FILE
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import FileEntry, Manifest, ManifestDraft, to_json
 from exporter.publish.permission import REFUSING, Permission
 from exporter.publish.retention import GRACE_SECONDS, Kept, Retired, retire
-from exporter.publish.seal import seal
 from exporter.publish.staging import Staging
 from exporter.publish.versions import greatest, last_position, taken, version_dirs
+from exporter.wire.crc32c import crc_of, mask
+
+_DATA_SHARD = re.compile(r".*\.data-[0-9]{5}-of-[0-9]{5}")
+
+
+def seal(bundle: Path) -> tuple[FileEntry, ...]:
+    """Make the staged tree readable and durable; its files by path. Directories come after what they hold."""
+    mode = stat.S_IMODE(bundle.stat().st_mode)
+    files: list[FileEntry] = []
+    for name, directories, names in os.walk(bundle, topdown=False, onerror=_raise):
+        directory = Path(name)
+        links = [child for child in directories if (directory / child).is_symlink()]
+        files += [_seal_file(bundle, directory / child, mode) for child in names + links]
+        _set_mode(directory, mode)
+        sync(directory)
+    return tuple(sorted(files, key=lambda file: file.path))
+
+
+def _seal_file(bundle: Path, path: Path, mode: int) -> FileEntry:
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise VerificationError(f"the staged {path} is not a regular file")
+    if found.st_nlink == 1:
+        _set_mode(path, mode & 0o666)
+        sync(path)
+    crc = None if _DATA_SHARD.fullmatch(path.name) else _masked_crc(path)
+    shown = None if crc is None else f"{crc:08x}"
+    return FileEntry(path.relative_to(bundle).as_posix(), found.st_size, shown)
+
+
+def _masked_crc(path: Path) -> int:
+    with path.open("rb") as file:
+        return mask(crc_of(file.fileno(), 0, os.fstat(file.fileno()).st_size))
+
+
+def _set_mode(path: Path, mode: int) -> None:
+    """What temporary-file functions and copies of private files leave is private: servers run as others."""
+    if stat.S_IMODE(path.stat().st_mode) != mode:
+        path.chmod(mode)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
 
 __all__ = [
     "TAKING_THE_LOCK",
@@ -61,6 +119,8 @@ LOCK_SECONDS = 60.0
 """How long to wait for another exporter; it holds the lock for some milliseconds."""
 
 _MAX_VERSION = (1 << 63) - 1
+LARGEST_ASKED = _MAX_VERSION >> 1
+"""The largest version or step that is taken as it is: as many numbers are left for what is published next."""
 
 
 class VersionRule(Struct, frozen=True):
@@ -73,14 +133,18 @@ class VersionRule(Struct, frozen=True):
         """The rule that `--version` names.
 
         Raises:
-            UsageError: neither `time` nor an integer in [0, 2**63).
+            UsageError: neither `time` nor an integer in [0, 2**62).
         """
         if text is None:
             return cls()
         if text == "time":
             return cls("time")
-        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= _MAX_VERSION):
-            raise UsageError(f"--version {text!r} is neither `time` nor an integer in [0, 2**63)")
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= LARGEST_ASKED):
+            raise UsageError(
+                f"--version {text!r} is neither `time` nor an integer in [0, 2**62)",
+                hint="leave it out: the next free position is taken; no server knows a version above 2**63, "
+                "so that nothing could be published after the largest ones",
+            )
         return cls(int(text))
 
     def choose(
@@ -204,13 +268,13 @@ def next_delta_position(model: Path, step: int | None, last: int | None) -> int:
 def next_position(step: int | None, last: int | None) -> int:
     """The training step if it is greater than the last position, else the last position + 1.
 
-    Without a step and a last position it is 1.
+    Without a step and a last position it is 1. A step beyond `LARGEST_ASKED` is no count of anything.
 
     Raises:
         VersionExists: the last position is the greatest int64.
     """
-    if step is not None and (last is None or step > last):
-        return _within_int64(step)
+    if step is not None and (last is None or step > last) and step <= LARGEST_ASKED:
+        return step
     return _within_int64((last or 0) + 1)
 
 
@@ -255,6 +319,8 @@ def publish_version(
                 try:
                     versions = version_dirs(staging.model)
                     retired = retire(versions, keep=keep, now=clock(), grace_seconds=grace_seconds)
+                except ExportError as error:
+                    warnings.append(error)
                 except OSError as error:
                     warnings.append(os_error(error, staging.model))
     for trash in retired.trash:
@@ -353,11 +419,28 @@ def _install(staging: Staging, target: Path) -> tuple[ExportError, ...]:
     """
     os.rename(staging.path, target)  # noqa: PTH104  the commit: one call, in plain sight
     try:
-        sync(target.parent)
+        is_durable = sync(target.parent)
     except ExportError as error:
         error.message = f"{target} is published, but may not survive a power cut: {error.message}"
         return (error,)
-    return ()
+    if is_durable or staging.model in _told_of:
+        return ()
+    _told_of.add(staging.model)
+    return (PublishError(cannot_sync(staging.model), hint=NO_SYNC_HINT),)
+
+
+_told_of: set[Path] = set()
+"""Models whose file systems were named once by this process: a watch publishes there a thousand times."""
+
+NO_SYNC_HINT = "keep the model on a local disk or NFS and push it from there, if that is not enough"
+
+
+def cannot_sync(model: Path) -> str:
+    """What durability is left where the file system cannot wait for directories."""
+    return (
+        f"the file system of {model} does not say when the names of files are on disk: readers see what is "
+        "published whole or not at all, but a power cut of its server may lose the last of it"
+    )
 
 
 @contextmanager
@@ -378,7 +461,7 @@ def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield
     finally:
-        os.close(lock)
+        close_lock(lock)
 
 
 def _within_int64(number: int) -> int:

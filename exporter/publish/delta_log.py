@@ -27,11 +27,16 @@ from exporter.delta.spans import Position, Reach, check_fits, nearest_base, plan
 from exporter.errors import CheckpointError, CorruptFile, ManifestError, NotUpdatable, PositionUnknown
 from exporter.increments.trained import TrainerVersion
 from exporter.layout import DELTA_NAME, DELTAS_DIRECTORY, MANIFEST_FILE, VARIABLES_PREFIX
-from exporter.publish.absent import nothing_published
 from exporter.publish.hold import Hold
-from exporter.publish.log_entries import BaseEntry, DeltaEntry
-from exporter.publish.manifest import Manifest, tensor_entries
-from exporter.publish.versions import delta_names, newest_version, published_versions, read_manifest
+from exporter.publish.manifest import BaseEntry, DeltaEntry, Manifest, tensor_entries
+from exporter.publish.versions import (
+    check_place,
+    delta_names,
+    newest_version,
+    nothing_published,
+    published_versions,
+    read_manifest,
+)
 
 BROKEN_LOG_HINT = "publish a new base, which leaves this log behind: the same export with --updatable --again"
 
@@ -48,10 +53,11 @@ class LogBase(Struct, frozen=True):
         """The base in a version's directory.
 
         Raises:
-            ManifestError: its manifest cannot be read.
+            ManifestError: its manifest cannot be read, or tells of another version.
             NotUpdatable: it takes no deltas.
         """
         manifest = read_manifest(path)
+        check_place(manifest, path)
         if not isinstance(manifest.incremental, BaseEntry):
             raise NotUpdatable(
                 f"{path} was not exported to take deltas",
@@ -96,10 +102,7 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
             ManifestError: it cannot be read, or tells of other positions.
         """
         manifest = read_manifest(self.path)
-        if (manifest.from_position, manifest.position) != (self.start, self.end):
-            raise ManifestError(
-                f"{self.path / MANIFEST_FILE} tells of {manifest.from_position}-{manifest.position}"
-            )
+        check_place(manifest, self.path)
         return manifest
 
     @property

@@ -9,17 +9,17 @@ from msgspec import Struct
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import write_delta
-from exporter.delta.deviation import Rounded
 from exporter.delta.format import Change, DeltaHeader, Rows
 from exporter.delta.spans import Span
+from exporter.delta.tolerance import Rounded
 from exporter.files import writing
 from exporter.increments.trained import TrainerVersion
 from exporter.layout import DELTA_NAME
 from exporter.options import DeltaDtype
 from exporter.publish.commit import TAKING_THE_LOCK, PublishedDelta, Staging, UnderLock, publish_delta
 from exporter.publish.delta_log import DeltaLog
-from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
-from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
+from exporter.publish.finite import require_finite
+from exporter.publish.manifest import DeltaEntry, DeltaOrigin, ManifestDraft, Origin, tensor_entries
 from exporter.version import __version__
 
 
@@ -27,7 +27,8 @@ class Publication(Struct, frozen=True):
     """What a delta says of itself: where it leads, to which of the trainer's states, how it was made.
 
     `rounded` tells of the rows that were rounded for it; with `packing` rows are stored in fewer bytes.
-    `state` is that of the values it leads to, if they are published already.
+    `state` is that of the values it leads to, if they are published already; `hint` what helps if the model
+    refuses these.
     """
 
     span: Span
@@ -41,6 +42,8 @@ class Publication(Struct, frozen=True):
     state: str | None = None
     reason: str | None = None
     canary: bool = False
+    failed: bool = False
+    hint: str = ""
 
 
 def header_of(log: DeltaLog, what: Publication) -> DeltaHeader:
@@ -72,8 +75,10 @@ def publish_changes(
     `check` is given what was written, before it is published.
 
     Raises:
+        NotFinite: the log's model would refuse it; nothing was published.
         PositionMoved, TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
     """
+    require_finite(log, changes, what.span, what.hint)
     with writing(staging.path):
         write_delta(staging.path / DELTA_NAME, log.schema, header_of(log, what), changes)
     if check is not None:
@@ -91,6 +96,8 @@ def publish_written(
     under_lock: UnderLock = TAKING_THE_LOCK,
 ) -> PublishedDelta:
     """Publish the delta of so many rows that lies in a staging directory, with `header_of` as its header.
+
+    Where the log's model wants finite values, the caller has checked them (`exporter.publish.finite`).
 
     Raises:
         PositionMoved, TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
@@ -117,6 +124,8 @@ def publish_written(
             state=what.state,
             reason=what.reason,
             canary=what.canary,
+            failed=what.failed,
+            finite=log.base.entry.updates.finite,
         ),
     )
     return publish_delta(staging, draft, log.path, position=span.end, last=last, under_lock=under_lock)

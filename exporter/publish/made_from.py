@@ -10,7 +10,7 @@ from exporter.errors import NothingChanged
 from exporter.files import read_regular
 from exporter.layout import MANIFEST_FILE
 from exporter.publish.manifest import ManifestHead
-from exporter.publish.versions import read_head, version_dirs
+from exporter.publish.versions import MAX_MANIFEST_BYTES, read_head, version_dirs
 
 
 class MadeVersion(Struct, frozen=True):
@@ -63,6 +63,6 @@ def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
 def _mentions(version: Path, digest: str) -> bool:
     """A quick look: parsing the manifests of many versions takes long. What vanishes is not published."""
     try:
-        return digest.encode("ascii") in read_regular(version / MANIFEST_FILE)
+        return digest.encode("ascii") in read_regular(version / MANIFEST_FILE, MAX_MANIFEST_BYTES)
     except OSError:
         return False

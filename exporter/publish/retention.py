@@ -14,10 +14,10 @@ from msgspec import Struct
 from exporter.delta.format import log_name
 from exporter.delta.spans import expendable
 from exporter.errors import ManifestError, PositionMoved
-from exporter.files import open_lock, try_lock
+from exporter.files import close_lock, open_lock, try_lock
 from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE, TRASH_PREFIX
 from exporter.publish.delta_log import DeltaLog, LogDelta, list_deltas
-from exporter.publish.log_entries import BaseEntry
+from exporter.publish.manifest import BaseEntry
 from exporter.publish.versions import VersionDir, published_versions, read_head, read_manifest
 
 GRACE_SECONDS = 300.0
@@ -217,5 +217,5 @@ def move_away(published: Path, model: Path) -> Path:
             raise BlockingIOError
         os.rename(published, trash)  # noqa: PTH104  as in publish: the one call that matters, in plain sight
     finally:
-        os.close(manifest)
+        close_lock(manifest)
     return trash

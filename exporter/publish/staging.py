@@ -3,7 +3,7 @@
     <model>/.staging-<id>/lock      locked (flock) while its process lives
     <model>/.staging-<id>/bundle/   what other stages fill and what publishing renames to <model>/<version>
     <model>/.trash-<id>/            a version on its way out, see retention
-    <model>/.jobs/<plan>/           what tasks wrote: see exporter.jobs.kept_jobs
+    <model>/.jobs/<plan>/           what tasks wrote: see exporter.jobs.runner
 
 TensorFlow Serving skips names that are not integers. The lock lies beside the bundle, not in it, so that it
 marks the process as alive from before the first byte until after the rename.
@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 
 from exporter.errors import ExportError
-from exporter.files import make_directories, open_lock, remove_tree, still_at, try_lock, writing
-from exporter.jobs.kept_jobs import abandoned_jobs, remove_abandoned_jobs
+from exporter.files import close_lock, make_directories, open_lock, remove_tree, still_at, try_lock, writing
+from exporter.jobs.runner import abandoned_jobs, remove_abandoned_jobs
 from exporter.layout import JOBS_DIRECTORY, STAGING_PREFIX, TRASH_PREFIX
 
 _LOCK = "lock"
@@ -63,7 +63,7 @@ class Staging:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         remove_tree(self._root)
-        os.close(self._lock)
+        close_lock(self._lock)
         if isinstance(error, ExportError):
             _forget_name(error)
 
@@ -75,7 +75,7 @@ class Staging:
         except FileNotFoundError:
             return False
         if not try_lock(lock) or not still_at(lock, root / _LOCK):
-            os.close(lock)
+            close_lock(lock)
             return False
         self._root, self._lock = root, lock
         self.path.mkdir()
@@ -123,7 +123,7 @@ def _is_dead(root: Path) -> bool:
     try:
         return try_lock(lock)
     finally:
-        os.close(lock)
+        close_lock(lock)
 
 
 def _remove_if_dead(root: Path) -> None:
@@ -135,4 +135,4 @@ def _remove_if_dead(root: Path) -> None:
         if try_lock(lock):
             remove_tree(root)
     finally:
-        os.close(lock)
+        close_lock(lock)

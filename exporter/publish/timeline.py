@@ -16,13 +16,12 @@ from msgspec.structs import replace
 
 from exporter.delta.spans import Position
 from exporter.errors import ManifestError, NotUpdatable
+from exporter.files import is_gone
 from exporter.layout import DELTAS_DIRECTORY
-from exporter.publish.absent import nothing_published
 from exporter.publish.delta_log import LogDelta, list_deltas, read_log
-from exporter.publish.log_entries import BaseEntry, DeltaEntry, DeltaOrigin
-from exporter.publish.manifest import Manifest
+from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin, Manifest
 from exporter.publish.permission import held_at
-from exporter.publish.versions import VersionDir, published_versions, read_manifest
+from exporter.publish.versions import VersionDir, nothing_published, published_versions, read_manifest
 
 
 class What(StrEnum):
@@ -106,7 +105,9 @@ def read_timeline(model: Path) -> Timeline:
     hold = held_at(model)
     for directory in _logs(model):
         events += _deltas(list_deltas(directory))
-    events = [_placed(event, log, hold) for event in events]
+    # What is damaged and gone, retention has removed meanwhile.
+    there = (event for event in events if event.what is not What.DAMAGED or not is_gone(event.path))
+    events = [_placed(event, log, hold) for event in there]
     return Timeline(model, tuple(sorted(events, key=_order)), at, log, hold, is_canary)
 
 

@@ -1,24 +1,56 @@
-"""Read a model base path: its versions, the last position, and leases for readers of a version."""
+"""Read a model base path: its versions, the last position, and leases for readers of a version.
+
+Explain that nothing is published at a path: a mistyped name, or a level too high or too low.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import TypeVar
 
 from msgspec import Struct
 
-from exporter.delta.format import POSITION_LIMIT
-from exporter.errors import ManifestError, TargetNotWritable, UsageError
-from exporter.files import Unchanged, open_regular, still_at, try_lock
+from exporter.delta.format import POSITION_LIMIT, log_name, span_name
+from exporter.errors import ExportError, ManifestError, NotUpdatable, TargetNotWritable, UsageError
+from exporter.files import Unchanged, nearest, open_regular, still_at, try_lock
 from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE, SAVED_MODEL_FILES, TAKEN_FILE
 from exporter.local_paths import quoted
 from exporter.publish.manifest import Manifest, ManifestHead, from_json, head_from_json
+
+
+def nothing_published(model: Path) -> NotUpdatable:
+    """The error for a model base path without a version; its hint names the model that was probably meant."""
+    what = f"nothing is published under {model}" if model.exists() else f"there is no model {model}"
+    if found := likely_model(model):
+        return NotUpdatable(what, hint=f"did you mean {quoted(found)}?")
+    return NotUpdatable(what)
+
+
+def likely_model(model: Path) -> Path | None:
+    """The model base path that is nearest to one under which nothing is published."""
+    place = model if model.exists() else nearest(model)
+    if place is None:
+        return None
+    try:
+        within = sorted(place.iterdir()) if place.is_dir() else []
+        for found in (place, place.parent, *within):
+            if found != model and _is_model(found):
+                return found
+    except (OSError, ExportError):
+        return None
+    return place if place != model else None
+
+
+def _is_model(path: Path) -> bool:
+    return path.is_dir() and newest_version(path) is not None
+
 
 T = TypeVar("T")
 
@@ -82,10 +114,10 @@ def newest_version(model: Path) -> VersionDir | None:
 
 
 def require_base_path(model: Path) -> None:
-    """Refuse a path that is itself a version.
+    """Refuse a path that is itself a version, or lies in a published model.
 
     Raises:
-        UsageError: `model` is itself a version.
+        UsageError: `model` is itself a version, or would be one of a model around it, or lies in its deltas.
         TargetNotWritable: a symbolic link on the way to it leads nowhere.
     """
     for place in (model, *model.parents):
@@ -97,6 +129,25 @@ def require_base_path(model: Path) -> None:
             )
     if any(_is_regular(model / name) for name in VERSION_FILES):
         raise itself_a_version(model, model.parent)
+    place = model.resolve()
+    for inner in (place, *place.parents):
+        with suppress(ManifestError):  # what nobody may look at is not this user's to publish in
+            if is_of_a_model(inner.name) and newest_version(inner.parent) is not None:
+                raise inside_a_model(model, inner.parent)
+
+
+def is_of_a_model(name: str) -> bool:
+    """True for the names that have a meaning below a model base path: of versions, and of all deltas."""
+    return name == DELTAS_DIRECTORY or served_version(name) is not None
+
+
+def inside_a_model(place: object, model: object) -> UsageError:
+    """The error for a model base path among the versions and deltas of another model."""
+    return UsageError(
+        f"{place} lies in the published model {model}",
+        cause="servers and retention take what is there for versions and deltas of that model",
+        hint=f"name a directory beside it; to publish to it: {quoted(model)}",
+    )
 
 
 def itself_a_version(place: object, above: object) -> UsageError:
@@ -147,7 +198,7 @@ def is_taken(model: Path, path: Path) -> bool:
 
 def _taken_paths(model: Path) -> list[str]:
     try:
-        return (model / TAKEN_FILE).read_text().splitlines()
+        return (model / TAKEN_FILE).read_text(errors="replace").splitlines()
     except OSError:
         return []
 
@@ -164,6 +215,48 @@ def read_manifest(directory: Path) -> Manifest:
         ManifestError: there is none, it cannot be read, it is too long or it is not a valid manifest.
     """
     return _manifests.of(directory / MANIFEST_FILE, _read)
+
+
+def check_place(manifest: Manifest, path: PurePath, where: object = None) -> None:
+    """Compare a manifest with the names of its directory, a version's or a delta's; errors call it `where`.
+
+    What takes deltas, or is one, stands where its name says. Other versions may have numbers of their own.
+
+    Raises:
+        ManifestError: it tells of another place, as one does that was copied or renamed.
+    """
+    start, end, entry = manifest.from_position, manifest.position, manifest.incremental
+    if start is not None:
+        is_here = path.name == span_name(start, end)
+        is_here &= entry is None or path.parent.name == log_name(entry.log)
+    else:
+        number = served_version(path.name)
+        is_here = number is not None and (entry is None or number == end)
+    if not is_here:
+        raise ManifestError(
+            f"{where or path}/{MANIFEST_FILE} tells of {'version' if start is None else f'{start} to'} {end}",
+            cause="the directory, or its manifest, was copied or renamed",
+            hint="remove that directory, or give it the name back that its manifest tells of",
+        )
+
+
+def originals(manifests: Mapping[str, Manifest]) -> dict[str, str]:
+    """The copies among versions, each with what it is a copy of: two numbers have one manifest."""
+    found: dict[str, str] = {}
+    firsts: dict[datetime, str] = {}
+    for name in sorted(manifests, key=lambda name: (int(name) != manifests[name].position, int(name))):
+        first = firsts.setdefault(manifests[name].created, name)
+        if first != name and manifests[first] == manifests[name]:
+            found[name] = first
+    return found
+
+
+def a_copy(copy: object, original: object) -> ManifestError:
+    """The error for a version that appears under a second number."""
+    return ManifestError(
+        f"{copy} is a copy of {original}: one version has two numbers",
+        hint="remove the copy; an older version is served again by export-model rollback MODEL --to NUMBER",
+    )
 
 
 def _read(manifest: Path) -> Manifest:

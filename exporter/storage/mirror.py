@@ -7,35 +7,150 @@ the object is listed; who reads much of it once does without (`exporter.storage.
 pinned to the object that was listed: one that is replaced meanwhile is `CheckpointChanged`.
 
 The mirrors of a process are removed when it ends.
+
+Directories for temporary files that go with their process, however that ends.
+
+Ranges of a file, for what of it has been fetched.
+
+Read ahead: who reads many small files one after another is likely to read the next ones too.
+
+Each delta of a log has a directory of its own, with files of the same names. Some work reads the manifest of
+the newest delta alone, some those of a few here and there, some those of all; it need not know that each is a
+request. With a file come as many of its next ones as there are before it that were fetched already, in either
+direction: so who reads all waits seldom, and what nobody reads is not fetched.
 """
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import os
 import shutil
 import threading
+import time
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TypeVar
 
 from exporter.errors import CheckpointChanged, CheckpointError, os_error
-from exporter.layout import CHECKPOINT_STATE_FILE, CHECKPOINT_SUFFIX, SAVED_MODEL_FILES
+from exporter.layout import CHECKPOINT_STATE_FILE, CHECKPOINT_SUFFIX, LOCK_FILE, SAVED_MODEL_FILES, flaw_of
 from exporter.storage.objects import ObjectReader, RemoteObject
-from exporter.storage.private_directory import private_directory
-from exporter.storage.ranges import Ranges
-from exporter.storage.read_ahead import ReadAhead
 from exporter.storage.requests import GAP_BYTES, near
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
+
+_PREFIX = "export-model-"
+_LOCKED_SECONDS = 60.0  # within which a directory that is made has its lock
+
+
+def private_directory() -> Path:
+    """A directory that is removed when the process ends, or by a later one if the process was killed."""
+    import tempfile
+
+    new, owner = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}")), os.getpid()
+    lock = os.open(new / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)  # open as long as we live
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    root = new.rename(new.with_name(new.name[1:]))  # it is locked when others can find it
+    for left in root.parent.glob(f"{_PREFIX}*"):
+        _remove_if_left(left, os.O_RDWR)
+    for left in root.parent.glob(f".{_PREFIX}*"):  # perhaps killed before it was locked
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _LOCKED_SECONDS:
+                _remove_if_left(left, os.O_RDWR | os.O_CREAT)
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a forked child's end is not ours
+            shutil.rmtree(root, ignore_errors=True)
+
+    atexit.register(remove)
+    return root
+
+
+def _remove_if_left(directory: Path, flags: int) -> None:
+    """Remove a directory whose lock, opened with these flags, nobody holds."""
+    with suppress(OSError):
+        lock = os.open(directory / LOCK_FILE, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+class Ranges:
+    """Ranges that do not overlap, in order."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Each as (start, stop)."""
+        return zip(self._starts, self._stops, strict=True)
+
+    def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """What is missing of a range."""
+        at = bisect_left(self._stops, start)
+        while start < stop and at < len(self._starts) and self._starts[at] < stop:
+            if start < self._starts[at]:
+                yield start, self._starts[at]
+            start = max(start, self._stops[at])
+            at += 1
+        if start < stop:
+            yield start, stop
+
+    def add(self, start: int, stop: int) -> None:
+        """Add a range, joined with those that it touches."""
+        first, last = bisect_left(self._stops, start), bisect_left(self._starts, stop + 1)
+        if first < last:
+            start, stop = min(start, self._starts[first]), max(stop, self._stops[last - 1])
+        self._starts[first:last], self._stops[first:last] = [start], [stop]
+
+
+AT_ONCE = 16
+"""Files that are fetched together, each with a request of its own."""
+
+
+class ReadAhead:
+    """Files by name and kind: of a kind are files of one name whose directories lie in one directory."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[str, str], list[str]] = {}
+
+    def show(self, names: Iterable[str]) -> None:
+        """The files that there are now."""
+        kinds = defaultdict(list)
+        for name in sorted(names):
+            kinds[_kind(name)].append(name)
+        self._kinds = kinds
+
+    def with_neighbours(
+        self, name: str, is_there: Callable[[str], bool], is_wanted: Callable[[str], bool]
+    ) -> list[str]:
+        """What to fetch together with a file: of its kind what is wanted, the next ones first."""
+        files = self._kinds.get(_kind(name), [])
+        at = bisect_left(files, name)
+        before, following = files[:at][::-1], files[at + 1 :]
+        for passed, coming in ((before, following), (following, before)):
+            if count := len([*takewhile(is_there, passed[: AT_ONCE - 1])]):
+                return [*islice(filter(is_wanted, coming), count)]
+        return []
+
+
+def _kind(name: str) -> tuple[str, str]:
+    directory, _, file = name.rpartition("/")
+    return directory.rpartition("/")[0], file
+
 
 T = TypeVar("T")
 
 _MOST_FILES = 100_000
 _NEIGHBOURS = 100
 """Objects that are shown where a URL means none: an error names what is like it."""
-_LONGEST_NAME = 255
-"""Bytes of a file's name; a key's part may be longer."""
 _OF_A_DIRECTORY = (CHECKPOINT_STATE_FILE, *SAVED_MODEL_FILES)
 """Files that mean the directory that they are in."""
 _MIRRORS: dict[str, Mirror] = {}  # by the path of their directory
@@ -79,7 +194,8 @@ class Mirror:
             CheckpointError: they cannot be listed, or are more than a checkpoint's directory has.
             DiskFull, PublishError: the local directory cannot be written.
         """
-        found = {name: each for each in self._list() if (name := self._name(each)) is not None}
+        base = self.url.key("")
+        found = {each.key[len(base) :]: each for each in self._list() if each.key.startswith(base)}
         if len(found) > _MOST_FILES:
             raise CheckpointError(
                 f"{self.url} has more than {_MOST_FILES} objects below it",
@@ -90,8 +206,10 @@ class Mirror:
     def show(self, found: Mapping[str, RemoteObject]) -> None:
         """Make files for these objects, by their names, and remove all others.
 
-        An object under the name of a directory is no file: consoles and TensorFlow mark directories so.
+        An object under the name of a directory is no file: consoles and TensorFlow mark directories so. Nor
+        is one whose key cannot be a path here: `a//b`, `..`, `a/`, a long name.
         """
+        found = {name: each for name, each in found.items() if not flaw_of(name)}
         with self._lock:
             self._directories |= _directories(found)
             found = {name: each for name, each in found.items() if name not in self._directories}
@@ -179,7 +297,7 @@ class Mirror:
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
         """Fill ranges (start, stop) of a file, or all of it; what is there already is not fetched again.
 
-        With a small one, others of its kind may come too: see `exporter.storage.read_ahead`.
+        With a small one, others of its kind may come too: see `exporter.storage.mirror`.
 
         Raises:
             CheckpointChanged: the object is gone or was replaced.
@@ -295,16 +413,6 @@ class Mirror:
         beside = list(self._reader.beside(self.url.path))
         return [each for each in beside if each.key.startswith(prefix)] or beside[:_NEIGHBOURS]
 
-    def _name(self, each: RemoteObject) -> str | None:
-        """The path below the root; None for what cannot be a file there: `a//b`, `..`, `a/`, a long name."""
-        base = self.url.key("")
-        parts = each.key.removeprefix(base).split("/")
-        is_plain = all(
-            part not in ("", ".", "..") and "\0" not in part and len(part.encode()) <= _LONGEST_NAME
-            for part in parts
-        )
-        return "/".join(parts) if is_plain and each.key.startswith(base) else None
-
     def _place(self, name: str, each: RemoteObject) -> None:
         path = self.root / name
         try:
@@ -410,8 +518,9 @@ def forget(path: Path) -> None:
         found[0].forget(found[1])
 
 
-def shown(text: str) -> str:
-    """A text with URLs in place of the local paths that stand for them."""
+def shown(text: str, write: Callable[[str], str] = str) -> str:
+    """A text with URLs, as `write` writes them, in place of the local paths that stand for them."""
     for root, mirror in tuple(_MIRRORS.items()):
-        text = text.replace(root, str(mirror.url))
+        if root in text:
+            text = text.replace(root, write(str(mirror.url)))
     return text

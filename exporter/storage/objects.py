@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from msgspec import Struct
 
@@ -167,10 +167,12 @@ class ObjectReader:
         pieces: Iterable[tuple[int, int, int]],
         target: Path,
         advance: Callable[[int], None] | None = None,
+        note: Callable[[int, memoryview], None] | None = None,
     ) -> None:
         """Fetch pieces (start, stop, offset in the target) into an open file, in parallel.
 
-        `advance` is told of the bytes that have come, from several threads.
+        `advance` is told of the bytes that have come, and `note` is given their offsets in the target and the
+        bytes themselves, from several threads.
 
         Raises:
             CheckpointChanged, CheckpointError: as `read`.
@@ -182,6 +184,8 @@ class ObjectReader:
                 write_at(descriptor, offset, content)
             except OSError as error:
                 raise os_error(error, target) from error
+            if note is not None:
+                note(offset, content)
             if advance is not None:
                 advance(len(content))
 
@@ -250,18 +254,24 @@ class ObjectWriter(ObjectReader):
         """The store, for requests that say nothing until all is done: parts, copies, removal of many."""
         return _open(self.url, _SLOW)
 
-    def upload(self, key: str, file: Path) -> str:
+    def upload(self, key: str, file: Path, note: Callable[[int, memoryview], None] | None = None) -> str:
         """Put a file under a key, in parts if it is large, and return its tag.
+
+        `note` is given the offsets of its parts and the bytes themselves, as they are sent.
 
         Raises:
             PublishError: the store cannot be written.
         """
         import obstore
 
-        with writing_to(self.url, key):
-            size, at_once = upload_parts(file.stat().st_size)
+        with writing_to(self.url, key), file.open("rb") as opened:
+            whole = os.fstat(opened.fileno()).st_size
+            size, at_once = upload_parts(whole)
             how: Any = {"chunk_size": size, "max_concurrency": at_once}
-            return awaited(lambda: obstore.put(self._patient, key, file, **how))["e_tag"] or ""
+            sent: Any = file
+            if note is not None:
+                sent = _parts(opened, size, note) if whole > size else b"".join(_parts(opened, size, note))
+            return awaited(lambda: obstore.put(self._patient, key, sent, **how))["e_tag"] or ""
 
     def duplicate(self, found: RemoteObject, key: str) -> None:
         """Have the store copy an object of the bucket to another key.
@@ -369,6 +379,15 @@ class ObjectWriter(ObjectReader):
         with workers(_CONNECTIONS, "delete") as pool:
             for _ in pool.map(remove, keys):
                 pass
+
+
+def _parts(file: BinaryIO, size: int, note: Callable[[int, memoryview], None]) -> Iterator[bytes]:
+    """The bytes of a file from its beginning, which are noted as they go."""
+    offset = 0
+    while part := file.read(size):
+        note(offset, memoryview(part))
+        offset += len(part)
+        yield part
 
 
 def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:

@@ -9,9 +9,9 @@ from typing import Any
 from msgspec import Struct
 
 from exporter.errors import NotServable
-from exporter.graph.bodies import input_names
 from exporter.graph.editor import privately_named
-from exporter.graph.signature_tensors import canonical
+from exporter.graph.nodes import input_names
+from exporter.graph.signatures import canonical
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 

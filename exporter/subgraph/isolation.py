@@ -8,8 +8,11 @@ Writers keep a sequence: odd while they write. A signature reads it, computes, a
 
 The first try is the graph's own nodes, to which only the order is added, so what isolation costs while
 nothing is written is two reads and a branch. The function holds a second copy of the forward pass in a loop.
-It sleeps while the sequence is odd; its patience is bounded, and when it ends the position is given as -1: an
-update that died half-way does not stall readers.
+It sleeps while the sequence is odd. After a try that was not clean it asks updates for quiet, for somewhat
+longer than the try took: a pass that takes longer than updates leave between them would never be clean. An
+update that is about to write grants what was asked until then, once (`write_delta`), so it is delayed, not
+kept out. An update that died half-way must not stall readers: their patience with it is bounded, and when it
+ends the position is given as -1, values may be of several positions, and the response is counted.
 
 TensorFlow's graph optimizers pass over the function, which would double what a first call takes, and it is
 prepared when it is needed first. Where a warm-up record makes a signature's first call, that one goes through
@@ -19,18 +22,20 @@ the function as well: no client waits for either.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from msgspec import Struct
 
-from exporter.graph.bodies import input_names
 from exporter.graph.editor import CPU, GraphEditor, PlacedFunction
-from exporter.graph.signature_tensors import SignatureTensor, StaticShape, canonical
+from exporter.graph.nodes import input_names
+from exporter.graph.signatures import SignatureTensor, StaticShape, canonical
 from exporter.subgraph.forward_pass import HANDLE_MARK, Forward, cut_out
-from exporter.subgraph.state import SETTLED, StateNodes, Tensor, assign, read
+from exporter.subgraph.state import SETTLED, StateNodes, Tensor, assign, read, sleep
 from exporter.wire.dtypes import DType
 
-_POLL_MICROSECONDS = 200
+_MOST_TRIES = 12
+_QUIET = 1.5
+"""Quiet that is asked for, in times that the try took; to the power of the number of tries, since on a busy
+machine the next one takes longer."""
 
 
 class SharedNodes(Struct, frozen=True):
@@ -144,8 +149,7 @@ def _first_try_or(
     ]
     # After a clean first try the false outputs are dead, and so is the call: it costs nothing.
     outer = [
-        state.sequence,
-        state.since,
+        *(getattr(state, name) for name in _STATE),
         *warm,
         *(name for name, _ in retry.forward.captures),
         *retry.forward.feeds,
@@ -169,6 +173,9 @@ def _clean(
     return editor.node(f"{signature}/clean", "LogicalAnd", [same, is_warm], device=CPU), (warm,)
 
 
+_STATE = ("sequence", "since", "quiet", "unsettled")
+
+
 class _Retry(Struct, frozen=True):
     """The function that computes a forward pass again and again, until no update came between."""
 
@@ -179,8 +186,8 @@ class _Retry(Struct, frozen=True):
     warmed: bool
 
     def inputs(self, feeds: Sequence[SignatureTensor]) -> dict[str, tuple[DType, StaticShape]]:
-        """Its arguments: sequence, since, warm if any, captures, feeds, and the outputs of the first try."""
-        names = ("sequence", "since", "warm") if self.warmed else ("sequence", "since")
+        """Its arguments: `_STATE`, warm if any, captures, feeds, and the outputs of the first try."""
+        names = (*_STATE, "warm") if self.warmed else _STATE
         handles = dict.fromkeys(names, (DType.RESOURCE, ()))
         captures = {f"capture_{n}": (dtype, None) for n, (_, dtype) in enumerate(self.forward.captures)}
         known = {feed.name: (feed.dtype, feed.shape) for feed in feeds}
@@ -188,7 +195,9 @@ class _Retry(Struct, frozen=True):
         first = {f"first_{n}": (dtype, None) for n, dtype in enumerate(self.dtypes)}
         return handles | captures | given | first
 
-    def build(self, sequence: Tensor, since: Tensor, *others: Tensor) -> list[Tensor]:
+    def build(
+        self, sequence: Tensor, since: Tensor, quiet: Tensor, unsettled: Tensor, *others: Tensor
+    ) -> list[Tensor]:
         """The function's nodes; see `inputs` for its arguments."""
         import tensorflow as tf
 
@@ -196,30 +205,37 @@ class _Retry(Struct, frozen=True):
         names = [*(name for name, _ in self.forward.captures), *self.forward.feeds]
         outer = dict(zip(names, others, strict=False))
         first = list(others[len(names) :])
-        deadline = tf.timestamp() + self.isolation.patience_seconds
 
-        def again(*variables: Tensor) -> list[Tensor]:
-            before = self._wait_until_even(sequence, since, deadline)
+        def again(_: Tensor, tries: Tensor, __: Tensor, *variables: Tensor) -> list[Tensor]:
+            began = tf.timestamp()  # parts that read no variable begin now, too
+            before = self._wait_until_even(sequence, since)
             outputs = self._compute(outer, before)
             with tf.control_dependencies(outputs):
                 after = read(sequence, DType.INT64, ())
-                late = self._is_late(after, since, deadline)
+                ended = tf.timestamp()
             clean = tf.equal(tf.bitwise.bitwise_and(before, ~1), after)
             if self.with_position:
                 nowhere = tf.fill([3], tf.constant(SETTLED, tf.int64))
                 outputs[-1] = tf.where(clean, outputs[-1], nowhere)
-            return [tf.logical_not(clean | late), *outputs]
+            # Odd: waiting was in vain, and would be again.
+            unfinished = tf.logical_not(clean | _is_odd(before) | (tries >= _MOST_TRIES))
+            times = tf.pow(tf.constant(_QUIET, tf.float64), tf.cast(tries, tf.float64))
+            asked = _assign_greater(quiet, tf.where(unfinished, ended + times * (ended - began), 0.0))
+            with tf.control_dependencies([asked]):
+                return [tf.ensure_shape(unfinished, []), tries + 1, clean, *outputs]
 
-        _, *outputs = tf.while_loop(
+        _, _, clean, *outputs = tf.while_loop(
             lambda unfinished, *_: unfinished,
             again,
-            [tf.constant(True), *first],
-            shape_invariants=[tf.TensorShape([]), *(tf.TensorShape(None) for _ in first)],
+            [tf.constant(True), tf.constant(1), tf.constant(False), *first],
+            shape_invariants=[tf.TensorShape([])] * 3 + [tf.TensorShape(None)] * len(first),
             parallel_iterations=1,
         )
+        missed = tf.cast(tf.logical_not(clean), tf.int64)
         with tf.control_dependencies(outputs):
-            warmed = [assign(handle, tf.constant(True)) for handle in warm]
-        with tf.control_dependencies(warmed):
+            done = [assign(handle, tf.constant(True)) for handle in warm]
+            done.append(tf.raw_ops.AssignAddVariableOp(resource=unsettled, value=missed))
+        with tf.control_dependencies(done):
             return [tf.identity(output) for output in outputs]
 
     def _compute(self, outer: dict[str, Tensor], before: Tensor) -> list[Tensor]:
@@ -236,40 +252,38 @@ class _Retry(Struct, frozen=True):
         inputs |= {name: tf.identity(tensor) for name, tensor in outer.items() if name not in inputs}
         return self.forward.compute(inputs)
 
-    def _wait_until_even(self, sequence: Tensor, since: Tensor, deadline: Tensor) -> Tensor:
-        """The sequence once no update writes, or as it is when patience ends."""
+    def _wait_until_even(self, sequence: Tensor, since: Tensor) -> Tensor:
+        """The sequence once no update writes; odd if patience ends."""
         import tensorflow as tf
+
+        deadline = tf.timestamp() + self.isolation.patience_seconds
 
         def poll(_: Tensor) -> Tensor:
-            with tf.control_dependencies([_sleep()]):
+            with tf.control_dependencies([sleep()]):
                 return read(sequence, DType.INT64, ())
 
-        def writing(value: Tensor) -> Tensor:
+        def goes_on(value: Tensor) -> Tensor:
             with tf.control_dependencies([value]):
-                return tf.not_equal(tf.bitwise.bitwise_and(value, 1), 0) & tf.logical_not(
-                    self._is_late(value, since, deadline)
-                )
+                now = tf.timestamp()
+                is_over = (now > deadline) | self._has_died(value, since, now)
+            return _is_odd(value) & tf.logical_not(is_over)
 
-        (even,) = tf.while_loop(writing, poll, [read(sequence, DType.INT64, ())], parallel_iterations=1)
+        (even,) = tf.while_loop(goes_on, poll, [read(sequence, DType.INT64, ())], parallel_iterations=1)
         return even
 
-    def _is_late(self, sequence: Tensor, since: Tensor, deadline: Tensor) -> Tensor:
-        """True when the reader, or an update that is still writing, has had its time."""
-        import tensorflow as tf
-
-        now = tf.timestamp()
-        writing = tf.not_equal(tf.bitwise.bitwise_and(sequence, 1), 0)
-        overdue = now > read(since, DType.DOUBLE, ()) + self.isolation.patience_seconds
-        return (now > deadline) | (writing & overdue)
+    def _has_died(self, sequence: Tensor, since: Tensor, now: Tensor) -> Tensor:
+        """True if an update is still writing that has had its time."""
+        return _is_odd(sequence) & (now > read(since, DType.DOUBLE, ()) + self.isolation.patience_seconds)
 
 
-def _sleep() -> Tensor:
-    """An operation that ends a little later without occupying a thread that computes."""
+def _is_odd(sequence: Tensor) -> Tensor:
     import tensorflow as tf
 
-    kind: dict[str, Any] = {"output_types": [tf.int32], "output_shapes": [tf.TensorShape([])]}
-    element = tf.raw_ops.TensorDataset(components=[tf.constant(0)], output_shapes=kind["output_shapes"])
-    slow = tf.raw_ops.SleepDataset(
-        input_dataset=element, sleep_microseconds=tf.constant(_POLL_MICROSECONDS, tf.int64), **kind
-    )
-    return tf.raw_ops.DatasetToSingleElement(dataset=slow, **kind)[0]
+    return tf.not_equal(tf.bitwise.bitwise_and(sequence, 1), 0)
+
+
+def _assign_greater(handle: Tensor, value: Tensor) -> Tensor:
+    """Of two that do this at once one may be lost: who asked for more quiet in vain asks again."""
+    import tensorflow as tf
+
+    return assign(handle, tf.maximum(read(handle, DType.DOUBLE, ()), tf.cast(value, tf.float64)))

@@ -5,7 +5,7 @@ names that were there stay, signatures keep their names and inputs. Tables are r
 (`variable_uses`), every signature is isolated from updates (`isolation`), and these signatures are added:
 
     incremental_update   up_to int64 [n] -> position, step, rows, deltas int64 [n], status string [n]
-    incremental_status   probe int64 [n] -> position, step int64 [n], lineage string [n]
+    incremental_status   probe int64 [n] -> position, step, unsettled int64 [n], lineage string [n]
     incremental_digest   rows int64 [n] -> digest string [n], position_before, position_after int64 [n]
                          (if asked for)
 
@@ -25,8 +25,8 @@ from exporter.delta.format import OPEN, ChangeKind, Schema, ServedVariable, Tabl
 from exporter.errors import NotServable
 from exporter.graph.editor import GraphEditor
 from exporter.graph.inference_graph import Asset, GraphVariable, InferenceGraph
-from exporter.graph.mutable_tables import makers
-from exporter.graph.signature_tensors import rename_tensors, tensors_of
+from exporter.graph.signatures import rename_tensors, tensors_of
+from exporter.graph.tables import makers
 from exporter.graph.variable_uses import Use, read_rows_only, uses
 from exporter.layout import UPDATABLE_NAME
 from exporter.options import Isolation, Updates
@@ -111,7 +111,7 @@ def make_updatable(graph: InferenceGraph, options: IncrementalOptions, scratch: 
     )
     expected = Expected(options.lineage, schema, options.finite)
     largest = options.snapshot_max_rows if options.isolation is Isolation.SNAPSHOT else -1
-    rules = UpdateRules(editor.resource_name("updates"), log_name(options.log), expected, largest)
+    rules = UpdateRules(log_name(options.log), expected, largest)
     signatures[UPDATE_SIGNATURE].CopyFrom(add_update(editor, state, served, rules))
     signatures[STATUS_SIGNATURE].CopyFrom(add_status(editor, state, options.lineage))
     if options.digest:

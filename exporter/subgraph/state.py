@@ -5,6 +5,9 @@
     since     float64 []  when the sequence became odd, in seconds since 1970
     base      string []   the model base path, from an asset's path while the model loads
     warm      bool []     true after the first update, if only an update with nothing to do
+    turn      int64 [3]   zeros while no call has the turn (`turns`)
+    quiet     float64 []  until when readers ask that no update begins to write, in seconds since 1970
+    unsettled int64 []    how many responses were given without a position
 
 One variable holds position and step, so that they are read together without any lock.
 """
@@ -21,6 +24,8 @@ from exporter.wire.dtypes import DType
 Tensor = Any
 """A symbolic tensor of TensorFlow, which has no type information to offer."""
 
+_POLL_MICROSECONDS = 200
+
 SETTLED = -1
 """The third field of `position` while no update is under way."""
 
@@ -33,6 +38,9 @@ class StateNodes(Struct, frozen=True):
     since: str
     base: str
     warm: str
+    turn: str
+    quiet: str
+    unsettled: str
 
     @classmethod
     def add(cls, editor: GraphEditor) -> StateNodes:
@@ -43,16 +51,19 @@ class StateNodes(Struct, frozen=True):
             since=editor.variable("since", DType.DOUBLE),
             base=editor.variable("base", DType.STRING),
             warm=editor.variable("update/warm", DType.BOOL),
+            turn=editor.variable("turn", DType.INT64, (3,)),
+            quiet=editor.variable("quiet", DType.DOUBLE),
+            unsettled=editor.variable("unsettled", DType.INT64),
         )
 
     @property
     def names(self) -> list[str]:
         """The names of all nodes."""
-        return [self.sequence, self.position, self.since, self.base, self.warm]
+        return [getattr(self, name) for name in self.__struct_fields__]
 
 
 STATE_INPUTS: dict[str, tuple[DType, tuple[int, ...]]] = dict.fromkeys(
-    ("sequence", "position", "since", "base", "warm"), (DType.RESOURCE, ())
+    StateNodes.__struct_fields__, (DType.RESOURCE, ())
 )
 """The inputs of a function that takes the state."""
 
@@ -65,6 +76,9 @@ class UpdateState(Struct, frozen=True):
     since: Tensor
     base: Tensor
     warm: Tensor
+    turn: Tensor
+    quiet: Tensor
+    unsettled: Tensor
 
     def read_sequence(self) -> Tensor:
         """The sequence, int64 []."""
@@ -73,6 +87,10 @@ class UpdateState(Struct, frozen=True):
     def read_position(self) -> Tensor:
         """Position, step and the unfinished target, int64 [3]."""
         return read(self.position, DType.INT64, (3,))
+
+    def read_quiet(self) -> Tensor:
+        """Until when readers asked for quiet, float64 []."""
+        return read(self.quiet, DType.DOUBLE, ())
 
     def read_base(self) -> Tensor:
         """The model base path, string []."""
@@ -97,3 +115,15 @@ def assign(handle: Tensor, value: Tensor) -> Tensor:
     import tensorflow as tf
 
     return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+
+def sleep(microseconds: int = _POLL_MICROSECONDS) -> Tensor:
+    """An operation that ends a little later without occupying a thread that computes."""
+    import tensorflow as tf
+
+    kind: dict[str, Any] = {"output_types": [tf.int32], "output_shapes": [tf.TensorShape([])]}
+    element = tf.raw_ops.TensorDataset(components=[tf.constant(0)], output_shapes=kind["output_shapes"])
+    slow = tf.raw_ops.SleepDataset(
+        input_dataset=element, sleep_microseconds=tf.constant(microseconds, tf.int64), **kind
+    )
+    return tf.raw_ops.DatasetToSingleElement(dataset=slow, **kind)[0]

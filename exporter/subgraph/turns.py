@@ -1,63 +1,99 @@
-"""Run a part of the graph for one call at a time, even if waiting or running calls are cancelled.
+"""Run a part of the graph for one call at a time, however calls end: by an error, or cut off half-way.
 
-The part is run by a `BatchFunction`: a queue with one thread, for batches of one call each. A call has its
-turn when the thread has returned from the one before, and the thread returns when all that the call started
-has ended, also if it was cancelled half-way. A call that is cancelled while it waits keeps its place and is
-passed over when its turn comes. So no call can leave anything locked, and none can unlock what another
-holds, as one does that is cancelled while it waits for a `MutexLock` (source:
-tensorflow/core/kernels/mutex_ops.cc, `AcquireAsync`).
+No call waits, since each that waits holds a thread of the server: the turn is free, or the call has another
+answer at once. Idle, it costs nothing.
 
-Waiting takes none of the threads that run a graph: there may be one.
+A turn begins and ends with the iterator of a `GeneratorDataset` (source: tensorflow/core/kernels/data/
+generator_dataset_op.cc). Its `init_func` takes the turn if that is free. Its destructor runs `finalize_func`,
+which gives it back, if `init_func` succeeded, whatever became of all that came between; and runs it under a
+cancellation manager of its own. So a call that is cut off gives its turn back, and does so after the last
+operation that it started. `init_func` is one operation: nothing comes between its taking and its success.
+
+What was tried before. A `MutexLock` is unlocked by a waiter that is cancelled, whichever call holds it
+(mutex_ops.cc, `AcquireAsync`). A `BatchFunction` looks into its queue each millisecond, and each call that
+waits in it holds a thread (shared_batch_scheduler.h, `ThreadLogic`). With its adaptive scheduler it begins
+128 threads, runs two batches at once if the clock is set back as one is added, and may use a scheduler that
+was deleted with its model (adaptive_shared_batch_scheduler.h, `CallbackWrapper`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from exporter.subgraph.state import Tensor
 
-MOST_WAITING = 200
-"""Calls beyond these are refused (UNAVAILABLE) and may be tried again; each holds a thread of the server."""
+Dataset = Any
+"""A `tf.data.Dataset`."""
+
+_PHILOX = 1
 
 
 def one_at_a_time(
-    queue: str, part: Callable[[Tensor], Sequence[Tensor]], argument: Tensor
+    turn: Tensor, part: Callable[[], Sequence[Tensor]], occupied: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """Run `part` on `argument` while no other call of `queue` in the process runs.
+    """The results of `part`; or `occupied`, of the same dtypes, while another call runs it.
 
-    The argument and each result have a first dimension of 1. What the part reads, it reads in its turn.
+    `turn` is the handle of a variable, int64 [3], of zeros when the model is loaded. What `part` reads, it
+    reads in its turn.
     """
     import tensorflow as tf
 
-    function = tf.compat.v1.wrap_function(part, [tf.TensorSpec(argument.shape, argument.dtype)])
+    function = tf.compat.v1.wrap_function(part, [])
     dtypes = [output.dtype for output in function.outputs]
 
-    def call(given: Tensor) -> tuple[Tensor, ...]:
-        arguments = [given, *function.captured_inputs]
-        return tuple(tf.raw_ops.StatefulPartitionedCall(args=arguments, Tout=dtypes, f=function))
-
-    # As inputs of a BatchFunction all variables would have to be on its device; as those of a dataset not.
-    prepared = tf.data.Dataset.from_tensors(argument).map(call)
-
-    def turn(_: Tensor, dataset: Tensor) -> Sequence[Tensor]:
-        shapes = [output.shape for output in function.outputs]
-        element: Sequence[Tensor] = tf.raw_ops.DatasetToSingleElement(
-            dataset=dataset, output_types=dtypes, output_shapes=shapes
+    def call(_: Tensor) -> tuple[Tensor, ...]:
+        # A function of its own is left as it is written (`GraphEditor.function`); a dataset's is optimized.
+        return tuple(
+            tf.raw_ops.StatefulPartitionedCall(args=function.captured_inputs, Tout=dtypes, f=function)
         )
-        return element
 
-    results: Sequence[Tensor] = tf.raw_ops.BatchFunction(
-        in_tensors=[argument],
-        captured_tensors=[tf.data.experimental.to_variant(prepared)],
-        f=tf.compat.v1.wrap_function(
-            turn, [tf.TensorSpec(argument.shape, argument.dtype), tf.TensorSpec([], tf.variant)]
-        ),
-        Tout=dtypes,
-        num_batch_threads=1,
-        max_batch_size=1,
-        batch_timeout_micros=0,
-        max_enqueued_batches=MOST_WAITING,
-        enable_large_batch_splitting=False,
-        shared_name=queue,
+    # Not `tf.cond`: servers that rewrite graphs by MLIR fail at what grappler makes of its branches.
+    own = _taken(turn).filter(_was_free).map(call)
+    either = own.concatenate(tf.data.Dataset.from_tensors(tuple(occupied))).take(1)
+    found: Sequence[Tensor] = either.get_single_element()
+    return found
+
+
+def _was_free(before: Tensor) -> Tensor:
+    import tensorflow as tf
+
+    return tf.equal(before[0], 0)
+
+
+def _taken(turn: Tensor) -> Dataset:
+    """What the variable was before this call: zeros if the turn is its own, until the iterator ends."""
+    import tensorflow as tf
+
+    state = tf.TensorSpec([3], tf.int64)
+
+    def take() -> Tensor:
+        # The one stock operation that reads and changes a variable under one lock, and says what it read,
+        # whose shape TensorFlow 2's loader can infer. What it adds is not zero; how much, does not matter.
+        delta = tf.constant(1, tf.uint64)
+        return tf.raw_ops.RngReadAndSkip(resource=turn, alg=tf.constant(_PHILOX), delta=delta)
+
+    def give_back(before: Tensor) -> Tensor:
+        # Only if it was taken, and by no `tf.cond` (see above): no index is no write.
+        first = tf.range(tf.cast(_was_free(before), tf.int32))
+        zeros = tf.zeros_like(first, tf.int64)
+        with tf.control_dependencies(
+            [tf.raw_ops.ResourceScatterUpdate(resource=turn, indices=first, updates=zeros)]
+        ):
+            return tf.identity(before)
+
+    init, next_, finalize = (
+        tf.compat.v1.wrap_function(function, specs)
+        for function, specs in ((take, []), (tf.identity, [state]), (give_back, [state]))
     )
-    return results
+    element = tf.raw_ops.GeneratorDataset(
+        init_func=init,
+        init_func_other_args=init.captured_inputs,
+        next_func=next_,
+        next_func_other_args=next_.captured_inputs,
+        finalize_func=finalize,
+        finalize_func_other_args=finalize.captured_inputs,
+        output_types=[state.dtype],
+        output_shapes=[state.shape],
+    )
+    return tf.data.experimental.from_variant(element, state).take(1)

@@ -109,14 +109,17 @@ def _restore_as(packing: DeltaDtype | None, path: Tensor, schema: Schema) -> lis
     shapes = [*_shapes(schema), *([None, *tensor.element_shape] for tensor in extra)]
     by_key = dict(zip(keys, _taken_apart(_as_one(found), dtypes, shapes), strict=True))
     unpackers: dict[tuple[DType, int], Callable[..., tuple[Tensor, Tensor]]] = {}
-    sound = []
+    sound: list[Tensor] = []
     for variable in packed:
         ids, exact = (by_key[key] for key in variable.keys)
         own = [by_key[tensor.key] for tensor in variable.packed(packing)]
         kind = variable.dtype, len(variable.shape)  # tables of one kind share a function at any width
         if kind not in unpackers:
             unpackers[kind] = tf.function(_unpack, autograph=False, reduce_retracing=True)
-        by_key[variable.keys[1]], is_sound = unpackers[kind](ids, exact, *own)
+        # In turn: what fails in one cancels those that have not begun, and if one of these is the first to
+        # report, it is CANCELLED, which `ignore_errors` lets through (ignore_errors_dataset_op.cc).
+        with tf.control_dependencies(sound[-1:]):
+            by_key[variable.keys[1]], is_sound = unpackers[kind](ids, exact, *own)
         sound.append(is_sound)
     wrong = tf.gather([variable.name for variable in packed], tf.argmin(tf.cast(tf.stack(sound), tf.int32)))
     fault = tf.where(tf.reduce_all(sound), "", tf.strings.join(["has wrong packed rows for ", wrong]))

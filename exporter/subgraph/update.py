@@ -11,7 +11,8 @@ A status is `<word>: <why>`; the words:
     inside       the wanted position lies between the ends of the deltas that lead on
     unpublished  nothing is published that leads as far as wanted
     unlisted     the log's directory is gone or cannot be read: what is published is unknown
-    merged       a batching server merged the call with one for a smaller target: call again
+    merged       call again: another update runs, or a batching server merged the call with one for a
+                 smaller target
     interrupted  an earlier update died half-way, and no delta leads as far as it was going
     damaged, format, lineage, schema, range, only-from, rows, finite
                  why the first delta was refused, if nothing else led on
@@ -34,15 +35,13 @@ NEWEST = -1
 """The `up_to` that asks for whatever is published."""
 
 _NONE = -1
+_OCCUPIED = "merged: another update runs; call again"
+"""Clients of 0.1.0 know this word for "call again", and take any that they do not know for a refusal."""
 
 
 class UpdateRules(Struct, frozen=True):
-    """How updates are done: `log` names a directory, deltas of more rows than the limit go by chunks.
+    """How updates are done: `log` names a directory, deltas of more rows than the limit go by chunks."""
 
-    Updates wait for their turn in `queue`, whose name no other base in the process may have.
-    """
-
-    queue: str
     log: str
     expected: Expected
     snapshot_max_rows: int
@@ -115,6 +114,7 @@ def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: Updat
     numbers, status = _update_in_turn(least, state, target, rules)
     position, step, unfinished, rows, deltas = tf.unstack(numbers)
     missed = tf.not_equal(least, NO_LIMIT) & ((position < least) | tf.not_equal(unfinished, SETTLED))
+    missed &= tf.not_equal(status, _OCCUPIED)
     its_own = tf.equal(wanted, least)
     refusal = tf.where(missed & tf.reduce_all(its_own), status, "")
     refusal = tf.where(valid, refusal, "up_to is a position, or -1 for the newest")
@@ -126,21 +126,23 @@ def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: Updat
 def _update_in_turn(
     wanted: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules
 ) -> tuple[Tensor, Tensor]:
-    """See `Outlook.result`. Who has nothing to do does not wait for others who have, or for a thread."""
+    """See `Outlook.result`. A call with nothing to do needs no turn."""
     import tensorflow as tf
 
-    def run(limits: Tensor) -> tuple[Tensor, Tensor]:
-        numbers, status = _look_and_follow(limits[0], state, target, rules)
+    outlook = Outlook.of(wanted, state, rules, tf.constant(True))
+
+    def run() -> tuple[Tensor, Tensor]:
+        numbers, status = _look_and_follow(wanted, state, target, rules)
         with tf.control_dependencies([numbers]):
             warmed = assign(state.warm, tf.constant(True))
         with tf.control_dependencies([warmed]):
-            return tf.identity(numbers)[tf.newaxis], status[tf.newaxis]
+            return tf.identity(numbers), status
 
     def take_turn() -> tuple[Tensor, Tensor]:
-        numbers, status = one_at_a_time(rules.queue, run, wanted[tf.newaxis])
-        return tf.ensure_shape(numbers[0], [5]), tf.ensure_shape(status[0], [])
+        occupied = outlook.result(outlook.start)[0], tf.constant(_OCCUPIED)
+        numbers, status = one_at_a_time(state.turn, run, occupied)
+        return tf.ensure_shape(numbers, [5]), tf.ensure_shape(status, [])
 
-    outlook = Outlook.of(wanted, state, rules, tf.constant(True))
     has_work = (outlook.start.choice >= 0) | tf.not_equal(outlook.start.position[2], SETTLED)
     # The first call has its turn in any case, so that warming it up prepares all of it.
     is_cold = tf.logical_not(state.read_warm())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from exporter.delta.format import Schema, ServedVariable
 from exporter.graph.editor import CPU, GraphEditor
-from exporter.graph.signature_tensors import SignatureTensor, canonical, tensors_of
+from exporter.graph.signatures import SignatureTensor, canonical, tensors_of
 from exporter.subgraph.digest import digest
 from exporter.subgraph.state import SETTLED, STATE_INPUTS, StateNodes, Tensor, UpdateState, read
 from exporter.subgraph.update import UpdateRules, update
@@ -134,18 +134,19 @@ def _with_value(handle: Tensor, variable: ServedVariable) -> Tensor:
 def add_status(editor: GraphEditor, state: StateNodes, lineage: str) -> Proto:
     """Add `incremental_status`; its signature."""
 
-    def build(probe: Tensor, position: Tensor) -> list[Tensor]:
+    def build(probe: Tensor, position: Tensor, unsettled: Tensor) -> list[Tensor]:
         import tensorflow as tf
 
         vector = read(position, DType.INT64, (3,))
-        return [tf.fill(tf.shape(probe), value) for value in (vector[0], vector[1], tf.constant(lineage))]
+        values = vector[0], vector[1], read(unsettled, DType.INT64, ()), tf.constant(lineage)
+        return [tf.fill(tf.shape(probe), value) for value in values]
 
-    part = editor.function(
-        "status", build, {"probe": (DType.INT64, (None,)), "position": (DType.RESOURCE, ())}
-    )
+    handles = dict.fromkeys(("position", "unsettled"), (DType.RESOURCE, ()))
+    part = editor.function("status", build, {"probe": (DType.INT64, (None,)), **handles})
     probe = editor.placeholder("probe", DType.INT64, (None,))
-    position, step, owner = editor.call("status", part, [probe, state.position])
-    return _signature({"probe": probe}, {"position": position, "step": step}, {"lineage": owner})
+    position, step, unsettled, owner = editor.call("status", part, [probe, state.position, state.unsettled])
+    numbers = {"position": position, "step": step, "unsettled": unsettled}
+    return _signature({"probe": probe}, numbers, {"lineage": owner})
 
 
 def add_init(
@@ -171,6 +172,9 @@ def add_init(
     values = {
         state.sequence: (editor.constant("first_sequence", 0, DType.INT64), DType.INT64),
         state.position: (editor.constant("first_position", [*start, SETTLED], DType.INT64), DType.INT64),
+        state.turn: (editor.constant("first_turn", [0, 0, 0], DType.INT64), DType.INT64),
+        state.quiet: (editor.constant("first_quiet", 0.0, DType.DOUBLE), DType.DOUBLE),
+        state.unsettled: (editor.constant("first_unsettled", 0, DType.INT64), DType.INT64),
         state.since: (editor.constant("first_since", 0.0, DType.DOUBLE), DType.DOUBLE),
         state.base: (base, DType.STRING),
     }

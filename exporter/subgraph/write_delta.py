@@ -16,11 +16,14 @@ from msgspec import Struct
 
 from exporter.delta.format import ChangeKind, Schema
 from exporter.subgraph.read_delta import ReadDelta, by_variable
-from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign
+from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign, sleep
 from exporter.subgraph.unpack import tensors_in
 
 CHUNK_ROWS = 4096
 """Rows written under one hold of a table's lock: about a millisecond for 64 floats a row."""
+
+_LONGEST_QUIET_SECONDS = 30.0
+"""However long readers ask for, and whatever becomes of the clock."""
 
 _AT_ONCE = 4
 """Parts of tables that are written at the same time, where a model has fewer tables."""
@@ -83,6 +86,8 @@ def write_snapshot(
     dense = [(handle, _value_if(handle, changed, value)) for handle, changed, value in writes.dense]
     prepared = [*writes.tensors, start, end, *(value for _, *values in (*tables, *dense) for value in values)]
     with tf.control_dependencies(prepared):
+        granted = _grant_quiet(state)
+    with tf.control_dependencies([granted]):
         noted = [assign(state.since, tf.timestamp()), assign(state.position, start)]
         odd = tf.bitwise.bitwise_or(state.read_sequence(), 1)
     with tf.control_dependencies(noted):
@@ -95,6 +100,23 @@ def write_snapshot(
         written += [assign(handle, value) for handle, value in dense]
         written += [_import_if(*write) for write in writes.lookups]
     return _settle(state, end, written, odd + 1)
+
+
+def _grant_quiet(state: UpdateState) -> Tensor:
+    """Wait as long as readers had asked for when this began: what is asked for meanwhile the next one grants.
+
+    The one loop on the way to a write is before all writes: a call that is cut off in it has written nothing.
+    """
+    import tensorflow as tf
+
+    def wait(_: Tensor) -> Tensor:
+        with tf.control_dependencies([sleep()]):
+            return tf.timestamp()
+
+    now = tf.timestamp()
+    until = tf.minimum(state.read_quiet(), now + _LONGEST_QUIET_SECONDS)
+    (granted,) = tf.while_loop(lambda now: now < until, wait, [now], parallel_iterations=1)
+    return granted
 
 
 def _in_parts(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from exporter.tables.dynamic_table import DynamicTable
-from exporter.tables.embedding_layer import dynamic_embedding
+from exporter.tables.dynamic_table import DynamicTable, dynamic_embedding
 from exporter.tables.trainable_layer import trainable_embedding, trainable_embedding_class
 from exporter.tables.trainable_table import TrainableTable
 

@@ -14,9 +14,8 @@ from msgspec import Struct
 
 from exporter.errors import TableFull
 from exporter.integer_sets import among, distinct
-from exporter.tables.crowding import table_full
 from exporter.tables.geometry import WINDOW, TableGeometry
-from exporter.tables.spread import Crowded, spread
+from exporter.tables.spread import Crowded, spread, table_full
 
 Array = np.ndarray[Any, Any]
 

@@ -7,10 +7,14 @@ TensorFlow does with a variable's rows it does with a dynamic table's:
     table = DynamicTable("user_embedding", dim=16)
     tf.nn.embedding_lookup(table.values, table.rows(ids))
     tf.nn.embedding_lookup_sparse(table.values, table.rows(sparse_ids), weights, combiner="mean")
+
+A dynamic table as a layer of Keras 3 or tf-keras, for the models that builders return.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,10 +22,75 @@ import numpy as np
 
 from exporter.errors import UsageError
 from exporter.tables.geometry import PARTS, TableGeometry
-from exporter.tables.keyed_lookups import TableLookups
-from exporter.tables.lookup import DEFAULTS, PART, TABLE, add_rows
+from exporter.tables.lookup import DEFAULTS, PART, TABLE, TableLookups, add_rows
 from exporter.wire import protos, tensor_proto
 from exporter.wire.dtypes import DType
+
+
+def dynamic_embedding(
+    name: str, dim: int, dtype: str = "float32", default: Any = 0.0, combiner: str | None = None
+) -> Any:
+    """A layer that gives ids their rows in the table `name`; see `DynamicTable` for the arguments.
+
+    With a `combiner` ("sum", "mean" or "sqrtn") the rows along the last dimension of the ids are combined, as
+    `tf.nn.embedding_lookup_sparse` does it; those of a dense tensor count all.
+    """
+    return _layer(DynamicTable(name, dim, dtype, default), combiner, name.replace("/", "_"))
+
+
+class ServedEmbedding:
+    """What takes the place of a `trainable_embedding` where a model is made from its config to be served."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Any:
+        """The layer of `dynamic_embedding` for a layer's config.
+
+        Raises:
+            ValueError: it is no such config.
+        """
+        missing = {"table", "dim", "dtype", "default", "combiner", "name"} - config.keys()
+        if missing:
+            raise ValueError(f"a trainable_embedding's config has no {', '.join(sorted(missing))}")
+        dtype = _keras().dtype_policies.get(config["dtype"]).variable_dtype
+        table = DynamicTable(config["table"], config["dim"], dtype, config["default"])
+        return _layer(table, config["combiner"], config["name"])
+
+
+def _layer(table: DynamicTable, combiner: str | None, name: str) -> Any:
+    keras = _keras()
+
+    class DynamicEmbedding(keras.layers.Layer):  # type: ignore[name-defined, misc]  # Keras is untyped
+        """Rows of a dynamic table, which the checkpoint has; nothing of it is trained here."""
+
+        def call(self, ids: Any) -> Any:
+            import tensorflow as tf
+
+            if combiner is None:
+                return table.lookup(ids)
+            if isinstance(ids, tf.RaggedTensor):
+                ids = ids.to_sparse()
+            if isinstance(ids, tf.SparseTensor):
+                return table.lookup_sparse(ids, combiner=combiner)
+            rows = table.lookup(ids)
+            total = tf.reduce_sum(rows, -2)
+            size = tf.cast(tf.shape(ids)[-1], rows.dtype)
+            return total / {"sum": tf.ones_like(size), "mean": size, "sqrtn": tf.sqrt(size)}[combiner]
+
+        def compute_output_shape(self, input_shape: Any) -> Any:
+            kept = input_shape if combiner is None else input_shape[:-1]
+            return (*kept, table.dim)
+
+    return DynamicEmbedding(name=name, dtype=table.dtype.label, autocast=False)
+
+
+def _keras() -> Any:
+    """The Keras that the program uses: the one that it has imported, else TensorFlow's own."""
+    if "tf_keras" in sys.modules and "keras" not in sys.modules:
+        return sys.modules["tf_keras"]
+    import tensorflow as tf
+
+    return tf.keras
+
 
 Array = np.ndarray[Any, Any]
 Tensor = Any
@@ -55,17 +124,15 @@ class DynamicTable(TableLookups):
         """The nodes of a lookup, in the graph that is being built."""
         import tensorflow as tf
 
-        handles = [variable.handle for variable in self._variables()]
+        tensors = [*(variable.handle for variable in self._variables()), ids]
         graph_def = protos.GraphDef()
         for name, dtype in [*((name, DType.RESOURCE) for name in _HANDLES), ("ids", DType.INT64)]:
             graph_def.node.add(name=name, op="Placeholder").attr["dtype"].type = int(dtype)
         nodes = add_rows(graph_def, "find", self.name, _HANDLES, "ids", defaults=len(self._defaults))
-        given = dict(zip((f"{name}:0" for name in _HANDLES), handles, strict=True))
+        given = dict(zip((f"{name}:0" for name in (*_HANDLES, "ids")), map(_captured, tensors), strict=True))
         message = tf.compat.v1.GraphDef.FromString(graph_def.SerializeToString())
         scope = f"{self.name.rpartition('/')[2]}_lookup"
-        (rows,) = tf.graph_util.import_graph_def(
-            message, {**given, "ids:0": ids}, [f"{nodes.rows}:0"], name=scope
-        )
+        (rows,) = tf.graph_util.import_graph_def(message, given, [f"{nodes.rows}:0"], name=scope)
         return rows
 
     def _variables(self) -> list[Any]:
@@ -115,6 +182,14 @@ class DynamicTable(TableLookups):
                 hint="share one DynamicTable, or give the tables different names",
             )
         return variable
+
+
+def _captured(tensor: Tensor) -> Tensor:
+    """The tensor as a function that is being traced sees it: importing nodes captures nothing by itself."""
+    import tensorflow as tf
+
+    graph = tf.compat.v1.get_default_graph()
+    return graph.capture(tensor) if hasattr(graph, "capture") else tensor
 
 
 def _default_rows(default: Any, dim: int, dtype: DType, name: str) -> Array:

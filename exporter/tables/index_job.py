@@ -28,9 +28,7 @@ from exporter.jobs.task import Input, Receipt, Task
 from exporter.progress import Progress
 from exporter.storage import mirror
 from exporter.tables.geometry import INDEX_ROWS, INDEX_SEEDS, KEYS, TableGeometry
-from exporter.tables.key_ranges import KEY_BYTES, KeyRanges
-from exporter.tables.partition_keys import KeyRun, Partition
-from exporter.tables.place_keys import Place, RangeRun, Section
+from exporter.tables.place_keys import KEY_BYTES, KeyRanges, KeyRun, Partition, Place, RangeRun, Section
 from exporter.wire.crc32c import mask
 
 Array = np.ndarray[Any, Any]

@@ -2,32 +2,277 @@
 
 The keys and the rows stay where the trainer wrote them: they become slices of `<table>/keys` and
 `<table>/values`. The index is built by tasks (`index_job`). With the room for more rows and the default rows
-it goes into one more shard; or, of jobs that are kept in a store, it stays there (`table_shards`). What the
+it goes into one more shard; or, of jobs that are kept in a store, it stays there. What the
 tensors are and how large is known from the checkpoint's index alone (`lay_out`); keys are read when the shard
 is written (`TableLayout.write`).
+
+Make tensors of what the tasks of an index job wrote; see `index_job`.
+
+In a file system it is joined with the room for more rows, which is a hole, and the default rows in one new
+shard, so that a server reads each tensor in one piece. In a store it stays where it is: the tasks that
+write the version read it there, and zeros nowhere.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog
+from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.admission import Admission
 from exporter.checkpoint.embedding_variables import embedding_variables
+from exporter.checkpoint.source_shard import open_shard
+from exporter.errors import CheckpointChanged
+from exporter.files import writing
 from exporter.jobs.runner import LOCAL, Job, Runner
+from exporter.jobs.task import ZEROS
 from exporter.progress import Progress
-from exporter.storage.output_directory import LocalDirectory, open_directory
-from exporter.tables.geometry import TableGeometry
-from exporter.tables.index_job import IndexedTable, IndexJob
-from exporter.tables.table_plan import TablePlan
-from exporter.tables.table_shards import join_pieces, show_pieces
+from exporter.storage.open_files import write_at
+from exporter.storage.output_directory import Directory, LocalDirectory, new_file, open_directory
+from exporter.tables.geometry import EMPTY_KEY, KEYS, PARTS, VALUES, TableGeometry, TablePlan, row_box
+from exporter.tables.index_job import IndexedTable, IndexJob, Piece
+from exporter.wire.crc32c import chunks_of, combine, extend, mask
+
+Array = np.ndarray[Any, Any]
+
+
+def join_pieces(
+    catalog: Catalog,
+    tables: Sequence[TablePlan],
+    pieces: Iterable[Piece],
+    directory: Directory,
+    home: Directory,
+) -> Catalog:
+    """The catalog with its last shard in `home`: what the tasks wrote into `directory`, and all the rest.
+
+    The shard is named by its contents. Whoever goes on with the job finds it there.
+
+    Raises:
+        PublishError: the target cannot be written; DiskFull if there is no space.
+    """
+    number, size = len(catalog.shards) - 1, catalog.shard_sizes[-1]
+    new = {ref.name: _NewElements(ref, number) for table in tables for ref in _tensors(catalog, table)}
+    digest = hashlib.sha256()
+    for table in tables:
+        for part, first, tail in _tails(table):
+            new[f"{table.name}/{part}"].put(first, tail)
+            digest.update(tail.tobytes())
+    for piece in pieces:
+        new[f"{piece.table}/{piece.part}"].join(piece)
+    tensors = {name: elements.with_crc() for name, elements in new.items()}
+    digest.update(msgspec.json.encode(list(tensors.values())))
+    name = f"tables-{digest.hexdigest()[:16]}.data"
+    if home.look(name) is None:
+        with new_file(home.scratch) as (descriptor, path):
+            with writing(path):
+                with _Objects(directory) as objects:
+                    for elements in new.values():
+                        elements.write(descriptor, objects)
+                os.ftruncate(descriptor, size)
+            home.put_new(name, path)
+    known = {**catalog.tensors, **tensors}
+    return replace(catalog, tensors=known, shards=(*catalog.shards[:-1], home.as_local() / name))
+
+
+def show_pieces(
+    catalog: Catalog,
+    tables: Sequence[TablePlan],
+    pieces: Sequence[Piece],
+    directory: Directory,
+    scratch: Path,
+) -> Catalog:
+    """The catalog with what tasks wrote as shards of their own, beside a small one with what is left.
+
+    Room for more rows is read from a file of zeros in `scratch`, which workers need not see (`Input`).
+
+    Raises:
+        CheckpointError, PublishError: the store cannot be read or written.
+    """
+    first = len(catalog.shards) - 1
+    objects = {name: first + n for n, name in enumerate(sorted({piece.object for piece in pieces}))}
+    rest, tensors = _Rest(first + len(objects)), dict(catalog.tensors)
+    for table in tables:
+        tails = {part: (row, elements) for part, row, elements in _tails(table)}
+        for ref in _tensors(catalog, table):
+            part = ref.name.rpartition("/")[2]
+            slices = [each for each in ref.slices if each.extent is not None and each.extent.shard < first]
+            slices += _slices(ref, table, part, pieces, objects)
+            if part in tails:
+                slices += rest.behind(ref, sum(each.spec.lengths[0] for each in slices), *tails[part])
+            if len(slices) == 1:
+                tensors[ref.name] = replace(ref, extent=slices[0].extent, slices=())
+            else:
+                tensors[ref.name] = replace(ref, extent=None, slices=tuple(slices))
+    name, shown = rest.put(directory, scratch), directory.as_local()
+    paths = [*(shown / each for each in objects), shown / name, scratch / ZEROS]
+    return replace(
+        catalog,
+        tensors=tensors,
+        shards=(*catalog.shards[:-1], *paths),
+        shard_sizes=(*catalog.shard_sizes[:-1], *(path.stat().st_size for path in paths)),
+    )
+
+
+class _Rest:
+    """What no task writes: the last rows of keys and values in one shard, zeros before them in the next."""
+
+    def __init__(self, shard: int) -> None:
+        self._shard = shard
+        self._content = bytearray()
+        self._zeros = 0
+
+    def behind(self, ref: TensorRef, held: int, row: int, elements: Array) -> Iterator[SliceRef]:
+        """The slices of a tensor that follow its first rows: zeros, and elements from a row on."""
+        raw = _raw(elements)
+        if row > held:
+            size = (row - held) * (raw.size // len(elements))
+            self._zeros = max(self._zeros, size)
+            extent = Extent(self._shard + 1, 0, size, mask(zeros_crc(size)))
+            yield SliceRef(row_box(ref.shape, held, row - held), extent)
+        extent = Extent(self._shard, len(self._content), raw.size, mask(extend(0, raw)))
+        yield SliceRef(row_box(ref.shape, row, len(elements)), extent)
+        self._content += raw.tobytes()
+
+    def put(self, directory: Directory, scratch: Path) -> str:
+        """Make the two; the name of the first in the directory. Its tag stays, so plans that read it do."""
+        name = f"tables-{hashlib.sha256(self._content).hexdigest()[:16]}.data"
+        with writing(scratch), new_file(scratch) as (descriptor, path):
+            write_at(descriptor, 0, self._content)
+            directory.put_new(name, path)
+            with (scratch / ZEROS).open("xb") as file:
+                file.truncate(self._zeros)
+        return name
+
+
+def _tensors(catalog: Catalog, table: TablePlan) -> Iterator[TensorRef]:
+    return (catalog.tensors[f"{table.name}/{part}"] for part in PARTS)
+
+
+def _tails(table: TablePlan) -> Iterator[tuple[str, int, Array]]:
+    """The last rows of keys and values: part, first row, elements."""
+    geometry, variable = table.geometry, table.variable
+    keys = np.zeros(geometry.capacity - geometry.cursor_row, np.int64)
+    keys[0], keys[-1] = variable.rows, EMPTY_KEY
+    yield KEYS, geometry.cursor_row, keys
+    yield VALUES, geometry.first_default, table.defaults.astype(variable.value_dtype.numpy)
+
+
+def _slices(
+    ref: TensorRef, table: TablePlan, part: str, pieces: Iterable[Piece], objects: Mapping[str, int]
+) -> Iterator[SliceRef]:
+    """What the tasks wrote of a tensor."""
+    for piece in pieces:
+        if (piece.table, piece.part) == (table.name, part):
+            extent = Extent(objects[piece.object], piece.offset, piece.size, mask(piece.crc))
+            yield SliceRef(row_box(ref.shape, piece.first, piece.count), extent)
+
+
+class _Objects:
+    """Open descriptors of what tasks wrote into a local directory."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._root = directory.as_local()
+        self._open = ExitStack()
+        self._descriptors: dict[str, int] = {}
+
+    def __enter__(self) -> _Objects:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def copy(self, piece: Piece, descriptor: int, offset: int) -> None:
+        """Copy a piece to an offset of an open file."""
+        name = piece.object
+        if name not in self._descriptors:
+            self._descriptors[name] = self._open.enter_context(open_shard(self._root / name))
+        end = offset + piece.size
+        for chunk in chunks_of(self._descriptors[name], piece.offset, piece.size):
+            write_at(descriptor, offset, chunk)
+            offset += len(chunk)
+        if offset != end:
+            raise CheckpointChanged(f"{self._root / name} became shorter after it was written")
+
+
+class _Written(Struct, frozen=True, eq=False):
+    """Bytes of a tensor: how many, their plain crc32c, and the bytes or where they are."""
+
+    size: int
+    crc: int
+    source: Array | Piece
+
+
+class _NewElements:
+    """The elements of a tensor that lie in the new shard; what nobody writes is a hole of zeros."""
+
+    def __init__(self, ref: TensorRef, shard: int) -> None:
+        self._ref = ref
+        (self._extent,) = (extent for extent in ref.extents if extent.shard == shard)
+        self._element_bytes = int(np.prod(ref.shape[1:])) * ref.dtype.numpy.itemsize
+        self._first = ref.shape[0] - self._extent.size // max(1, self._element_bytes)
+        self._written: dict[int, _Written] = {}
+
+    def put(self, first: int, elements: Array) -> None:
+        """Have some elements, once."""
+        raw = _raw(elements)
+        self._written[self._begin(first)] = _Written(raw.size, extend(0, raw), raw)
+
+    def join(self, piece: Piece) -> None:
+        """Have those that a task wrote, once."""
+        self._written[self._begin(piece.first)] = _Written(piece.size, piece.crc, piece)
+
+    def write(self, descriptor: int, objects: _Objects) -> None:
+        """Write them into the shard."""
+        for begin, each in self._written.items():
+            offset = self._extent.offset + begin
+            if isinstance(each.source, Piece):
+                objects.copy(each.source, descriptor, offset)
+            else:
+                write_at(descriptor, offset, each.source.data)
+
+    def with_crc(self) -> TensorRef:
+        """The tensor with the checksum of what is written."""
+        crc = end = 0
+        for begin, each in sorted(self._written.items()):
+            crc = combine(combine(crc, zeros_crc(begin - end), begin - end), each.crc, each.size)
+            end = begin + each.size
+        rest = self._extent.size - end
+        extent = replace(self._extent, crc32c=mask(combine(crc, zeros_crc(rest), rest)))
+        if self._ref.extent is not None:
+            return replace(self._ref, extent=extent)
+        known = self._extent
+        slices = (replace(item, extent=extent) if item.extent == known else item for item in self._ref.slices)
+        return replace(self._ref, slices=tuple(slices))
+
+    def _begin(self, first: int) -> int:
+        return (first - self._first) * self._element_bytes
+
+
+def _raw(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def zeros_crc(size: int) -> int:
+    """The plain crc32c of `size` zeros; none of them is read."""
+    crc, done = 0, 0
+    block_crc, block = extend(0, b"\0"), 1
+    while size:
+        if size & 1:
+            crc, done = combine(crc, block_crc, block), done + block
+        block_crc, block = combine(block_crc, block_crc, block), block * 2
+        size >>= 1
+    return crc
+
 
 SHARD = "tables.data"
 
@@ -65,8 +310,11 @@ class TableLayout(Struct, frozen=True, eq=False):
 
     def with_source(self, catalog: Catalog) -> TableLayout:
         """The same tables laid out in another catalog, to which their tensors were copied."""
-        known = embedding_variables(catalog)
-        return lay_out(catalog, (replace(plan, variable=known[plan.variable.name]) for plan in self.tables))
+        # By its keys: a name may depend on tables that were not copied.
+        known = {variable.parts[0].keys.name: variable for variable in embedding_variables(catalog).values()}
+        moved = [known[plan.variable.parts[0].keys.name] for plan in self.tables]
+        plans = zip(self.tables, moved, strict=True)
+        return lay_out(catalog, (replace(plan, variable=variable) for plan, variable in plans))
 
     def index_job(self, admission: Admission, task_bytes: int) -> IndexJob:
         """The tasks that build the indexes.

@@ -15,7 +15,7 @@ from typing import Any
 
 from exporter.errors import UsageError
 from exporter.tables.key_index import KeyIndex
-from exporter.tables.keyed_lookups import TableLookups
+from exporter.tables.lookup import TableLookups
 from exporter.wire.dtypes import DType
 
 Tensor = Any

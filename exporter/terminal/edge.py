@@ -5,17 +5,18 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
-import click
+import typer
 from msgspec import Struct
 
 from exporter.errors import Exit, ExportError, UsageError, unreachable
+from exporter.printable import in_lines
 from exporter.terminal import interrupt_by_exception
 from exporter.terminal.output import Output, OutputMode, silence
-from exporter.terminal.parameters import App, Option, Options
+from exporter.terminal.parameters import help_of
 from exporter.terminal.quiet_import import quiet_tensorflow
 from exporter.version import __version__
 
@@ -24,10 +25,10 @@ class OutputFlags(Struct, frozen=True):
     """How a command prints: the options that all of them have."""
 
     json_: Annotated[
-        bool, Option("--json", help="Print one JSON document on stdout, and errors as JSON on stderr.")
+        bool, typer.Option("--json", help="Print one JSON document on stdout, and errors as JSON on stderr.")
     ] = False
-    quiet: Annotated[bool, Option("--quiet", "-q", help="Print nothing but errors.")] = False
-    debug: Annotated[bool, Option("--debug", help="Show tracebacks.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False
 
     @property
     def mode(self) -> OutputMode:
@@ -35,20 +36,19 @@ class OutputFlags(Struct, frozen=True):
         return OutputMode.JSON if self.json_ else OutputMode.QUIET if self.quiet else OutputMode.HUMAN
 
 
-OutputOptions = Annotated[OutputFlags, Options()]
 AS_TEXT = OutputFlags()
 """Nothing was typed: text for a person."""
 
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        click.echo(f"export-model {__version__}")
-        raise click.exceptions.Exit
+        typer.echo(f"export-model {__version__}")
+        raise typer.Exit
 
 
 VersionFlag = Annotated[
     bool,
-    Option("-V", callback=_print_version, help="Print the program's version."),
+    typer.Option("-V", callback=_print_version, is_eager=True, help="Print the program's version."),
 ]
 
 
@@ -61,6 +61,9 @@ def _exit_codes() -> str:
 
 
 EXIT_CODES = _exit_codes()
+
+NOTES = "notes"
+"""Where the context has what is to be said of the arguments: see `run`."""
 
 
 def pairs(option: str, values: Iterable[str]) -> dict[str, str]:
@@ -97,7 +100,7 @@ def command(flags: OutputFlags) -> Iterator[Output]:
         _finish(sink, Interrupted("interrupted"), flags.debug)
     except BrokenPipeError:  # the reader of stdout has gone (`| head`): nothing is left to say
         silence(sys.stdout)
-        raise click.exceptions.Exit(Exit.FAILURE) from None
+        raise typer.Exit(Exit.FAILURE) from None
     except OSError as error:  # of some look at a path: whether it is there, or a file
         _finish(sink, unreachable(error), flags.debug)
     except Exception as error:  # noqa: BLE001 - the edge of the program: no traceback without --debug
@@ -130,9 +133,10 @@ def _finish(sink: Output, error: ExportError, debug: bool) -> NoReturn:
     if debug:
         import traceback
 
-        traceback.print_exc(file=sink.stderr)
+        for part in traceback.format_exception(sys.exception()):
+            sink.stderr.write(in_lines(part.rstrip("\n")) + "\n")
     sink.error(error)
-    raise click.exceptions.Exit(int(error.exit_code))
+    raise typer.Exit(int(error.exit_code))
 
 
 def _say_all_characters() -> None:
@@ -155,19 +159,42 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115  for good
 
 
-def run(app: App, arguments: list[str] | None = None) -> NoReturn:
-    """Run an application as a program; Click's usage errors leave by the same door as all others."""
+def application(help: str, *, invoke_without_command: bool = False) -> typer.Typer:
+    """A program of several commands. `help` is of the command without a name, which is its callback."""
+    return typer.Typer(
+        help=help_of(help),
+        context_settings={"help_option_names": ["-h", "--help"]},
+        no_args_is_help=not invoke_without_command,
+        invoke_without_command=invoke_without_command,
+        pretty_exceptions_enable=False,  # `command` has an exit code for every error
+    )
+
+
+# Click's own class, whichever Click there is: from 0.26 on Typer carries one along.
+_ClickUsageError: type[Any] = typer.BadParameter.__mro__[1]
+
+
+Rewrite = Callable[[list[str]], tuple[list[str], list[str]]]
+"""What is typed, made into what is parsed, and what the command is to say of it."""
+
+
+def run(
+    app: typer.Typer, name: str, arguments: list[str] | None = None, rewrite: Rewrite | None = None
+) -> NoReturn:
+    """Run an application as a program; Typer's usage errors leave by the same door as all others."""
     arguments = sys.argv[1:] if arguments is None else arguments
     _open_closed_streams()
     _say_all_characters()
     try:
-        code = app.main(arguments, prog_name=app.name, standalone_mode=False)
+        arguments, notes = rewrite(arguments) if rewrite else (arguments, [])
+        program = typer.main.get_command(app)
+        code = program.main(arguments, prog_name=name, standalone_mode=False, obj={NOTES: notes})
     except UsageError as error:  # of an option's own parser
         Output(OutputMode.JSON if "--json" in arguments else OutputMode.HUMAN).error(error)
         sys.exit(Exit.USAGE)
-    except click.UsageError as error:
+    except _ClickUsageError as error:
         sink = Output(OutputMode.JSON if "--json" in arguments else OutputMode.HUMAN)
-        asked = error.ctx.command_path if error.ctx is not None else app.name
+        asked = error.ctx.command_path if error.ctx is not None else name
         sink.error(UsageError(error.format_message(), hint=f"see {asked} --help"))
         sys.exit(Exit.USAGE)
     sys.exit(code if isinstance(code, int) else Exit.DONE)

@@ -1,6 +1,6 @@
 """Styled words in lines: `[bold]label[/] text`, for a stream with colours or without.
 
-A backslash makes the next character plain text.
+A backslash makes the next character plain text. Nothing else in a line is obeyed by a terminal.
 
 Lines are most of what is printed. rich, which takes longer to import than many a command to run, is left for
 tables and progress bars.
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 from typing import Any
+
+from exporter.printable import printable
 
 _SPECIAL = re.compile(r"[\\\[]")
 _CODES = {"/": "0", "bold": "1", "red": "31", "yellow": "33"}
@@ -28,7 +30,7 @@ def labelled(label: str, value: Any) -> str:
 
 
 def rendered(line: str, *, coloured: bool) -> str:
-    """A line as a terminal takes it, or without styles."""
+    """A line as a terminal takes it, or without styles: no control character but those of the styles."""
 
     def style(found: re.Match[str]) -> str:
         literal, words = found.groups()
@@ -36,4 +38,4 @@ def rendered(line: str, *, coloured: bool) -> str:
             return str(literal)
         return f"\x1b[{';'.join(_CODES[word] for word in words.split())}m" if coloured else ""
 
-    return _ESCAPED_OR_STYLE.sub(style, line)
+    return _ESCAPED_OR_STYLE.sub(style, printable(line))

@@ -20,6 +20,7 @@ from msgspec import Struct, field
 from msgspec.structs import asdict
 
 from exporter.errors import DiskFull, ExportError
+from exporter.printable import in_lines, printable
 from exporter.progress import NoProgress, Progress
 from exporter.storage.mirror import shown
 from exporter.terminal.markup import escape, rendered
@@ -82,11 +83,11 @@ class Output(Struct):
                 indent = None if self.json_lines else 2
                 whole = {"format_version": FORMAT_VERSION, **asdict(document)}
                 # In one call: other threads may print documents, too.
-                self.stdout.write(shown(json.dumps(whole, indent=indent, default=to_json)) + "\n")
+                self.stdout.write(as_json(whole, indent=indent) + "\n")
             elif self.mode is OutputMode.HUMAN:
                 coloured = use_colour(self.stdout)
                 for line in [*self._time(), *lines]:
-                    self.stdout.write(shown(rendered(line, coloured=coloured)) + "\n")
+                    self.stdout.write(shown(rendered(line, coloured=coloured), printable) + "\n")
             self.stdout.flush()
 
     def _time(self) -> list[str]:
@@ -122,11 +123,11 @@ class Output(Struct):
         for heading, justify in columns.items():
             table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(Text(shown(str(cell))) for cell in row))
+            table.add_row(*(Text(printable(shown(str(cell)))) for cell in row))
         console = self._console(self.stdout)
         with self._writing_stdout(is_done=False):
             if title:
-                console.print(Text(shown(title), "italic"), soft_wrap=True)
+                console.print(Text(printable(shown(title)), "italic"), soft_wrap=True)
             console.print(table)
             self.stdout.flush()
 
@@ -140,10 +141,11 @@ class Output(Struct):
         if self.mode is not OutputMode.QUIET:
             self._say(f"[yellow]warning:[/] {escape(text)}")
 
-    def _say(self, text: str) -> None:
+    def _say(self, *lines: str) -> None:
         """Talk never fails a command, whatever became of stderr."""
         try:
-            self.stderr.write(shown(rendered(text, coloured=use_colour(self.stderr))) + "\n")
+            for line in lines:
+                self.stderr.write(shown(rendered(line, coloured=use_colour(self.stderr)), printable) + "\n")
             self.stderr.flush()
         except OSError:
             self._give_up(self.stderr)
@@ -172,12 +174,13 @@ class Output(Struct):
                 type(error).__name__, error.message, error.cause, error.hint, int(error.exit_code)
             )
             with suppress(OSError):
-                self.stderr.write(shown(json.dumps(asdict(failure))) + "\n")
+                self.stderr.write(as_json(asdict(failure)) + "\n")
                 self.stderr.flush()
         else:
             self._say(f"[bold red]error:[/] {escape(error.message)}")
             if error.cause:
-                self._say(f"[bold]cause:[/] {escape(error.cause)}")
+                first, *others = in_lines(error.cause).split("\n")
+                self._say(f"[bold]cause:[/] {escape(first)}", *map(escape, others))
             self._say(f"[bold]hint:[/]  {escape(error.hint)}")
 
     @contextmanager
@@ -194,13 +197,13 @@ class Output(Struct):
             else (bars.MofNCompleteColumn(),)
         )
         columns = (
-            bars.TextColumn("{task.description}"),
+            bars.TextColumn("{task.description}", markup=False),
             bars.BarColumn(),
             *amount,
             bars.TimeRemainingColumn(),
         )
         with bars.Progress(*columns, console=self._console(self.stderr), transient=True) as bar:
-            task = bar.add_task(label, total=total)
+            task = bar.add_task(printable(shown(label)), total=total)
             yield _Bar(bar, task)
 
     def _console(self, stream: IO[str]) -> Console:
@@ -232,6 +235,12 @@ class _Bar(Struct, frozen=True):
 
     def advance(self, amount: int) -> None:
         self.bar.advance(self.task, amount)
+
+
+def as_json(document: Any, indent: int | None = None) -> str:
+    """A document as ASCII: JSON writes all that a terminal would obey as an escape, except one."""
+    text = json.dumps(document, indent=indent, default=to_json)
+    return shown(text, lambda url: json.dumps(url)[1:-1]).replace("\x7f", "\\u007f")
 
 
 def to_json(value: Any) -> Any:

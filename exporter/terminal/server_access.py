@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
+import typer
 from msgspec import Struct
-
-from exporter.terminal.parameters import Option
 
 SYSTEM_CA = "system"
 """The certificate authorities that gRPC brings along, instead of a file."""
+
+
+GROUP = "Reaching model servers over TLS"
+
+_Option = partial(typer.Option, rich_help_panel=GROUP)
 
 
 class ServerAccess(Struct, frozen=True):
@@ -20,25 +25,25 @@ class ServerAccess(Struct, frozen=True):
 
     grpc_ca: Annotated[
         str | None,
-        Option(
+        _Option(
             metavar="FILE|system",
             help="Speak TLS with model servers whose certificate this authority (PEM) has signed.",
         ),
     ] = None
     grpc_cert: Annotated[
-        str | None, Option(metavar="FILE", help="Certificate (PEM) that a model server is shown.")
+        str | None, _Option(metavar="FILE", help="Certificate (PEM) that a model server is shown.")
     ] = None
-    grpc_key: Annotated[str | None, Option(metavar="FILE", help="Its private key (PEM).")] = None
+    grpc_key: Annotated[str | None, _Option(metavar="FILE", help="Its private key (PEM).")] = None
     grpc_name: Annotated[
         str | None,
-        Option(
+        _Option(
             metavar="NAME",
             help="The name in the certificate of a model server, if it is not the address's host.",
         ),
     ] = None
     grpc_token_file: Annotated[
         str | None,
-        Option(
+        _Option(
             metavar="FILE",
             help="Send this file's content as a bearer token with each call; it is read anew each time.",
         ),

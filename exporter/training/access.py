@@ -1,21 +1,181 @@
-"""Read and write rows of variables through a session, in bounded pieces."""
+"""Read and write rows of variables through a session, in bounded pieces.
+
+Read, record and write tables by keys through a session.
+
+A table's increment tells of rows that gradients wrote (flagged by `recording`, like any other row), of rows
+that were given to keys, and of keys that were removed. It is collected in this order:
+
+    F  rows that gradients wrote, rows that were given to keys
+    K  removed keys, and the rows of those that have rows again
+    R  keys and values of all these rows that are in use
+
+and an increment's removed keys go before its rows are written. *Claim*: after the last collection, the
+increments overlaid in order give the table, but for what the next collection will tell. *Proof.* Take a
+key's last change. If it was given a row: the row has its values before the index leads to it, and its flag
+after. If F finds the flag, R finds the key; else the next F does. A K that tells of the key, as it was
+removed before, finds its new row, too, or comes before that is given. If it was removed: it is noted after
+the index lost it. If R still finds it, the note comes after this K, and the next K tells; else R leaves it
+out, and this K or the next tells. A key that lost its row to another, by the lock's fault or as a session
+laid increments over what others had met, is noted as removed.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 from msgspec import Struct
 
-from exporter.training.change_tracking import VariablePart
+from exporter.errors import MissingTensors, ShapeMismatch
+from exporter.increments.changed_tables import ChangedTable, TableRows
+from exporter.increments.increment import StoredIncrement
+from exporter.tables.trainable_table import TrainableTable
+from exporter.training.change_tracking import VariablePart, is_resource
 from exporter.training.recording import SCOPE
-from exporter.training.writes import is_resource
 
 Array = np.ndarray[Any, Any]
 Session = Any
 Tensor = Any
+
+
+class KeyedAccess(Protocol):
+    """Access to one table by keys, as collecting and restoring need it."""
+
+    @property
+    def name(self) -> str:
+        """What checkpoints call the table."""
+
+    def take_given(self, session: Session) -> Array:
+        """Rows that were given to keys since they were last taken."""
+
+    def take_removed(self, session: Session) -> Array:
+        """Keys that were removed since they were last taken; they may be there again."""
+
+    def rows_of(self, session: Session, keys: Array) -> Array:
+        """The rows of those of the keys that have some."""
+
+    def find(self, session: Session, rows: Array) -> tuple[Array, Array]:
+        """Those of the rows that are in use, and their keys, which are distinct."""
+
+    def write(self, session: Session, change: TableRows) -> None:
+        """Take keys away, then give others their rows."""
+
+
+class TableAccess(Struct, frozen=True):
+    """The operations on one table of a graph, on its own device; a `KeyedAccess`.
+
+    `recorded` makes it note what is removed. `given` and `removed` take what was noted since the last time.
+    `used` gives for each of the fed rows if it is in use, and its key.
+    """
+
+    name: str
+    capacity: int
+    dim: int
+    recorded: Any
+    given: Tensor
+    removed: Tensor
+    used: tuple[Tensor, Tensor]
+    found: Tensor
+    rows: Tensor
+    keys: Tensor
+    values: Tensor
+    gone: Tensor
+    laid_over: Any
+
+    def take_given(self, session: Session) -> Array:
+        """See `KeyedAccess`."""
+        return np.asarray(session.run(self.given))
+
+    def take_removed(self, session: Session) -> Array:
+        """See `KeyedAccess`."""
+        return np.asarray(session.run(self.removed))
+
+    def find(self, session: Session, rows: Array) -> tuple[Array, Array]:
+        """See `KeyedAccess`."""
+        is_used, keys = session.run(self.used, {self.rows: rows})
+        return rows[is_used], keys[is_used]
+
+    def rows_of(self, session: Session, keys: Array) -> Array:
+        """See `KeyedAccess`."""
+        rows = session.run(self.found, {self.keys: keys})
+        return np.asarray(rows[rows >= 0])
+
+    def write(self, session: Session, change: TableRows) -> None:
+        """See `KeyedAccess`."""
+        none = np.empty(0, np.int64)
+        row = max(1, change.values[:1].nbytes)
+        step = max(1, CHUNK_BYTES // row)
+        for start in range(0, max(1, len(change.ids)), step):
+            piece = slice(start, start + step)
+            fed = {self.rows: change.ids[piece], self.keys: change.keys[piece]}
+            fed |= {self.values: change.values[piece], self.gone: none if start else change.removed}
+            session.run(self.laid_over, fed)
+
+
+def table_access(table: TrainableTable) -> TableAccess:
+    """Add the operations to the current default graph."""
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    with tf.control_dependencies(None), tf.name_scope(f"{SCOPE}/table/"):
+        rows, keys, gone = (v1.placeholder(tf.int64, [None]) for _ in range(3))
+        values = v1.placeholder(table.values.dtype, [None, table.dim])
+        with table.values.graph.colocate_with(table.values.handle):
+            recorded = table.index.is_recorded.assign(True).op
+        return TableAccess(
+            name=table.name,
+            capacity=table.capacity,
+            dim=table.dim,
+            recorded=recorded,
+            given=table.index.take_changed(),
+            removed=table.index.take_removed(),
+            used=table.index.is_in_use(rows),
+            found=table.index.find(keys),
+            rows=rows,
+            keys=keys,
+            values=values,
+            gone=gone,
+            laid_over=table.lay_over(keys, rows, values, gone),
+        )
+
+
+def check_tables(stored: StoredIncrement, kinds: dict[str, tuple[str, int, int]]) -> None:
+    """Check that a graph has the tables of an increment; `kinds` are those of its own.
+
+    Raises:
+        MissingTensors, ShapeMismatch: it has not.
+        CorruptFile: the increment is damaged.
+    """
+    hint = "train with the graph that wrote the increments, or move the increments directory away"
+    for table, _ in stored.tables():
+        kind = kinds.get(table.name)
+        if kind is None:
+            raise MissingTensors(
+                f"{stored.path} holds table {table.name!r}, which this graph has not", hint=hint
+            )
+        if kind[:2] != table.kind[:2] or kind[2] < table.capacity:
+            raise ShapeMismatch(
+                f"table {table.name!r} has {kind[2]} rows {kind[0]}[{kind[1]}], in {stored.path} it has "
+                f"{table.capacity} rows {table.dtype.label}[{table.dim}]",
+                hint=hint,
+            )
+
+
+def overlay_tables(
+    session: Session, chain: Iterable[StoredIncrement], accesses: Iterable[KeyedAccess]
+) -> None:
+    """Write what increments hold of tables, in order."""
+    by_name = {access.name: access for access in accesses}
+    for table, change in _changes(chain):
+        by_name[table.name].write(session, change)
+
+
+def _changes(chain: Iterable[StoredIncrement]) -> Iterator[tuple[ChangedTable, TableRows]]:
+    for stored in chain:
+        yield from stored.tables()
+
 
 CHUNK_BYTES = 32 << 20
 """What one call of a session carries."""

@@ -19,13 +19,13 @@ from exporter.errors import UsageError
 from exporter.local_paths import local_path
 from exporter.progress import human_bytes
 from exporter.tables.trainable_table import is_trainable_table, trainable_tables
+from exporter.training.access import TableAccess, table_access
 from exporter.training.change_tracking import TrackingMode, VariableTracking, plan_tracking
 from exporter.training.collector import Collector
 from exporter.training.event_time import EventClock, EventTime
 from exporter.training.publisher import Publisher
 from exporter.training.recording import Recording, counts_every_step, record
 from exporter.training.store import Store
-from exporter.training.table_access import TableAccess, table_access
 
 Session = Any
 

@@ -36,8 +36,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking, tracking_digest
-from exporter.training.writes import RowWrite, consumers_of, is_resource, variable_use
+from exporter.training.change_tracking import (
+    RowWrite,
+    TrackingMode,
+    VariablePart,
+    VariableTracking,
+    consumers_of,
+    is_resource,
+    tracking_digest,
+    variable_use,
+)
 
 Operation = Any
 Tensor = Any

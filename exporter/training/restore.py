@@ -13,10 +13,9 @@ from exporter.errors import MissingTensors, ShapeMismatch, UsageError
 from exporter.increments.increment import Changed, StoredIncrement
 from exporter.local_paths import local_path
 from exporter.tables.trainable_table import trainable_tables
-from exporter.training.access import Access, access
+from exporter.training.access import Access, KeyedAccess, access, check_tables, overlay_tables, table_access
 from exporter.training.change_tracking import VariableTracking, plan_tracking
 from exporter.training.store import Store
-from exporter.training.table_access import KeyedAccess, check_tables, overlay_tables, table_access
 
 Session = Any
 

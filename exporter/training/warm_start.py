@@ -25,12 +25,13 @@ from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.object_graph import TrackedVariable
 from exporter.checkpoint.tensor_values import read_array
 from exporter.errors import MissingTensors, UsageError
+from exporter.graph.archived_model import keras_places
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.graph.keras_places import keras_places
 from exporter.graph.object_models import view_objects
 from exporter.local_paths import local_path
 from exporter.mapping.mapping_rules import MappingRules, RenameRule
 from exporter.mapping.partial import Fit, PartialMapping, fit_partly
+from exporter.printable import lines_of
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 
@@ -112,7 +113,7 @@ def load_checkpoint(
     if not mapping.fits:
         raise MissingTensors(
             f"nothing of {catalog.prefix} fits: {len(mapping.misfits)} variables were looked for",
-            cause="\n  ".join(["", *_some([f"{key}: {why}" for key, why in mapping.misfits.items()])]),
+            cause=lines_of(_some([f"{key}: {why}" for key, why in mapping.misfits.items()])),
         )
     for fit in mapping.fits.values():
         _load(fit, catalog, found.variables, session)

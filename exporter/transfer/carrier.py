@@ -11,9 +11,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from exporter.errors import CheckpointError, ExportError, PositionMoved, PublishError
+from exporter.errors import CheckpointError, ExportError, ManifestError, PositionMoved, PublishError
 from exporter.layout import HEAD_FILE, MANIFEST_FILE
 from exporter.progress import Progress
+from exporter.publish.manifest import FileEntry
 from exporter.publish.versions import MAX_MANIFEST_BYTES, lease
 from exporter.storage import mirror
 from exporter.storage.conditions import require_conditions
@@ -22,6 +23,7 @@ from exporter.storage.requests import MOST_COPIED
 from exporter.storage.waiting import GivenUp, setting_if_interrupted, until, within, workers
 from exporter.transfer.head import Head, Upload, as_bytes, as_text, fetch_head, files_digest
 from exporter.transfer.items import Item, StoredModel, item_of, stored_model
+from exporter.transfer.soundness import Passage
 
 BEAT_SECONDS = 10.0
 """How often an upload says that it goes on."""
@@ -124,13 +126,17 @@ class Carrier:
             raise
 
     def _put_files(self, model: Path, item: Item) -> Generator[int, None, None]:
-        """Put an item's files into the store, and tell the bytes of each.
+        """Put an item's files into the store, and tell the bytes of each; what is sent is checked on its way.
 
         What stands for an object, which tasks wrote, is copied by the store: that takes it seconds for each,
         so many are copied at a time.
+
+        Raises:
+            VerificationError, CheckpointError: something sent is not what the manifest says.
         """
         copies: list[tuple[RemoteObject, str]] = []
-        for file in item.manifest.files:
+        passage, sent = Passage(item, model / item.path), list[FileEntry]()
+        for file in passage.files:
             path, key = model / item.path / file.path, self._url.key(f"{item.path}/{file.path}")
             mirrored = mirror.find(path)
             each = None if mirrored is None else mirrored[0].standing_in(mirrored[1])
@@ -138,8 +144,11 @@ class Carrier:
                 copies.append((each, key))
                 continue
             mirror.fetch(path)
-            self._store.upload(key, path)
+            self._store.upload(key, path, passage.noting(file))
+            passage.check_file(file)
+            sent.append(file)
             yield file.bytes_
+        passage.check_values(sent)
         with workers(_COPIES, "copy") as pool:
             done = pool.map(lambda copy: self._store.duplicate(*copy), copies)
             for (each, _), _ in zip(copies, done, strict=True):
@@ -193,7 +202,13 @@ class Carrier:
         if pending in stored.objects:
             found = self._store.fetch(self._url.key(pending), MAX_MANIFEST_BYTES)
             if found is not None:  # else another machine has revealed it since
-                self._reveal(item_of(head.path, found[0], f"{self._url}/{head.path}"))
+                item = item_of(head.path, found[0], f"{self._url}/{head.path}")
+                if item.digest != head.manifest:
+                    raise ManifestError(
+                        f"{self._url}/{pending} is not what {HEAD_FILE} says is published",
+                        hint="publish to a URL of its own",
+                    )
+                self._reveal(item)
             return True
         return self._show_holds()
 

@@ -21,26 +21,36 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from exporter.errors import ManifestError
 from exporter.files import read_regular, writing
-from exporter.layout import HEAD_FILE, PUSHED_FILE
+from exporter.layout import DELTAS_DIRECTORY, HEAD_FILE, HOLD_FILE, PUSHED_FILE
 from exporter.publish.manifest import Manifest
 from exporter.storage.objects import ObjectWriter, Tag
 from exporter.storage.url import Url
-from exporter.wire.json_documents import DocumentError, format_version
+from exporter.wire.json_documents import DocumentError, decode, format_version
 
 FORMAT_VERSION = 1
+ITEM = rf"[0-9]{{1,19}}|{DELTAS_DIRECTORY}/[0-9]{{20}}/[0-9]{{20}}-[0-9]{{20}}"
+"""The path of a version or a delta below its model, as a regular expression."""
+HOLD = rf"(?:{DELTAS_DIRECTORY}/[0-9]{{20}}/)?{HOLD_FILE}"
+"""The path of a hold."""
+LONGEST_HOLD = 64
 _LONGEST = 1 << 20
+_Item = Annotated[str, Meta(pattern=rf"^(?:{ITEM})$(?!\n)")]
+_ItemOrNone = Annotated[str, Meta(pattern=rf"^(?:{ITEM})?$(?!\n)")]
+_HoldPath = Annotated[str, Meta(pattern=rf"^{HOLD}$(?!\n)")]
+_HoldText = Annotated[str, Meta(pattern=r"^[\x00-\xff]*$", max_length=LONGEST_HOLD)]
 
 
 class Upload(Struct, frozen=True):
     """What is being uploaded: its path below the model, the SHA-256 of its manifest, `files_digest` of it."""
 
-    path: str
+    path: _Item
     manifest: str
     files: str
 
@@ -52,11 +62,11 @@ class Head(Struct, frozen=True):
     `owner` and `beat` make each head another one, for stores that tell objects apart by their content.
     """
 
-    path: str = ""
+    path: _ItemOrNone = ""
     manifest: str = ""
     uploading: Upload | None = None
-    holds: dict[str, str] | None = None
-    given_up: dict[str, str] = field(default_factory=dict)
+    holds: dict[_HoldPath, _HoldText] | None = None
+    given_up: dict[_Item, str] = field(default_factory=dict)
     owner: str = ""
     beat: int = 0
     format_version: int = FORMAT_VERSION
@@ -92,8 +102,8 @@ def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
                 f"{store.url}/{HEAD_FILE} has format version {version}, this program reads {FORMAT_VERSION}",
                 hint="use the export-model that published there, or a newer one",
             )
-        return msgspec.json.decode(found[0], type=Head), found[1]
-    except (DocumentError, msgspec.DecodeError) as error:
+        return _decoded(found[0], Head, HEAD_FILE), found[1]
+    except DocumentError as error:
         raise ManifestError(
             f"{store.url}/{HEAD_FILE} is no head of a model",
             cause=str(error),
@@ -130,12 +140,28 @@ def remember(model: Path, url: Url, head: Head) -> None:
 
 
 def recall(model: Path, url: Url) -> Head | None:
-    """The head that this directory knows of a store."""
+    """The head that this directory knows of a store.
+
+    Raises:
+        ManifestError: what it keeps of them is damaged.
+    """
     return _heads(model).get(str(url))
 
 
 def _heads(model: Path) -> dict[str, Head]:
+    path = model / PUSHED_FILE
     try:
-        return msgspec.json.decode(read_regular(model / PUSHED_FILE, _LONGEST), type=dict[str, Head])
-    except (OSError, msgspec.DecodeError):
+        found: dict[str, Head] = _decoded(read_regular(path, _LONGEST), dict[str, Head], PUSHED_FILE)
+    except OSError:
         return {}  # the publications themselves tell, as long as they are there
+    except DocumentError as error:
+        raise ManifestError(
+            f"{path} is damaged",
+            cause=str(error),
+            hint="remove it: what is published here, and in the stores, tells the rest",
+        ) from None
+    return found
+
+
+def _decoded(text: bytes, type_: Any, where: str) -> Any:
+    return decode(text, type_, where, written=msgspec.json.encode)

@@ -7,33 +7,40 @@ is there once its manifest is, which is therefore written last, and removed firs
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from msgspec import Struct
 
-from exporter.errors import CheckpointChanged, ManifestError
-from exporter.files import Unchanged, read_regular
-from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, JOBS_DIRECTORY, MANIFEST_FILE
+from exporter.errors import CheckpointChanged, ManifestError, VerificationError
+from exporter.files import Unchanged, is_gone, open_regular, read_regular
+from exporter.layout import DELTAS_DIRECTORY, HEAD_FILE, HOLD_FILE, JOBS_DIRECTORY, MANIFEST_FILE
 from exporter.publish.manifest import Manifest, from_json
 from exporter.publish.versions import (
     MAX_MANIFEST_BYTES,
     VERSION_FILES,
+    a_copy,
+    check_place,
     delta_names,
+    inside_a_model,
+    is_of_a_model,
     itself_a_version,
+    originals,
     published_versions,
 )
 from exporter.storage.objects import ObjectReader, RemoteObject
+from exporter.storage.url import Url
 from exporter.storage.waiting import workers
+from exporter.transfer.head import HOLD, ITEM, LONGEST_HOLD
 
-_ITEM = re.compile(rf"([0-9]{{1,19}}|{DELTAS_DIRECTORY}/[0-9]{{20}}/[0-9]{{20}}-[0-9]{{20}})/(.+)")
-_HOLD = re.compile(rf"(?:{DELTAS_DIRECTORY}/[0-9]{{20}}/)?{HOLD_FILE}")
+_ITEM = re.compile(rf"({ITEM})/(.+)")
+_HOLD = re.compile(HOLD)
 _JOBS_END = f"{JOBS_DIRECTORY}0"
 """All names of jobs sort before it (`0` comes after `/`), and what is published after it."""
-_LONGEST_HOLD = 64
 _CONNECTIONS = 16
 _LOOKS = 3
 """Times that what was listed may be removed while it is read."""
@@ -102,10 +109,16 @@ def local_items(model: Path) -> list[Item]:
     """What is published locally, in the order in which it is carried.
 
     Raises:
-        ManifestError: a manifest is damaged.
+        ManifestError: a manifest is damaged, tells of another place, or is there under a second number.
     """
-    found = (local_item(model, path) for path in local_paths(model).values())
-    return sorted(found, key=lambda item: item.order)
+    found = []
+    for path in local_paths(model).values():
+        try:
+            found.append(local_item(model, path))
+        except ManifestError:
+            if not is_gone(path):  # else retention has removed it meanwhile
+                raise
+    return _without_copies(found, model)
 
 
 def by_path(items: Iterable[Item]) -> dict[str, Item]:
@@ -134,6 +147,7 @@ def local_item(model: Path, path: Path) -> Item:
         ManifestError: its manifest is damaged.
     """
     manifest, content = _manifests.of(path / MANIFEST_FILE, _read_local)
+    check_place(manifest, path)
     return Item(path.relative_to(model).as_posix(), manifest, content)
 
 
@@ -146,14 +160,18 @@ def _read_local(file: Path) -> tuple[Manifest, bytes]:
         content = read_regular(file, MAX_MANIFEST_BYTES)
     except OSError as error:
         raise ManifestError(f"{file} cannot be read", cause=error.strerror or str(error)) from None
-    item = item_of("", content, str(file.parent))
-    return item.manifest, content
+    return _manifest(content, file), content
 
 
 def local_holds(model: Path) -> dict[str, bytes]:
     """The holds by their paths below the model."""
     paths = [model / HOLD_FILE, *(model / DELTAS_DIRECTORY).glob(f"*/{HOLD_FILE}")]
-    return {path.relative_to(model).as_posix(): path.read_bytes() for path in paths if path.is_file()}
+    return {path.relative_to(model).as_posix(): _read_hold(path) for path in paths if path.is_file()}
+
+
+def _read_hold(path: Path) -> bytes:
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read(LONGEST_HOLD)
 
 
 def looking_again(work: Callable[[], T]) -> T:
@@ -178,6 +196,16 @@ def stored_model(store: ObjectReader) -> StoredModel:
     return looking_again(lambda: _stored_model(store))
 
 
+def _require_outside_models(place: Url) -> None:
+    inner = place
+    while inner.path:
+        around = inner.parent
+        could_be = bool(around.path) and is_of_a_model(inner.name)
+        if could_be and ObjectReader(around).look(around.key(HEAD_FILE)) is not None:
+            raise inside_a_model(place, around)
+        inner = around
+
+
 def _stored_model(store: ObjectReader) -> StoredModel:
     objects = store.contents(after=_JOBS_END)
     if not objects.keys().isdisjoint(VERSION_FILES):
@@ -188,7 +216,9 @@ def _stored_model(store: ObjectReader) -> StoredModel:
         if found and found[2] == MANIFEST_FILE:
             manifests[found[1]] = each
         elif _HOLD.fullmatch(name):
-            holds[name] = bytes(store.read(each, 0, min(each.size, _LONGEST_HOLD)))
+            holds[name] = bytes(store.read(each, 0, min(each.size, LONGEST_HOLD)))
+    if not manifests:
+        _require_outside_models(store.url)
     return StoredModel(objects, manifests, holds)
 
 
@@ -203,7 +233,7 @@ def stored_items(
     Manifests that are `ours`, or were `known` before, are not read.
 
     Raises:
-        ManifestError: a manifest is damaged.
+        ManifestError: a manifest is damaged, tells of another place, or is there under a second number.
         CheckpointError: the store cannot be read.
     """
     return looking_again(lambda: _with_items(store, look() if look else _stored_model(store), ours, known))
@@ -225,6 +255,7 @@ def _with_items(
         contents = pool.map(lambda pair: read_stored(store, *pair), new.items())
         for path, content in zip(new, contents, strict=True):
             items[path] = item_of(path, content, f"{store.url}/{path}")
+    _without_copies(items.values(), store.url)
     return StoredItems(model.objects, model.manifests, model.holds, items)
 
 
@@ -255,14 +286,32 @@ def item_of(path: str, content: bytes, where: str) -> Item:
     """What a manifest tells of.
 
     Raises:
-        ManifestError: it is damaged.
+        ManifestError: it is damaged, or tells of another place.
     """
+    manifest = _manifest(content, f"{where}/{MANIFEST_FILE}")
+    check_place(manifest, PurePosixPath(path), where)
+    return Item(path, manifest, content)
+
+
+def _manifest(content: bytes, where: object) -> Manifest:
     try:
-        return Item(path, from_json(content), content)
+        return from_json(content)
     except ManifestError as error:
-        raise ManifestError(
-            f"{where}/{MANIFEST_FILE}: {error.message}", cause=error.cause, hint=error.hint
-        ) from error
+        raise ManifestError(f"{where}: {error.message}", cause=error.cause, hint=error.hint) from error
+
+
+def _without_copies(items: Iterable[Item], where: object) -> list[Item]:
+    """The items in the order in which they are carried.
+
+    Raises:
+        ManifestError: a version appears under a second number.
+    """
+    found = sorted(items, key=lambda item: item.order)
+    for copy, original in originals(
+        {item.path: item.manifest for item in found if not item.is_delta}
+    ).items():
+        raise a_copy(f"{where}/{copy}", f"{where}/{original}")
+    return found
 
 
 def files_of(model: StoredModel, item: Item) -> dict[str, RemoteObject] | None:
@@ -271,3 +320,19 @@ def files_of(model: StoredModel, item: Item) -> dict[str, RemoteObject] | None:
     sizes = {file.path: file.bytes_ for file in item.manifest.files}
     whole = {path: each for path, each in found.items() if each is not None and each.size == sizes[path]}
     return whole if len(whole) == len(found) else None
+
+
+def require_sizes(model: StoredModel, item: Item, where: object) -> None:
+    """Refuse an object of another size than its manifest says; one that is missing may still come.
+
+    Raises:
+        VerificationError: there is one, which no waiting mends.
+    """
+    for file in item.manifest.files:
+        each = model.objects.get(f"{item.path}/{file.path}")
+        if each is not None and each.size != file.bytes_:
+            raise VerificationError(
+                f"{where}/{item.path}/{file.path} has {each.size} bytes, expected {file.bytes_}",
+                cause=f"{MANIFEST_FILE} beside it says so; nothing was fetched",
+                hint="push it again from where it was published, or remove it there: the copy then goes on",
+            )

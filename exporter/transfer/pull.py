@@ -24,13 +24,17 @@ from msgspec.structs import replace
 
 from exporter.errors import (
     CheckpointNotFound,
+    CorruptFile,
     DiskFull,
-    ExportError,
     ForeignLineage,
+    MissingShard,
     PositionMoved,
+    TruncatedFile,
+    UnsupportedFormat,
     UsageError,
+    VerificationError,
 )
-from exporter.files import make_directories, remove_tree, sync, write_durably, writing
+from exporter.files import below, make_directories, remove_tree, sync, write_durably, writing
 from exporter.layout import (
     CHECKPOINT_STATE_FILE,
     HOLD_FILE,
@@ -58,10 +62,11 @@ from exporter.transfer.items import (
     local_holds,
     local_items,
     looking_again,
+    require_sizes,
     stored_items,
 )
 from exporter.transfer.push import parse
-from exporter.transfer.soundness import require_sound
+from exporter.transfer.soundness import Passage
 from exporter.transfer.superseded import superseded
 from exporter.transfer.taken_back import TakenBack, is_of_a_canary, is_restoration
 
@@ -224,6 +229,8 @@ class _Pull:
         incomplete = self._fetch(wanted, progress)
         if not incomplete:
             self._settle_holds()
+        elif not self._fetched:
+            require_sizes(self._stored, self._stored.items[incomplete[0]], self._url)
         return self._done(removed, incomplete, waiting)
 
     def _done(
@@ -316,33 +323,40 @@ class _Pull:
         staged = self._model / f"{PULL_PREFIX}{item.digest}"
         with writing(staged):
             make_directories(staged)
-            missing = {
-                staged / name: each for name, each in files.items() if not _is_there(staged / name, each)
-            }
-            _require_room(staged, sum(each.size for each in missing.values()))
-            for path, each in missing.items():
-                make_directories(path.parent)
-                part = path.with_name(f".{path.name}.part")
-                with part.open("wb") as file:
-                    self._store.copy(each, file.fileno(), [(0, each.size, 0)], path, bar.advance)
-                    file.flush()
-                    os.fsync(file.fileno())
-                part.replace(path)
-                sync(path.parent)
+            try:
+                self._fill(item, staged, files, bar)
+            except (VerificationError, CorruptFile, MissingShard, TruncatedFile, UnsupportedFormat) as error:
+                remove_tree(staged)  # to be fetched anew
+                error.message = error.message.replace(str(staged), f"{self._url}/{item.path}")
+                raise
             (staged / MANIFEST_FILE).unlink(missing_ok=True)
             write_durably(staged / MANIFEST_FILE, item.content)
             sync(staged)
-        self._check(item, staged)
         return staged
 
-    def _check(self, item: Item, staged: Path) -> None:
-        try:
-            require_sound(staged, is_delta=item.is_delta)
-        except Exception as error:
-            remove_tree(staged)  # to be fetched anew
-            if isinstance(error, ExportError):
-                error.message = error.message.replace(str(staged), f"{self._url}/{item.path}")
-            raise
+    def _fill(self, item: Item, staged: Path, files: dict[str, RemoteObject], bar: Progress) -> None:
+        """Fetch what is missing of a publication, and compare all of it with the manifest.
+
+        Raises:
+            VerificationError, CheckpointError: it is not what the manifest says.
+        """
+        passage, said = Passage(item, staged), f"{self._url}/{item.path}/{MANIFEST_FILE}: the file"
+        places = {file: below(staged, file.path, said, writes=True) for file in passage.files}
+        missing = [file for file, path in places.items() if not _is_there(path, files[file.path])]
+        _require_room(staged, sum(file.bytes_ for file in missing))
+        for file in missing:
+            path, each = places[file], files[file.path]
+            make_directories(path.parent)
+            part, note = path.with_name(f".{path.name}.part"), passage.noting(file)
+            with part.open("wb") as opened:
+                self._store.copy(each, opened.fileno(), [(0, each.size, 0)], path, bar.advance, note)
+                opened.flush()
+                os.fsync(opened.fileno())
+            part.replace(path)
+            sync(path.parent)
+            passage.check_file(file)
+        passage.check_files()
+        passage.check_values()
 
     def _publish(self, item: Item, staged: Path) -> None:
         target = self._model / item.path
@@ -361,7 +375,7 @@ class _Pull:
         here = local_holds(self._model)
         for name, content in self._stored.holds.items():
             if here.get(name) != content and name != self._kept_hold:
-                path = self._model / name
+                path = below(self._model, name, f"{self._url}: the hold")
                 with writing(path), Staging(self._model) as staging:
                     make_directories(path.parent)
                     new = staging.path.with_name(HOLD_FILE)

@@ -7,12 +7,20 @@ hold back, and are lifted after everything else.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
 
-from exporter.errors import ForeignLineage, NotUpdatable, PositionMoved, TargetNotWritable, UsageError
+from exporter.errors import (
+    ForeignLineage,
+    ManifestError,
+    NotUpdatable,
+    PositionMoved,
+    TargetNotWritable,
+    UsageError,
+)
 from exporter.layout import MANIFEST_FILE
 from exporter.local_paths import in_store, quoted, without_secrets
 from exporter.progress import ProgressFactory, no_progress
@@ -20,7 +28,7 @@ from exporter.publish.versions import require_base_path
 from exporter.storage.objects import ObjectWriter
 from exporter.storage.url import Url
 from exporter.transfer.carrier import Carrier
-from exporter.transfer.head import Head, as_bytes, fetch_head, recall, remember
+from exporter.transfer.head import ITEM, Head, as_bytes, fetch_head, recall, remember
 from exporter.transfer.items import (
     Item,
     StoredItems,
@@ -79,6 +87,12 @@ def plan_push(model: Path, url: str, *, prune: bool = False) -> PushPlan:
 def _ours(model: Path) -> dict[str, Item]:
     require_base_path(model)
     items = by_path(local_items(model))
+    for path in items:
+        if re.fullmatch(ITEM, path) is None:
+            raise ManifestError(
+                f"{model / path} has a name that no version has in a store",
+                hint=f"rename it, if no server reads it: {int(path)}",
+            )
     if not items:
         raise NotUpdatable(f"there is nothing published under {model}", hint="export first, to --out MODEL")
     return items
@@ -136,7 +150,7 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
     plan = _plan(model, ours, url, stored, carrier.head, plan.prune)
     with progress("uploading", plan.bytes_) as bar:
         for item in plan.upload:
-            require_sound(model / item.path, is_delta=item.is_delta)
+            require_sound(item, model / item.path)  # all of it: where wrong bytes went, nothing else may go
             carrier.publish(model, item, stored.holds | plan.holds, bar)
             _remember(model, url, carrier.head)
     if carrier.shown != plan.holds or (plan.remove and not plan.upload):

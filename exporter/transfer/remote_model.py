@@ -20,8 +20,8 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from exporter.errors import CheckpointChanged, ExportError, NothingChanged, PositionMoved, PublishError
-from exporter.files import make_directories, remove_tree, writing
-from exporter.jobs.kept_jobs import StoredJob, remove_abandoned
+from exporter.files import below, make_directories, remove_tree, writing
+from exporter.jobs.runner import StoredJob, remove_abandoned
 from exporter.layout import (
     CACHES_DIRECTORY,
     DELTAS_DIRECTORY,
@@ -235,7 +235,7 @@ class RemoteModel:
             for name in local_holds(self.path).keys() - holds.keys():
                 (self.path / name).unlink()
             for name, content in holds.items():
-                path = self.path / name
+                path = below(self.path, name, f"{self.url}: the hold", writes=True)
                 make_directories(path.parent)
                 path.write_bytes(content)
 

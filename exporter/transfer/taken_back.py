@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from exporter.publish.log_entries import DeltaEntry, DeltaOrigin
+from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.transfer.items import Item
 
 

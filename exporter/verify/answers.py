@@ -10,7 +10,7 @@ import numpy as np
 
 from exporter.errors import VerificationError
 from exporter.golden import Answer, Gates, GoldenRequest, told
-from exporter.graph.signature_tensors import tensor_names
+from exporter.graph.signatures import tensor_names
 from exporter.storage import mirror
 from exporter.wire.rest_json import predict_inputs
 

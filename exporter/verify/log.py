@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -22,15 +23,24 @@ from exporter.errors import (
     TruncatedFile,
     UnsupportedFormat,
     VerificationError,
+    unreachable,
 )
+from exporter.files import is_gone
 from exporter.jobs.runner import LOCAL, Runner
-from exporter.layout import VARIABLES_PREFIX
-from exporter.publish.absent import nothing_published
+from exporter.layout import DELTA_NAME, VARIABLES_PREFIX
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, read_log
 from exporter.publish.hold import Hold
-from exporter.publish.versions import published_versions
+from exporter.publish.manifest import Manifest
+from exporter.publish.versions import (
+    a_copy,
+    check_place,
+    nothing_published,
+    originals,
+    published_versions,
+    read_manifest,
+)
 from exporter.storage import mirror
-from exporter.verify.version_files import verify_bytes, verify_published
+from exporter.verify.version_files import verify_bytes, verify_files
 
 
 class Problem(Struct, frozen=True):
@@ -40,7 +50,7 @@ class Problem(Struct, frozen=True):
     error: ExportError
 
 
-def _problem(path: Path, error: ExportError) -> Problem:
+def _problem(path: Path, error: ExportError | OSError) -> Problem:
     """What is published is read as checkpoints are; its damage is no damage of a checkpoint.
 
     Raises:
@@ -49,6 +59,8 @@ def _problem(path: Path, error: ExportError) -> Problem:
     """
     if isinstance(error, CheckpointChanged | PositionMoved | DiskFull):
         raise error
+    if isinstance(error, OSError):
+        error = unreachable(error)
     if isinstance(error, CorruptFile | TruncatedFile | MissingShard | UnsupportedFormat):
         error = VerificationError(error.message, cause=error.cause, hint=error.hint)
     return Problem(path, error)
@@ -95,15 +107,23 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
     """
     damage: list[Problem] = []
     versions = published_versions(model)
-    if not versions:
-        raise nothing_published(model)
-    for child in versions:
+    manifests: dict[str, Manifest] = {}
+    for child in [*versions]:
         try:
-            verify_published(child.path)
+            manifests[child.path.name] = manifest = read_manifest(child.path)
+            check_place(manifest, child.path)
+            verify_files(child.path, manifest.tensors, manifest.files)
             if bytes_:
                 verify_bytes(read_catalog(child.path / VARIABLES_PREFIX), runner=runner)
-        except ExportError as error:
-            damage.append(_problem(child.path, error))
+        except (ExportError, OSError) as error:
+            if is_gone(child.path):  # retention removed it meanwhile: whole, and what nobody needs
+                versions.remove(child)
+            else:
+                damage.append(_problem(child.path, error))
+    if not versions:
+        raise nothing_published(model)
+    for copy, original in originals(manifests).items():
+        damage.append(Problem(model / copy, a_copy(model / copy, model / original)))
     try:
         log = read_log(model)
     except NotUpdatable:
@@ -111,7 +131,10 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
         return VerifiedModel(len(versions), None, hold, tuple(damage))
     except ExportError as error:
         return VerifiedModel(len(versions), None, None, (*damage, _problem(versions[0].path, error)))
-    damage += _problems_of(log)
+    damage += _damaged_deltas(log)
+    if any(is_gone(path) for path in (log.base.path, *(delta.path for delta in log.deltas))):
+        log = read_log(model)  # what took the place of what retention removed was there before
+    damage += _gaps(log)
     hold = _read_hold(log.held, damage)
     return VerifiedModel(len(versions), log, hold, tuple(damage))
 
@@ -124,14 +147,19 @@ def _read_hold(hold: Hold, damage: list[Problem]) -> int | None:
         return None
 
 
-def _problems_of(log: DeltaLog) -> Iterator[Problem]:
+def _damaged_deltas(log: DeltaLog) -> Iterator[Problem]:
     for delta in log.deltas:
         try:
             _verify_delta(log, delta)
-        except ExportError as error:
-            yield _problem(delta.path, error)
-        for path in delta.path.glob("*"):  # of a model in a store: all deltas may be larger than the disk
-            mirror.forget(path)
+        except (ExportError, OSError) as error:
+            if not is_gone(delta.path):
+                yield _problem(delta.path, error)
+        with suppress(FileNotFoundError):
+            for path in delta.path.iterdir():  # of a model in a store: all deltas may be larger than the disk
+                mirror.forget(path)
+
+
+def _gaps(log: DeltaLog) -> Iterator[Problem]:
     for base in log.bases:
         try:
             log.chain(base.at.position)
@@ -147,12 +175,11 @@ def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
     Raises:
         VerificationError, CheckpointError, PositionError: see errors.py.
     """
-    for entry in delta.manifest.files:
-        path = delta.path / entry.path
-        if not path.is_file():
-            raise VerificationError(f"{path} is in the manifest and not there", hint=BROKEN_LOG_HINT)
-        if (size := path.stat().st_size) != entry.bytes_:
-            raise VerificationError(f"{path} has {size} bytes, expected {entry.bytes_}", hint=BROKEN_LOG_HINT)
+    try:
+        verify_files(delta.path, delta.manifest.tensors, delta.manifest.files, prefix=Path(DELTA_NAME))
+    except VerificationError as error:
+        error.hint = BROKEN_LOG_HINT
+        raise
     found = log.open(delta)
     said, holds = delta.entry, found.header
     if (said.rows, said.exact_base) != (found.rows, holds.exact_base):

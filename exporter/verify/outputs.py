@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from exporter.checkpoint.source_shard import fetch_tensors
 from exporter.errors import VerificationError
+from exporter.graph.nodes import all_before, endpoint
+from exporter.graph.outside import require_harmless, running_outside
 from exporter.graph.runnable import runnable_graph
-from exporter.graph.signature_tensors import tensor_names
+from exporter.graph.signatures import SignatureEnds, tensor_names
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.tables import files_to_feed
 from exporter.layout import SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME
@@ -182,6 +184,7 @@ def _run_source(
     import tensorflow as tf
 
     runnable = runnable_graph(source)
+    _require_harmless(source, runnable, requests)
     tables.size(source, runnable)
     graph_def = tf.compat.v1.GraphDef.FromString(runnable.SerializeToString())
     for node in protos.all_nodes(graph_def):
@@ -195,6 +198,20 @@ def _run_source(
         fixed = {f"{node}:0": value for node, value in source.feeds.items()}
         signatures = source.meta_graph.signature_def
         return [_in_parts(session, signatures, request, fixed, rows) for request in requests]
+
+
+def _require_harmless(source: SourceGraph, runnable: Proto, requests: list[Request]) -> None:
+    """Refuse a source graph that does more than compute and read, in its outputs or in its init op.
+
+    Raises:
+        AccessRefused: it does, and code is not allowed.
+    """
+    nodes = {node.name: node for node in runnable.node}
+    runs = all_before(nodes, [endpoint(source.init_op)] if source.init_op else [])
+    for name in {request.signature for request in requests} & {*source.meta_graph.signature_def}:
+        ends = SignatureEnds.of(source.meta_graph.signature_def[name])
+        runs |= all_before(nodes, ends.outputs, ends.inputs)
+    require_harmless(running_outside(runnable, runs), "--verify outputs", is_allowed=source.trust.code)
 
 
 def _in_parts(session: Any, signatures: Any, request: Request, fixed: Feeds, rows: int | None) -> Feeds:

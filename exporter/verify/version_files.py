@@ -1,27 +1,56 @@
-"""Verify a bundle: `files` checks index, sizes and manifest, `bytes` every kept tensor's checksum."""
+"""Verify a bundle: `files` checks index, sizes and manifest, `bytes` every kept tensor's checksum.
+
+The task of reading ranges for their checksums.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
-from exporter.checkpoint.tensor_bundle import check_values, read_catalog
+from exporter.checkpoint.bundle_writer import shard_path
+from exporter.checkpoint.tensor_bundle import Index, check_values, read_catalog
 from exporter.errors import CheckpointError, VerificationError
 from exporter.files import open_regular
+from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.runner import LOCAL, Runner
-from exporter.jobs.task import Input, Range, Receipt
+from exporter.jobs.task import Input, Range, Receipt, Task
 from exporter.layout import MANIFEST_FILE, PAIR_NAME, SAVED_MODEL_FILE, VARIABLES_PREFIX
 from exporter.progress import NoProgress, Progress
 from exporter.publish.manifest import FileEntry, TensorEntry
 from exporter.publish.versions import read_manifest
-from exporter.verify.checksum import Checksum
-from exporter.wire.crc32c import combine, crc_of, mask
+from exporter.storage.output_directory import Directory
+from exporter.wire.crc32c import combine, crc_of, extend, mask
 from exporter.wire.dtypes import DType
+
+
+class Checksum(Task, frozen=True, kw_only=True):
+    """Read ranges; the receipt has the checksum of each, of less where a file ends. There is no output."""
+
+    operation: ClassVar[str] = "checksum"
+
+    ranges: tuple[Range, ...]
+
+    def run(self, directory: Directory) -> Receipt:
+        """See `Task`."""
+        crcs = [0] * len(self.ranges)
+        for number, source in enumerate(self.inputs):
+            mine = [index for index, each in enumerate(self.ranges) if each.input == number]
+            found = source.checksums([self.ranges[index] for index in mine], directory.scratch)
+            for index, crc in zip(mine, found, strict=True):
+                crcs[index] = crc
+        return Receipt(self.name, read=tuple(crcs))
+
 
 _DAMAGED_HINT = "publish it again from the checkpoint; if the source is damaged, name an older one"
 
@@ -55,12 +84,18 @@ def verify_published(version: Path) -> FilesReport:
 
 
 def verify_files(
-    bundle: Path, tensors: Iterable[TensorEntry], files: Iterable[FileEntry] | None = None
+    bundle: Path,
+    tensors: Iterable[TensorEntry],
+    files: Iterable[FileEntry] | None = None,
+    *,
+    prefix: Path | None = None,
+    passed: Passed | None = None,
 ) -> FilesReport:
     """Compare a SavedModel directory with the tensors and, once they are known, the files it should hold.
 
-    Reads the index, whose blocks have checksums, and the files that have one in the manifest; of data shards
-    only the sizes, so that the cost is O(number of tensors).
+    Reads the index, whose blocks have checksums, and the files that have one in the manifest and have not
+    `passed`; of data shards only the sizes, so that the cost is O(number of tensors). With `prefix` it is no
+    SavedModel, but a directory with a bundle of this prefix, as a delta is.
 
     Raises:
         VerificationError: a file is missing, no regular file, or of another size or checksum; the index is
@@ -70,11 +105,10 @@ def verify_files(
     found = _found_files(bundle)
     listed = {entry.path: entry for entry in files or ()}
     for entry in listed.values():
-        _verify_file(bundle, entry, found)
-    is_pair = SAVED_MODEL_FILE not in found and f"{PAIR_NAME}.meta" in found
-    if SAVED_MODEL_FILE not in found and not is_pair:
-        raise VerificationError(f"{bundle} has no {SAVED_MODEL_FILE}", hint=_DAMAGED_HINT)
-    prefix = Path(PAIR_NAME) if is_pair else VARIABLES_PREFIX
+        if entry.path not in found:
+            raise _not_there(bundle / entry.path)
+        verify_file(bundle, entry, passed)
+    prefix = prefix or _prefix_of_saved_model(bundle, found)
     if expected or f"{prefix}.index" in found:
         _verify_index(bundle, prefix, expected)
     unlisted = () if files is None else tuple(sorted(found.keys() - listed.keys() - {MANIFEST_FILE}))
@@ -82,11 +116,16 @@ def verify_files(
 
 
 def verify_bytes(
-    catalog: Catalog, *, runner: Runner = LOCAL, progress: Progress | None = None
+    catalog: Catalog,
+    *,
+    runner: Runner = LOCAL,
+    progress: Progress | None = None,
+    passed: Passed | None = None,
 ) -> BytesReport:
     """Read every stored byte of a bundle's tensors once, in parallel, and compare the index's checksums.
 
-    Large tensors are divided among workers too. `progress` advances by bytes.
+    What has `passed` is not read again. Large tensors are divided among workers too. `progress` advances by
+    bytes.
 
     Raises:
         VerificationError: the first tensor, in the files' order, whose bytes differ or are not there.
@@ -95,7 +134,8 @@ def verify_bytes(
     numeric = [run for run in runs if run.ref.dtype.itemsize is not None]
     strings = [run for run in runs if run.ref.dtype is DType.STRING]
     progress = progress or NoProgress()
-    batches = list(_batches(numeric, runner.task_bytes))
+    unread = numeric if passed is None else [run for run in numeric if not _has_passed(catalog, run, passed)]
+    batches = list(_batches(unread, runner.task_bytes))
     try:
         with runner.job(_tasks(catalog, batches)) as job:
             _compare(catalog, zip(batches, job.receipts(progress), strict=True))
@@ -108,6 +148,56 @@ def verify_bytes(
     return BytesReport(
         len(checked), sum(run.extent.size for run in numeric + strings), tuple(sorted(unchecked))
     )
+
+
+# --- what has passed ---------------------------------------------------------------------------------------
+
+
+class Passed:
+    """The checksums of files' ranges, taken while their bytes went by, in any order and in several threads.
+
+    `cuts` are the offsets at which runs of a file begin or end whose checksums are asked for.
+    """
+
+    def __init__(self) -> None:
+        self._checksums: RangeChecksums[Path] = RangeChecksums()
+        self._lock = threading.Lock()
+
+    def noting(self, path: Path, cuts: Iterable[int] = ()) -> Callable[[int, memoryview], None]:
+        """What is to be called with each part of a file: its offset, and its bytes."""
+        known = sorted(set(cuts))
+
+        def note(offset: int, content: memoryview) -> None:
+            end = offset + len(content)
+            inside = known[bisect_right(known, offset) : bisect_left(known, end)]
+            for start, stop in pairwise((offset, *inside, end)):
+                crc = extend(0, np.frombuffer(content[start - offset : stop - offset], np.uint8))
+                with self._lock:
+                    self._checksums.add(path, start, stop - start, crc)
+
+        return note
+
+    def of(self, path: Path, start: int, size: int) -> int | None:
+        """The plain crc32c of a run of a file; None if not all of it has passed."""
+        with self._lock:
+            return self._checksums.of(path, start, size)
+
+
+def cuts_of(index: Index, prefix: Path) -> dict[Path, set[int]]:
+    """Where the stored runs of a bundle's tensors begin and end, by its shards, which need not be there."""
+    cuts: dict[Path, set[int]] = {}
+    for run in _runs(index.tensors.values()):
+        begin, end = run.extent.offset, run.extent.offset + run.extent.size
+        cuts.setdefault(shard_path(prefix, run.extent.shard, index.num_shards), set()).update((begin, end))
+    return cuts
+
+
+def _has_passed(catalog: Catalog, run: _Run, passed: Passed) -> bool:
+    extent = run.extent
+    crc = passed.of(catalog.path_of(extent), extent.offset, extent.size)
+    if crc is not None:
+        _check(catalog, run, crc)
+    return crc is not None
 
 
 # --- files -------------------------------------------------------------------------------------------------
@@ -123,15 +213,36 @@ def _found_files(bundle: Path) -> dict[str, int]:
     return found
 
 
-def _verify_file(bundle: Path, entry: FileEntry, found: dict[str, int]) -> None:
+def _prefix_of_saved_model(bundle: Path, found: Collection[str]) -> Path:
+    if SAVED_MODEL_FILE in found:
+        return VARIABLES_PREFIX
+    if f"{PAIR_NAME}.meta" in found:
+        return Path(PAIR_NAME)
+    raise VerificationError(f"{bundle} has no {SAVED_MODEL_FILE}", hint=_DAMAGED_HINT)
+
+
+def verify_file(bundle: Path, entry: FileEntry, passed: Passed | None = None) -> None:
+    """Compare a file of a directory with its entry in the manifest.
+
+    Raises:
+        VerificationError: it is not there as a file, or of another size or checksum.
+    """
     path = bundle / entry.path
-    size = found.get(entry.path)
-    if size is None:
-        raise VerificationError(f"{path} is in the manifest and not there as a file", hint=_DAMAGED_HINT)
+    if not path.is_file():
+        raise _not_there(path)
+    size = path.stat().st_size
     if size != entry.bytes_:
         raise VerificationError(f"{path} has {size} bytes, expected {entry.bytes_}", hint=_DAMAGED_HINT)
-    if entry.crc32c is not None and (crc := f"{mask(_file_crc(path, size)):08x}") != entry.crc32c:
+    if entry.crc32c is None:
+        return
+    plain = None if passed is None else passed.of(path, 0, size)
+    crc = f"{mask(_file_crc(path, size) if plain is None else plain):08x}"
+    if crc != entry.crc32c:
         raise VerificationError(f"{path} has checksum {crc}, expected {entry.crc32c}", hint=_DAMAGED_HINT)
+
+
+def _not_there(path: Path) -> VerificationError:
+    return VerificationError(f"{path} is in the manifest and not there as a file", hint=_DAMAGED_HINT)
 
 
 def _verify_index(bundle: Path, prefix: Path, expected: dict[str, TensorEntry]) -> None:
@@ -244,9 +355,14 @@ def _compare(catalog: Catalog, jobs: Iterable[tuple[list[_Piece], Receipt]]) -> 
     for batch, receipt in jobs:
         for piece, piece_crc in zip(batch, receipt.read, strict=True):
             crc = combine(crc, piece_crc, piece.size) if piece.start else piece_crc
-            if piece.is_last and mask(crc) != piece.run.extent.crc32c:
-                expected = f"expected {piece.run.extent.crc32c:08x}"
-                raise _damage(catalog, piece.run, f"has checksum {mask(crc):08x}, {expected}")
+            if piece.is_last:
+                _check(catalog, piece.run, crc)
+
+
+def _check(catalog: Catalog, run: _Run, crc: int) -> None:
+    if mask(crc) != run.extent.crc32c:
+        expected = f"expected {run.extent.crc32c:08x}"
+        raise _damage(catalog, run, f"has checksum {mask(crc):08x}, {expected}")
 
 
 def _check_strings(catalog: Catalog, run: _Run, progress: Progress) -> None:

@@ -27,6 +27,7 @@ _FILES = (
     "tensorflow/core/protobuf/tensor_bundle.proto",
     "tensorflow/core/protobuf/saved_model.proto",
     "tensorflow/core/protobuf/config.proto",
+    "tensorflow/core/util/saved_tensor_slice.proto",
 )
 """In the order in which they are looked through: an index of tensors needs five small files, a graph all."""
 _SERVING_FILES = (

@@ -12,11 +12,13 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from exporter.wire.dtypes import DType
@@ -45,8 +47,75 @@ both is, too.
 """
 
 
-def parse_request(body: bytes) -> dict[str, Json]:
+_SPACE = re.compile(r"[ \t\n\r]*")
+_MOST_DIMENSIONS = 254
+"""Of a tensor (TensorShape::MaxDimensions); numpy takes fewer, and says so."""
+LONG_BYTES = 4 << 20
+_BLOCK_BYTES = 256 << 10
+_LISTS = ("instances", "inputs", "examples")
+
+
+class LongList(Struct, frozen=True):
+    """A list in the text of a long request. It was read once, and is read again block by block: numbers take
+    ten times the room of their text when they are objects of Python.
+    """
+
+    text: str
+    begin: int
+    decoder: json.JSONDecoder
+
+    def blocks(self) -> Generator[list[Json], None, int]:
+        """Its items, some thousands at a time, of an empty list one empty block; returns where it ends.
+
+        Raises:
+            ValueError: it is no list of JSON.
+        """
+        text, at = self.text, _space(self.text, self.begin + 1)
+        if text.startswith("]", at):
+            yield []
+            return at + 1
+        while True:
+            try:
+                found = self._until_a_comma(at)
+                block, at = found or self._one_by_one(at)
+            except RecursionError:
+                raise ValueError("nested too deeply") from None
+            yield block
+            if not found:
+                if text.startswith("]", at):
+                    return at + 1
+                at = _skip_comma(text, at)
+
+    def _until_a_comma(self, at: int) -> tuple[list[Json], int] | None:
+        """The items before some comma, and where the next one begins.
+
+        What ends before a comma is a list by itself only if that comma stands between two items: inside of an
+        item a bracket or a quote is open, and behind the list stand a key and a colon.
+        """
+        for before in ("],", "},", ","):
+            cut = self.text.rfind(before, at, at + _BLOCK_BYTES) + len(before)
+            if cut > at:
+                with suppress(json.JSONDecodeError):
+                    return self.decoder.decode(f"[{self.text[at : cut - 1]}]"), cut
+        return None
+
+    def _one_by_one(self, at: int) -> tuple[list[Json], int]:
+        """Some items, at least one, and where the comma or the bracket behind them is."""
+        items, end = [], at + _BLOCK_BYTES
+        while True:
+            item, at = self.decoder.raw_decode(self.text, _space(self.text, at))
+            items.append(item)
+            at = _space(self.text, at)
+            if at > end or not self.text.startswith(",", at):
+                return items, at
+            at += 1
+
+
+def parse_request(body: bytes | bytearray) -> dict[str, Json]:
     """The object that a request's body holds; `NaN`, `Infinity` and `-Infinity` are numbers.
+
+    Lists and objects may be nested as deeply as the body is long, as in the server. Of more than `LONG_BYTES`
+    they may not, and the lists of rows, columns and examples are left in their text.
 
     Raises:
         ValueError: where it is no JSON, or that it is no object.
@@ -55,8 +124,7 @@ def parse_request(body: bytes) -> dict[str, Json]:
         raise ValueError("JSON Parse error: The document is empty")
     try:
         text = body.decode("utf-8-sig")
-        may_overflow = any(pattern.search(text) for pattern in _MAY_OVERFLOW)
-        document = json.loads(text, parse_float=_finite if may_overflow else None)
+        document = _parse(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"JSON Parse error: {error.msg} at offset: {error.pos}") from None
     except UnicodeDecodeError as error:
@@ -68,6 +136,119 @@ def parse_request(body: bytes) -> dict[str, Json]:
     if not isinstance(document, dict):
         raise ValueError(f"JSON Value: {_brief(document)} Is not object")
     return document
+
+
+def _parse(text: str) -> Json:
+    may_overflow = any(pattern.search(text) for pattern in _MAY_OVERFLOW)
+    decoder = json.JSONDecoder(parse_float=_finite if may_overflow else None)
+    if len(text) > LONG_BYTES:
+        return _long_document(text, decoder)
+    try:
+        return decoder.decode(text)
+    except RecursionError:
+        return _parse_deep(text, decoder)
+
+
+def _parse_deep(text: str, decoder: json.JSONDecoder) -> Json:
+    """As `decoder.decode`, without recursion: ten times as slow."""
+    root: list[Json] = []
+    open_: list[list[Json] | dict[str, Json]] = [root]
+    at, wants = _space(text, 0), "value"
+    key = ""
+    while True:
+        inner, here = open_[-1], text[at : at + 1]
+        if inner is root and root and wants != "value":
+            if at < len(text):
+                raise json.JSONDecodeError("Extra data", text, at)
+            return root[0]
+        closes = "}" if isinstance(inner, dict) else "]"
+        if inner is not root and here == closes and wants in ("end", "first"):
+            open_.pop()
+            at, wants = _space(text, at + 1), "end"
+            continue
+        if wants == "end":
+            if here != ",":
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+            at, wants = _space(text, at + 1), "value"
+            here = text[at : at + 1]
+        if isinstance(inner, dict):
+            key, at = _key(text, at, decoder)
+            here = text[at : at + 1]
+        value: Json
+        if here in ("[", "{"):
+            value = [] if here == "[" else {}
+            at, wants = _space(text, at + 1), "first"
+        else:
+            value, at = decoder.raw_decode(text, at)
+            at, wants = _space(text, at), "end"
+        if isinstance(inner, dict):
+            inner[key] = value
+        else:
+            inner.append(value)
+        if wants == "first":
+            open_.append(value)
+
+
+def _space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return at if match is None else match.end()
+
+
+def _key(text: str, at: int, decoder: json.JSONDecoder) -> tuple[str, int]:
+    """A key of an object, and where its value begins."""
+    if text[at : at + 1] != '"':
+        raise json.JSONDecodeError("Expecting property name enclosed in double quotes", text, at)
+    key, at = decoder.raw_decode(text, at)
+    at = _space(text, at)
+    if text[at : at + 1] != ":":
+        raise json.JSONDecodeError("Expecting ':' delimiter", text, at)
+    return key, _space(text, at + 1)
+
+
+def _long_document(text: str, decoder: json.JSONDecoder) -> Json:
+    at = _space(text, 0)
+    if not text.startswith("{", at):
+        return decoder.decode(text)
+    document, at = _long_object(text, at, decoder, _LISTS)
+    if at < len(text):
+        raise json.JSONDecodeError("Extra data", text, at)
+    return document
+
+
+def _long_object(
+    text: str, at: int, decoder: json.JSONDecoder, lists: Sequence[str]
+) -> tuple[dict[str, Json], int]:
+    """An object, with a `LongList` for the lists of these names; of none for all lists."""
+    found: dict[str, Json] = {}
+    at = _space(text, at + 1)
+    while found or not text.startswith("}", at):
+        key, at = _key(text, at, decoder)
+        if text.startswith("[", at) and (key in lists or not lists):
+            found[key] = LongList(text, at, decoder)
+            at = _end(found[key].blocks())
+        elif text.startswith("{", at) and lists and key == "inputs":
+            found[key], at = _long_object(text, at, decoder, ())
+        else:
+            found[key], at = decoder.raw_decode(text, at)
+        at = _space(text, at)
+        if text.startswith("}", at):
+            break
+        at = _skip_comma(text, at)
+    return found, _space(text, at + 1)
+
+
+def _end(blocks: Generator[list[Json], None, int]) -> int:
+    while True:
+        try:
+            next(blocks)
+        except StopIteration as over:
+            return int(over.value)
+
+
+def _skip_comma(text: str, at: int) -> int:
+    if not text.startswith(",", at):
+        raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+    return _space(text, at + 1)
 
 
 def _finite(text: str) -> float:
@@ -105,9 +286,36 @@ def predict_inputs(
     """
     if ("instances" in document) == ("inputs" in document):
         raise ValueError("expected either the key 'instances' (rows) or the key 'inputs' (columns)")
-    columns = _rows(document, signature) if "instances" in document else _columns(document, signature)
+    rows = document.get("instances")
+    if isinstance(rows, LongList):
+        return _long_rows(rows, signature, check_shapes)
+    columns = _rows(rows, signature) if "instances" in document else _columns(document, signature)
     infos = signature.inputs
     return {name: to_array(value, name, infos[name], check_shapes) for name, value in columns.items()}
+
+
+def _long_rows(rows: LongList, signature: Proto, check_shapes: bool) -> dict[str, NDArray[Any]]:
+    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in signature.inputs}
+    first, is_named = 0, None
+    for block in rows.blocks():
+        for name, values in _rows(block, signature, first, is_named).items():
+            parts[name].append(to_array(values, name, signature.inputs[name], False))
+        first, is_named = first + len(block), _is_named(block[0])
+    infos = signature.inputs
+    return {name: _joined(arrays, name, infos[name], check_shapes) for name, arrays in parts.items()}
+
+
+def _joined(arrays: Sequence[NDArray[Any]], name: str, info: Proto, check_shape: bool) -> NDArray[Any]:
+    for array in arrays:
+        if array.shape[1:] != arrays[0].shape[1:]:
+            raise ValueError(
+                f"input {name!r}: expected items of the shape {[*arrays[0].shape[1:]]}, found one of "
+                f"{[*array.shape[1:]]}"
+            )
+    whole = np.concatenate(arrays)
+    if check_shape:
+        _check_shape(whole.shape, name, DType(info.dtype), info.tensor_shape)
+    return whole
 
 
 def examples_input(document: Mapping[str, Json]) -> Proto:
@@ -117,8 +325,10 @@ def examples_input(document: Mapping[str, Json]) -> Proto:
         ValueError: what is wrong, and what was expected.
     """
     examples = document.get("examples")
-    if not isinstance(examples, list) or not examples:
-        raise ValueError("expected the key 'examples' with a list of objects")
+    if isinstance(examples, LongList):
+        examples = chain.from_iterable(examples.blocks())
+    elif not isinstance(examples, list):
+        examples = ()
     message = message_class("serving.Input")()
     if "context" in document:
         _fill_example(message.example_list_with_context.context, document["context"], "context")
@@ -127,6 +337,8 @@ def examples_input(document: Mapping[str, Json]) -> Proto:
         target = message.example_list.examples
     for number, example in enumerate(examples):
         _fill_example(target.add(), example, f"example {number}")
+    if not target:
+        raise ValueError("expected the key 'examples' with a list of objects")
     return message
 
 
@@ -151,10 +363,17 @@ def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> N
     Raises:
         ValueError: another type or shape, numbers out of range, lists of unequal length.
     """
+    if isinstance(value, LongList):
+        parts = [to_array(block, name, info, False) for block in value.blocks()]
+        return _joined(parts, name, info, check_shape)
     dtype = DType(info.dtype)
     if info.WhichOneof("encoding") != "name":
         raise ValueError(f"input {name!r} is not a dense tensor, and JSON has no form for it")
     shape = _shape_of(value)
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(
+            f"input {name!r} has {len(shape)} dimensions, and a tensor {_MOST_DIMENSIONS} at most"
+        )
     array = _plain_array(value, shape, dtype)
     if array is None:
         array = _checked_array(value, shape, dtype, name)
@@ -171,6 +390,8 @@ def _checked_array(value: Json, shape: tuple[int, ...], dtype: DType, name: str)
         items = [convert(leaf) for leaf in leaves]
     except ValueError as exc:
         raise ValueError(f"input {name!r}: expected {dtype.label}, found {exc}") from None
+    if dtype in _FLOATS:
+        return _rounded(np.array(items, np.float64), dtype).reshape(shape)
     array = np.empty(shape, object if dtype is DType.STRING else dtype.numpy)
     array.reshape(-1)[:] = items
     return array
@@ -185,7 +406,7 @@ def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[A
         items = list(chain.from_iterable(items))
     kinds = set(map(type, items))
     if dtype in _FLOATS and kinds and kinds <= {int, float}:
-        return _plain_floats(items, shape, dtype, has_integers=int in kinds)
+        return _plain_floats(items, shape, dtype)
     if dtype in _INTEGERS and kinds == {int}:
         bounds = np.iinfo(dtype.numpy)
         if bounds.min <= min(items) and max(items) <= bounds.max:
@@ -193,39 +414,46 @@ def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[A
     return None
 
 
-def _plain_floats(
-    items: Sequence[Json], shape: tuple[int, ...], dtype: DType, *, has_integers: bool
-) -> NDArray[Any] | None:
-    limits = _limits(dtype)
+def _plain_floats(items: Sequence[Json], shape: tuple[int, ...], dtype: DType) -> NDArray[Any] | None:
     try:
-        doubles = np.array(items, np.float64)
+        return _rounded(np.array(items, np.float64), dtype).reshape(shape)
     except OverflowError:
         return None
-    largest = np.max(np.abs(doubles), initial=0, where=np.isfinite(doubles))
-    if largest > float(limits.max) or (has_integers and largest >= 1 << (limits.nmant + 1)):
-        return None
-    return doubles.astype(dtype.numpy).reshape(shape)
 
 
-def _limits(dtype: DType) -> Any:
-    return np.finfo(dtype.numpy) if dtype is not DType.BFLOAT16 else np.finfo(np.float32)
+def _rounded(doubles: NDArray[Any], dtype: DType) -> NDArray[Any]:
+    """As the server casts them: to the nearest, and to infinity what is too large."""
+    with np.errstate(over="ignore"):
+        return doubles.astype(dtype.numpy)
 
 
-def _rows(document: Mapping[str, Json], signature: Proto) -> dict[str, list[Json]]:
-    rows = document["instances"]
+def _rows(
+    rows: Json, signature: Proto, first: int = 0, is_named: bool | None = None
+) -> dict[str, list[Json]]:
+    """Rows as columns by name. `first`: the number of the first one, for messages; `is_named`: those before
+    are objects of inputs.
+    """
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"expected a list with at least one row in 'instances', found {_brief(rows)}")
     names = sorted(signature.inputs)
-    named = [isinstance(row, dict) and _binary(row) is None for row in rows]
-    if not any(named):
+    named = list(map(_is_named, rows))
+    if is_named is False and any(named):
+        raise ValueError(
+            f"row {first + named.index(True)}: expected a value, as before, found an object of inputs"
+        )
+    if not any(named) and not is_named:
         if len(names) != 1:
             raise ValueError(f"expected each row to be an object with the inputs {', '.join(names)}")
         return {names[0]: rows}
     for number, row in enumerate(rows):
         if not named[number] or sorted(row) != names:
             found = ", ".join(sorted(row)) if named[number] else _brief(row)
-            raise ValueError(f"row {number}: expected the inputs {', '.join(names)}, found {found}")
+            raise ValueError(f"row {first + number}: expected the inputs {', '.join(names)}, found {found}")
     return {name: [row[name] for row in rows] for name in names}
+
+
+def _is_named(row: Json) -> bool:
+    return isinstance(row, dict) and _binary(row) is None
 
 
 def _columns(document: Mapping[str, Json], signature: Proto) -> dict[str, Json]:
@@ -279,7 +507,7 @@ def _check_shape(shape: tuple[int, ...], name: str, dtype: DType, expected: Prot
 
 def _converter(dtype: DType) -> Callable[[Json], Any]:
     if dtype in _FLOATS:
-        return lambda leaf: _float(leaf, dtype)
+        return _float
     if dtype in _INTEGERS:
         return lambda leaf: _integer(leaf, dtype)
     if dtype is DType.BOOL:
@@ -289,21 +517,14 @@ def _converter(dtype: DType) -> Callable[[Json], Any]:
     raise ValueError(f"JSON has no form for {dtype.label} tensors")
 
 
-def _float(leaf: Json, dtype: DType) -> float:
+def _float(leaf: Json) -> float:
+    """A double; whatever is a number is taken, as by `GetFloat` of the server's parser."""
     if isinstance(leaf, bool) or not isinstance(leaf, int | float):
         raise ValueError(_brief(leaf))
-    # As the server does it: a number that this dtype cannot hold is refused, not rounded to infinity.
-    limits = _limits(dtype)
-    if isinstance(leaf, int) and not _INT64_MIN <= leaf <= _UINT64_MAX:
-        leaf = _as_float(leaf)  # to the server, what no 64 bits hold is a decimal number
-    if isinstance(leaf, int) and abs(leaf) >> (limits.nmant + 1):
-        raise ValueError(f"{_brief(leaf)}, which would be rounded")
-    if math.isfinite(leaf) and abs(leaf) > float(limits.max):
-        raise ValueError(f"{_brief(leaf)}, which is too large")
-    return float(leaf)
+    return _as_float(leaf)
 
 
-def _as_float(leaf: int) -> float:
+def _as_float(leaf: float) -> float:
     try:
         return float(leaf)
     except OverflowError:
@@ -367,13 +588,16 @@ def _add_to_feature(feature: Proto, value: Json) -> None:
 
 def _feature_item(value: Json) -> tuple[str, int | float | bytes]:
     """The field of `Feature` for a JSON value, and the item: `1` and `true` are integers, `1.0` is not."""
-    if isinstance(value, bool | int):
+    if isinstance(value, int) and _INT64_MIN <= value <= _UINT64_MAX:
         return "int64_list", _integer(int(value), DType.INT64)
-    if isinstance(value, float):
-        return "float_list", _float(value, DType.FLOAT)
+    if isinstance(value, int | float):  # to the server, what no 64 bits hold is a decimal number
+        return "float_list", float(_rounded(np.array(_float(value)), DType.FLOAT))
     return "bytes_list", _string(value)
 
 
 def _brief(value: Json) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} that is nested deeply"
     return text if len(text) <= 60 else f"{text[:57]}..."

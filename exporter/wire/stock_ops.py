@@ -17,7 +17,10 @@ _MADE = re.compile(
     r'_apply_op_helper\(\s*"(\w+)"(?:(?!_apply_op_helper).)*?_attrs = (None|\(.*?\))\n', re.DOTALL
 )
 _NAME = re.compile(r'"(\w+)"')
-_INTERNAL = re.compile(r"_\w+|Xla\w+|TPU\w+|Risc\w+|DTensor\w+")
+_INTERNAL = re.compile(
+    r"_\w+|Xla\w+|TPU\w+|Risc\w+|DTensor\w+|\w*TPUEmbedding\w*|TopK(WithUnique|Unique)|MakeUnique"
+    r"|KthOrderStatistic|StochasticCastToInt|QuantizedConcatV2|NegTrain|Skipgram|HostConst|AudioMicrofrontend"
+)
 """Operations that TensorFlow makes for itself are not in the list."""
 
 

@@ -10,7 +10,8 @@ replica that starts. Who stands beyond it is the canary, so that nothing else ha
     | a person's         | -                                       | `Rest`: a person decides          |
     | cannot be read     | -                                       | `Rest`                            |
     | none               | one was never asked                     | `Rest`                            |
-    | none               | some serve the log                      | `Approve` what they serve already |
+    | none               | some serve the log, not on trial        | `Approve` what they serve already |
+    | none               | the one on trial alone, or nobody, does | `Approve` where the trial began   |
     | none               | none does, all answer                   | `Approve` where its base stands   |
     | the canary's, at G | one stands beyond G                     | `Judge` it there; it stays there  |
     | the canary's, at G | answers at G are unknown, one stands so | `Learn` them                      |
@@ -138,7 +139,7 @@ def decide(
     """
     members = sorted(members, key=lambda member: member.address)
     if log.limit is None:
-        return _begin(log, members), None
+        return _begin(log, members, trial), trial
     if not log.is_canary:
         where = "cannot be read" if log.limit < 0 else f"is at {log.limit}"
         return Rest(f"a person decides: the hold {where}"), None
@@ -175,15 +176,22 @@ def _were_asked(members: list[Member]) -> bool:
     return all(member.was_asked for member in members)
 
 
-def _begin(log: PublishedLog, members: list[Member]) -> Action:
-    """Set the first hold: nobody is to be sent back by it, and nobody sent on."""
+def _begin(log: PublishedLog, members: list[Member], trial: Trial | None) -> Action:
+    """Set the first hold: nobody is to be sent back by it, and nobody sent on.
+
+    If somebody lifted the hold during a trial, what the replica on trial serves is not approved by that.
+    """
     if not members or not _were_asked(members):
         return Rest("not every replica was asked yet")
     positions = [
         version.position
         for member in members
-        if (version := member.standing(log.lineage)) is not None and version.position is not None
+        if (version := member.standing(log.lineage)) is not None
+        and version.position is not None
+        and (trial is None or member.address != trial.address)
     ]
+    if not positions and trial is not None:
+        return Approve(None, max(trial.approved, log.base))
     if positions:
         return Approve(None, max(positions))
     if any(member.observed.failures for member in members):

@@ -270,17 +270,18 @@ class Canary:
     def _approve(self, log: PublishedLog, expected: int | None, position: int, why: str) -> float:
         path = self.publications.directory.log_path(log.lineage)
         try:
-            done = path is not None and approve(
-                path, self.publications.model.path, expected=expected, position=position
-            )
+            model = self.publications.model.path
+            done = None if path is None else approve(path, model, expected=expected, position=position)
         except ExportError as error:
             self._tell(What.CANARY_STUCK, f"{position} cannot be approved: {error}", position=position)
             return self._pause()
         self._troubles = 0
-        if done:
-            self._tell(What.APPROVED, f"position {position} is approved: {why}", position=position)
+        if done is not None:
+            if done < position:
+                why = "a canary took back what lies beyond, and it is to be judged first"
+            self._tell(What.APPROVED, f"position {done} is approved: {why}", position=done)
         self.publications.look()
-        return 0.0 if done else _BUSY_S
+        return _BUSY_S if done is None else 0.0
 
     def _roll_back(self, log: PublishedLog, to: int, reason: str) -> float:
         reason = reason[:_LONGEST_REASON]

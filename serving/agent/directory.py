@@ -18,7 +18,7 @@ from exporter.files import FileIdentity
 from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE
 from exporter.publish.delta_log import LogBase, LogDelta, list_deltas, log_path
 from exporter.publish.hold import Hold
-from exporter.publish.log_entries import DeltaOrigin
+from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.versions import published_versions
 from serving.agent.rollout import Published, PublishedLog, Rollback
 

@@ -83,6 +83,8 @@ class Worker:
         self._allowed = allowed
         self._stop = threading.Event()
         self._seen = 0
+        self._newest_version: int | None = None
+        self._new_version_at = 0.0
         self.pacer = self._pacer()
         self._thread = threading.Thread(target=self._run, name=f"replica {address}", daemon=True)
 
@@ -137,6 +139,8 @@ class Worker:
 
     def _act(self, replica: Replica) -> None:
         now, published, pacer = time.monotonic(), self.published, self.pacer
+        if published.newest_version != self._newest_version:
+            self._newest_version, self._new_version_at = published.newest_version, now
         action = rollout.next_action(
             self.observed,
             published,
@@ -144,6 +148,7 @@ class Worker:
             now,
             last_applied=self.last_applied,
             last_audit=self.last_audit,
+            new_version_at=self._new_version_at,
             paced=Paced() if pacer is None else pacer.paced(self.observed.versions, published, now),
         )
         match action:
@@ -182,6 +187,9 @@ class Worker:
                 self._refused(replica, action, error.cause or error.message)
             else:
                 self._failed(error)
+            return
+        if done.found_another:  # perhaps it leads as far: nothing is wrong, and where it stands is seen anew
+            self._observe(replica)
             return
         self.last_applied = now = time.monotonic()
         if done.position < action.up_to:

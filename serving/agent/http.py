@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from msgspec import Struct, to_builtins
 
 from serving.agent.metrics import Metrics
 from serving.agent.view import FleetView
-from serving.http_port import HttpPort
-from serving.http_tls import CLIENT_VERIFY, VERIFIED, HttpTls
+from serving.http_port import HttpPort, Request, Response
+from serving.http_tls import HttpTls
 
 _OPEN = frozenset({"/healthz", "/livez", "/readyz"})
 """What an orchestrator asks for without a token; nothing of the model is told there."""
@@ -21,9 +20,8 @@ _OPEN = frozenset({"/healthz", "/livez", "/readyz"})
 
 _THREADS = 8
 _LARGEST_BODY_BYTES = 64 << 10
-"""Nothing is read from a body; what follows on the connection has to be skipped, though."""
+"""Nobody looks at a body; what follows on the connection has to be skipped, though."""
 _REQUEST_S = 10.0
-"""A few clients that dawdle delay probes by no more than this, and the rollout by nothing."""
 
 
 class Site(Struct, frozen=True):
@@ -38,30 +36,26 @@ class Site(Struct, frozen=True):
     token: str | None = None
     wants_certificate: bool = False
 
-    def __call__(
-        self, environ: dict[str, Any], start_response: Callable[[str, list[tuple[str, str]]], Any]
-    ) -> Iterable[bytes]:
-        """The WSGI application."""
-        path, method = environ.get("PATH_INFO", "/"), environ.get("REQUEST_METHOD", "GET")
-        if method not in ("GET", "HEAD"):
+    def __call__(self, request: Request) -> Response:
+        """Answer one request."""
+        path = request.path
+        if request.method not in ("GET", "HEAD"):
             status, kind, body = "405 Method Not Allowed", "text/plain", b"only GET\n"
-        elif path not in _OPEN and self.wants_certificate and environ.get(CLIENT_VERIFY) != VERIFIED:
+        elif path not in _OPEN and self.wants_certificate and not request.is_certified:
             status, kind, body = "403 Forbidden", "text/plain", b"a client's certificate is needed\n"
-        elif path not in _OPEN and not self._may(environ.get("HTTP_AUTHORIZATION", "")):
+        elif path not in _OPEN and not self._may(request.headers.get("authorization", "")):
             status, kind, body = "401 Unauthorized", "text/plain", b"a token is needed\n"
         else:
             status, kind, body = self._answer(path)
         headers = [
             ("Content-Type", f"{kind}; charset=utf-8"),
-            ("Content-Length", str(len(body))),
             ("Cache-Control", "no-store"),
             ("X-Content-Type-Options", "nosniff"),
             ("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'"),
         ]
         if status.startswith("401"):
             headers.append(("WWW-Authenticate", "Bearer"))
-        start_response(status, headers)
-        return [] if method == "HEAD" else [body]
+        return Response(status, headers, [body])
 
     def _may(self, authorization: str) -> bool:
         if self.token is None:
@@ -114,8 +108,9 @@ def serving(site: Site, host: str, port: int, tls: HttpTls | None = None) -> Ite
         option="--port",
         threads=_THREADS,
         max_body_bytes=_LARGEST_BODY_BYTES,
-        tls=tls,
         request_seconds=_REQUEST_S,
+        is_quick=lambda request: request.path in _OPEN,
+        tls=tls,
     )
     try:
         yield listening.port

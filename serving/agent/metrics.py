@@ -90,6 +90,10 @@ _OF_VERSION: _Gauges[VersionView] = {
         "Since the newest event that a version was trained on; absent where the trainer does not tell.",
         lambda version: version.event_age_s,
     ),
+    "unsettled_responses": (
+        "Responses of a version, since it was loaded, that may mix positions: an update died half-way.",
+        lambda version: version.unsettled,
+    ),
 }
 _OF_PROBES: _Gauges[float | None] = {
     "probe_p99_seconds": ("The p99 of probes, by what the replica did meanwhile.", lambda p99: p99),

@@ -32,7 +32,7 @@ from exporter.wire.protos import Proto, message_class
 from serving.agent.audit import Audited
 from serving.agent.rollout import Observed
 from serving.client import ModelClient
-from serving.model_config import listed_models, read_config_file
+from serving.model_config import absent, listed_models, read_config_file
 from serving.reload import Reloader
 from serving.status import StatusError, VersionState
 
@@ -99,6 +99,8 @@ class Rebuilder:
         try:
             if problem := _problem_of(model):
                 return problem
+            if problem := self._would_wait(replica):
+                return problem
             with self._client(replica.address, replica.model) as client:
                 client.configure(self._without(replica.model), self._deadline_s)
                 self._wait_until_gone(client)
@@ -113,7 +115,31 @@ class Rebuilder:
         Raises:
             ServerError: it refused, or cannot load a version.
         """
-        Reloader(self._config, partial(self._client, replica.address), _LOADS_S).run()
+        if problem := self._would_wait(replica):
+            raise ServerError(f"{replica.address} is not given its configuration: {problem}")
+        # The model's own path is not looked for: the server served it from there, wherever that is.
+        connect = partial(self._client, replica.address)
+        Reloader(self._config, connect, _LOADS_S, checks_paths=False).run()
+
+    def _would_wait(self, replica: Cared) -> str:
+        """Why a server would take no further configuration after this one; empty if it would.
+
+        The file may list another model that the server was never given.
+        """
+        for entry in self._config.model_config_list.config:
+            is_other = entry.name != replica.model
+            if is_other and (problem := absent(entry)) and not self._serves(replica.address, entry.name):
+                return f"--rebuild-config lists {entry.name}, which it does not serve yet: {problem}"
+        return ""
+
+    def _serves(self, address: str, model: str) -> bool:
+        with self._client(address, model) as client:
+            try:
+                return any(status.state is VersionState.AVAILABLE for status in client.status())
+            except CallFailed as error:
+                if error.code == "NOT_FOUND":
+                    return False
+                raise
 
     def _client(self, address: str, model: str) -> ModelClient:
         return ModelClient(address, model, deadline_s=self._deadline_s, access=self._access)

@@ -40,6 +40,8 @@ class Replica:
     def apply(self, action: Apply, bytes_: int) -> Updated:
         """Bring a version to a position; `bytes_` is what the deltas on the way hold.
 
+        If another update ran all the time, nothing was done: see `Updated.found_another`.
+
         Raises:
             CallFailed: INVALID_ARGUMENT, the version does not take a delta; otherwise nobody knows.
         """
@@ -72,7 +74,13 @@ class Replica:
         if found is None:
             return Version(status.version, status.state, message=error_text(status))
         return Version(
-            status.version, status.state, found.position, found.step, found.lineage, error_text(status)
+            status.version,
+            status.state,
+            found.position,
+            found.step,
+            found.lineage,
+            error_text(status),
+            found.unsettled,
         )
 
     def _standing(self, status: VersionStatus) -> IncrementalStatus | None:

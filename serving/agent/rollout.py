@@ -9,7 +9,7 @@
     | the same, and predictions are to be spared        | `Rest` for the pause, then `Apply` one delta |
     | the same, and there is no other                   | `Rest` until that one is to be tried again   |
     | current, and not compared for long                | `Audit` what it holds                        |
-    | a version is being loaded                         | `Rest` for a short while, then `Observe`     |
+    | a version is being loaded, or is due              | `Rest` for a short while, then `Observe`     |
     | anything else                                     | `Rest` until it is to be looked at again     |
 
 Nothing here reads a clock, a file or the network. Positions and spans are those of `exporter.delta`; the
@@ -18,6 +18,7 @@ graph itself plans how it gets to a position, by the same rule as `plan_chain`.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -33,8 +34,11 @@ LONGEST_BACK_OFF_S = 5.0
 """A server that comes back, or gets the model, is found within this time."""
 FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 """Until a refused delta is tried again, the first time; twice as long after each refusal, up to the other."""
-_LOADING_S = 0.25
-"""How often a server is asked that is loading a version."""
+_LOADING_S = 0.05
+"""How often a server is asked that loads a version: once that is AVAILABLE, requests get it, and it stands
+where its warm-up left it until the agent knows."""
+_NOTICED_S = 10.0
+"""How long a version is due once it is published: as a rule servers look into their directory each second."""
 _MEASURING_S = 0.1
 """How often it is looked whether an idle replica has been measured."""
 
@@ -121,7 +125,10 @@ class Published(Struct, frozen=True):
 
 
 class Version(Struct, frozen=True):
-    """A version on a replica; `position` is None where it takes no deltas or did not tell."""
+    """A version on a replica; `position` is None where it takes no deltas or did not tell.
+
+    `unsettled` counts its responses of no one position, None if it does not report them.
+    """
 
     number: int
     state: VersionState
@@ -129,6 +136,7 @@ class Version(Struct, frozen=True):
     step: int | None = None
     lineage: str = ""
     message: str = ""
+    unsettled: int | None = None
 
 
 class Refusal(Struct, frozen=True):
@@ -277,17 +285,18 @@ def next_action(
     *,
     last_applied: float = 0.0,
     last_audit: float = 0.0,
+    new_version_at: float = -math.inf,
     paced: Paced = _UNPACED,
 ) -> Action:
-    """What to do for a replica; see the module's table."""
+    """What to do for a replica; see the module's table. `new_version_at` is when the newest was published."""
     if observed.failures and now < observed.retry_at:
         return Rest(observed.retry_at)
     if observed.seen_at is None:
         return Observe()
-    is_loading = any(
-        version.state in (VersionState.START, VersionState.LOADING) for version in observed.versions
+    may_change = _is_loading(observed) or (
+        now < new_version_at + _NOTICED_S and _is_due(observed, published.newest_version)
     )
-    look_again = observed.seen_at + min(policy.refresh_s, _LOADING_S if is_loading else policy.refresh_s)
+    look_again = observed.seen_at + min(policy.refresh_s, _LOADING_S if may_change else policy.refresh_s)
     if now >= look_again:
         return Observe()
     retries = [refusal.retry_at for refusal in observed.refusals]
@@ -307,6 +316,14 @@ def next_action(
         if version.position is not None and version.lineage in published.logs:
             return Audit(version.number, version.lineage, version.position)
     return Rest(look_again)
+
+
+def _is_loading(observed: Observed) -> bool:
+    return any(version.state in (VersionState.START, VersionState.LOADING) for version in observed.versions)
+
+
+def _is_due(observed: Observed, newest: int | None) -> bool:
+    return newest is not None and all(version.number != newest for version in observed.versions)
 
 
 def _pause_ends(policy: Policy, paced: Paced, now: float, last_applied: float) -> float:

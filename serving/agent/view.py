@@ -28,8 +28,8 @@ class VersionView(Struct, frozen=True):
     `served_age_s`: since what it serves was published. `event_age_s`: since the newest event happened that it
     was trained on, None if the trainer does not tell. `stale_s`: since the oldest delta was published that
     it has yet to take, 0 if there is none. `superseded_s`: since a log was begun that goes on instead of this
-    version's, so that only another version can be fresh; 0 if it is of the log that goes on. None where a
-    version takes no deltas, or nobody knows.
+    version's, so that only another version can be fresh; 0 if it is of the log that goes on. `unsettled`: its
+    responses of no one position since it was loaded. None where a version takes no deltas, or nobody knows.
     """
 
     number: int
@@ -42,6 +42,7 @@ class VersionView(Struct, frozen=True):
     event_age_s: float | None
     message: str
     superseded_s: float | None = None
+    unsettled: int | None = None
 
 
 class PaceView(Struct, frozen=True):
@@ -327,6 +328,7 @@ def _version(version: Version, published: Published, directory: ModelDirectory, 
         event_age,
         version.message,
         superseded_s(version, published, directory, now),
+        version.unsettled,
     )
 
 

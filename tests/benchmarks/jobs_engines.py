@@ -14,15 +14,15 @@ from statistics import median
 
 import msgspec
 
-from exporter.bundle.move import Move, Segment
+from exporter.bundle.rewrite import Move
 from exporter.catalog import Catalog, Extent, TensorRef
 from exporter.jobs.engines.choose import choose_engine
 from exporter.jobs.engines.local import LocalEngine
 from exporter.jobs.execute import Outcome, Work, encode
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range, Receipt
-from exporter.verify.checksum import Checksum
-from exporter.verify.version_files import verify_bytes
+from exporter.jobs.write_shard import MovedRows
+from exporter.verify.version_files import Checksum, verify_bytes
 from exporter.wire import crc32c
 from exporter.wire.dtypes import DType
 from tests.benchmarks.job import Timer
@@ -93,8 +93,8 @@ def copy(timer: Timer, directory: str, megabytes: str) -> dict[str, float]:
     for start in range(0, size, step):
         wanted = Range(0, start, min(step, size - start))
         rows = wanted.size // 4
-        segment = Segment("t", DType.FLOAT, DType.FLOAT, 1, (wanted,), False, (rows,), False)
-        task = Move(name=f"part-{start}", inputs=(Input.of(source),), segments=(segment,))
+        segment = MovedRows("t", DType.FLOAT, DType.FLOAT, 1, (wanted,), False, (rows,), False)
+        task = Move(name=f"part-{start}", inputs=(Input.of(source),), sections=(segment,))
         works.append(encode(task, f"{directory}/copied", keep=True))
 
     def by_tasks() -> None:

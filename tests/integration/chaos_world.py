@@ -12,15 +12,18 @@ do, and never from what the exporter wrote. After each happening:
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import secrets
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import tensorflow as tf
@@ -30,10 +33,12 @@ from exporter.errors import ExportError
 from exporter.pipeline import log_maintenance
 from exporter.publish.approval import approve
 from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
-from exporter.publish.log_entries import DeltaOrigin
+from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.versions import version_dirs
 from exporter.verify.log import verify_model
 from tests.support.commands import Ran, export_model
+from tests.support.directory_store import BUCKET, directory_store
+from tests.support.failing_calls import ERRORS, NONE, Failure, failing_commands, may_mount
 from tests.support.kills import killed_at
 from tests.support.logs import assert_same_bits, values_at
 from tests.support.numpy_trainer import NumpyTrainer
@@ -48,6 +53,8 @@ EXIT_CODES = {0, 1, 2, 3, 4, 5, 6}
 NEAR = 0.05
 LATER = 1e12
 """A time at which every grace period is over."""
+BASES = [(), ("--stamp",), ("--isolation", "row"), ("--snapshot-max-rows", "4"), ("--with-digest", "--stamp")]
+GOLDEN = {"requests": [{"inputs": {"user": [*range(USERS)], "item": [*range(ITEMS)]}}]}
 
 
 def write_graph(path: Path) -> None:
@@ -91,6 +98,13 @@ class World:
         self.trained: Values = {}
         self.replicas: list[Replica] = []
         self.stack = ExitStack()
+        self.places, self.mounts = [self.model], may_mount()
+        self.bucket, self.copies, self.golden = (directory / name for name in ("bucket", "copies", "golden"))
+        self.bucket.mkdir()
+        self.golden.write_text(json.dumps(GOLDEN))
+        environment, _ = self.stack.enter_context(directory_store(self.bucket))
+        self.stack.enter_context(patch.dict(os.environ, environment))
+        self.commands = failing_commands()
         self.begin()
         assert self.command(*self._export()).code == 0
         self.account()
@@ -125,6 +139,13 @@ class World:
         "update": 16,
         "update_at_once": 3,
         "restart": 3,
+        "sicken": 2,
+        "fail_calls": 10,
+        "set_clock": 5,
+        "lose_disk": 2,
+        "move": 1,
+        "copy": 1,
+        "push_and_pull": 3,
     }
 
     def step(self) -> str:
@@ -226,9 +247,90 @@ class World:
         if held:
             self.assert_newest_is(self.trained)
         if self.log.held.is_canary:  # it is to approve what came back, until it is done without
-            assert self.command("resume", self.model).code == 0
+            assert self.command("resume", self.model, "--lift-canary").code == 0
             self.account()
         assert self.log.hold() is None
+
+    def sicken(self) -> None:
+        """Some rows are no numbers, until they are trained again."""
+        self.trainer.train()
+        session = self.trainer.session
+        if session is not None:
+            ids = self.dice.sample(range(USERS), 3)
+            users = session.variables.values["net/users"].copy()
+            users[ids] = np.nan
+            session.variables.values["net/users"] = users
+            session.variables.touched["net/users"].update(ids)
+
+    def fail_calls(self) -> None:
+        """A call on the model's files fails in any command, once or from then on."""
+        failure = Failure(
+            self.dice.randint(1, self.dice.choice([80, 250, 700])),
+            self.dice.choice(ERRORS),
+            lasts=self.dice.random() < 0.3,
+        )
+        self._in_circumstances(str(failure), self._any_command(), failure)
+
+    def set_clock(self) -> None:
+        """A command runs with a clock that is wrong: what it publishes is dated so."""
+        ahead_s = self.dice.choice([-400, -30, 30, 400, 20 * 365]) * 86400
+        self._in_circumstances(f"clock {ahead_s:+} s", self._any_command(), NONE, ahead_s=ahead_s)
+
+    def lose_disk(self) -> None:
+        """The model's file system is mounted read-only, where that can be had."""
+        if self.mounts:
+            self._in_circumstances("read-only", self._any_command(), NONE, is_read_only=True)
+
+    def _in_circumstances(
+        self, what: str, arguments: list[object], failure: Failure, **circumstances: Any
+    ) -> None:
+        before = newest_of(self.model)
+        ran, calls = self.commands.run(self.model, failure, *arguments, **circumstances)
+        first = ran.err.strip().splitlines()[:1]
+        self.say(f"  {what} of {calls}: {self._short(arguments)} -> {ran.code} {' '.join(first)}")
+        if ran.code:
+            self._assert_well_said(ran)
+            new = [{*now} - {*then} for now, then in zip(newest_of(self.model), before, strict=True)]
+            assert not any(new) or "is published, but" in ran.err, (ran.err, new)
+        self.account()
+
+    def move(self) -> None:
+        """The model's directory is renamed; servers load it where it is now."""
+        self._go_to(self.model.rename(self._another_place()))
+
+    def copy(self) -> None:
+        """The model is copied, and goes on there; the old directory is gone."""
+        old, new = self.model, self._another_place()
+        shutil.copytree(old, new, symlinks=True)
+        self._go_to(new)
+        shutil.rmtree(old)
+
+    def push_and_pull(self) -> None:
+        """A store, and a copy that is pulled from it, follow the model."""
+        url = f"s3://{BUCKET}/{self.model.name}"
+        pushed = self.command("push", self.model, url, *self.dice.choice([(), ("--prune",)]))
+        if pushed.code:  # the store was pushed to from a history that a rollback or another base left
+            assert pushed.code == 5, pushed.err
+            shutil.rmtree(self.bucket / self.model.name)
+            assert self.command("push", self.model, url).code == 0
+        copy = self.copies / self.model.name
+        if self.command("pull", url, copy).code:
+            shutil.rmtree(copy)
+            assert self.command("pull", url, copy).code == 0
+        assert_same_bits(values_at(read_log(copy)), self.at[self.log.at.position])
+        assert read_log(copy).hold() == self.log.hold()
+        assert verify_model(copy, bytes_=True).problems == ()
+
+    def _another_place(self) -> Path:
+        return self.model.with_name(f"model{len(self.places)}")
+
+    def _go_to(self, place: Path) -> None:
+        self.model = place
+        self.places.append(place)
+        self.replicas.clear()
+        for _ in range(2):
+            self.start_replica()
+        self.assert_newest_is(self.at[self.log.at.position])
 
     def approve(self) -> None:
         """A canary begins, or approves more of what is published, unless a person holds it."""
@@ -237,8 +339,9 @@ class World:
         known = {log.base.at.position, *(delta.end for delta in log.deltas)}
         position = self.dice.choice(sorted(at for at in known if approved is None or at >= approved))
         done = approve(log.path, self.model, expected=approved, position=position)
-        assert done is not log.held.binds
-        assert self.log.approved == (position if done else None)
+        assert (done is None) is log.held.binds
+        assert self.log.approved == done
+        assert done in (None, position)
 
     def kill(self) -> None:
         """SIGKILL in the midst of any command; then the world goes on."""
@@ -271,10 +374,14 @@ class World:
         self.account()
 
     def new_log(self) -> None:
-        """A base that no delta leads to."""
-        options = ["--updatable", "--again"]
+        """A base that no delta leads to, with any options; golden requests refuse what is no number."""
+        options = ["--updatable", "--again", *self.dice.choice(BASES)]
+        is_golden = self.dice.random() < 0.5
+        if is_golden:
+            options += ["--golden", self.golden]
         ran = self.command(*[o for o in self._export() if o != "--incr"], *options)
-        assert ran.code == 0 or self.log.held.is_set, ran.err
+        is_sick = is_golden and not all(np.isfinite(value).all() for value in self.saved.values())
+        assert ran.code == (6 if is_sick else 0) or self.log.held.is_set, ran.err
         self.account()
 
     def update(self, *, damaged: bool = False) -> None:

@@ -22,9 +22,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,6 +40,8 @@ from serving.status import VersionState
 from tests.integration.chaos_world import ITEMS, USERS, damaged, served, write_graph
 from tests.support.agents import ROOT, publishing
 from tests.support.clocks import Clock
+from tests.support.directory_store import BUCKET, directory_store
+from tests.support.failing_calls import ERRORS, Failure, failing, failing_calls
 from tests.support.proxy import Network, Proxy
 
 SETTLED_WITHIN_S = 120.0
@@ -65,6 +67,7 @@ class Program:
     starts: int = 0
     started_at: float = 0.0
     killed: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def start(self) -> None:
         self.killed = False
@@ -79,6 +82,7 @@ class Program:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
+                env={**os.environ, **self.environment},
             )
 
     @property
@@ -205,6 +209,7 @@ class World:
         self.unreadable = Accident()
         self.full = Accident()
         self.held = Accident()
+        self.closed = Accident()
         self.ended = threading.Event()
         self.stack = ExitStack()
         self.stack.callback(self.ended.set)
@@ -214,6 +219,9 @@ class World:
         self.clocks: list[tuple[str, Clock]] = []
         root = directory if disk is None else disk
         self.disk = disk
+        self.calls = self.stack.enter_context(failing_calls())
+        (directory / "bucket").mkdir()
+        self.store, _ = self.stack.enter_context(directory_store(directory / "bucket"))
         self.model, self.train = root / "ranker", root / "train"
         self.until, self.final = directory / "until", directory / "final.npz"
         graph = directory / "graph.meta"
@@ -312,8 +320,9 @@ class World:
         "network": 8,
         "damage": 4,
         "fill_disk": 2,
-        "clock_jump": 2,
-        "operate": 3,
+        "clock_jump": 3,
+        "read_only": 2,
+        "operate": 5,
     }
 
     def _happen(self) -> None:
@@ -403,18 +412,35 @@ class World:
     def clock_jump(self) -> str:
         """The clock of the exporter or the agent is set."""
         name, clock = self.dice.choice(self.clocks)
-        ahead_s = self.dice.choice([-86400, -3600, -5, 5, 3600, 86400])
+        days = self.dice.choice([-400, -1, 1, 400, 20 * 365])
+        ahead_s = self.dice.choice([-3600, -5, 5, 3600, days * 86400])
         clock.set(ahead_s)
         return f"of the {name} by {ahead_s} s"
 
+    def read_only(self) -> str | None:
+        """Nobody can write, as after an error of the disk; where somebody just does, it cannot be had."""
+        disk = self.disk
+        if disk is None or self.full.now or not _remount(disk, "ro"):
+            return None
+        self.full.begin()
+        self.closed.begin()
+
+        def mend() -> None:
+            _remount(disk, "rw")
+            self.closed.end()
+
+        self._mend_later("the disk can be written", mend, self.full)
+        return "is the disk"
+
     def operate(self) -> str | None:
-        """Somebody rolls back, resumes, merges or publishes a base."""
+        """Somebody rolls back, resumes, merges, publishes a base or pushes to a store; calls may fail."""
         with suppress(OSError, ExportError):
             log = read_log(self.model)
             if log.held.is_set or self.held.now:
                 return None
             positions = [delta.end for delta in log.deltas[-8:-1]]
             choices = [("merge", self.model), ("merge", self.model, "--rebase")]
+            choices += [("push", self.model, f"s3://{BUCKET}/ranker", "--prune")] * 2
             if positions:
                 choices += [("rollback", self.model, "--to", self.dice.choice(positions))] * 2
             chosen = self.dice.choice(choices)
@@ -436,10 +462,16 @@ class World:
 
     def _command(self, *arguments: object, limit_s: float | None = None) -> str:
         """Run `export-model` beside everything; it may be killed, and may fail while something is damaged."""
+        is_last = limit_s is not None
         limit_s = limit_s or self.dice.choice([0.5, 2.0, 30.0, 30.0])
         words = " ".join(str(argument) for argument in arguments if argument != self.model)
         log = self._logs / f"operator{len(self.commands)}.log"
-        program = Program(f"export-model {words}", ("exporter", *arguments), log)
+        environment = dict(self.store)
+        if self.calls is not None and not is_last and self.dice.random() < 0.4:
+            failure = Failure(self.dice.randint(1, 400), self.dice.choice(ERRORS), self.dice.random() < 0.3)
+            environment |= failing(self.calls, self.model, failure)
+            words += f" ({failure})"
+        program = Program(f"export-model {words}", ("exporter", *arguments), log, environment=environment)
         program.start()
         self.commands.append((time.monotonic() + limit_s, program))
         return words
@@ -492,7 +524,7 @@ class World:
         """The trainer, when it cannot save; the exporter, when a person is needed."""
         lately = time.monotonic() - _TO_NOTICE_S
         return (program is self.trainer and self.full.was(lately)) or (
-            program is self.exporter and self.unreadable.was(lately)
+            program is self.exporter and (self.unreadable.was(lately) or self.closed.was(lately))
         )
 
     # --- the end -----------------------------------------------------------------------------------------
@@ -617,6 +649,11 @@ def _unlimit(programs: Sequence[Program]) -> None:
     for program in programs:
         if program.code is None:
             _limit_files(program, resource.RLIM_INFINITY)
+
+
+def _remount(disk: Path, how: str) -> bool:
+    command = ["mount", "-o", f"remount,{how}", str(disk)]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def _fill(ballast: Path) -> None:

@@ -65,9 +65,10 @@ def test_metrics_status_and_page_tell_where_each_replica_stands(
         newest = published.publish()
         wait(lambda: running.get("/readyz")[0] == 200 and servers[0].position(base_of(published)) == newest)
         version, replica = base_of(published), servers[0].address
-        _, metrics = running.get("/metrics")
         labels = f'{{model="ranker",replica="{replica}",version="{version}"}}'
-        assert f"export_model_agent_position{labels} {float(newest)}" in metrics
+        stands = f"export_model_agent_position{labels} {float(newest)}"
+        wait(lambda: stands in running.get("/metrics")[1])  # the server is there before the agent has asked
+        _, metrics = running.get("/metrics")
         assert f"export_model_agent_behind_deltas{labels} 0.0" in metrics
         assert "export_model_agent_commit_to_served_seconds_bucket" in metrics
         _, text = running.get("/status.json")

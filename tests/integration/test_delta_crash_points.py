@@ -156,7 +156,7 @@ def test_a_kill_at_any_step_leaves_whole_deltas_and_a_next_run_that_works(
     work = in_memory / "work"
     shutil.copytree(origin, work)
     steps = count_steps(case.action, work / "model")
-    assert steps > 15, "the steps are seen"
+    assert steps > 10, "the steps are seen"  # a log that is read once takes fewer of them
     model, outcomes, instants = work / "model", set(), 0
     for point in range(1, steps + 1, case.every):
         shutil.rmtree(work)

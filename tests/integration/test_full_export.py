@@ -144,7 +144,7 @@ def test_meta_export_never_imports_tensorflow(digits: DigitsTraining, tmp_path: 
 import sys
 from exporter.cli import app as cli
 try:
-    cli.run(cli.app, {arguments!r})
+    cli.main({arguments!r})
 except SystemExit as left:
     assert left.code == 0, left.code
 assert "tensorflow" not in sys.modules

@@ -10,12 +10,8 @@ import pytest
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.chunk_digest import chunk_digest, chunks
-from exporter.delta.format import ChangeKind, Rows
-from exporter.delta.spans import Span
-from exporter.publish.commit import Staging
+from exporter.delta.format import ChangeKind
 from exporter.publish.delta_log import read_log
-from exporter.publish.delta_publication import Publication, publish_changes
-from exporter.publish.log_entries import DeltaOrigin
 from exporter.publish.versions import read_manifest
 from tests.conftest import ROOT
 from tests.support.commands import export_model
@@ -237,22 +233,6 @@ def bytes_a_row(delta: Path) -> float:
     rows = sum(ref.shape[0] for ref in tensors if ref.name.endswith("/ids"))
     kept = ("/values", "/exact", "/packed", "/scales")
     return sum(ref.bytes_ for ref in tensors if ref.name.endswith(kept)) / rows
-
-
-def test_a_model_that_requires_finite_values_refuses_others(tmp_path: Path, ranker: Path) -> None:
-    model = tmp_path / "model"
-    options = ["--ckpt-dir", ranker, "--model", MODEL, "--out", model, "--updatable", "--require-finite"]
-    assert export_model(*options, "-q").code == 0
-    log = read_log(model)
-    variable = next(v for v in log.schema.variables if v.kind is ChangeKind.TABLE)
-    rows = Rows(np.array([1]), np.full((1, *variable.shape[1:]), np.nan, variable.dtype.numpy))
-    with Staging(model) as staging:
-        what = Publication(Span(20, 21), 21, DeltaOrigin.COMPARISON, log.trained)
-        publish_changes(log, staging, {variable.name: rows}, what, last=20)
-    with loaded(model / "20") as server:
-        done = server.update()
-        assert done["position"] == 20
-        assert "finite" in done["status"]
 
 
 def test_a_server_follows_deltas_that_leave_rows_out_and_ends_where_an_exact_one_leads(

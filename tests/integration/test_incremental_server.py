@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from typer.testing import CliRunner
 
 from exporter.bundle.warmup_requests import parse_request, write_warmup
 from exporter.errors import ServerError

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
+import typer
+
 from exporter.cli import app as cli
-from exporter.terminal.edge import run
-from exporter.terminal.parameters import App
+from exporter.errors import Exit
+from serving import cli as serving_cli
 from tests.support.printed_documents import checked, checked_error
 
 
@@ -33,11 +36,12 @@ class Ran:
         return checked_error(json.loads(self.err.strip().splitlines()[-1]))
 
 
-def run_app(app: App, *arguments: object) -> Ran:
+def run_app(app: typer.Typer, *arguments: object) -> Ran:
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            run(app, [str(argument) for argument in arguments])
+            main = cli.main if app is cli.app else serving_cli.main
+            main([str(argument) for argument in arguments])
         except SystemExit as left:
             code = left.code
     assert isinstance(code, int)
@@ -46,3 +50,18 @@ def run_app(app: App, *arguments: object) -> Ran:
 
 def export_model(*arguments: object) -> Ran:
     return run_app(cli.app, *arguments)
+
+
+class Bad(Exception):
+    """What must not happen."""
+
+
+def run_command(*arguments: object) -> None:
+    """A command line must end in a code of the table, and in a named error if in any."""
+    ran = export_model(*arguments)
+    if ran.code not in set(Exit):
+        raise Bad(f"exit code {ran.code}")
+    if "Traceback" in ran.err or re.search(r'(error: |"message": ")unexpected ', ran.err):
+        raise Bad(ran.err)
+    if ran.code not in (Exit.DONE, Exit.DIFFERENT) and "error" not in ran.err:
+        raise Bad(f"exit code {ran.code} and no error: {ran.err!r}")

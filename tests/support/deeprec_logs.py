@@ -23,8 +23,7 @@ from exporter.mapping.mapping_spec import DynamicTable, MappingSpec
 from exporter.options import ExportRequest, Updates
 from exporter.publish.commit import Published, Staging, publish_version, reserve_position
 from exporter.publish.delta_log import DeltaLog
-from exporter.publish.log_entries import BaseEntry
-from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
+from exporter.publish.manifest import BaseEntry, ManifestDraft, Origin, tensor_entries
 from exporter.tables.geometry import PARTS, TableGeometry
 from exporter.wire.dtypes import DType
 from tests.support.deeprec import Ev, write_full, write_increment

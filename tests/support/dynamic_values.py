@@ -10,8 +10,7 @@ from msgspec import Struct
 
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.tables.geometry import EMPTY_KEY, INDEX_ROWS, INDEX_SEEDS, TableGeometry, hashes_of
-from exporter.tables.key_ranges import KeyRanges
-from exporter.tables.place_keys import place_ranges
+from exporter.tables.place_keys import KeyRanges, place_ranges
 
 Array = np.ndarray[Any, Any]
 

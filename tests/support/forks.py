@@ -24,7 +24,7 @@ from typing import TextIO
 
 from examples.cluster import NodeCommand
 
-_PRELOADED = [
+PRELOADED = [
     "tensorflow",
     "pytest",
     "exporter.pipeline.full",
@@ -34,11 +34,11 @@ _PRELOADED = [
     "tests.support.publishing",
     "tests.integration.increment_nodes",
 ]
-if gone := [name for name in _PRELOADED if find_spec(name) is None]:  # a server passes over it in silence
+if gone := [name for name in PRELOADED if find_spec(name) is None]:  # a server passes over it in silence
     raise ImportError(f"there is no module {gone[0]}")
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(_PRELOADED)
+FORKS.set_forkserver_preload(PRELOADED)
 
 
 def run_warm(program: Path | str, *arguments: object, timeout_s: float = 300) -> str:

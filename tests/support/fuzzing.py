@@ -33,15 +33,26 @@ from safetensors.numpy import save_file
 from exporter.bundle.warmup_requests import parse_request
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.sstable import read_table, write_table
-from exporter.errors import Exit, ExportError
+from exporter.errors import ExportError
 from exporter.files import read_regular
+from exporter.golden import read_golden
+from exporter.layout import PUSHED_FILE
 from exporter.wire import protos
 from exporter.wire.tensor_proto import to_array
+from serving.agent.rebuild import read_rebuild_config
+from serving.agent_flags import PortFlags
+from serving.batching_parameters import check_batching_parameters
+from serving.config_file import ConfigFile
+from serving.rest import metrics_path
+from serving.server_options import ServerOptions
+from serving.server_tls import server_credentials
 from tests.support import deeprec_logs
 from tests.support.archives import keras_archive, legacy_file, npy, weights_file, zip_of
 from tests.support.bundles import compressed, compressed_table, write
-from tests.support.commands import export_model
+from tests.support.certificates import Certified
+from tests.support.commands import Bad, run_command
 from tests.support.deeprec_logs import DeepRecTrainer
+from tests.support.directory_store import BUCKET
 from tests.support.logs import Serving, Trainer, publish_base
 from tests.test_delta_deeprec import save_increment
 
@@ -50,10 +61,6 @@ MORE_MEMORY_BYTES = 1 << 30
 _LONGEST_REPORT = 4000
 
 Run = Callable[[Path], None]
-
-
-class Bad(Exception):
-    """What must not happen."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,7 @@ _VALUES: tuple[Any, ...] = (
     10**20, 10**400,
     [[]], {"": {}}, [0] * 1000, "NaN", "9" * 30,
 )  # fmt: skip
+_NAMES = ("", "\0", "\ud800", "../../x", "/etc/passwd", "~/x", "a" * 300, "deltas/hold", "\x1b[2J", "\u0100")
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
@@ -127,11 +135,33 @@ def _changed_json(data: bytes, rng: random.Random) -> bytes:
         if not places:
             break
         holder, key = rng.choice(places)
-        if rng.random() < 0.15:
+        chance = rng.random()
+        if chance < 0.15:
             del holder[key]
+        elif chance < 0.3 and isinstance(holder, dict):
+            holder[rng.choice(_NAMES)] = holder.pop(key)
         else:
             holder[key] = copy.deepcopy(rng.choice(_VALUES))
     return json.dumps(document).encode()
+
+
+def _changed_text(data: bytes, rng: random.Random) -> bytes:
+    """A number, a word or a text of a configuration replaced by an odd one, a block nested in itself."""
+    found = list(re.finditer(rb'"[^"]*"|[A-Za-z_]+|-?[0-9]+|\{[^{}]*\}', data))
+    if not found or rng.random() < 0.2:
+        return flipped(data, rng)
+    place = rng.choice(found)
+    if place[0].startswith(b"{"):
+        new = place[0] * rng.choice([2, 1000]) if rng.random() < 0.5 else b"{a" * 5000 + b"}" * 5000
+    elif place[0].startswith(b'"'):
+        new = (
+            b'"'
+            + rng.choice([*(name.encode("utf-8", "replace") for name in _NAMES), b"\xff", b"\x1b"])
+            + b'"'
+        )
+    else:
+        new = rng.choice([b"", b'""', b"-1", b"nan", b"true", b"{", *(str(n).encode() for n in _NUMBERS)])
+    return data[: place.start()] + new + data[place.end() :]
 
 
 def _places(value: Any) -> Any:
@@ -190,12 +220,14 @@ def _become_something_else(path: Path, top: Path, rng: random.Random) -> None:
 def damage(path: Path, top: Path, rng: random.Random) -> None:
     """Change a file under `top` in a way that its kind makes interesting; or it becomes something else."""
     chance = rng.random()
-    if chance < 0.1:
+    if chance < 0.1 and OBJECTS not in path.parts:  # an object of a store is bytes, under a name that is text
         _become_something_else(path, top, rng)
         return
     data = path.read_bytes()
-    if path.suffix == ".json":
+    if path.suffix == ".json" or path.name == PUSHED_FILE:
         data = _changed_json(data, rng)
+    elif path.suffix == ".config":
+        data = _changed_text(data, rng)
     elif path.suffix == ".index" and chance < 0.7:
         data = _changed_table(data, rng, path)
     elif path.suffix in (".npz", ".keras") and chance < 0.6:
@@ -216,22 +248,11 @@ def damage(path: Path, top: Path, rng: random.Random) -> None:
 # --- what is read ------------------------------------------------------------------------------------------
 
 
-def _command(*arguments: object) -> None:
-    """A command line must end in a code of the table, and in a named error if in any."""
-    ran = export_model(*arguments)
-    if ran.code not in set(Exit):
-        raise Bad(f"exit code {ran.code}")
-    if "Traceback" in ran.err or re.search(r'(error: |"message": ")unexpected ', ran.err):
-        raise Bad(ran.err)
-    if ran.code not in (Exit.DONE, Exit.DIFFERENT) and "error" not in ran.err:
-        raise Bad(f"exit code {ran.code} and no error: {ran.err!r}")
-
-
 def _commands(*lines: str) -> tuple[Run, ...]:
     """Command lines in which `@` stands for the directory."""
 
     def run(line: str) -> Run:
-        return lambda directory: _command(*line.replace("@", str(directory)).split())
+        return lambda directory: run_command(*line.replace("@", str(directory)).split())
 
     return tuple(map(run, lines))
 
@@ -263,7 +284,7 @@ def _log(directory: Path) -> None:
     for _ in range(3):
         trainer.train()
         trainer.increment()
-        _command("--ckpt-dir", directory / "train", "--out", directory / "m", "--incr")
+        run_command("--ckpt-dir", directory / "train", "--out", directory / "m", "--incr")
     trainer.train()
     trainer.increment()
     trainer.train()
@@ -273,7 +294,7 @@ def _log(directory: Path) -> None:
 def _held_log(directory: Path) -> None:
     _log(directory)
     positions = sorted(path.name.split("-")[1] for path in (directory / "m").glob("deltas/*/*-*"))
-    _command("rollback", directory / "m", "--to", int(positions[0]))
+    run_command("rollback", directory / "m", "--to", int(positions[0]))
 
 
 def _deeprec(directory: Path) -> None:
@@ -303,7 +324,7 @@ def _table_log(directory: Path) -> None:
     deeprec_logs.publish_base(trainer, directory / "m")
     trainer.train()
     trainer.increment()
-    _command("--ckpt-dir", directory / "train", "--out", directory / "m", "--incr")
+    run_command("--ckpt-dir", directory / "train", "--out", directory / "m", "--incr")
     trainer.train()
     trainer.increment()
 
@@ -406,6 +427,91 @@ def _packed(directory: Path) -> None:
         file.create_dataset("layers/dense/vars/1", data=value[:7].astype(">f4"))
 
 
+_MODELS = """model_config_list {
+  config { name: "ranker" base_path: "/models/ranker" model_platform: "tensorflow"
+           model_version_policy { specific { versions: 7 versions: 9 } }
+           version_labels { key: "stable" value: 7 } }
+  config { name: "other" base_path: "/models/other" model_platform: "tensorflow"
+           model_version_policy { latest { num_versions: 2 } } }
+}
+"""
+_BATCHING = """max_batch_size { value: 128 } batch_timeout_micros { value: 0 } num_batch_threads { value: 4 }
+allowed_batch_sizes: 1 allowed_batch_sizes: 128 pad_variable_length_inputs: true
+"""
+_EXPECTED = {"score": {"min": 0, "max": 1}, "logits": {"near": [[0.2, 1.4]], "tolerance": 0.5, "drift": 0.1}}
+
+
+def _configurations(directory: Path) -> None:
+    """What `serve-model run` and `serve-model agent` read at their start, or again as they run."""
+    server = Certified(directory / "pki").config(directory / "ssl.config", verify=True)
+    shutil.rmtree(directory / "pki")
+    for name, text in {
+        "models": _MODELS,
+        "batching": _BATCHING,
+        "monitoring": 'prometheus_config { enable: true path: "/metrics" }',
+        "session": "intra_op_parallelism_threads: 2 gpu_options { allow_growth: true }",
+    }.items():
+        server.with_name(f"{name}.config").write_text(text)
+    (directory / "token").write_text("s3cret\n")
+    request = {"name": "known", "instances": [{"user": 7, "item": 3}], "expect": _EXPECTED}
+    (directory / "golden.json").write_text(json.dumps({"requests": [request]}))
+
+
+def _read_configurations(directory: Path) -> None:
+    """Each by what a server does with it; all of them, whichever is refused."""
+    for read in (
+        lambda: ConfigFile(directory / "models.config").read(),
+        lambda: read_rebuild_config(directory / "models.config", ["ranker"]),
+        lambda: check_batching_parameters(directory / "batching.config"),
+        lambda: metrics_path(directory / "monitoring.config"),
+        lambda: server_credentials(directory / "ssl.config"),
+        lambda: ServerOptions(tensorflow_session_config_file=directory / "session.config").loading(),
+        lambda: PortFlags(token_file=str(directory / "token")).token(),
+        lambda: read_golden(directory / "golden.json"),
+    ):
+        _guarded(lambda _, read=read: read(), directory)  # type: ignore[misc]
+
+
+_URL, OBJECTS = f"s3://{BUCKET}/m", "bucket"
+
+
+def _store(directory: Path) -> None:
+    """A held model in a store, whose objects are files; the model that was pushed, and a copy of it."""
+    _held_log(directory)
+    _in_a_process(directory, ("push", "@/m", _URL), ("pull", _URL, "@/copy"))
+    assert (directory / "copy" / PUSHED_FILE).is_file()
+
+
+def _use_store(directory: Path) -> None:
+    some = ("history", "verify", "merge --dry-run")
+    lines = [(name, _URL, *rest) for name, *rest in map(str.split, some)]
+    _in_a_process(directory, *lines, ("pull", _URL, "@/copy"), ("push", "@/m", _URL), ("resume", _URL))
+    outside = {path.name for path in directory.iterdir()} - {"train", "m", "copy", OBJECTS}
+    if outside:
+        raise Bad(f"{outside} appeared")
+
+
+def _in_a_process(directory: Path, *lines: tuple[str, ...]) -> None:
+    """Commands in a process of their own: the library that reads stores does not work in a fork."""
+    code = (
+        "import json, os, sys; from pathlib import Path\n"
+        "from tests.support.directory_store import directory_store\n"
+        "from tests.support.commands import run_command\n"
+        f"with directory_store(Path(sys.argv[1]) / {OBJECTS!r}) as (environment, _):\n"
+        "    os.environ |= environment\n"
+        "    for line in json.loads(sys.argv[2]): run_command(*line)"
+    )
+    asked = json.dumps([[part.replace("@", str(directory)) for part in line] for line in lines])
+    made = [sys.executable, "-c", code, str(directory), asked]
+    few = os.environ | {
+        "MALLOC_ARENA_MAX": "1"
+    }  # else each thread takes 64 MB of addresses, which are limited
+    place = Path(__file__).parent.parent.parent
+    ran = subprocess.run(made, capture_output=True, text=True, cwd=place, env=few)
+    if ran.returncode:
+        raise Bad(ran.stderr[-_LONGEST_REPORT:])
+
+
 _INCREMENTAL = _commands(
     "--ckpt-dir @/train --out @/m --incr --json",
     "verify @/m --json",
@@ -484,6 +590,12 @@ KINDS: Mapping[str, Kind] = {
         ("first/7/**/*",),
         _commands("--ckpt-dir @/train --model @/first/7 --out @/b", "inspect @/first/7", "verify @/first"),
     ),
+    "store": Kind(
+        _store,
+        ("bucket/m/head.json", "bucket/m/**/hold", "bucket/m/**/*", "copy/.pushed", "m/.pushed"),
+        (_use_store,),
+    ),
+    "configurations": Kind(_configurations, ("*.config", "token", "golden.json"), (_read_configurations,)),
     "request": Kind(_requests, ("tensor", "*.json"), (_read_tensor, _read_requests)),
 }
 

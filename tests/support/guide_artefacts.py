@@ -111,6 +111,11 @@ def _deeprec_tables(_: pytest.TempPathFactory, directory: Path) -> None:
     trainer.save_increment()
 
 
+def _tfra(_: pytest.TempPathFactory, directory: Path) -> None:
+    for name, family in (("tfra", "saver"), ("tfra-keras", "manager")):
+        shutil.copytree(ROOT / "tests" / "fixtures" / "tfra" / "0.8.1" / family, directory / name)
+
+
 def _type(command: str, directory: Path) -> str:
     examples = directory / "examples"
     examples.symlink_to(ROOT / "examples")
@@ -137,6 +142,8 @@ MAKERS: dict[str, Callable[[pytest.TempPathFactory, Path], None]] = {
     "warmup.jsonl": _warmup,
     "deeprec": _deeprec,
     "ctr": _deeprec_tables,
+    "tfra": _tfra,
+    "tfra-keras": _tfra,
     "model_dir": _model_dir,
     "saved_model": _saved_model,
 }

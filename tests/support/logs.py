@@ -27,8 +27,7 @@ from exporter.options import ExportRequest, Updates
 from exporter.pipeline.rebase import FIRST_POSITION
 from exporter.publish.commit import Published, Staging, publish_version, reserve_position
 from exporter.publish.delta_log import DeltaLog
-from exporter.publish.log_entries import BaseEntry
-from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
+from exporter.publish.manifest import BaseEntry, ManifestDraft, Origin, tensor_entries
 from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
 from exporter.training.store import Store
 from exporter.wire import protos

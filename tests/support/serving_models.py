@@ -15,7 +15,8 @@ def write_saved_model(directory: Path, scale: float = 1.0, *, width: int = 2) ->
     """A version whose predictions tell it apart: `serving_default` gives x * scale.
 
     Other signatures: `two` (two inputs and outputs), `text`, `classify` and `regress` over tf.Example with
-    features `x` float [width] and `label` string, `native` (a classify signature as TensorFlow 2 names it),
+    features `x` float [width] and `label` string, `own` (regress, with an input tensor of its own),
+    `native` (a classify signature as TensorFlow 2 names it),
     `odd` (an unknown method), `check` (an assertion that
     all x > 0), `slow` (takes `turns` rounds of a loop), `count` (stateful: how often it was called).
     """
@@ -41,6 +42,9 @@ def write_saved_model(directory: Path, scale: float = 1.0, *, width: int = 2) ->
         scores = tf.multiply(features["x"], factor, "scores")
         classes = tf.tile(features["label"][:, None], [1, width], "classes")
         value = tf.reduce_sum(scores, axis=1, name="value")
+        others = v1.placeholder(tf.string, [None], "others")
+        of_others = tf.io.parse_example(others, {"x": tf.io.FixedLenFeature([width], tf.float32)})["x"]
+        largest = tf.reduce_max(of_others * factor, axis=1, name="largest")
         with tf.control_dependencies([v1.assert_positive(x, message="x must be positive")]):
             checked = tf.identity(y, "checked")
         turns = v1.placeholder(tf.int64, [None], "turns")
@@ -55,6 +59,7 @@ def write_saved_model(directory: Path, scale: float = 1.0, *, width: int = 2) ->
             "classify": _signature({"inputs": examples}, {"classes": classes, "scores": scores}, CLASSIFY),
             "scores": _signature({"inputs": examples}, {"scores": scores}, CLASSIFY),
             "regress": _signature({"inputs": examples}, {"outputs": value}, REGRESS),
+            "own": _signature({"inputs": others}, {"outputs": largest}, REGRESS),
             "flat": _signature({"inputs": examples}, {"scores": value}, CLASSIFY),
             "wide": _signature({"inputs": examples}, {"outputs": scores}, REGRESS),
             "native": _signature({"inputs": examples}, {"scores": scores}, PREDICT),

@@ -101,6 +101,13 @@ ADVICE: dict[type[ExportError], Advice] = {
         "Name the module that defines the class with `--custom-objects`, or trust the archive with "
         "`--allow-code`.",
     ),
+    errors.AccessRefused: Advice(
+        "A graph asks for something outside of the model: a file of another directory, which nobody named "
+        "for it (a vocabulary of the `.meta` beside a checkpoint), or an operation that reads or writes "
+        "files, calls other processes or runs code, on the server or where outputs are compared here.",
+        "If the graph is yours, name it with `--model`, or allow what it asks for: `--allow-files DIR` for "
+        "files, `--allow-file-ops` for operations that are served, `--allow-code` for what runs here.",
+    ),
     errors.NotServable: Advice(
         "What the output depends on does not exist while serving: an input pipeline, a queue, a "
         "`py_function`, a file reader, or an operation that cannot be updated in place.",
@@ -236,6 +243,14 @@ ADVICE: dict[type[ExportError], Advice] = {
         "Remove the directory that the text names and publish anew; of a newer format, use the newer "
         "`export-model`.",
     ),
+    errors.NotFinite: Advice(
+        "A base that was exported with `--require-finite` refuses deltas with NaN or infinity, so that none "
+        "is published: the trainer's newest state holds some, or the values that a merged delta, a rollback "
+        "or a resumption would bring.",
+        "Servers stay where they are, and nothing is lost: the next `--incr` holds everything since. Look at "
+        "the row that the `cause:` line names, mend the training or set it back. To serve such values after "
+        "all, publish a base without `--require-finite`.",
+    ),
     errors.PublishError: Advice(
         "Writing failed for a reason other than space and permission; the `cause:` line is the operating "
         "system's.",
@@ -278,6 +293,12 @@ ADVICE: dict[type[ExportError], Advice] = {
         "The engine that `--engine` names cannot be reached, lost its workers too often, or is silent.",
         "What was done has its receipts: run the same command again, on this engine or another one "
         "(`--engine local`).",
+    ),
+    errors.NoNewBase: Advice(
+        "`--incr --rebase` published the delta, and could not make a base of it: the old base or a delta is "
+        "damaged, the disk is full, or the model was held meanwhile.",
+        "Servers take the delta. What stood in the way of the base is in the message, after `no new base`: "
+        "mend that, then `export-model merge MODEL --rebase`.",
     ),
     errors.ServerError: Advice(
         "A model server has no version that can be served, or did not take an update.",

@@ -7,14 +7,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import click
+import typer
 
-from exporter.terminal.parameters import OTHER, App, group_of
 from tools.reference.markdown import code, code_block, table, text
 
 _COMMON = ("--json", "--quiet", "--debug", "--help", "-V")
 """Options that are told once on a page, not for each of its commands."""
 _NOTE = re.compile(r"\s*\[((?:default: |required|x[<>]=|\S+<=x)(?:(?!\]  \[).)*)\]$")
+_OTHER = "Output"
+"""The heading of options that stand in no panel of `--help`."""
 _ARGUMENT_TYPE = re.compile(r" <[^>]*>$")
 
 
@@ -39,8 +40,9 @@ class Option:
         return code(self.name), text(self.help), text(self.notes)
 
 
-def page(root: App, name: str) -> str:
+def page(app: typer.Typer, name: str) -> str:
     """The page of an application and all its subcommands."""
+    root: Any = typer.main.get_command(app)
     context = _context(root, name)
     names = list(root.list_commands(context))
     linked = ", ".join(f"[{sub}](#{name}-{sub})" for sub in names)
@@ -68,7 +70,7 @@ def _command(command: Any, context: Any, usage: str, level: int) -> Iterator[str
     if len(groups) > 1:
         yield f"{'#' * level} Options\n"
     for heading, rows in groups:
-        if heading != OTHER:
+        if heading != _OTHER:
             yield f"{'#' * level}# {heading}\n"
         yield _option_table(option.row() for option in rows)
 
@@ -80,25 +82,24 @@ def _option_table(rows: Iterable[tuple[str, str, str]]) -> str:
 def _groups(options: list[Option]) -> Iterator[tuple[str, list[Option]]]:
     """The root command's options by heading; a subcommand's, which are few, under none."""
     headings = dict.fromkeys(option.group for option in options)
-    for heading in sorted(headings, key=lambda heading: heading == OTHER):
+    for heading in sorted(headings, key=lambda heading: heading != _OTHER):
         yield heading, [option for option in options if option.group == heading]
 
 
 def _help(help_: str) -> Iterator[str]:
-    """A help text: its paragraphs, and what `\\b` marks (examples, tables) as they stand."""
+    """A help text: its paragraphs, and examples as they stand."""
     for paragraph in help_.strip().split("\n\n"):
-        if not paragraph.startswith("\b"):
-            yield text(" ".join(paragraph.split())) + "\n"
-            continue
-        heading, *lines = paragraph.removeprefix("\b").strip("\n").splitlines()
-        if heading.startswith("Exit codes"):
+        heading, *lines = paragraph.splitlines()
+        if heading == "Exit codes:":
             yield "Exit codes are on [a page of their own](exit-codes.md).\n"
-        else:
+        elif heading == "Examples:":
             yield code_block("\n".join(line.removeprefix("  ") for line in lines))
+        else:
+            yield text(" ".join(paragraph.split())) + "\n"
 
 
 def _context(command: Any, name: str) -> Any:
-    return click.Context(command, info_name=name, help_option_names=["-h", "--help"])
+    return command.make_context(name, [], resilient_parsing=True)
 
 
 def _options(command: Any, context: Any) -> Iterator[Option]:
@@ -117,11 +118,11 @@ def _options(command: Any, context: Any) -> Iterator[Option]:
             help_,
             ", ".join(map(_in_words, notes)),
             is_argument,
-            group_of(parameter),
+            getattr(parameter, "rich_help_panel", None) or _OTHER,
         )
 
 
 def _in_words(note: str) -> str:
     """A default as it is, and `x>=1` as `at least 1`."""
     note = re.sub(r"^x>=(\S+)$", r"at least \1", re.sub(r"^(\S+)<=x<=(\S+)$", r"\1 to \2", note))
-    return note.removeprefix("default: ")
+    return re.sub(r"^default: \(?(.*?)\)?$", r"\1", note)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from exporter.cli.documents import exported, inspections, logs, transfers
+from exporter.cli.documents import exported, inspections, logs
 from exporter.terminal.output import FORMAT_VERSION, Failure
 from serving import documents as served
 from tools.reference.markdown import code, table, text
@@ -33,8 +33,8 @@ PRINTED_BY: Mapping[str, Sequence[type]] = {
     "export-model diff": (logs.Differences,),
     "export-model verify": (logs.Verification,),
     "export-model doctor": (logs.Diagnosis,),
-    "export-model push": (transfers.Push,),
-    "export-model pull": (transfers.Pull,),
+    "export-model push": (logs.Push,),
+    "export-model pull": (logs.Pull,),
     "serve-model run": (served.Serving,),
     "serve-model reload": (served.Reload,),
     "serve-model status": (served.ModelStatus,),
@@ -102,7 +102,7 @@ def schema() -> str:
 
 def every_document() -> Iterator[type[Struct]]:
     """Every class of the documents, and of what they hold."""
-    for module in (exported, inspections, logs, transfers, served):
+    for module in (exported, inspections, logs, logs, served):
         yield from {kind.__name__: kind for kind in vars(module).values() if _is_document(kind)}.values()
     yield Failure
 

@@ -31,7 +31,10 @@ HTTP_OUTCOMES = (
     _same(_PREDICT, "`inputs` has more than the signature wants", 200),
     _same(_PREDICT, "`inputs` lacks one", 400),
     _same(_PREDICT, "lists of unequal length", 400),
-    _same(_PREDICT, "a value of another type, or a number that its type cannot hold", 400),
+    _same(_PREDICT, "a value of another type, or an integer that its type cannot hold", 400),
+    _same(_PREDICT, "a number that float32 rounds, or that is too large for it: infinity", 200),
+    _same(_PREDICT, "what nobody reads is nested deeply", 200),
+    HttpOutcome(_PREDICT, "text behind the object", there=200, here=400, why="a client's mistake"),
     _same(_PREDICT, "`signature_name` is not known, or no string", 400),
     _same(_PREDICT, "the model's own check fails", 400),
     _same(_PREDICT, "computing takes longer than `--rest_api_timeout_in_ms`", 504),
@@ -40,7 +43,7 @@ HTTP_OUTCOMES = (
         "the body has more than 512 MiB, as sent or unpacked",
         there=200,
         here=413,
-        why="numbers take ten times that in memory",
+        why="a request is in memory as a whole",
     ),
     _same(_EXAMPLES, "no `examples`, or none in it", 400),
     _same(_EXAMPLES, "a feature with values of several types", 400),
@@ -65,7 +68,16 @@ _DIFFERENCES = (
     ("`Inf` and `-Inf` in requests", "no JSON; as there, `NaN`, `Infinity` and `-Infinity` are numbers"),
     ("a key that an object has twice", "the last counts; there the first"),
     ("bytes in requests that are not UTF-8", "400; there taken as they are"),
+    ("paths that begin with `//v1/`", "404, as of any other path; there `v1` is taken for a host's name"),
+    ("the body of a 404 for a path elsewhere", '`{"error": ...}`; there a page in HTML'),
     ("TLS", "of the gRPC port alone, as there"),
+    (
+        "limits of the port",
+        "headers of 64 KiB (431); 60 s for a request to come or its answer to be taken, and a second more "
+        "for each 256 KiB (408); 1,000 connections, of which the first goes that has sent no whole request; "
+        "1 GiB of bodies and answers of all clients (503). Threads get whole requests; status and metrics "
+        "have two threads of their own",
+    ),
     (
         "metrics",
         "`:tensorflow:serving:request_count` (untyped) and `:tensorflow:serving:request_latency`; the others "

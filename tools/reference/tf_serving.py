@@ -57,7 +57,10 @@ GRPC_CALLS = (
     Call(
         "ModelService/HandleReloadConfigRequest",
         Match.DIFFERENT,
-        "what is refused changes nothing, there it may be kept; without a deadline it waits ten minutes",
+        "what is refused changes nothing; without a deadline it waits ten minutes. There, an entry without "
+        "a platform is refused and kept: every later call fails with its error until a restart. And where a "
+        "new model's base path never comes, later calls hang behind it: `serve-model reload` looks before "
+        "it sends",
     ),
     Call(
         "SessionService/SessionRun", Match.ABSENT, "TensorFlow Serving's own binary does not offer it either"
@@ -83,6 +86,7 @@ OTHER_CALLS = (
 )
 
 _INVALID, _MISSING, _PRECONDITION = Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.FAILED_PRECONDITION
+_TOO_MANY = "a client's mistake: there the first values count"
 _LIMIT = "60 bytes must not cost gigabytes: --max-filled-bytes"
 
 
@@ -101,6 +105,7 @@ OUTCOMES = (
     _same("Predict", "inputs are missing, or unknown", _INVALID),
     _same("Predict", "an input has another type", _INVALID),
     _same("Predict", "a tensor does not fill its shape", _INVALID),
+    Outcome("Predict", "a tensor has more values than its shape, in fields", "OK", _INVALID, _TOO_MANY),
     Outcome("Predict", "a shape has more than 64 MiB, and one value", "OK", _INVALID, _LIMIT),
     _same("Predict", "an output in `output_filter` is unknown, or named twice", _INVALID),
     _same("Predict", "the deadline is over while it computes", Code.DEADLINE_EXCEEDED),
@@ -115,6 +120,7 @@ OUTCOMES = (
     _same("Regress", "the output is neither a vector nor a column", _INVALID),
     _same("MultiInference", "no task", _INVALID),
     _same("MultiInference", "tasks name several models, or a signature twice", _INVALID),
+    _same("MultiInference", "signatures with input tensors of their own, as in TensorFlow 2", Code.OK),
     _same("MultiInference", "a task is neither classify nor regress", Code.UNIMPLEMENTED),
     _same("GetModelMetadata", "no field, or another than `signature_def`", _INVALID),
     _same("GetModelMetadata", "the model is not served", _MISSING),
@@ -185,6 +191,7 @@ BEHAVIOUR = (
     ("versions that come and go", Match.SAME, "the new one is loaded first, then the old one unloaded"),
     ("a version that fails to load", Match.DIFFERENT,
      "END at once, and tried again when its directory changes; there tried five times, a minute apart"),
+    ("a `saved_model.pb` that is cut off", Match.DIFFERENT, "END with DATA_LOSS; there OUT_OF_RANGE"),
     ("a SavedModel whose variables are missing", Match.DIFFERENT, "it fails; there it is served"),
     ("a version directory without a model in it", Match.DIFFERENT, "waited for; there it fails"),
     ("a base path that changes", Match.SAME, "a loaded version of the same number stays"),

@@ -1,4 +1,7 @@
-"""What the commands print that inspect or change a published model."""
+"""What the commands print that inspect or change a published model.
+
+What `push` and `pull` print.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,46 @@ from typing import Literal
 from msgspec import Struct
 
 from exporter.cli.documents.values import KeptVersion, Status
+
+
+class Push(Struct, frozen=True, kw_only=True):
+    """What `push` prints."""
+
+    dry_run: bool
+    """True if nothing was written."""
+    status: Status
+    """`published`, `planned` or `nothing_to_do`."""
+    url: str
+    """The model in the store."""
+    uploaded: Sequence[str]
+    """Versions and deltas, by their paths below the model, in the order in which they became visible."""
+    removed: Sequence[str]
+    """What was removed from the store, with `--prune`."""
+    bytes: int
+    """Bytes uploaded."""
+    position: int | None
+    """The newest position in the store now."""
+
+
+class Pull(Struct, frozen=True, kw_only=True):
+    """What `pull` prints; with `--watch` one document a line, whenever something was fetched."""
+
+    status: Status
+    """`published` or `nothing_to_do`."""
+    model: str
+    """The local model base path."""
+    fetched: Sequence[str]
+    """Versions and deltas, by their paths below the model, in the order in which they became visible."""
+    removed: Sequence[str]
+    """What was removed here, with `--prune`."""
+    incomplete: Sequence[str]
+    """What has a manifest in the store and not yet all its files."""
+    waiting: Sequence[str] = ()
+    """What servers could not take after the rollback that a canary made here."""
+    bytes: int
+    """Bytes fetched."""
+    position: int | None
+    """The newest position here now."""
 
 
 class Merge(Struct, frozen=True, kw_only=True):
@@ -61,7 +104,8 @@ class Rollback(Struct, frozen=True, kw_only=True):
     dry_run: bool
     """True if nothing was written."""
     status: Status
-    """`published`, `planned`, `hold_lifted` if the values stay, or `nothing_to_do` where nothing is held."""
+    """`published`, `planned`, `hold_lifted` if the values stay, or `nothing_to_do` where nothing is held, or
+    by a canary alone."""
     path: str | None
     """The delta or version that brings the values back; null if the values stay."""
     from_position: int
@@ -74,6 +118,8 @@ class Rollback(Struct, frozen=True, kw_only=True):
     """The training step of those values."""
     hold: int | None
     """The position at which the model is held; after `resume` null, or how far a canary has approved it."""
+    is_canary: bool
+    """True if that hold is how far the canary of an agent approved: it decides about what lies beyond."""
 
 
 class Side(Struct, frozen=True):

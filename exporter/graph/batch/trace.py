@@ -18,12 +18,18 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from exporter.graph.batch.call import Call, Findings
-from exporter.graph.batch.dims import Dim, Known, Meeting, Rows, Slot, Stuck, Unclear
+from exporter.graph.batch.dims import Call, Dim, Findings, Known, Meeting, Rows, Slot, Stuck, Unclear
 from exporter.graph.batch.rules import RULES
-from exporter.graph.control_flow import MERGES, NEXT_ITERATIONS
-from exporter.graph.nodes import Endpoint, attr, data_inputs, shape_of
-from exporter.graph.reach import closure, forward_sources
+from exporter.graph.nodes import (
+    MERGES,
+    NEXT_ITERATIONS,
+    Endpoint,
+    attr,
+    closure,
+    data_inputs,
+    forward_sources,
+    shape_of,
+)
 from exporter.wire.protos import Proto
 
 _MOST_PASSES = 16

@@ -1,0 +1,348 @@
+"""Sections with the newest rows of deltas: merged with one another, or applied on top of a base.
+
+A section reads contiguous ranges of the deltas' tensors, all of them and each once, so that the checksums of
+ranges add up to those of tensors. A very large table is divided into ranges of ids: then what is written are
+slices, which RestoreV2 joins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
+from typing import Any, ClassVar
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.checkpoint.tensor_values import encode_strings, memory_map
+from exporter.delta.delta_files import DeltaTensors, header_tensors
+from exporter.delta.format import DeltaHeader, ServedVariable
+from exporter.delta.merge import newest_rows
+from exporter.delta.packing import PackedRows, pack_rows
+from exporter.errors import CorruptFile
+from exporter.jobs.division import piece_bytes
+from exporter.jobs.shard_job import Sources, Stored
+from exporter.jobs.task import Range
+from exporter.jobs.write_shard import (
+    MovedRows,
+    NewShard,
+    ReadRun,
+    Section,
+    WriteShard,
+    WrittenRun,
+    renumbered,
+)
+from exporter.options import DeltaDtype
+from exporter.storage.output_directory import new_file
+from exporter.wire.crc32c import chunks_of
+from exporter.wire.dtypes import JOINABLE, DType
+
+Array = np.ndarray[Any, Any]
+
+_BLOCK_BYTES = 4 << 20
+_SAMPLES = 64  # ids for each piece that a table is divided into: none is a tenth larger than planned, or so
+
+Layer = tuple[Range, ...]
+"""Rows of one delta: ids and values; of packed rows exact places and codes, too; of int8 ones also scales."""
+
+
+class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
+    """Rows `low` to `high` of a table: the newest of `layers`, oldest first.
+
+    With `base`, which holds all of these rows one behind another, all are written. Without it those of
+    the layers are written, with their ids, and packed as the delta says that is made.
+
+    Raises:
+        CorruptFile: ids are not increasing, or not the table's.
+    """
+
+    counted: ClassVar[int] = 2  # rows, and how many of them are not packed
+
+    variable: ServedVariable
+    low: int
+    high: int
+    layers: tuple[Layer, ...]
+    base: tuple[Range, ...] = ()
+    packing: DeltaDtype | None = None
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """What is read, in the order of the receipt's checksums."""
+        return (*self.base, *(each for layer in self.layers for each in layer))
+
+    def renumbered(self, numbers: Mapping[int, int]) -> NewestRows:
+        """See `Section`."""
+        base = renumbered(self.base, numbers)
+        return replace(self, base=base, layers=tuple(renumbered(layer, numbers) for layer in self.layers))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The tensors of a delta that it makes, in the order in which they are written."""
+        ids, values = self.variable.keys
+        packed = [tensor.key for tensor in self.variable.packed(self.packing)]
+        return (values, *packed[1:], *packed[:1], ids)
+
+    def sizes(self, *counts: int) -> tuple[int, ...]:
+        """See `Section`."""
+        rows, exact = counts
+        values = exact * self.row_bytes
+        if self.base:
+            return (values,)
+        codes = [
+            (rows - exact) * math.prod(tensor.element_shape) * tensor.dtype.numpy.itemsize
+            for tensor in self.variable.packed(self.packing)[1:]
+        ]
+        return (values, *codes, *([8 * exact] if codes else []), 8 * rows)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row that is not packed."""
+        return math.prod(self.variable.shape[1:]) * self.variable.dtype.numpy.itemsize
+
+    def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
+        """See `Section`."""
+        base, left = sources[: len(self.base)], iter(sources[len(self.base) :])
+        layers = [_LayerRows(self, list(islice(left, len(layer)))) for layer in self.layers]
+        if self.base:
+            shard.append(self._on_top(base, layers))
+            rows = exact = self.high - self.low
+        elif self.variable.packed(self.packing):
+            rows, exact = self._write_packed(newest_rows(layers), shard)
+        else:
+            ids: list[Array] = []
+            shard.append(_values(newest_rows(layers), ids))
+            shard.append(ids)
+            rows = exact = sum(map(len, ids))
+        shard.rows += rows
+        return rows, exact
+
+    def _on_top(self, base: Sequence[ReadRun], layers: Sequence[_LayerRows]) -> Iterator[Array]:
+        """All rows, with those of the layers in the place of the base's."""
+        row, dtype = self.variable.shape[1:], self.variable.dtype.numpy
+        step = max(1, _BLOCK_BYTES // max(1, self.row_bytes))
+        for start in range(self.low, self.high, step):
+            block = np.empty((min(step, self.high - start), *row), dtype)
+            flat = block.reshape(-1).view(np.uint8)
+            for stream in base:
+                flat = stream.fill(flat)
+            for layer in layers:
+                low, high = np.searchsorted(layer.ids, (start, start + len(block)))
+                block[layer.ids[low:high] - start] = layer[low:high]
+            yield block
+
+    def _write_packed(self, found: Iterator[tuple[Array, Array]], shard: NewShard) -> tuple[int, int]:
+        """Rows as codes, where these give back every bit, and the others as they are."""
+        packing = self.packing
+        assert packing is not None
+        ids: list[Array] = []
+        places: list[Array] = []
+        scales: list[Array] = []
+        with new_file(shard.scratch) as (aside, _):
+            codes = WrittenRun(aside, 0)  # they follow the exact rows, of which nobody knows how many come
+
+            def exact_rows() -> Iterator[Array]:
+                rows = 0
+                for values in _values(found, ids):
+                    packed = pack_rows(values, packing)
+                    codes.write(packed.codes[packed.fits])
+                    if packed.scales is not None:
+                        scales.append(packed.scales[packed.fits])
+                    places.append(np.flatnonzero(~packed.fits) + rows)
+                    rows += len(values)
+                    yield values[~packed.fits]
+
+            shard.append(exact_rows())
+            shard.append(np.frombuffer(chunk, np.uint8) for chunk in chunks_of(aside, 0, codes.done))
+        if packing is DeltaDtype.INT8:
+            shard.append(scales)
+        shard.append(places)
+        shard.append(ids)
+        return sum(map(len, ids)), sum(map(len, places))
+
+
+def _values(found: Iterable[tuple[Array, Array]], ids: list[Array]) -> Iterator[Array]:
+    """The values of rows; their ids are noted."""
+    for some, values in found:
+        ids.append(some)
+        yield values
+
+
+class Header(Section, frozen=True, array_like=True, tag="header"):
+    """The header of a delta whose rows are all in this shard, before it."""
+
+    header: DeltaHeader
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """None."""
+        return ()
+
+    def renumbered(self, numbers: Mapping[int, int]) -> Header:
+        """See `Section`."""
+        return self
+
+    def sizes(self, *counts: int) -> tuple[int, ...]:
+        """See `Section`; no size depends on the number of rows."""
+        return tuple(len(data) for _, data, _ in header_bytes(self.header, 0))
+
+    def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
+        """See `Section`."""
+        for _, data, _ in header_bytes(self.header, shard.rows):
+            shard.append([np.frombuffer(data, np.uint8)])
+        return ()
+
+
+class Merge(WriteShard, frozen=True, kw_only=True):
+    """Write a shard of a merged delta, or of a base with deltas applied on top."""
+
+    operation: ClassVar[str] = "merge"
+
+    sections: tuple[NewestRows | MovedRows | Header, ...]
+
+
+def header_bytes(header: DeltaHeader, rows: int) -> Iterator[tuple[str, bytes, int | None]]:
+    """The tensors of a delta's header as they are stored: key, bytes, and of strings the checksum."""
+    for key, array in header_tensors(header, rows).items():
+        if array.dtype == object:
+            yield key, *encode_strings([array.item()])
+        else:
+            yield key, array.tobytes(), None
+
+
+class _LayerRows:
+    """The rows of one layer: ids in memory, values as they are asked for, each once."""
+
+    def __init__(self, section: NewestRows, streams: Sequence[ReadRun]) -> None:
+        self._row, self._dtype = section.variable.shape[1:], section.variable.dtype.numpy
+        ids, self._values, *packed = streams
+        self.ids = ids.take((ids.size // 8,), np.dtype(np.int64))
+        if len(self.ids) and not (
+            (self.ids[1:] > self.ids[:-1]).all() and section.low <= self.ids[0] <= self.ids[-1] < section.high
+        ):
+            raise CorruptFile(
+                f"{ids.place} is damaged: row numbers of {section.variable.name!r} are not strictly "
+                f"increasing in {section.low}-{section.high - 1}"
+            )
+        self._exact = None
+        if packed:
+            exact, self._codes, *scales = packed
+            self._exact = exact.take((exact.size // 8,), np.dtype(np.int64))
+            self._scales = scales[0] if scales else None
+
+    @property
+    def values(self) -> _LayerRows:
+        """The rows themselves, which are read when they are asked for: see `newest_rows`."""
+        return self
+
+    def __getitem__(self, which: slice) -> Array:
+        count = which.stop - which.start
+        if self._exact is None:
+            return self._values.take((count, *self._row), self._dtype)
+        low, high = np.searchsorted(self._exact, (which.start, which.stop))
+        few = int(high - low)
+        values = self._values.take((few, *self._row), self._dtype)
+        dtype = DType.BFLOAT16.numpy if self._scales is None else np.dtype(np.int8)
+        codes = self._codes.take((count - few, *self._row), dtype)
+        scales = None if self._scales is None else self._scales.take((count - few,), np.dtype(np.float32))
+        return PackedRows(values, self._exact[low:high] - which.start, codes, scales)[:]
+
+
+def table_sections(
+    variable: ServedVariable,
+    deltas: Sequence[DeltaTensors],
+    files: Sources,
+    *,
+    packing: DeltaDtype | None,
+    task_bytes: int,
+    base: Sequence[tuple[int, Range]] = (),
+) -> Iterator[NewestRows]:
+    """The newest rows of `deltas`, oldest first, applied on top of those of a base, if any.
+
+    A very large table is divided into ranges of ids.
+
+    The rows of a base are given as runs of so many rows.
+    """
+    layers = [layer for delta in deltas for layer in _layers_of(delta, variable, files)]
+    if not layers and not base:
+        return
+    rows, ranges = variable.shape[0], [layer.ranges for layer in layers]
+    below = tuple(each for _, each in base)
+    whole = NewestRows(variable, 0, rows, tuple(ranges), below, packing)
+    size = whole.bytes_
+    is_packed = any(len(layer) > 2 for layer in ranges) or bool(variable.packed(packing))
+    most = piece_bytes(size, task_bytes)
+    if most is None or variable.dtype not in JOINABLE or is_packed:
+        yield whole  # places of packed rows count from a table's first row on
+        return
+    count = -(-size // most)
+    ids = [layer.ids() for layer in layers]
+    cuts = _even(rows, count) if base else _cuts(ids, rows, count)
+    for low, high in pairwise(cuts):
+        mine = [_between(layer, some, low, high) for layer, some in zip(ranges, ids, strict=True)]
+        under = tuple(_rows_between(base, low, high)) if base else ()
+        yield NewestRows(variable, low, high, tuple(filter(None, mine)), under, packing)
+
+
+class _StoredLayer(Struct, frozen=True):
+    ranges: Layer
+    stored: Stored
+
+    def ids(self) -> Array:
+        """The row numbers of the layer, unchecked."""
+        return memory_map(self.stored.catalog, self.stored.tensor, self.stored.part)
+
+
+def _layers_of(delta: DeltaTensors, variable: ServedVariable, files: Sources) -> Iterator[_StoredLayer]:
+    """The rows of a table in a delta: one layer, or one for each range of ids if they are in slices."""
+    refs = delta.tensors.get(variable.name, ())
+    if not refs:
+        return
+    if all(ref.extent is not None for ref in refs):
+        stored = [Stored(delta.catalog, ref) for ref in refs]
+        yield _StoredLayer(tuple(map(files.range_of, stored)), stored[0])
+        return
+    parts = [sorted(ref.slices, key=lambda part: part.spec.starts) for ref in refs]
+    if any(ids.spec.lengths[0] != values.spec.lengths[0] for ids, values in zip(*parts, strict=True)):
+        raise CorruptFile(f"{delta.catalog.prefix} is damaged: slices of {variable.name!r} do not match")
+    for pair in zip(*parts, strict=True):
+        stored = [Stored(delta.catalog, ref, part) for ref, part in zip(refs, pair, strict=True)]
+        yield _StoredLayer(tuple(map(files.range_of, stored)), stored[0])
+
+
+def _even(rows: int, count: int) -> list[int]:
+    return sorted({rows * number // count for number in range(count + 1)})
+
+
+def _cuts(ids: Sequence[Array], rows: int, count: int) -> list[int]:
+    """Bounds of ranges of ids that hold about as many rows of all layers each."""
+    step = max(1, sum(map(len, ids)) // (count * _SAMPLES))
+    samples = np.sort(np.concatenate([some[::step] for some in ids]))
+    inner = {int(samples[len(samples) * number // count]) for number in range(1, count)}
+    return sorted({0, *(cut for cut in inner if 0 < cut < rows), rows})
+
+
+def _between(layer: Layer, ids: Array, low: int, high: int) -> Layer:
+    """The rows of a layer whose ids lie in a range; empty if there are none."""
+    first, last = (int(place) for place in np.searchsorted(ids, (low, high)))
+    if first >= last:
+        return ()
+    return tuple(
+        Range(
+            each.input,
+            each.offset + first * (each.size // len(ids)),
+            (last - first) * (each.size // len(ids)),
+        )
+        for each in layer
+    )
+
+
+def _rows_between(base: Sequence[tuple[int, Range]], low: int, high: int) -> Iterator[Range]:
+    start = 0
+    for count, each in base:
+        first, last = max(low - start, 0), min(high - start, count)
+        if first < last:
+            row = each.size // count
+            yield Range(each.input, each.offset + first * row, (last - first) * row)
+        start += count

@@ -1,0 +1,203 @@
+"""Say what went wrong in a user's code: the error that it raised, its file, line and function, and a way out.
+
+Keras and AutoGraph raise an error again inside a text of their own, with frames of files that they generated.
+The error itself is the context of the last such exception; its place in the user's file is in their text.
+(Source: keras/src/utils/traceback_utils.py; tensorflow/python/autograph/impl/api.py, `_ErrorMetadata`.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import linecache
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from exporter.errors import BuilderError, ExportError
+
+_WRAPS = re.compile(
+    r"in user code:|Exception encountered when calling|Could not automatically infer"
+    r"|Error when deserializing class|<class [^>]*> could not be deserialized properly"
+)
+_TRACED = re.compile(r'^ *File "(?P<file>.+?)", line (?P<line>\d+), in (?P<function>\S+)', re.MULTILINE)
+_ABOUT = re.compile(
+    r"Graph execution error:\s*(Detected at.*?\nNode: [^\n]*\n)?"
+    r"|\s(You can attempt the following|You are likely doing|\[\[{{node|Original stack trace for).*",
+    re.DOTALL,
+)
+"""What TensorFlow and Keras say before and behind the error itself: nodes, stacks, advice of a page."""
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_MAX_CHARACTERS = 500
+_USE_KERAS_2 = "run it with Keras 2: pip install tf-keras, then TF_USE_LEGACY_KERAS=1 export-model ..."
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_LIBRARY = re.compile(r"[\\/](site|dist)-packages[\\/](?P<package>[^\\/]+)")
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+
+_UNTRACED = re.compile("Binding inputs to tf.function failed due to `missing a required argument")
+_NO_VALUE = re.compile(
+    r"[Ss]ymbolic(?! placeholder)|numpy\(\) is only available|`adapt` is only supported"
+    r"|uninitialized value|can mean the variable is uninitialized"
+)
+_KERAS_2_ALONE = re.compile(
+    r"not (available|supported) (with|in) Keras 3|compat\.v1' has no attribute 'layers'"
+)
+_GONE = re.compile(r"module 'keras\._tf_keras\.(?P<module>keras[^']*)' has no attribute '(?P<name>\w+)'")
+_STRICTER = re.compile(
+    r"KerasTensor|multiple values for argument 'shape'|`name` must be passed as a keyword|\btf_keras\b"
+)
+"""What Keras 3 says of habits that Keras 2 takes: operations of TensorFlow on inputs, `add_weight(name)`,
+layers of tf-keras among its own."""
+_TF_KERAS = re.compile(r"\btf\.keras\b|\btensorflow\.keras\b|from tensorflow import .*\bkeras\b")
+_KERAS = re.compile(r"^\s*(import keras\b|from keras\b)", re.MULTILINE)
+
+
+class _Place(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+
+@contextlib.contextmanager
+def failures(what: str) -> Iterator[None]:
+    """Run a user's code.
+
+    Raises:
+        BuilderError: it failed; the cause is the error that it raised itself, with its place.
+        ExportError: it met one of this program's own errors, in whatever Keras or AutoGraph wrapped it.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        own = own_error(error)
+        if isinstance(own, ExportError):
+            raise own from None
+        raise BuilderError(
+            f"{what} raised {type(own).__name__}", cause=told(error), hint=way_out(error)
+        ) from error
+
+
+def own_error(error: BaseException) -> BaseException:
+    """The error that the user's code met, without those that wrap it."""
+    while (inner := error.__context__) is not None and _only_wraps(error, inner):
+        error = inner
+    return error
+
+
+def told(error: BaseException) -> str:
+    """The user's own error on one line, with the last line of the user's own code that led to it."""
+    own = own_error(error)
+    place = _place(error)
+    text = _text(own) or (place and linecache.getline(place.file, place.line).strip()) or ""
+    words = " ".join(_ANSI.sub("", _ABOUT.sub("", text)).split())
+    if len(words) > _MAX_CHARACTERS:
+        words = f"{words[:_MAX_CHARACTERS]}..."
+    said = f"{type(own).__name__}: {words}" if words else type(own).__name__
+    return f"{said} ({place.file}:{place.line} in {place.function})" if place else said
+
+
+def way_out(error: BaseException) -> str:
+    """What to do about a user's error; "" where only its author knows."""
+    text = _text(own_error(error))
+    if _wants_keras_2(error, text):
+        return _USE_KERAS_2
+    if _UNTRACED.search(text):
+        return "say what it is called with: @tf.function(input_signature=[tf.TensorSpec(...)])"
+    if _NO_VALUE.search(text):
+        return (
+            "a builder runs in a graph, where tensors and variables have no values: compute with operations "
+            "of TensorFlow, and give a layer its vocabulary or statistics instead of adapt()"
+        )
+    return ""
+
+
+def keras_choice(keras_2: bool, files: Iterable[str]) -> str:
+    """How to have the other Keras in files that mean it by `tf.keras`; "" if they name one themselves."""
+    if keras_2 == _keras_2_is_chosen() or not _means_tf_keras(files):
+        return ""
+    return _USE_KERAS_2 if keras_2 else "run it with Keras 3: without TF_USE_LEGACY_KERAS in the environment"
+
+
+def _keras_2_is_chosen() -> bool:
+    """True if `tf.keras` is Keras 2 in this process. (Source: tensorflow/python/util/lazy_loader.py.)"""
+    return os.environ.get("TF_USE_LEGACY_KERAS") in ("true", "True", "1")
+
+
+def _only_wraps(error: BaseException, inner: BaseException) -> bool:
+    text = _text(error)
+    return _WRAPS.match(text) is not None or text == f"{type(inner).__name__}: {inner}"
+
+
+def _text(error: BaseException) -> str:
+    """The message; of a KeyError it is what was not found, as `str` quotes a text."""
+    first = error.args[0] if error.args and not isinstance(error, KeyError) else None
+    if isinstance(error, KeyError) and error.args and _WRAPS.match(str(error.args[0])):
+        first = error.args[0]
+    return first if isinstance(first, str) and len(error.args) == 1 else str(error)
+
+
+def _place(error: BaseException) -> _Place | None:
+    found = _user_places(_places(error))
+    return found[-1] if found else None
+
+
+def _places(error: BaseException) -> list[_Place]:
+    """Where an error came from, outermost first: as AutoGraph translates it, if it does."""
+    own = own_error(error)
+    while error is not own and error.__context__ is not None:
+        traced = [_Place(m["file"], int(m["line"]), m["function"]) for m in _TRACED.finditer(_text(error))]
+        if _user_places(traced):
+            return traced
+        error = error.__context__
+    return [*_frames(error)]
+
+
+def _frames(error: BaseException) -> Iterator[_Place]:
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith("<") and "__autograph_generated_file" not in frame.filename:
+            yield _Place(frame.filename, frame.lineno or 0, frame.name)
+
+
+def _user_places(places: Iterable[_Place]) -> list[_Place]:
+    """Those in the user's files; in the package that was called first, if all of them are installed ones."""
+    others = [p for p in places if not p.file.startswith((_OURS, _STANDARD)) or _LIBRARY.search(p.file)]
+    found = [p for p in others if not _LIBRARY.search(p.file)]
+    return found or [p for p in others if _package(p) == _package(others[0]) not in _FRAMEWORKS]
+
+
+_FRAMEWORKS = {"tensorflow", "keras", "tf_keras", "numpy"}
+
+
+def _package(place: _Place) -> str:
+    library = _LIBRARY.search(place.file)
+    return library["package"] if library else ""
+
+
+def _wants_keras_2(error: BaseException, text: str) -> bool:
+    """True where Keras 3 refuses what Keras 2 takes, in code that means Keras by `tf.keras`."""
+    if _keras_2_is_chosen():
+        return False
+    if _KERAS_2_ALONE.search(text):
+        return True
+    if gone := _GONE.search(text):
+        return _keras_2_has(gone["module"], gone["name"])
+    files = [place.file for place in _places(error)]  # tf-keras itself fails over what Keras 3 made
+    is_stricter = any(map(_STRICTER.search, [text, *files]))
+    return is_stricter and _means_tf_keras(place.file for place in _user_places(_places(error)))
+
+
+def _keras_2_has(module: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module.replace("keras", "tf_keras", 1)), name)
+    except ImportError:
+        return False
+
+
+def _means_tf_keras(files: Iterable[str]) -> bool:
+    sources = ["".join(linecache.getlines(file)) for file in {*files}]
+    return any(map(_TF_KERAS.search, sources)) and not any(map(_KERAS.search, sources))

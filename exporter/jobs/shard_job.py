@@ -1,0 +1,342 @@
+"""Write the shards of a bundle by the tasks of one job, and compare the checksums of what the tasks read.
+
+A planner says which sections there are (`Place`). The rest is the same for all of them: neighbours go into
+shards of bounded size, a task each; receipts say where each section lies; and every stored run that was
+read, in however many ranges, must have the checksum that its index says.
+
+Inputs of tasks that the command itself made: indexes of tables, archives as bundles.
+
+Their paths are others when the command is run again, and no worker elsewhere sees them. So a plan names them
+by their contents, and workers elsewhere read a copy in the job's directory, with which it is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
+from exporter.checkpoint.tensor_bundle import check_values, shard_path
+from exporter.checkpoint.tensor_values import compare_checksum
+from exporter.errors import os_error
+from exporter.jobs.division import batches
+from exporter.jobs.range_checksums import RangeChecksums
+from exporter.jobs.runner import Job, Runner
+from exporter.jobs.task import Input, Range, Receipt, Task
+from exporter.jobs.write_shard import Section, WriteShard
+from exporter.layout import INPUTS_DIRECTORY
+from exporter.progress import Progress
+from exporter.storage.output_directory import Directory, new_file
+from exporter.wire.crc32c import mask
+from exporter.wire.dtypes import DType
+
+T = TypeVar("T")
+
+
+class Stored(Struct, frozen=True):
+    """A tensor, or a slice of one, that is read: all of it, by whatever tasks."""
+
+    catalog: Catalog
+    tensor: TensorRef
+    part: SliceRef | None = None
+
+    @property
+    def extent(self) -> Extent:
+        """Where the tensor or slice lies."""
+        found = self.tensor.extent if self.part is None else self.part.extent
+        assert found is not None
+        return found
+
+
+def stored_runs(catalog: Catalog, tensor: TensorRef) -> list[tuple[SliceSpec, Stored]]:
+    """What is stored of a tensor, in the order of its rows: boxes, and where they lie."""
+    if tensor.extent is not None:
+        return [(SliceSpec.whole(tensor.shape), Stored(catalog, tensor))]
+    parts = sorted(tensor.slices, key=lambda part: part.spec.starts)
+    return [(part.spec, Stored(catalog, tensor, part)) for part in parts if part.extent is not None]
+
+
+class Sources:
+    """The files that tasks read, by numbers, the stored runs in them, and the checksums of what was read."""
+
+    def __init__(self, hint: str = "") -> None:
+        self._numbers: dict[Path, int] = {}
+        self._paths: list[Path] = []
+        self._inputs: dict[int, Input] = {}
+        self._runs: dict[Range, Stored] = {}
+        self._ending: dict[tuple[int, int], list[Range]] = defaultdict(list)
+        self._checksums = RangeChecksums[int]()
+        self._hint = hint
+
+    def range_of(self, stored: Stored) -> Range:
+        """The range of a whole run, which will be read."""
+        extent = stored.extent
+        path = stored.catalog.path_of(extent)
+        number = self._numbers.setdefault(path, len(self._paths))
+        if number == len(self._paths):
+            self._paths.append(path)
+        found = Range(number, extent.offset, extent.size)
+        if found not in self._runs:
+            self._runs[found] = stored
+            self._ending[number, extent.offset + extent.size].append(found)
+        return found
+
+    def input(self, number: int) -> Input:
+        """The file of this number, as it was when it was first asked for.
+
+        Raises:
+            CheckpointChanged: it is no longer there.
+            CheckpointError: it cannot be reached.
+        """
+        if number not in self._inputs:
+            self._inputs[number] = Input.of(self._paths[number])
+        return self._inputs[number]
+
+    def note(self, part: Range, crc: int) -> None:
+        """Take the plain crc32c of a range; with its last one a run's checksum is compared.
+
+        Raises:
+            CorruptFile: the checksum of a run is wrong.
+        """
+        self._checksums.add(part.input, part.offset, part.size, crc)
+        for run in self._ending[part.input, part.offset + part.size]:
+            self._compare(run)
+
+    def check(self) -> None:
+        """Compare what is left: runs whose ranges came in another order, or that tasks did not read whole.
+
+        Raises:
+            CorruptFile: the checksum of a run is wrong.
+            CheckpointChanged: a file that is read here is gone.
+        """
+        for run in list(self._runs):
+            if not self._compare(run):
+                stored = self._runs[run]
+                check_values(stored.catalog, stored.tensor, stored.part)
+
+    def _compare(self, run: Range) -> bool:
+        """False if the run's checksum is not known: of strings it is not that of the bytes alone."""
+        stored = self._runs.get(run)
+        if stored is None:  # compared before
+            return True
+        if stored.tensor.dtype.itemsize is None:
+            return False
+        crc = self._checksums.of(run.input, run.offset, run.size)
+        if crc is None:
+            return False
+        path = stored.catalog.path_of(stored.extent)
+        compare_checksum(path, stored.tensor.name, stored.extent, mask(crc), hint=self._hint)
+        del self._runs[run]
+        return True
+
+
+class Place(Struct, Generic[T], frozen=True):
+    """A section of some shard, and `what` it is to the planner; `copied` is the stored run that it copies."""
+
+    section: Section
+    what: T
+    copied: Stored | None = None
+
+
+class Placed(Struct, Generic[T], frozen=True):
+    """A section as it was written: where each of its runs lies, and the numbers that it counted."""
+
+    place: Place[T]
+    extents: tuple[Extent, ...]
+    counts: tuple[int, ...]
+
+
+class NewShards(Struct, Generic[T], frozen=True):
+    """What a job wrote: a receipt for each shard, and every section in order."""
+
+    receipts: tuple[Receipt, ...]
+    placed: tuple[Placed[T], ...]
+
+
+class ShardJob(Generic[T]):
+    """The tasks that write shards `prefix`.data-*. `operation` is the kind of task, which knows the sections.
+
+    The caller may write shards of its own before those of the tasks, and behind them.
+    """
+
+    def __init__(
+        self, operation: type[WriteShard], sources: Sources, places: Iterable[Place[T]], task_bytes: int
+    ) -> None:
+        self._operation, self._sources = operation, sources
+        self._batches = list(batches(places, task_bytes, lambda place: place.section.bytes_))
+        self.job: Job | None = None
+        """The job that ran, to be left (it is a context manager) once its shards are published."""
+
+    @property
+    def tasks(self) -> int:
+        """How many tasks there are."""
+        return len(self._batches)
+
+    @property
+    def bytes_(self) -> int:
+        """How many bytes the tasks read."""
+        return sum(map(_bytes_read, self._batches))
+
+    @property
+    def places(self) -> Iterator[Sequence[Place[T]]]:
+        """What each task writes."""
+        return iter(self._batches)
+
+    def append(self, place: Place[T]) -> None:
+        """Have one more section written behind those of the last task."""
+        self._batches[-1].append(place)
+
+    def run(
+        self,
+        stack: ExitStack,
+        runner: Runner,
+        prefix: Path,
+        *,
+        before: int = 0,
+        behind: int = 0,
+        made: Path | None = None,
+        progress: Progress | None = None,
+    ) -> NewShards[T]:
+        """Do the tasks. A kept job ends with the stack: when its shards are published.
+
+        `before` and `behind` are how many shards the caller writes. Files below `made` are the command's own:
+        see `exporter.jobs.shard_job`.
+
+        Raises:
+            CorruptFile: a checksum of what was read is wrong.
+            CheckpointChanged: a file was replaced, or is gone.
+            ExportError: any other of a task's; the engine gave up.
+        """
+        shards = before + self.tasks + behind
+        names = (shard_path(prefix, before + number, shards).name for number in range(self.tasks))
+        tasks = [self._task(batch, name) for batch, name in zip(self._batches, names, strict=True)]
+        job = self.job = _begun(tasks, runner, made, os.fspath(prefix.parent), stack)
+        receipts: list[Receipt] = []
+        placed: list[Placed[T]] = []
+        for batch, receipt in zip(self._batches, job.receipts(progress), strict=True):
+            ranges = (each for place in batch for each in place.section.ranges)
+            for each, crc in zip(ranges, receipt.read, strict=True):
+                self._sources.note(each, crc)
+            placed += _placed(before + len(receipts), batch, receipt)
+            receipts.append(receipt)
+        self._sources.check()
+        for receipt in receipts if job.is_kept else ():
+            job.directory.show(receipt.task, prefix.parent / receipt.task, receipt.written, receipt.tag)
+        return NewShards(tuple(receipts), tuple(placed))
+
+    def _task(self, batch: Sequence[Place[Any]], name: str) -> WriteShard:
+        used = sorted({each.input for place in batch for each in place.section.ranges})
+        numbers = {number: at for at, number in enumerate(used)}
+        return self._operation(
+            name=name,
+            inputs=tuple(map(self._sources.input, used)),
+            bytes_=_bytes_read(batch),
+            sections=tuple(place.section.renumbered(numbers) for place in batch),
+        )
+
+
+def _bytes_read(batch: Sequence[Place[Any]]) -> int:
+    return sum(each.size for place in batch for each in place.section.ranges)
+
+
+def _begun(
+    tasks: Sequence[WriteShard], runner: Runner, made: Path | None, scratch: str, stack: ExitStack
+) -> Job:
+    """The job of these tasks as workers can do them."""
+    if made is None or not runner.kept:
+        return stack.enter_context(runner.job(tasks, scratch))
+    named, files = named_by_content(tasks, made)
+    job = stack.enter_context(runner.job(named, scratch))
+    if not runner.sees_our_files:
+        files = handed_over(files, job.directory)
+    job.tasks = with_inputs(named, files)
+    return job
+
+
+def _placed(shard: int, batch: Sequence[Place[T]], receipt: Receipt) -> Iterator[Placed[T]]:
+    crcs, numbers, offset = iter(receipt.wrote), iter(receipt.counts), 0
+    for place in batch:
+        counts = tuple(islice(numbers, place.section.counted))
+        extents = []
+        for size in place.section.sizes(*counts):
+            crc = mask(next(crcs))
+            if place.copied is not None:  # a string's checksum is not that of its bytes alone
+                crc = place.copied.extent.crc32c
+            extents.append(Extent(shard, offset, size, crc))
+            offset += size
+        yield Placed(place, tuple(extents), counts)
+
+
+def tensors_of(boxes: Iterable[tuple[str, DType, SliceRef]]) -> Iterator[TensorRef]:
+    """Tensors of the boxes (key, dtype, where it lies) that were written of them: whole, or in slices."""
+    found: dict[tuple[str, DType], list[SliceRef]] = defaultdict(list)
+    for key, dtype, part in boxes:
+        found[key, dtype].append(part)
+    for (key, dtype), parts in found.items():
+        shape = parts[0].spec.full_shape
+        if parts[0].spec.is_full:
+            yield TensorRef(key, dtype, shape, parts[0].extent)
+        else:
+            slices = tuple(sorted(parts, key=lambda part: part.spec.starts))
+            yield TensorRef(key, dtype, shape, slices=slices)
+
+
+AnyTask = TypeVar("AnyTask", bound=Task)
+
+
+def named_by_content(tasks: Iterable[AnyTask], made: Path) -> tuple[list[AnyTask], dict[Input, Input]]:
+    """The tasks with files below `made` named by their digests, and the file that each such name stands for.
+
+    Raises:
+        PublishError: a file cannot be read.
+    """
+    tasks = list(tasks)
+    below = f"{made.absolute()}{os.sep}"
+    files = {each for task in tasks for each in task.inputs if each.place.startswith(below)}
+    names = {each: _named(each) for each in files}
+    return with_inputs(tasks, names), {name: each for each, name in names.items()}
+
+
+def with_inputs(tasks: Iterable[AnyTask], others: Mapping[Input, Input]) -> list[AnyTask]:
+    """The tasks with other inputs in the places of some."""
+    return [replace(task, inputs=tuple(others.get(each, each) for each in task.inputs)) for task in tasks]
+
+
+def handed_over(named: Mapping[Input, Input], directory: Directory) -> dict[Input, Input]:
+    """What workers read in the place of each named input: a copy in the job's directory.
+
+    Raises:
+        DiskFull, PublishError, CheckpointError: the directory cannot be written or read.
+    """
+    return {name: _copied(name, file, directory) for name, file in named.items()}
+
+
+def _named(file: Input) -> Input:
+    try:
+        with Path(file.place).open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise os_error(error, Path(file.place)) from error
+    return Input(f"{INPUTS_DIRECTORY}/{digest}", file.size, digest)
+
+
+def _copied(name: Input, file: Input, directory: Directory) -> Input:
+    found = directory.look(name.place)
+    if found is None or found[0] != name.size:
+        with new_file(directory.scratch) as (_, copy):
+            try:
+                shutil.copyfile(file.place, copy)
+            except OSError as error:
+                raise os_error(error, copy) from error
+            found = name.size, directory.put_file(name.place, copy)
+    return Input(f"{directory.place}/{name.place}", *found)

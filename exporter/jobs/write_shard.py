@@ -1,0 +1,325 @@
+"""The task of writing one shard: sections, one behind another, each made of ranges of other files.
+
+A section says what its bytes are: ranges as they are, rows in another order or dtype, the newest rows of
+several layers. Values stream in blocks of bounded size. The receipt has the checksums of every range that was
+read and of everything written: a flipped bit never gets a new checksum that calls it right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.checkpoint.cast_values import cast_values
+from exporter.errors import CheckpointChanged
+from exporter.files import writing
+from exporter.jobs.task import FewFiles, Range, Receipt, Task
+from exporter.storage.open_files import read_at, write_at
+from exporter.storage.output_directory import Directory, new_file
+from exporter.wire import crc32c
+from exporter.wire.dtypes import DType
+
+Array = np.ndarray[Any, Any]
+
+BLOCK_BYTES = 1 << 20
+"""Source bytes in memory at a time: what is checked and written is still in the processor's cache."""
+
+TURN_BYTES = 16 << 10
+"""What is read of each source at least, where rows are taken in turns from many."""
+
+COPY_BYTES = 512 << 10
+"""The same where bytes are copied as they are, through one buffer."""
+
+
+class ReadRun:
+    """A range of a file, read once from its beginning, and the checksum of what was read.
+
+    Raises:
+        CheckpointChanged: the file, which is called `place`, ends before.
+    """
+
+    def __init__(self, files: FewFiles, wanted: Range, place: str) -> None:
+        self._files, self._input = files, wanted.input
+        self._offset, self.place = wanted.offset, place
+        self.size = self.left = wanted.size
+        self.crc = 0
+
+    @property
+    def done(self) -> int:
+        """Bytes that were read."""
+        return self.size - self.left
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """The next values."""
+        values = np.empty(shape, dtype)
+        self.fill(values.reshape(-1).view(np.uint8))
+        return values
+
+    def fill(self, flat: Array) -> Array:
+        """Fill bytes with the next ones, as far as the run goes; those that are left."""
+        count = min(len(flat), self.left)
+        for start in range(0, count, crc32c.CHUNK):  # small enough to be in a core's cache still
+            data = self.read(flat[start : min(start + crc32c.CHUNK, count)])
+            self.crc = crc32c.extend(self.crc, data)
+        return flat[count:]
+
+    def read(self, buffer: Array) -> Array:
+        """Fill a buffer of bytes with the next ones, whose checksum is the caller's to take."""
+        # A read, not a map: a file that shrinks under a map kills the process.
+        if read_at(self._files[self._input], self._offset + self.done, buffer.data) != len(buffer):
+            raise CheckpointChanged(f"{self.place} became shorter after its index was read")
+        self.left -= len(buffer)
+        return buffer
+
+
+class WrittenRun:
+    """A place in a file that fills from its beginning, and the checksum of what was written."""
+
+    def __init__(self, descriptor: int, offset: int) -> None:
+        self._descriptor = descriptor
+        self._offset = offset
+        self.done = 0
+        """Bytes that were written."""
+        self.crc = 0
+
+    def write(self, values: Array) -> None:
+        """Append values."""
+        view = np.ascontiguousarray(values).reshape(-1).view(np.uint8)  # no copy of what lies in order
+        self.crc = crc32c.extend(self.crc, view)
+        self.put(view)
+
+    def put(self, data: Array) -> None:
+        """Append bytes, whose checksum is the caller's to take."""
+        write_at(self._descriptor, self._offset + self.done, data.data)
+        self.done += len(data)
+
+
+class NewShard:
+    """The file that a task writes: runs of bytes one behind another. Large passing values go to `scratch`."""
+
+    def __init__(self, descriptor: int, scratch: Path) -> None:
+        self._descriptor = descriptor
+        self._runs: list[WrittenRun] = []
+        self.scratch = scratch
+        self.size = 0
+        self.rows = 0
+        """How many rows its sections counted."""
+
+    @property
+    def crcs(self) -> tuple[int, ...]:
+        """The plain crc32c of each run."""
+        return tuple(run.crc for run in self._runs)
+
+    def reserve(self, size: int) -> WrittenRun:
+        """A run of so many bytes, which the caller writes."""
+        run = WrittenRun(self._descriptor, self.size)
+        self._runs.append(run)
+        self.size += size
+        return run
+
+    def append(self, blocks: Iterable[Array]) -> None:
+        """A run of these values, however many there are."""
+        run = self.reserve(0)
+        for block in blocks:
+            run.write(block)
+        self.size += run.done
+
+
+class Section(Struct, frozen=True, array_like=True):
+    """The base of what a shard is made of: it reads `ranges` of a task's inputs, and writes runs of bytes."""
+
+    counted: ClassVar[int] = 0
+    """How many numbers the receipt has of it."""
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """What is read, in the order of the receipt's checksums."""
+        raise NotImplementedError
+
+    @property
+    def bytes_(self) -> int:
+        """By how many bytes a task grows with the section."""
+        return sum(each.size for each in self.ranges)
+
+    @property
+    def is_verbatim(self) -> bool:
+        """True if what it writes are ranges as they are."""
+        return False
+
+    def renumbered(self, numbers: Mapping[int, int]) -> Self:
+        """The same section, with other numbers of inputs."""
+        raise NotImplementedError
+
+    def sizes(self, *counts: int) -> tuple[int, ...]:
+        """The bytes of each run that was written, given what `write` returned."""
+        raise NotImplementedError
+
+    def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
+        """Write its runs from its ranges; the numbers, `counted` of them, that `sizes` wants."""
+        raise NotImplementedError
+
+
+class WriteShard(Task, frozen=True, kw_only=True):
+    """Write a shard. The receipt's checksums are those of all ranges and runs, in order.
+
+    Each operation says of which sections its shards consist.
+
+    Raises:
+        CheckpointChanged: a source vanished, was replaced or became shorter.
+        CorruptFile, MappingError: what a section says of its values.
+    """
+
+    sections: tuple[Any, ...]
+
+    def run(self, directory: Directory) -> Receipt:
+        """See `Task`."""
+        ranges = [each for section in self.sections for each in section.ranges]
+        read: list[int] = []
+        counts: list[int] = []
+        with (
+            self.opened(ranges, directory.scratch) as files,
+            new_file(directory.scratch) as (target, path),
+        ):
+            shard = NewShard(target, directory.scratch)
+            for section in self.sections:
+                sources = [ReadRun(files, each, self.inputs[each.input].place) for each in section.ranges]
+                with writing(path):
+                    counts += section.write(sources, shard)
+                read += [source.crc for source in sources]
+            tag = directory.put_file(self.name, path)
+        return Receipt(self.name, tuple(read), shard.crcs, shard.size, tag, shard.rows, tuple(counts))
+
+
+def renumbered(ranges: Sequence[Range], numbers: Mapping[int, int]) -> tuple[Range, ...]:
+    """Ranges of the same files with other numbers of inputs."""
+    return tuple(replace(each, input=numbers[each.input]) for each in ranges)
+
+
+class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
+    """Rows of one tensor.
+
+    `sources` hold them one after another or, if they take `turns_in`, row i in source i % n. They are written
+    as runs of `counts` rows, one behind another in the shard; with `turns_out` row i goes to run i % n.
+    A row has `width` elements of `dtype`, which are cast to `to`.
+
+    Raises:
+        MappingError: a value is too large for the dtype that it is cast to.
+    """
+
+    name: str
+    dtype: DType
+    to: DType
+    width: int
+    sources: tuple[Range, ...]
+    turns_in: bool
+    counts: tuple[int, ...]
+    turns_out: bool
+
+    @classmethod
+    def copied(cls, name: str, source: Range) -> MovedRows:
+        """Bytes as they are."""
+        return cls(name, DType.UINT8, DType.UINT8, source.size, (source,), False, (1,), False)
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """See `Section`."""
+        return self.sources
+
+    @property
+    def bytes_(self) -> int:
+        """Bytes that are written, which decide how large shards are."""
+        return sum(self.counts) * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row as it is written."""
+        return self.width * self.to.numpy.itemsize
+
+    @property
+    def is_verbatim(self) -> bool:
+        """True if its runs are its sources as they are, whatever the ranges of each."""
+        return self.dtype is self.to and not (self.turns_in or self.turns_out)
+
+    def renumbered(self, numbers: Mapping[int, int]) -> MovedRows:
+        """See `Section`."""
+        return replace(self, sources=renumbered(self.sources, numbers))
+
+    def sizes(self, *counts: int) -> tuple[int, ...]:
+        """See `Section`."""
+        return tuple(count * self.row_bytes for count in self.counts)
+
+    def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
+        """See `Section`."""
+        runs = [shard.reserve(count * self.row_bytes) for count in self.counts]
+        if self.is_verbatim:
+            self._copy(sources, runs)
+        else:
+            self._deal(self._blocks(sources), runs)
+        return ()
+
+    def _copy(self, sources: Sequence[ReadRun], runs: Sequence[WrittenRun]) -> None:
+        """Copy bytes as they are: what is read has the checksum of what is written, which is taken once."""
+        buffer = np.empty(min(COPY_BYTES, max((source.size for source in sources), default=0)), np.uint8)
+        waiting = zip(runs, self.counts, strict=True)
+        room = 0
+        for source in sources:
+            while source.left:
+                while not room:
+                    run, count = next(waiting)
+                    room = count * self.row_bytes
+                size, crc = min(source.left, room), 0
+                for part in _cut(size, len(buffer)):
+                    data = source.read(buffer[:part])
+                    crc = crc32c.extend(crc, data)
+                    run.put(data)
+                source.crc = _followed(source.crc, crc, source.done, size)
+                run.crc = _followed(run.crc, crc, run.done, size)
+                room -= size
+
+    def _blocks(self, sources: Sequence[ReadRun]) -> Iterator[Array]:
+        """The rows in their natural order, as blocks [n, width]."""
+        row_bytes = max(1, self.width * self.dtype.numpy.itemsize)
+        rows = max(1, BLOCK_BYTES // row_bytes)
+        if not self.turns_in:
+            for source in sources:
+                yield from (
+                    source.take((count, self.width), self.dtype.numpy)
+                    for count in _cut(source.size // row_bytes, rows)
+                )
+            return
+        parts = len(sources)
+        each = max(1, rows // parts, TURN_BYTES // row_bytes)
+        for count in _cut(sum(self.counts), each * parts):
+            block = np.empty((count, self.width), self.dtype.numpy)
+            for part, source in enumerate(sources):
+                into = block[part::parts]
+                into[...] = source.take(into.shape, self.dtype.numpy)
+            yield block
+
+    def _deal(self, blocks: Iterable[Array], runs: Sequence[WrittenRun]) -> None:
+        first = 0
+        ends = np.cumsum([0, *self.counts])
+        for block in blocks:
+            for part, run in enumerate(runs):
+                if self.turns_out:
+                    rows = block[(part - first) % len(runs) :: len(runs)]
+                else:
+                    start, stop = ends[part : part + 2] - first
+                    rows = block[max(0, start) : max(0, stop)]
+                run.write(cast_values(rows, self.to, self.name))
+            first += len(block)
+
+
+def _followed(crc: int, by: int, done: int, size: int) -> int:
+    """The checksum of `done` bytes, of which the last `size` have one of their own."""
+    return by if done == size else crc32c.combine(crc, by, size)
+
+
+def _cut(rows: int, most: int) -> Iterator[int]:
+    for start in range(0, rows, most):
+        yield min(most, rows - start)

@@ -1,0 +1,127 @@
+"""Keep NaN and infinity out of a log whose model refuses them.
+
+A base that was exported with `--require-finite` refuses, inside its graph, each delta that holds either.
+Nothing leads a server past such a delta but one that spans it and holds newer, finite values: so none is
+published. What is published says that it was checked; earlier releases published unchecked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from exporter.delta.format import Change, Rows
+from exporter.delta.packing import RowValues
+from exporter.delta.row_spill import ROWS_AT_ONCE
+from exporter.delta.spans import Span
+from exporter.errors import NotFinite
+from exporter.integer_sets import among, distinct
+from exporter.publish.delta_log import DeltaLog, LogDelta
+from exporter.wire.dtypes import DType
+
+Array = np.ndarray[Any, Any]
+
+_FLOATING = {DType.HALF, DType.BFLOAT16, DType.FLOAT, DType.DOUBLE}
+_WHOLE = np.zeros(1, np.int64)
+"""Stands for a variable that is served as a whole, as if it had one row."""
+
+
+def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hint: str = "") -> None:
+    """Refuse changes that the log's model refuses.
+
+    Raises:
+        NotFinite: the model wants finite values, and a change holds another.
+    """
+    if log.base.entry.updates.finite:
+        for name, rows in _not_finite(log, changes):
+            raise _refused(name, rows, span, hint)
+
+
+def require_merger_finite(log: DeltaLog, run: Sequence[LogDelta], span: Span, hint: str = "") -> None:
+    """Refuse a merged delta that the log's model refuses; deltas that were checked are not read for it.
+
+    Raises:
+        NotFinite: the newest value of something in the deltas is not finite, and the model wants that.
+        CheckpointError: a delta is damaged.
+    """
+    if log.base.entry.updates.finite:
+        for name, rows in lasting(log, run).items():
+            raise _refused(name, rows, span, hint)
+
+
+def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
+    """The rows that are NaN or infinite where a run of deltas ends, by variable; oldest first they are read.
+
+    Raises:
+        CheckpointError: a delta is damaged.
+    """
+    left: dict[str, Array] = {}
+    for delta in run:
+        if delta.entry.finite and not left:
+            continue
+        changes = log.open(delta).changes
+        for name, change in changes.items():
+            if name in left:
+                ids = change.ids if isinstance(change, Rows) else _WHOLE
+                left[name] = left[name][~among(left[name], ids)]
+        if not delta.entry.finite:
+            for name, rows in _not_finite(log, changes):
+                left[name] = distinct(np.concatenate([left.get(name, rows[:0]), rows]))
+        left = {name: rows for name, rows in left.items() if len(rows)}
+    return left
+
+
+def unchecked(deltas: Sequence[LogDelta]) -> tuple[LogDelta, ...]:
+    """The deltas that nobody has checked, and that no checked one spans."""
+    checked = [delta for delta in deltas if delta.entry.finite]
+    others = (delta for delta in deltas if not delta.entry.finite)
+    return tuple(
+        each for each in others if not any(by.start <= each.start and each.end <= by.end for by in checked)
+    )
+
+
+def refused(log: DeltaLog, delta: LogDelta) -> bool:
+    """True if a delta is there that the log's model refuses for its values.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    wanted = log.base.entry.updates.finite and not delta.entry.finite
+    return wanted and any(True for _ in _not_finite(log, log.open(delta).changes))
+
+
+def _not_finite(log: DeltaLog, changes: Mapping[str, Change]) -> Iterator[tuple[str, Array]]:
+    """The variables of which something is NaN or infinite, each with the numbers of its rows."""
+    for variable in log.schema.variables:
+        change = changes.get(variable.name)
+        if change is None or variable.dtype not in _FLOATING:
+            continue
+        if isinstance(change, Rows):
+            found = _places(change.values)
+            rows = np.asarray(change.ids)[found]
+        else:
+            rows = _WHOLE if not np.isfinite(change).all() else _WHOLE[:0]
+        if len(rows):
+            yield variable.name, rows
+
+
+def _places(values: RowValues) -> Array:
+    """The places of rows [n, ...] that hold NaN or infinity; a bounded number of rows is read at a time."""
+    found = [np.empty(0, np.int64)]
+    for start in range(0, len(values), ROWS_AT_ONCE):
+        piece = values[start : start + ROWS_AT_ONCE]
+        finite = np.isfinite(piece)
+        if not finite.all():
+            found.append(start + np.flatnonzero(~finite.reshape(len(piece), -1).all(axis=1)))
+    return np.concatenate(found)
+
+
+def _refused(name: str, rows: Array, span: Span, hint: str) -> NotFinite:
+    several = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+    return NotFinite(
+        f"{name!r} holds NaN or infinity, and the model refuses such deltas (--require-finite)",
+        cause=f"row {rows[0]}{several} of what would lead to position {span.end}",
+        hint=hint,
+    )
