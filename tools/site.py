@@ -1,6 +1,6 @@
 """Hooks of the documentation site: the repository's own pages beside those of docs/.
 
-README.md is the front page; CHANGELOG.md and CONTRIBUTING.md are pages of their own. Their links are written
+README.md is the front page; CHANGELOG.md, CONTRIBUTING.md and SECURITY.md are pages of their own. Their links are written
 for readers of the repository, and are rewritten to lead to the same places in the site.
 """
 
@@ -14,7 +14,12 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 """Files of the repository's root, and what they are called in the site."""
 
 _LINK = re.compile(r"(\]\(|\b(?:src|srcset|href)=\")([^)\"\s:#]+)")
