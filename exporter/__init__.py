@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from exporter.options import Verify as Verify
     from exporter.pipeline.export import export as export
     from exporter.pipeline.full import Exported as Exported
+    from exporter.pipeline.full import Plan as Plan
     from exporter.pipeline.full import execute as execute
-    from exporter.pipeline.full_plan import Plan as Plan
-    from exporter.pipeline.full_plan import plan as plan
+    from exporter.pipeline.full import plan as plan
     from exporter.pipeline.incremental import ExportedDelta as ExportedDelta
     from exporter.pipeline.incremental import export_incremental as export_incremental
     from exporter.pipeline.inspection import inspect as inspect
@@ -52,7 +52,7 @@ _HOMES = {
     "ExportRequest": "exporter.options",
     "Exported": "exporter.pipeline.full",
     "ExportedDelta": "exporter.pipeline.incremental",
-    "Plan": "exporter.pipeline.full_plan",
+    "Plan": "exporter.pipeline.full",
     "Role": "exporter.roles",
     "StopWhen": "exporter.pipeline.watch_loop",
     "Updates": "exporter.options",
@@ -67,7 +67,7 @@ _HOMES = {
     "node_role": "exporter.roles",
     "open_checkpoint": "exporter.checkpoint",
     "opened": "exporter.transfer.opened",
-    "plan": "exporter.pipeline.full_plan",
+    "plan": "exporter.pipeline.full",
     "rebase": "exporter.pipeline.rebase",
     "resume": "exporter.pipeline.log_maintenance",
     "rollback": "exporter.pipeline.log_maintenance",

@@ -1,8 +1,14 @@
-"""Parse the address of a model server; the port may be left out."""
+"""Parse the address of a model server; the port may be left out.
+
+What commands that ask a model server have in common.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import Annotated
+
+import typer
 
 from exporter.errors import UsageError
 
@@ -38,3 +44,17 @@ def with_port(address: str) -> str:
             hint="write 127.0.0.1:8500, or [::1]:8500",
         )
     return address
+
+
+Address = Annotated[
+    str,
+    typer.Argument(
+        metavar="HOST:PORT",
+        help="gRPC address of a model server; the port is 8500 if left out.",
+        parser=with_port,
+    ),
+]
+ModelName = Annotated[str, typer.Option(metavar="NAME", help="The model's name there.")]
+Deadline = Annotated[
+    float, typer.Option(metavar="SECONDS", min=0.001, help="Fail when a call takes longer than this.")
+]

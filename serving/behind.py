@@ -18,8 +18,8 @@ from exporter.errors import CallFailed, ManifestError, NotUpdatable, PositionErr
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.timeline import Event, Timeline, read_timeline
 from serving.client import ModelClient
-from serving.incremental_status import read_incremental_status
 from serving.status import VersionState, VersionStatus
+from serving.updates import read_incremental_status
 
 
 class VersionStanding(Struct, frozen=True):

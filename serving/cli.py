@@ -11,13 +11,20 @@ import typer
 from exporter.errors import ServerError, UsageError
 from exporter.local_paths import checkpoint_parser, local_path
 from exporter.progress import count
-from exporter.terminal.edge import AS_TEXT, EXIT_CODES, OutputFlags, VersionFlag, application, command, run
-from exporter.terminal.markup import escape
-from exporter.terminal.output import Output, as_json
-from exporter.terminal.parameters import with_structs
+from exporter.terminal.edge import (
+    AS_TEXT,
+    EXIT_CODES,
+    OutputFlags,
+    VersionFlag,
+    application,
+    command,
+    run,
+    with_structs,
+)
+from exporter.terminal.output import Output, as_json, escape
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving import agent_command, reload_command, run_command
-from serving.client_flags import Address, Deadline, ModelName
+from serving.address import Address, Deadline, ModelName
 from serving.documents import ColumnPrediction, ExampleResults, RowPrediction, Update
 
 if TYPE_CHECKING:

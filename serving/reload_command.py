@@ -15,9 +15,9 @@ from exporter.errors import UsageError
 from exporter.files import sync, write_durably
 from exporter.local_paths import path_parser
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command, pairs
-from exporter.terminal.markup import escape
+from exporter.terminal.output import escape
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
-from serving.client_flags import Address
+from serving.address import Address
 from serving.documents import Reload, ReloadedModel
 
 _ANY_PLACE = re.compile(r"/|[a-zA-Z][a-zA-Z0-9.+-]*://")

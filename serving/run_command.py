@@ -12,11 +12,9 @@ from msgspec.structs import replace
 from exporter.errors import Exit, UsageError
 from exporter.local_paths import path_parser
 from exporter.terminal.edge import AS_TEXT, NOTES, OutputFlags, VersionFlag, command
-from exporter.terminal.markup import escape
-from exporter.terminal.output import Output
+from exporter.terminal.output import Output, escape
 from serving.documents import ServedModel, Serving
-from serving.network_options import GRPC_ALONE, NetworkOptions
-from serving.server_options import ServerOptions
+from serving.server_options import GRPC_ALONE, NetworkOptions, ServerOptions
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
 from serving.status import VersionState, VersionStatus, error_text
 from serving.stock_flags import translate

@@ -5,6 +5,14 @@
         print(server.address)
 
 The stock client stubs, requests, statuses and errors are those of `tensorflow_model_server`.
+
+gRPC's health service (grpc.health.v1), for probes: `grpc_health_probe`, Kubernetes, load balancers.
+
+The service `""` and TF Serving's own services are SERVING when every model has an available version; a
+model's name is a service, too. `Watch` is not there: it would hold a thread for each client, and gRPC's
+clients take UNIMPLEMENTED for healthy.
+
+TF Serving's gRPC services: the calls of `serving.calls` with gRPC's deadlines and statuses.
 """
 
 from __future__ import annotations
@@ -12,23 +20,190 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import contextmanager
+from functools import cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import grpc
+
 from exporter.errors import ServerError, UsageError
 from exporter.local_paths import local_path
+from exporter.wire.protos import Proto
+from serving.calls import Calls
+from serving.models import ServedModels
+from serving.server_metrics import ServerMetrics
 from serving.server_options import DEFAULT_OPTIONS, ServerOptions
-from serving.status import Code, StatusError, VersionStatus
+from serving.status import MAX_MESSAGE_CHARACTERS, Code, StatusError, VersionStatus, status_of
 
 if TYPE_CHECKING:
     from serving.http_port import HttpPort
     from serving.manager import Listener, VersionManager
     from serving.model_config import ModelConfig
-    from serving.models import ServedModels
+
+
+_SERVICE = "grpc.health.v1.Health"
+_WHOLE_SERVER = ("", "tensorflow.serving.PredictionService", "tensorflow.serving.ModelService")
+SERVING, NOT_SERVING = 1, 2
+
+
+class Health:
+    """What health checks are told beside the models' states: a server that is about to end serves nobody."""
+
+    is_ending = False
+
+
+def add_health_service(server: grpc.Server, models: ServedModels, health: Health) -> None:
+    """Register the health service."""
+    request, response = messages()
+
+    def check(asked: Proto, context: grpc.ServicerContext) -> Proto:
+        if asked.service not in _WHOLE_SERVER and asked.service not in models.served():
+            context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service: {asked.service}")
+        is_available = models.is_available(None if asked.service in _WHOLE_SERVER else asked.service)
+        return response(status=SERVING if is_available and not health.is_ending else NOT_SERVING)
+
+    handler = grpc.unary_unary_rpc_method_handler(
+        check, request_deserializer=request.FromString, response_serializer=response.SerializeToString
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Check": handler}),))
+
+
+@cache
+def messages() -> tuple[Any, Any]:
+    """The classes of HealthCheckRequest and HealthCheckResponse (source: grpc/health/v1/health.proto)."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(
+        name="grpc/health/v1/health.proto", package="grpc.health.v1", syntax="proto3"
+    )
+    request = file.message_type.add(name="HealthCheckRequest")
+    request.field.add(name="service", number=1, type=field.TYPE_STRING, label=field.LABEL_OPTIONAL)
+    response = file.message_type.add(name="HealthCheckResponse")
+    states = response.enum_type.add(name="ServingStatus")
+    for number, name in enumerate(("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")):
+        states.value.add(name=name, number=number)
+    status = response.field.add(name="status", number=1, type=field.TYPE_ENUM, label=field.LABEL_OPTIONAL)
+    status.type_name = ".grpc.health.v1.HealthCheckResponse.ServingStatus"
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    classes = [
+        message_factory.GetMessageClass(pool.FindMessageTypeByName(f"grpc.health.v1.{name}"))
+        for name in ("HealthCheckRequest", "HealthCheckResponse")
+    ]
+    return classes[0], classes[1]
+
+
+Context = grpc.ServicerContext
+_STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_CONFIGURE_SECONDS = 600.0
+"""How long a call without a deadline waits for new models; TF Serving's waits for ever."""
+_FOREVER_SECONDS = 1e9
+
+
+def add_services(server: grpc.Server, calls: Calls, metrics: ServerMetrics) -> None:
+    """Register PredictionService and ModelService, through TF Serving's own stubs."""
+    from tensorflow_serving.apis import model_service_pb2_grpc, prediction_service_pb2_grpc
+
+    prediction_service_pb2_grpc.add_PredictionServiceServicer_to_server(
+        PredictionService(calls, metrics), server
+    )
+    model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(calls), server)
+
+
+class PredictionService:
+    """Inference and metadata (source: tensorflow_serving/apis/prediction_service.proto)."""
+
+    def __init__(self, calls: Calls, metrics: ServerMetrics) -> None:
+        self._calls = calls
+        self._metrics = metrics
+
+    def Predict(self, request: Proto, context: Context) -> Proto:
+        """Run a signature on tensors."""
+        with _status_to(context), self._counted("Predict", request.model_spec):
+            return self._calls.predict(request, _timeout_ms(context))
+
+    def Classify(self, request: Proto, context: Context) -> Proto:
+        """Run a classify signature on examples."""
+        with _status_to(context), self._counted("Classify", request.model_spec):
+            return self._calls.classify(request, _timeout_ms(context))
+
+    def Regress(self, request: Proto, context: Context) -> Proto:
+        """Run a regress signature on examples."""
+        with _status_to(context), self._counted("Regress", request.model_spec):
+            return self._calls.regress(request, _timeout_ms(context))
+
+    def MultiInference(self, request: Proto, context: Context) -> Proto:
+        """Run several classify and regress signatures on the same examples."""
+        spec = request.tasks[0].model_spec if request.tasks else None
+        with _status_to(context), self._counted("MultiInference", spec):
+            return self._calls.multi_inference(request, _timeout_ms(context))
+
+    def GetModelMetadata(self, request: Proto, context: Context) -> Proto:
+        """The signatures of a version."""
+        with _status_to(context), self._counted("GetModelMetadata", request.model_spec):
+            return self._calls.metadata(request)
+
+    @contextmanager
+    def _counted(self, api: str, spec: Proto | None) -> Iterator[None]:
+        began, code = time.monotonic(), Code.OK
+        try:
+            yield
+        except Exception as error:
+            code = status_of(error).code or Code.UNKNOWN
+            raise
+        finally:
+            name = "" if spec is None else spec.name
+            self._metrics.count(name, api, "GRPC", code, time.monotonic() - began)
+
+
+class ModelService:
+    """States and configuration (source: tensorflow_serving/apis/model_service.proto)."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def GetModelStatus(self, request: Proto, context: Context) -> Proto:
+        """Where each version of a model is in its life."""
+        with _status_to(context):
+            return self._calls.status(request)
+
+    def HandleReloadConfigRequest(self, request: Proto, context: Context) -> Proto:
+        """Serve other models, versions or labels; answers when the models that are new are available."""
+        with _status_to(context):
+            remaining = _seconds_left(context)
+            seconds = _CONFIGURE_SECONDS if remaining is None else remaining
+            return self._calls.configure(request, seconds, context.is_active)
+
+
+def _timeout_ms(context: Context) -> int | None:
+    """What is left of the caller's deadline: the session stops the step then, as TF Serving's does."""
+    seconds = _seconds_left(context)
+    return None if seconds is None else int(seconds * 1000)
+
+
+def _seconds_left(context: Context) -> float | None:
+    seconds = context.time_remaining()  # without a deadline: None, or the time to the end of the epoch
+    return None if seconds is None or seconds > _FOREVER_SECONDS else seconds
+
+
+@contextmanager
+def _status_to(context: Context) -> Iterator[None]:
+    """Whatever a call raises ends it with a canonical status, the message cut where TF Serving cuts it."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the edge of the server: every error becomes a status
+        status = status_of(error)
+        code = status.code if status.code is not Code.OK else Code.UNKNOWN
+        message = status.message
+        if len(message) > MAX_MESSAGE_CHARACTERS:
+            message = message[:MAX_MESSAGE_CHARACTERS] + "...TRUNCATED"
+        context.abort(_STATUS_CODES[int(code)], message)
+
 
 MAX_MESSAGE_BYTES = (1 << 31) - 1
 _REQUEST_S = 60.0
@@ -67,7 +242,6 @@ class ModelServer:
         """
         from serving.calls import Calls
         from serving.config_file import ConfigFile
-        from serving.health import Health
         from serving.server_metrics import ServerMetrics
 
         self.host = options.host
@@ -154,9 +328,7 @@ class ModelServer:
     def _bind(self) -> tuple[Any, int]:
         import grpc
 
-        from serving.health import add_health_service
-        from serving.server_tls import server_credentials
-        from serving.services import add_services
+        from serving.credentials import server_credentials
 
         options = self._options
         file = options.network.ssl_config_file

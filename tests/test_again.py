@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from exporter.errors import NothingChanged
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline import log_maintenance
-from exporter.pipeline.full import execute, export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import execute, export, plan
 from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import StopWhen, Watching
 from exporter.publish.made_from import PublishedAlready

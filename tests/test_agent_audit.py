@@ -18,10 +18,9 @@ from exporter.publish.served_digests import served_chunks
 from serving.agent.audit import Audited, audit
 from serving.agent.rollout import Audit
 from serving.client import ModelClient
-from serving.incremental_status import read_incremental_status
 from serving.server import ModelServer
 from serving.server_options import ServerOptions
-from serving.updates import update
+from serving.updates import read_incremental_status, update
 from tests.support.numpy_trainer import NumpyTrainer
 
 PARTITIONED = """

@@ -21,9 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from exporter.bundle import kernel_copy
-from exporter.bundle.kernel_copy import ByteRange, coalesce, copy_ranges
-from exporter.bundle.link import NewFile
+from exporter.bundle import link
+from exporter.bundle.link import ByteRange, NewFile, coalesce, copy_ranges
 from exporter.bundle.variables import ShardOrigin, VariablesReport, write_variables
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
@@ -268,7 +267,7 @@ class TestChanges:
 
     def test_a_shard_that_is_written_during_the_copy(self, tmp_path: Path) -> None:
         source = tmp_path / "source"
-        source.write_bytes(bytes(kernel_copy.BATCH_BYTES + 1))
+        source.write_bytes(bytes(link.BATCH_BYTES + 1))
 
         class Trainer:
             """Writes as soon as the first piece is copied."""
@@ -276,7 +275,7 @@ class TestChanges:
             def advance(self, amount: int) -> None:
                 os.utime(source, ns=(0, 0))
 
-        whole = ByteRange(0, 0, kernel_copy.BATCH_BYTES + 1)
+        whole = ByteRange(0, 0, link.BATCH_BYTES + 1)
         with ThreadPoolExecutor(1) as pool, pytest.raises(CheckpointChanged, match="written to while"):
             copy_ranges(source, tmp_path / "target", [whole], size=whole.size, pool=pool, progress=Trainer())
 
@@ -395,7 +394,7 @@ class TestKernelCopy:
         with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
             source, target = Path(name, "source"), Path(name, "target")
             source.write_bytes(data)
-            patch.setattr(kernel_copy, "BATCH_BYTES", batch)
+            patch.setattr(link, "BATCH_BYTES", batch)
             with ThreadPoolExecutor(2) as pool:
                 copy_ranges(source, target, ranges, size=100, pool=pool, progress=NoProgress())
             packed = target.read_bytes()
@@ -411,9 +410,7 @@ class TestKernelCopy:
             source.open("rb") as reader,
             (tmp_path / "target").open("wb") as writer,
         ):
-            copied = kernel_copy._copy_through_memory(
-                reader.fileno(), writer.fileno(), ByteRange(1, 3, 999_999)
-            )
+            copied = link._copy_through_memory(reader.fileno(), writer.fileno(), ByteRange(1, 3, 999_999))
         assert copied == 999_999
         assert (tmp_path / "target").read_bytes() == bytes(3) + source.read_bytes()[1:]
 

@@ -16,12 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tensorflow_serving.apis import prediction_log_pb2
 
-from exporter.bundle.warmup_requests import (
-    MAX_RECORDS,
-    parse_request,
-    read_requests,
-    write_warmup,
-)
+from exporter.bundle.warmup import MAX_RECORDS, parse_request, read_requests, write_warmup
 from exporter.errors import TargetNotWritable, UsageError
 from exporter.wire import protos
 from exporter.wire.dtypes import DType

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from exporter import errors
 from exporter.errors import ExportError
 from exporter.printable import printable
-from exporter.terminal.markup import escape, rendered
+from exporter.terminal.output import escape, rendered
 from tests.support.commands import export_model
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.doctor.examination import examine
-from exporter.doctor.finding import Check, Finding, Level, diagnosis
+from exporter.doctor.examination import Check, Finding, Level, diagnosis, examine
 from exporter.layout import STAGING_PREFIX
 from exporter.publish.delta_log import log_path
 from exporter.publish.staging import Staging

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.doctor.finding import Check, Level
-from exporter.doctor.replicas import Answer, Replica, judge
+from exporter.doctor.examination import Answer, Check, Level, Replica, judge
 from exporter.verify.log import VerifiedModel, verify_model
 from serving.cli import app as serve_model
 from serving.server import ModelServer

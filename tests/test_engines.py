@@ -22,11 +22,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from exporter.bundle.rewrite import Move
+from exporter.bundle.variables import Move
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.admission import EVERYONE
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.delta.compare_task import Compare, Side
+from exporter.delta.compare_rows import Compare, Side
 from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.delta.newest_rows import Merge, NewestRows
 from exporter.delta.row_reader import RowReader, SliceOrder
@@ -34,8 +34,7 @@ from exporter.errors import EngineFailed, UsageError
 from exporter.jobs.engines import beam, dask, process
 from exporter.jobs.engines.beam_pipeline import OUTCOMES, do, numbered_works, outcomes_of, put_works
 from exporter.jobs.engines.choose import choose_engine
-from exporter.jobs.engines.engine_errors import why
-from exporter.jobs.engines.engine_options import require_reachable, require_room, require_short
+from exporter.jobs.engines.engine_options import require_reachable, require_room, require_short, why
 from exporter.jobs.engines.process import Asked, ProcessEngine
 from exporter.jobs.execute import OPERATIONS, decode, encode, failed
 from exporter.jobs.task import Input

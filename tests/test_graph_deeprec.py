@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from exporter.errors import ForeignOperations, NotServable, UsageError
-from exporter.graph.dynamic_tables import with_table_shapes
 from exporter.graph.graph_digest import graph_digest
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph, load_source
-from exporter.graph.runnable import runnable_graph
+from exporter.graph.outside import runnable_graph
+from exporter.graph.tables import with_table_shapes
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.stock_ops import is_stock

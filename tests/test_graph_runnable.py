@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from exporter.graph.load import GraphRequest, SourceGraph, load_source
-from exporter.graph.runnable import runnable_graph
+from exporter.graph.outside import runnable_graph
 from tests.support.graph_runs import train
 
 

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 from exporter.errors import ChainEnds, ModelHeld
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline import log_maintenance
-from exporter.pipeline.full import execute, export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import execute, export, plan
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.pipeline.watch import watch

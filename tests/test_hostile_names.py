@@ -17,8 +17,7 @@ from exporter.errors import ExportError
 from exporter.local_paths import quoted
 from exporter.printable import lines_of, printable
 from exporter.publish.delta_log import read_log
-from exporter.terminal.markup import labelled
-from exporter.terminal.output import Failure, Output, OutputMode
+from exporter.terminal.output import Failure, Output, OutputMode, labelled
 from serving.cli import app as serve_model
 from serving.server import ModelServer
 from tests.support.agents import process

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from exporter.options import ExportRequest, Updates
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import plan
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
 from tests.support.commands import export_model

@@ -15,10 +15,9 @@ from msgspec.structs import replace
 from exporter.delta.format import Change, ChangeKind, Schema, ServedVariable, TableContents, TableSide
 from exporter.errors import NotServable, SchemaChanged
 from exporter.options import DeltaDtype, ExportRequest, Isolation, Jobs, Updates
-from exporter.pipeline import updatable
+from exporter.pipeline import newest_base
 from exporter.pipeline.comparison import compare, parse_side
-from exporter.pipeline.full import export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import export, plan
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.log_maintenance import merge, resume, rollback
 from exporter.pipeline.rebase import rebase
@@ -407,7 +406,7 @@ def test_a_large_table_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Mo
     trainer, model = TableTrainer(tmp_path / "train"), tmp_path / "model"
     trainer.insert()
     trainer.save()
-    monkeypatch.setattr(updatable, "_LARGEST_TABLE_BYTES", 100)
+    monkeypatch.setattr(newest_base, "_LARGEST_TABLE_BYTES", 100)
     with pytest.raises(NotServable, match=r"'seen' holds [0-9]+ bytes; deltas carry up to 100"):
         plan(request(trainer, model, updates=Updates()))
 

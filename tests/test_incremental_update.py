@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 from msgspec.structs import replace
 
-from exporter.bundle.warmup_requests import parse_request
+from exporter.bundle.warmup import parse_request
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.delta.format import Change, Rows, Schema, ServedVariable
 from exporter.delta.packing import round_rows

@@ -16,7 +16,7 @@ from exporter.checkpoint.admission import EVERYONE, Admission
 from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.tensor_bundle import check_values, read_array, read_catalog
 from exporter.errors import CorruptFile, TableFull
-from exporter.jobs.engines.local import LocalEngine
+from exporter.jobs.engines.choose import LocalEngine
 from exporter.jobs.runner import LOCAL, Job, Runner, plan_digest
 from exporter.jobs.task import ZEROS, Input
 from exporter.storage import mirror
@@ -101,7 +101,7 @@ def break_off(job: Job) -> None:
 def test_however_the_work_is_divided(
     tmp_path: Path, layout: TableLayout, monkeypatch: pytest.MonkeyPatch, task_bytes: int
 ) -> None:
-    monkeypatch.setattr("exporter.tables.index_job._LEAST_RANGES", 2)
+    monkeypatch.setattr("exporter.tables.lay_out._LEAST_RANGES", 2)
     done: list[Path] = []
     for way, workers in (("one", 1), ("two", 2)):
         scratch = tmp_path / way
@@ -120,7 +120,7 @@ def test_a_job_in_a_store(
     tmp_path: Path, layout: TableLayout, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of it but the defaults passes through the command, the room for new rows never."""
-    monkeypatch.setattr("exporter.tables.index_job._LEAST_RANGES", 2)
+    monkeypatch.setattr("exporter.tables.lay_out._LEAST_RANGES", 2)
     runner = Runner(task_bytes=30_000, kept=bucket.url("jobs"))
     (tmp_path / "one").mkdir()
     catalog, job = layout.write(tmp_path / "one", EVERYONE, runner)
@@ -176,7 +176,7 @@ def test_a_job_that_breaks_off_is_gone_on_with(
             return real(self, directory)
 
         monkeypatch.setattr(each, "run", run)
-    monkeypatch.setattr("exporter.tables.index_job._LEAST_RANGES", 2)
+    monkeypatch.setattr("exporter.tables.lay_out._LEAST_RANGES", 2)
     breaks = True
     (tmp_path / "one").mkdir()
     with pytest.raises(RuntimeError):
@@ -201,7 +201,7 @@ def test_two_commands_do_one_job_at_once(
     tmp_path: Path, layout: TableLayout, monkeypatch: pytest.MonkeyPatch, bucket: Bucket, where: str
 ) -> None:
     """Each may find a task done by the other, or write its output over the other's while that is read."""
-    monkeypatch.setattr("exporter.tables.index_job._LEAST_RANGES", 2)
+    monkeypatch.setattr("exporter.tables.lay_out._LEAST_RANGES", 2)
     kept = str(tmp_path / "jobs") if where == "here" else bucket.url("jobs")
     for turn in range(times(1)):
         start = threading.Barrier(2)

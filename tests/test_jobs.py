@@ -17,14 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from exporter.bundle.rewrite import Move
-from exporter.bundle.variables import VariablesReport, write_variables
+from exporter.bundle.variables import Move, VariablesReport, write_variables
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CorruptFile, EngineFailed, MappingError, UsageError
 from exporter.graph.inference_graph import GraphVariable
 from exporter.jobs import write_shard
-from exporter.jobs.engines.local import LocalEngine
+from exporter.jobs.engines.choose import LocalEngine
 from exporter.jobs.execute import decode, encode, execute
 from exporter.jobs.runner import Runner, plan_digest
 from exporter.jobs.task import Input, Range, Receipt

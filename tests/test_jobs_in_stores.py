@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from exporter.bundle.rewrite import Move
+from exporter.bundle.variables import Move
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, DiskFull
 from exporter.jobs.runner import Runner

@@ -18,9 +18,9 @@ from hypothesis.extra import numpy as hnp
 
 from exporter.catalog import Naming
 from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint.file_range import PlainValues
 from exporter.checkpoint.hdf5 import Packed
 from exporter.checkpoint.keras_archive import read_config, read_keras
-from exporter.checkpoint.plain_values import PlainValues
 from exporter.errors import (
     CheckpointChanged,
     CheckpointNotFound,

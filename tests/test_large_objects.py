@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exporter.errors import CheckpointError
-from exporter.jobs.division import piece_bytes
+from exporter.jobs.task import piece_bytes
 from exporter.storage import mirror, objects, requests
 from exporter.storage.mirror import Mirror
 from exporter.storage.objects import ObjectWriter, RemoteObject

@@ -11,8 +11,7 @@ import pytest
 import tensorflow as tf
 
 from exporter import ExportRequest, export
-from exporter.bundle.made_up_warmup import made_up_requests
-from exporter.bundle.warmup_requests import MAX_RECORDS
+from exporter.bundle.warmup import MAX_RECORDS, made_up_requests
 from exporter.errors import UsageError
 from exporter.layout import WARMUP_FILE
 from exporter.options import Updates

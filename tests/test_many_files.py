@@ -15,8 +15,8 @@ import pytest
 from exporter.bundle.variables import write_variables
 from exporter.catalog import Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, read_array, read_catalog, shard_path
-from exporter.delta import compare_task
-from exporter.delta.compare_task import Side
+from exporter.delta import compare_rows
+from exporter.delta.compare_rows import Side
 from exporter.delta.row_reader import RowReader
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.jobs.task import FewFiles
@@ -103,13 +103,13 @@ def test_of_thousands_of_slices_a_task_looks_at_those_near(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path / "train" / "model.ckpt-1", mod=False)
-    asked, overlaps = [], compare_task.overlaps
+    asked, overlaps = [], compare_rows.overlaps
 
     def counted(a: SliceSpec, b: SliceSpec) -> bool:
         asked.append(a)
         return overlaps(a, b)
 
-    monkeypatch.setattr(compare_task, "overlaps", counted)
+    monkeypatch.setattr(compare_rows, "overlaps", counted)
     catalog = read_catalog(tmp_path / "train" / "model.ckpt-1")
     table = catalog.tensors["w"]
     reader = RowReader("w", catalog, table, SliceSpec.whole(table.shape), table.dtype)

@@ -16,7 +16,7 @@ from exporter.delta.format import Rows
 from exporter.delta.packing import SlicedRows
 from exporter.errors import CorruptFile, VerificationError
 from exporter.jobs import runner
-from exporter.jobs.engines.local import LocalEngine
+from exporter.jobs.engines.choose import LocalEngine
 from exporter.layout import JOBS_DIRECTORY, VARIABLES_PREFIX
 from exporter.options import EngineName, Jobs
 from exporter.pipeline.log_maintenance import merge, plan_merge

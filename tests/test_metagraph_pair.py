@@ -12,8 +12,7 @@ import tensorflow as tf
 from exporter.errors import NotServable
 from exporter.graph.inference_graph import Asset, InferenceGraph
 from exporter.options import DataMode, ExportFormat, ExportRequest, Updates, Verify
-from exporter.pipeline.full import export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import export, plan
 from exporter.verify.version_files import verify_published
 from tests.support.commands import export_model
 from tests.support.trained import Trained, embedding, train
@@ -93,7 +92,7 @@ def test_only_a_saved_model_takes_deltas(trained: Trained, tmp_path: Path) -> No
 def test_what_the_pair_has_no_place_for(trained: Trained, tmp_path: Path) -> None:
     from msgspec.structs import replace
 
-    from exporter.bundle.metagraph_pair import write_pair
+    from exporter.bundle.saved_model_writer import write_pair
 
     planned = plan(request(trained, tmp_path, ExportFormat.METAGRAPH))
     files: InferenceGraph = replace(planned.graph, assets=(Asset("words", tmp_path / "words.txt"),))

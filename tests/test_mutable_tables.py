@@ -11,8 +11,7 @@ import pytest
 
 from exporter.errors import MissingTensors, ShapeMismatch
 from exporter.options import DataMode, ExportFormat, ExportRequest, Updates, Verify
-from exporter.pipeline.full import export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import export, plan
 from exporter.pipeline.incremental import export_incremental
 from tests.support.graph_runs import Trained, train
 from tests.support.lookup_tables import ENDS, ENTRIES, KINDS, dense, entries

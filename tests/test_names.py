@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from exporter.bundle.assets import place_assets
+from exporter.bundle.saved_model_writer import place_assets
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.keras_archive import unpack_assets
 from exporter.errors import ExportError, ManifestError, NotServable

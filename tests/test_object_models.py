@@ -18,7 +18,7 @@ from exporter.errors import BuilderError, MappingError, MissingTensors, ObjectMi
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.options import ExportRequest
-from exporter.pipeline.full_plan import Plan, plan
+from exporter.pipeline.full import Plan, plan
 from exporter.pipeline.inspection import signatures_of
 from tests.support.object_trainers import chain, scorer, tower
 

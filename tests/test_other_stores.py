@@ -13,8 +13,7 @@ import pytest
 from exporter.errors import CheckpointChanged, PublishError
 from exporter.layout import HEAD_FILE
 from exporter.publish.delta_log import read_log
-from exporter.storage.conditions import require_conditions
-from exporter.storage.objects import ObjectReader, ObjectWriter
+from exporter.storage.objects import ObjectReader, ObjectWriter, require_conditions
 from exporter.storage.url import Url
 from exporter.transfer.pull import pull
 from tests.support.commands import export_model

@@ -18,8 +18,7 @@ from exporter.errors import AccessRefused, NotServable
 from exporter.graph.inference_graph import Effect
 from exporter.graph.outside import effect_of
 from exporter.options import ExportRequest, Verify
-from exporter.pipeline.full import export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import export, plan
 from tests.support.commands import export_model
 from tests.support.foreign_models import WORDS, Answering, from_file
 from tests.support.graph_runs import train

@@ -28,8 +28,7 @@ from exporter.errors import (
 )
 from exporter.files import open_lock, remove_tree, writing
 from exporter.pipeline import log_maintenance
-from exporter.pipeline.incremental import execute_incremental, export_incremental
-from exporter.pipeline.incremental_plan import plan_incremental
+from exporter.pipeline.incremental import execute_incremental, export_incremental, plan_incremental
 from exporter.publish import staging as staging_module
 from exporter.publish.commit import (
     Staging,

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from exporter.errors import UsageError
-from serving.server_tls import server_credentials
+from serving.credentials import server_credentials
 from tests.support.certificates import Certified
 
 

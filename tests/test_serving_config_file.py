@@ -14,8 +14,7 @@ from exporter.errors import CallFailed, UsageError
 from exporter.wire.protos import message_class
 from exporter.wire.tensor_proto import fill
 from serving.client import ModelClient
-from serving.health import NOT_SERVING, SERVING, messages
-from serving.server import ModelServer
+from serving.server import NOT_SERVING, SERVING, ModelServer, messages
 from serving.server_options import ServerOptions
 from serving.status import VersionState
 

@@ -18,8 +18,8 @@ from exporter.wire.protos import message_class
 from exporter.wire.tensor_proto import fill
 from serving.loader import LoadedModel, Loading
 from serving.manager import VersionManager, load_warm
+from serving.model_config import Every, Latest, Specific
 from serving.status import Code, StatusError, VersionState, VersionStatus
-from serving.version_policy import Every, Latest, Specific
 from tests.support.serving_models import write_saved_model, write_warmup
 
 DEADLINE_SECONDS = 60.0

@@ -28,9 +28,8 @@ from serving import server as server_module
 from serving.client import ModelClient
 from serving.http_port import Request
 from serving.model_config import ModelConfig
-from serving.network_options import NetworkOptions
 from serving.server import ModelServer
-from serving.server_options import ServerOptions
+from serving.server_options import NetworkOptions, ServerOptions
 from tests.support.serving_models import write_saved_model
 from tests.support.updatable import random_changes, updatable_model
 from tools.reference.rest import HTTP_OUTCOMES, HttpOutcome

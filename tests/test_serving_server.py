@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from exporter.errors import Exit, ModelPathNotFound, ServerError, UsageError
-from serving import services
-from serving.server import ModelServer
+from serving.server import ModelServer, _timeout_ms
 from serving.server_options import ServerOptions
 from tests.support.serving_models import CLASSIFY, REGRESS, write_saved_model
 from tests.support.stock_client import Stock, example, fill_spec
@@ -529,4 +528,4 @@ def test_the_session_gets_what_is_left_of_the_deadline(
         def time_remaining(self) -> float | None:
             return seconds
 
-    assert services._timeout_ms(Context()) == milliseconds  # type: ignore[arg-type]
+    assert _timeout_ms(Context()) == milliseconds  # type: ignore[arg-type]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serving.model_config import Every, Latest, Load, Specific, Unload, next_action, versions_among
 from serving.status import VersionState
-from serving.version_policy import Every, Latest, Load, Specific, Unload, next_action, versions_among
 
 A, L, U, E = VersionState.AVAILABLE, VersionState.LOADING, VersionState.UNLOADING, VersionState.END
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.storage.objects import ObjectReader
-from exporter.storage.store_errors import not_given
+from exporter.storage.objects import ObjectReader, not_given
 from exporter.storage.url import Url
 from tests.support.certificates import Authority
 from tests.support.cloud_roles import TOKEN, role_server

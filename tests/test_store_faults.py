@@ -18,10 +18,8 @@ from typing import cast
 import pytest
 
 from exporter.errors import PublishError
-from exporter.storage import mirror, objects, store_errors
-from exporter.storage.conditions import require_conditions
-from exporter.storage.objects import ObjectWriter
-from exporter.storage.store_errors import BrokenOff, again
+from exporter.storage import mirror, objects
+from exporter.storage.objects import BrokenOff, ObjectWriter, again, require_conditions
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
 from exporter.transfer.pull import pull
@@ -202,11 +200,11 @@ def test_how_often_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(1)
         raise BrokenOff
 
-    monkeypatch.setattr(store_errors, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(objects, "_PAUSES", (0.0, 0.0))
     with pytest.raises(BrokenOff):
         again(breaks_off)
     assert len(asked) == 3
-    monkeypatch.setattr(store_errors, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(objects, "_AGAIN_SECONDS", 0.0)
     with pytest.raises(BrokenOff):
         again(breaks_off)
     assert len(asked) == 4

@@ -31,8 +31,7 @@ from exporter.options import (
 )
 from exporter.publish.delta_log import read_log
 from exporter.training import ExportCallback, ExportHook
-from exporter.training.export_hook import NewCheckpoints
-from exporter.training.exports import ExportArguments, Exports, export_environment
+from exporter.training.exports import ExportArguments, Exports, NewCheckpoints, export_environment
 from exporter.transfer.pull import pull
 from tests.support.object_stores import Bucket
 

@@ -12,8 +12,7 @@ from exporter.errors import GraphError
 from exporter.graph.saved_model import load_training_graph, read_saved_model
 from exporter.graph.training_graph import drop_training_signatures
 from exporter.options import DataMode, ExportRequest
-from exporter.pipeline.full import export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import export, plan
 from exporter.wire import protos
 
 X = np.random.default_rng(5).normal(size=(16, 4)).astype(np.float32)

@@ -16,8 +16,7 @@ import pytest
 from exporter.errors import TrainingModeServed
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.options import ExportRequest
-from exporter.pipeline.full import export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import export, plan
 from tests.support.graph_runs import train
 from tests.support.trained import answers_in_session
 

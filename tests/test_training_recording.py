@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter.training.access import access
+from exporter.training.access import access, record
 from exporter.training.change_tracking import plan_tracking
-from exporter.training.recording import record
 
 v1 = tf.compat.v1
 

@@ -38,7 +38,6 @@ from exporter.publish.delta_log import read_log
 from exporter.publish.staging import Staging
 from exporter.storage.objects import ObjectReader, ObjectWriter
 from exporter.transfer import pull as pulling
-from exporter.transfer import superseded
 from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push, push
 from tests.support.commands import export_model
@@ -510,7 +509,7 @@ def test_merged_away(
     assert export_model("push", machine.model, url, "--prune").code == 0
     assert stored(bucket) == files(machine.model)
     assert pull(url, tmp_path / "here", prune=True).removed == ()
-    monkeypatch.setattr(superseded, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(pulling, "GRACE_SECONDS", 0.0)
     assert len(pull(url, tmp_path / "here", prune=True).removed) == 2
     assert files(tmp_path / "here") == files(machine.model)
     machine.go_on(40)
@@ -653,7 +652,7 @@ def test_a_pull_never_mixes_two_histories(
     machine: Machine, bucket: Bucket, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was published here and not pushed stays alone; it is refused, and nothing of it is changed."""
-    monkeypatch.setattr(superseded, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(pulling, "GRACE_SECONDS", 0.0)
     pushed(machine.model, url)
     other = tmp_path / "other"
     pull(url, other)

@@ -1,7 +1,7 @@
 """Hooks of the documentation site: the repository's own pages beside those of docs/.
 
-README.md is the front page; CHANGELOG.md, CONTRIBUTING.md and SECURITY.md are pages of their own. Their links are written
-for readers of the repository, and are rewritten to lead to the same places in the site.
+README.md is the front page; CHANGELOG.md, CONTRIBUTING.md and SECURITY.md are pages of their own. Their
+links are written for readers of the repository, and are rewritten to lead to the same places in the site.
 """
 
 from __future__ import annotations

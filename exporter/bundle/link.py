@@ -1,18 +1,169 @@
-"""Hard-link a trainer's shard into a bundle; if that is impossible, say why."""
+"""Hard-link a trainer's shard into a bundle; if that is impossible, say why.
+
+Copy byte ranges between files inside the kernel, in bounded pieces and in parallel.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
-from exporter.checkpoint.source_shard import check_size, shard_status, vanished
-from exporter.errors import CheckpointChanged
+from exporter.checkpoint.source_shard import check_size, open_shard, shard_status, vanished
+from exporter.errors import CheckpointChanged, os_error
 from exporter.files import FileIdentity
+from exporter.progress import Progress
 from exporter.storage import mirror
+from exporter.storage.open_files import write_at
+
+BATCH_BYTES = 16 << 20
+"""What one task copies: large enough to amortise the task, small enough to be interrupted soon."""
+
+_NOT_HERE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+"""copy_file_range across file systems, on special ones, on old kernels, under a seccomp filter."""
+_BUFFER_BYTES = 256 << 10  # stays in a core's cache between the read and the write
+
+
+class ByteRange(Struct, frozen=True):
+    """`size` bytes from `source` (an offset) that go to offset `target`."""
+
+    source: int
+    target: int
+    size: int
+
+
+def copy_ranges(
+    source: Path,
+    target: Path,
+    ranges: Sequence[ByteRange],
+    *,
+    size: int,
+    pool: Executor,
+    progress: Progress,
+) -> None:
+    """Copy `ranges` of `source`, which has `size` bytes in its catalog, into the new file `target`.
+
+    Raises:
+        CheckpointChanged: the source vanished, or was changed before or during the copy.
+        CheckpointError: it cannot be read.
+        PublishError: the target cannot be written; DiskFull if there is no space.
+    """
+    if (remote := mirror.find(source)) is not None:
+        pieces = [(each.source, each.source + each.size, each.target) for each in ranges]
+        with _target(target) as writer:
+            remote[0].copy(remote[1], writer, pieces, target, progress.advance)
+        return
+    with open_shard(source) as reader, _target(target) as writer:
+        before = os.fstat(reader)
+        check_size(source, before.st_size, size)
+        tasks = [pool.submit(_copy_batch, reader, writer, batch) for batch in _batches(ranges)]
+        try:
+            for task in tasks:
+                progress.advance(task.result())
+        except EOFError as exc:
+            raise CheckpointChanged(f"{source} became shorter while it was copied") from exc
+        except OSError as exc:
+            raise os_error(exc, target) from exc
+        finally:
+            drain(tasks)  # before the descriptors close: their numbers are reused
+        after = os.fstat(reader)
+        if FileIdentity.of(after) != FileIdentity.of(before):
+            raise CheckpointChanged(f"{source} was written to while it was copied")
+
+
+def coalesce(extents: Iterable[tuple[int, int]]) -> list[ByteRange]:
+    """Ranges for (offset, size) pairs, in order of offset, packed without gaps; neighbours become one."""
+    packed: list[ByteRange] = []
+    end = 0
+    for offset, size in sorted(set(extents)):
+        if packed and packed[-1].source + packed[-1].size == offset:
+            packed[-1] = ByteRange(packed[-1].source, packed[-1].target, packed[-1].size + size)
+        else:
+            packed.append(ByteRange(offset, end, size))
+        end += size
+    return packed
+
+
+@contextmanager
+def _target(path: Path) -> Iterator[int]:
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    except OSError as exc:
+        raise os_error(exc, path) from exc
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _batches(ranges: Iterable[ByteRange]) -> Iterator[list[ByteRange]]:
+    """Ranges in groups of about BATCH_BYTES, long ones in pieces: many small tensors make few tasks."""
+    batch: list[ByteRange] = []
+    room = BATCH_BYTES
+    for whole in ranges:
+        done = 0
+        while done < whole.size:
+            take = min(whole.size - done, room)
+            batch.append(ByteRange(whole.source + done, whole.target + done, take))
+            done += take
+            room -= take
+            if not room:
+                yield batch
+                batch, room = [], BATCH_BYTES
+    if batch:
+        yield batch
+
+
+def _copy_batch(reader: int, writer: int, batch: Iterable[ByteRange]) -> int:
+    total = 0
+    for piece in batch:
+        done = 0
+        while done < piece.size:
+            rest = ByteRange(piece.source + done, piece.target + done, piece.size - done)
+            done += _copy_in_kernel(reader, writer, rest) or _copy_through_memory(reader, writer, rest)
+        total += piece.size
+    return total
+
+
+def _copy_in_kernel(reader: int, writer: int, piece: ByteRange) -> int:
+    """Bytes copied; 0 where the kernel does not copy between these files, or at the end of the source."""
+    try:
+        return os.copy_file_range(reader, writer, piece.size, piece.source, piece.target)
+    except OSError as exc:
+        if exc.errno in _NOT_HERE:
+            return 0
+        raise
+
+
+def _copy_through_memory(reader: int, writer: int, piece: ByteRange) -> int:
+    """Bytes copied, at least one.
+
+    Raises:
+        EOFError: the source ends before the piece.
+    """
+    done = 0
+    while done < piece.size:
+        data = os.pread(reader, min(_BUFFER_BYTES, piece.size - done), piece.source + done)
+        if not data:
+            raise EOFError
+        write_at(writer, piece.target + done, data)
+        done += len(data)
+    return done
+
+
+def drain(tasks: Iterable[Future[Any]]) -> None:
+    """Cancel the tasks that have not started, and wait for those that run."""
+    running = [task for task in tasks if not task.cancel()]
+    for task in running:
+        task.exception()
+
 
 _IMPOSSIBLE = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 """Other file system or mount; not ours under `protected_hardlinks`; too many links; no links at all."""

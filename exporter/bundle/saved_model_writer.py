@@ -5,27 +5,325 @@ restored by its `SaverDef`, initialised by the op in the collection `saved_model
 graph of training beside it under a tag of its own, restored from the same `variables/`. TF Serving,
 `tf.compat.v1.saved_model.load` and `tf.saved_model.load` read it.
 Source of names: tensorflow/cc/saved_model/constants.h, loader_util.cc and core/protobuf/saved_model.proto.
+
+Copy the files that a graph's tables read into `assets/`, and name them in the MetaGraphDef.
+
+Source: `AssetFileDef` in tensorflow/core/protobuf/meta_graph.proto; TF Serving and `tf.saved_model.load` take
+the field `asset_file_def`, older loaders the collection `saved_model_assets`. Files are copied, not linked:
+unlike a checkpoint's shards, vocabularies are edited in place.
+
+Add the nodes that restore a graph's variables from its bundle, as a stock `Saver` would, without
+TensorFlow.
+
+One RestoreV2 reads every variable (parts of a partitioned one by slice), an AssignVariableOp each takes its
+values, a LookupTableImportV2 the keys and values of each table; a SaveV2 beside them makes
+`Saver(saver_def=...)` of the stock loaders complete.
+Source of names and roles: tensorflow/python/training/saver.py and core/protobuf/saver.proto.
+
+Write Cloud ML's pair: `export.meta`, with collections that name inputs and outputs, and the bundle
+`export.*`.
+
+The collections `inputs` and `outputs` hold one JSON object each, name -> tensor: what Cloud ML's online
+prediction of TensorFlow 0.12 and trainers after it read (`tf.train.import_meta_graph`, `Saver.restore`).
 """
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from google.protobuf.message import EncodeError
+from msgspec import Struct
 
-from exporter.bundle.assets import ASSETS_COLLECTION, place_assets
-from exporter.bundle.restore_graph import add_restore, served_variables
 from exporter.errors import NotServable, os_error
+from exporter.files import below
 from exporter.graph.cast_variables import cast_variables
-from exporter.graph.inference_graph import Asset, InferenceGraph
+from exporter.graph.inference_graph import (
+    NO_STATE,
+    Asset,
+    GraphTable,
+    GraphVariable,
+    InferenceGraph,
+    KeptState,
+)
 from exporter.graph.metagraph import MAX_GRAPH_BYTES, readable_version
+from exporter.graph.nodes import new_node
 from exporter.graph.saved_model import SERVE_TAG
+from exporter.graph.signatures import DEFAULT_SIGNATURE
 from exporter.graph.training_graph import TrainingGraph
-from exporter.layout import SAVED_MODEL_FILE
-from exporter.mapping.build import VariableMapping
+from exporter.layout import ASSETS_DIRECTORY, PAIR_NAME, SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME
+from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.progress import human_bytes
+from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, all_nodes, message_class
+
+ASSETS_COLLECTION = "saved_model_assets"
+_TYPE_URL = "type.googleapis.com/tensorflow.AssetFileDef"
+
+
+def place_assets(
+    assets: Iterable[Asset], meta_graph: Proto, directory: Path, names: dict[Path, str] | None = None
+) -> None:
+    """Copy each asset's file into `directory/assets` and name it in `meta_graph`.
+
+    Two files of one name are told apart by a number; one file that two nodes read is stored once. `names`
+    tells, and learns, which files have been placed there already.
+
+    Raises:
+        NotServable: a file is not there, not a regular file or not readable.
+        PublishError: the target cannot be written.
+    """
+    names = {} if names is None else names
+    nodes = {node.name: node for node in meta_graph.graph_def.node}
+    for asset in assets:
+        source = asset.source.resolve()
+        if source not in names:
+            names[source] = _free_name(asset.file_name, set(names.values()))
+            said = f"the asset of node {asset.node!r}:"
+            target = below(directory / ASSETS_DIRECTORY, names[source], said, NotServable, writes=True)
+            _place(asset, source, target)
+        _declare(meta_graph, asset.node, names[source])
+        # The loader feeds the path; the trainer's own path says nothing to a server and tells too much.
+        _set_constant(nodes[asset.node], names[source])
+
+
+def _free_name(wanted: str, taken: set[str]) -> str:
+    stem, dot, suffix = wanted.partition(".")
+    numbered = (f"{stem}_{n}{dot}{suffix}" if n else wanted for n in range(len(taken) + 1))
+    return next(name for name in numbered if name not in taken)
+
+
+def _place(asset: Asset, source: Path, target: Path) -> None:
+    if not source.is_file():
+        raise NotServable(
+            f"asset {asset.source} of node {asset.node!r} is not a file",
+            hint="restore the file, or build the graph where the trainer's asset files are",
+        )
+    if not os.access(source, os.R_OK):
+        raise NotServable(
+            f"asset {asset.source} of node {asset.node!r} cannot be read", hint="make the file readable"
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    except OSError as exc:
+        raise os_error(exc, target) from exc
+
+
+def _declare(meta_graph: Proto, node: str, file_name: str) -> None:
+    definition = meta_graph.asset_file_def.add(filename=file_name)
+    definition.tensor_info.name = f"{node}:0"
+    collected = meta_graph.collection_def[ASSETS_COLLECTION].any_list.value
+    collected.add(type_url=_TYPE_URL, value=definition.SerializeToString(deterministic=True))
+
+
+def _set_constant(node: Proto, value: str) -> None:
+    tensor = node.attr["value"].tensor
+    replacement = message_class("TensorProto")(dtype=tensor.dtype, string_val=[value.encode()])
+    replacement.tensor_shape.CopyFrom(tensor.tensor_shape)
+    tensor.CopyFrom(replacement)
+
+
+VARIABLES_COLLECTION = "variables"
+"""Global variables: what makes `tf.saved_model.load` own them as Python objects."""
+
+_SAVER_V2 = 2  # SaverDef.CheckpointFormatVersion.V2
+
+
+class RestoredVariable(Struct, frozen=True):
+    """A variable of the served graph, the bundle key it is restored from, and its dtype in the bundle."""
+
+    variable: GraphVariable
+    key: str
+    dtype: DType
+
+    @property
+    def slice_spec(self) -> str:
+        """RestoreV2's slice: empty for a whole tensor, which also joins stored slices."""
+        part = self.variable.part
+        return part.restore_spec if part and not part.is_full else ""
+
+
+def served_variables(sources: Iterable[TensorSource]) -> tuple[RestoredVariable, ...]:
+    """Every variable of every source, in the order of the sources."""
+    return tuple(
+        RestoredVariable(variable, source.key, source.dtype)
+        for source in sources
+        for variable in source.variables
+    )
+
+
+def add_restore(
+    meta_graph: Proto,
+    served: Sequence[RestoredVariable],
+    tables: Sequence[GraphTable] = (),
+    state: KeptState = NO_STATE,
+) -> None:
+    """Add restore and save nodes, the `SaverDef` and the collection of variables to `meta_graph`.
+
+    A graph without variables, tables and other state gets none of them, as with the stock builder.
+    """
+    if not served and not tables and not state.importing:
+        return
+    graph_def = meta_graph.graph_def
+    scope = _free_scope(graph_def)
+    _add_file_name(graph_def, scope)
+    _add_reads(graph_def, scope, served, tables)
+    _add_save(graph_def, scope, served, tables)
+    _add_assignments(graph_def, scope, served, tables, state.importing)
+    for node in graph_def.node:
+        if node.name == state.prefix:
+            node.CopyFrom(new_node(state.prefix, "Identity", [f"{scope}/Const"], T=DType.STRING))
+    meta_graph.saver_def.CopyFrom(
+        message_class("SaverDef")(
+            filename_tensor_name=f"{scope}/Const:0",
+            save_tensor_name=f"{scope}/control_dependency:0",
+            restore_op_name=f"{scope}/restore_all",
+            max_to_keep=5,
+            keep_checkpoint_every_n_hours=10000.0,
+            version=_SAVER_V2,
+        )
+    )
+    collection = meta_graph.collection_def[VARIABLES_COLLECTION].bytes_list.value
+    collection.extend(_variable_def(scope, index, entry) for index, entry in enumerate(served))
+
+
+def add_node(graph_def: Proto, name: str, op: str, inputs: Sequence[str] = (), **attrs: Proto) -> None:
+    """Append a node; `attrs` are AttrValue messages."""
+    node = graph_def.node.add(name=name, op=op, input=inputs)
+    for key, value in attrs.items():
+        node.attr[key].CopyFrom(value)
+
+
+@cache
+def type_attr(dtype: DType) -> Proto:
+    """An attribute that holds a dtype."""
+    return message_class("AttrValue")(type=int(dtype))
+
+
+def _free_scope(graph_def: Proto) -> str:
+    """`save`, or the first `save_<n>` under which the graph has no node, as stock graphs name theirs."""
+    taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
+    return next(name for n in range(len(taken) + 1) if (name := f"save_{n}" if n else "save") not in taken)
+
+
+def _add_file_name(graph_def: Proto, scope: str) -> None:
+    default = message_class("TensorProto")(dtype=int(DType.STRING), string_val=[b"model"])
+    default.tensor_shape.SetInParent()
+    scalar = message_class("AttrValue")()
+    scalar.shape.SetInParent()
+    value = message_class("AttrValue")(tensor=default)
+    string = type_attr(DType.STRING)
+    add_node(graph_def, f"{scope}/filename/input", "Const", dtype=string, value=value)
+    inputs = [f"{scope}/filename/input"]
+    add_node(graph_def, f"{scope}/Const", "PlaceholderWithDefault", inputs, dtype=string, shape=scalar)
+
+
+def _add_reads(
+    graph_def: Proto, scope: str, served: Sequence[RestoredVariable], tables: Sequence[GraphTable]
+) -> None:
+    inputs = [f"{scope}/Const", f"{scope}/tensor_names", f"{scope}/shape_and_slices"]
+    string = type_attr(DType.STRING)
+    contents = [name for table in tables for name in (table.keys, table.values)]
+    if not served and not contents:
+        return
+    names = _string_vector([*(entry.key for entry in served), *contents])
+    slices = _string_vector([*(entry.slice_spec for entry in served), *("" for _ in contents)])
+    add_node(graph_def, inputs[1], "Const", dtype=string, value=names)
+    add_node(graph_def, inputs[2], "Const", dtype=string, value=slices)
+    add_node(graph_def, f"{scope}/RestoreV2", "RestoreV2", inputs, dtypes=_dtypes(served, tables))
+
+
+def _add_save(
+    graph_def: Proto, scope: str, served: Sequence[RestoredVariable], tables: Sequence[GraphTable]
+) -> None:
+    for index, entry in enumerate(served):
+        name = _read_name(scope, index)
+        add_node(graph_def, name, "ReadVariableOp", [entry.variable.node], dtype=type_attr(entry.dtype))
+    inputs = [f"{scope}/Const", f"{scope}/tensor_names", f"{scope}/shape_and_slices"]
+    inputs.extend(_read_name(scope, index) for index in range(len(served)))
+    for index, table in enumerate(tables):
+        name = f"{scope}/LookupTableExportV2_{index}"
+        types = {"Tkeys": type_attr(table.key_dtype), "Tvalues": type_attr(table.value_dtype)}
+        add_node(graph_def, name, "LookupTableExportV2", [table.node], **types)
+        inputs += [name, f"{name}:1"]
+    after = [f"{scope}/Const"]
+    if served or tables:
+        add_node(graph_def, f"{scope}/SaveV2", "SaveV2", inputs, dtypes=_dtypes(served, tables))
+        after.append(f"^{scope}/SaveV2")
+    add_node(graph_def, f"{scope}/control_dependency", "Identity", after, T=type_attr(DType.STRING))
+
+
+def _add_assignments(
+    graph_def: Proto,
+    scope: str,
+    served: Sequence[RestoredVariable],
+    tables: Sequence[GraphTable],
+    importing: Iterable[str],
+) -> None:
+    for index, entry in enumerate(served):
+        inputs = [entry.variable.node, _restored(scope, index)]
+        dtype = type_attr(entry.dtype)
+        name = _assign_name(scope, index)
+        add_node(graph_def, name, "AssignVariableOp", inputs, dtype=dtype)
+    everything = [f"^{_assign_name(scope, index)}" for index in range(len(served))]
+    for index, table in enumerate(tables):
+        first = len(served) + 2 * index
+        name = f"{scope}/LookupTableImportV2_{index}"
+        inputs = [table.node, _restored(scope, first), _restored(scope, first + 1)]
+        types = {"Tin": type_attr(table.key_dtype), "Tout": type_attr(table.value_dtype)}
+        add_node(graph_def, name, "LookupTableImportV2", inputs, **types)
+        everything.append(f"^{name}")
+    everything += [f"^{name}" for name in importing]
+    add_node(graph_def, f"{scope}/restore_all", "NoOp", everything)
+
+
+def _restored(scope: str, output: int) -> str:
+    return f"{scope}/RestoreV2:{output}" if output else f"{scope}/RestoreV2"
+
+
+def _read_name(scope: str, index: int) -> str:
+    return f"{scope}/Read_{index}/ReadVariableOp"
+
+
+def _assign_name(scope: str, index: int) -> str:
+    return f"{scope}/AssignVariableOp_{index}"
+
+
+def _dtypes(served: Sequence[RestoredVariable], tables: Sequence[GraphTable]) -> Proto:
+    attr = message_class("AttrValue")()
+    attr.list.type.extend(int(entry.dtype) for entry in served)
+    for table in tables:
+        attr.list.type.extend((int(table.key_dtype), int(table.value_dtype)))
+    return attr
+
+
+def _string_vector(values: Iterable[str]) -> Proto:
+    tensor = message_class("TensorProto")(dtype=int(DType.STRING))
+    tensor.string_val.extend(value.encode() for value in values)
+    tensor.tensor_shape.dim.add(size=len(tensor.string_val))
+    return message_class("AttrValue")(tensor=tensor)
+
+
+def _variable_def(scope: str, index: int, entry: RestoredVariable) -> bytes:
+    definition = message_class("VariableDef")(
+        variable_name=f"{entry.variable.node}:0",
+        initializer_name=_assign_name(scope, index),
+        snapshot_name=f"{_read_name(scope, index)}:0",
+        is_resource=True,
+    )
+    if part := entry.variable.part:
+        definition.save_slice_info_def.full_name = entry.key
+        definition.save_slice_info_def.full_shape.extend(part.full_shape)
+        definition.save_slice_info_def.var_offset.extend(part.starts)
+        definition.save_slice_info_def.var_shape.extend(part.lengths)
+    return bytes(definition.SerializeToString(deterministic=True))
+
 
 _SCHEMA_VERSION = 1
 _MAIN_OP_COLLECTION = "saved_model_main_op"
@@ -131,3 +429,63 @@ def _tensorflow_version() -> str:
         except PackageNotFoundError:
             continue
     return ""
+
+
+_INIT_COLLECTION = "serving_init_op"  # tensorflow/contrib/session_bundle/constants.py
+
+
+def write_pair(graph: InferenceGraph, mapping: VariableMapping, directory: Path) -> None:
+    """Write the pair into `directory` beside `variables/`, whose shards it shares by links.
+
+    Raises:
+        NotServable: the graph has no default signature, or one of sparse tensors, or reads files.
+        PublishError: the directory cannot be written.
+    """
+    meta_graph = restorable_graph(graph, mapping)
+    if graph.assets:
+        files = ", ".join(asset.file_name for asset in graph.assets)
+        raise NotServable(
+            f"the graph reads {files}, for which export.meta has no place", hint="use --format saved_model"
+        )
+    _add_collections(meta_graph)
+    if graph.init_op:
+        meta_graph.collection_def[_INIT_COLLECTION].node_list.value.append(graph.init_op)
+    target = directory / f"{PAIR_NAME}.meta"
+    try:
+        target.write_bytes(meta_graph.SerializeToString(deterministic=True))
+        for file in sorted((directory / VARIABLES_DIRECTORY).glob(f"{VARIABLES_NAME}.*")):
+            os.link(file, directory / f"{PAIR_NAME}{file.name.removeprefix(VARIABLES_NAME)}")
+    except OSError as exc:
+        raise os_error(exc, target) from exc
+
+
+def keep_pair_alone(directory: Path) -> None:
+    """Remove the SavedModel beside a pair.
+
+    Raises:
+        PublishError: it cannot be removed.
+    """
+    try:
+        (directory / SAVED_MODEL_FILE).unlink()
+        shutil.rmtree(directory / VARIABLES_DIRECTORY, ignore_errors=False)
+    except FileNotFoundError:
+        return  # a model without variables
+    except OSError as exc:
+        raise os_error(exc, directory) from exc
+
+
+def _add_collections(meta_graph: Proto) -> None:
+    if DEFAULT_SIGNATURE not in meta_graph.signature_def:
+        raise NotServable(
+            f"export.meta describes the signature {DEFAULT_SIGNATURE!r} alone, which the graph does not have",
+            cause=f"it has {', '.join(sorted(meta_graph.signature_def))}",
+        )
+    signature = meta_graph.signature_def[DEFAULT_SIGNATURE]
+    for name, infos in (("inputs", signature.inputs), ("outputs", signature.outputs)):
+        tensors = {}
+        for alias, info in infos.items():
+            if info.WhichOneof("encoding") != "name":
+                raise NotServable(f"export.meta names dense tensors, and {alias!r} is not one")
+            tensors[alias] = info.name
+        text = json.dumps(tensors, sort_keys=True)
+        meta_graph.collection_def[name].bytes_list.value[:] = [text.encode()]

@@ -1,4 +1,7 @@
-"""A byte range of a file that may be replaced at any moment; reading notices if it was."""
+"""A byte range of a file that may be replaced at any moment; reading notices if it was.
+
+Values that lie in a file of another kind as they would in a bundle: one run of bytes, little endian.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from msgspec import Struct
 
 from exporter.errors import (
@@ -25,6 +30,7 @@ from exporter.errors import (
 from exporter.files import FileIdentity, below, open_regular
 from exporter.storage.open_files import read_at
 from exporter.wire.crc32c import chunks_of
+from exporter.wire.dtypes import DType
 
 
 class FileRange(Struct, frozen=True):
@@ -173,3 +179,22 @@ def listed_shard(path: Path, name: object) -> Path:
     if not shard.is_file():
         raise MissingShard(f"there is no {shard}", cause=f"{path.name} names it")
     return shard
+
+
+class PlainValues(Struct, frozen=True):
+    """The run of bytes `source` as numbers; `archive` is what it lies in, and may have a checksum."""
+
+    source: FileRange
+    archive: FileRange
+    dtype: DType
+
+    def blocks(self) -> Iterator[np.ndarray[Any, Any]]:
+        """See `Content.blocks`."""
+        verify(self.archive)
+        itemsize = self.dtype.numpy.itemsize
+        rest = b""
+        for chunk in self.source.chunks():
+            data = rest + chunk if rest else chunk
+            whole = len(data) - len(data) % itemsize
+            rest = data[whole:]
+            yield np.frombuffer(data[:whole] if rest else data, self.dtype.numpy)

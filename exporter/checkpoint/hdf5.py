@@ -27,9 +27,8 @@ import numpy as np
 from msgspec import Struct
 
 from exporter import errors
-from exporter.checkpoint.file_range import FileRange, verify
+from exporter.checkpoint.file_range import FileRange, PlainValues, verify
 from exporter.checkpoint.hdf5_process import FRAME
-from exporter.checkpoint.plain_values import PlainValues
 from exporter.errors import CheckpointError, CorruptFile, UnsafeArchive
 from exporter.wire.dtypes import DType
 

@@ -21,8 +21,7 @@ from typing import Any
 from msgspec import Raw, Struct
 
 from exporter.catalog import Catalog, TensorRef
-from exporter.checkpoint.file_range import FileRange, listed_shard
-from exporter.checkpoint.plain_values import PlainValues
+from exporter.checkpoint.file_range import FileRange, PlainValues, listed_shard
 from exporter.checkpoint.tensor_bundle import GLOBAL_STEP, step_in_name
 from exporter.errors import CorruptFile, MissingShard, TruncatedFile, UnsafeArchive, UnsupportedFormat
 from exporter.wire.dtypes import DType

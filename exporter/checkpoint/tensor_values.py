@@ -14,6 +14,8 @@ Maps of files that keep no descriptor.
 
 Each map of Python's `mmap` keeps one open, and a process may have 1,024 of them, where a checkpoint has more
 tensors.
+
+Convert values to the dtype that they are stored in, and refuse those that it has no number for.
 """
 
 from __future__ import annotations
@@ -34,12 +36,35 @@ from msgspec import Struct
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.source_shard import open_shard
 from exporter.checkpoint.sstable import varint
-from exporter.errors import CheckpointChanged, CorruptFile, UnsupportedFormat
-from exporter.storage import unkept
+from exporter.errors import CheckpointChanged, CorruptFile, MappingError, UnsupportedFormat
+from exporter.storage import mirror
 from exporter.wire.crc32c import CHUNK, crc_of, extend, mask, read_into
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
+
+
+def cast_values(values: Array, dtype: DType, name: str) -> Array:
+    """The values of variable `name` in `dtype`; the array itself if it has the dtype already.
+
+    Raises:
+        MappingError: a finite value is too large for `dtype`.
+    """
+    if dtype is DType.STRING or values.dtype == dtype.numpy:
+        return values
+    with np.errstate(over="ignore"):  # found below, and reported with the variable's name
+        converted = values.astype(dtype.numpy)
+    if np.isfinite(converted).all():
+        return converted
+    lost = np.isfinite(values) & ~np.isfinite(converted)
+    if lost.any():
+        raise MappingError(
+            f"variable {name!r} holds {values[lost][0]:g}, which is too large for {dtype.label}",
+            hint="cast it to bfloat16, or leave that variable out of --cast; a model that takes deltas then "
+            "begins a new log: --full-on-mismatch",
+        )
+    return converted
+
 
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -125,7 +150,7 @@ def checked_map(catalog: Catalog, ref: TensorRef) -> Array:
     """
     extent, shape = stored_extent(ref, None)
     path = catalog.path_of(extent)
-    copy = unkept.copy(path, extent.offset, extent.offset + extent.size)
+    copy = mirror.copy(path, extent.offset, extent.offset + extent.size)
     if copy is None:
         check_values(catalog, ref)
         return memory_map(catalog, ref)
@@ -199,7 +224,7 @@ def check_values(
     extent, shape = stored_extent(ref, part)
     place = _Place(catalog.path_of(extent), ref.name)
     if not keep and ref.dtype.itemsize is not None:
-        crc = unkept.checksum(place.path, extent.offset, extent.offset + extent.size)
+        crc = mirror.checksum(place.path, extent.offset, extent.offset + extent.size)
         if crc is not None:
             compare_checksum(place.path, place.name, extent, mask(crc))
             return

@@ -11,11 +11,12 @@ from pathlib import Path
 import typer
 from msgspec.structs import replace
 
-from exporter.cli import doctor_command, history_command, inspect_command, log_commands, transfer_commands
+from exporter.cli import doctor_command, inspect_command, log_commands, transfer_commands
 from exporter.cli.export_flags import (
     HELP,
     CheckFlags,
     DeltaFlags,
+    JobFlags,
     KeyFlags,
     NameFlags,
     PlaceFlags,
@@ -24,13 +25,20 @@ from exporter.cli.export_flags import (
     WatchFlags,
     check_places,
 )
-from exporter.cli.job_flags import JobFlags
 from exporter.cli.notify import Servers
 from exporter.errors import UsageError
 from exporter.options import ExportRequest
 from exporter.roles import node_role
-from exporter.terminal.edge import AS_TEXT, OutputFlags, VersionFlag, application, command, pairs, run
-from exporter.terminal.parameters import with_structs
+from exporter.terminal.edge import (
+    AS_TEXT,
+    OutputFlags,
+    VersionFlag,
+    application,
+    command,
+    pairs,
+    run,
+    with_structs,
+)
 from exporter.terminal.server_access import ServerAccess
 from exporter.transfer.opened import data_mode, opened, require_apart
 
@@ -135,29 +143,25 @@ def export(
         check_places(places, deltas, watch)
         watching = watch.watching()
         sink.json_lines = watch.watch
-        if not places.any_role and not (role := node_role()).is_chief:
-            from exporter.cli.full_command import stand_by
+        from exporter.cli import export_commands  # late: refused options need none of this
 
-            stand_by(role, sink)
+        if not places.any_role and not (role := node_role()).is_chief:
+            export_commands.stand_by(role, sink)
             return
         target = stack.enter_context(opened(out, read_only=checks.dry_run))
         request = replace(request, out=target.path)
         if deltas.incr and not deltas.updatable:
-            from exporter.cli import incremental_command
-
-            how = incremental_command.RunOptions(
+            how = export_commands.RunOptions(
                 target, deltas.full_on_mismatch, deltas.rebase, watching, servers
             )
-            incremental_command.run(request, sink, how, dry_run=checks.dry_run)
+            export_commands.run_incremental(request, sink, how, dry_run=checks.dry_run)
             return
-        from exporter.cli import full_command
-
-        full_command.run(request, sink, target, watching, dry_run=checks.dry_run)
+        export_commands.run_full(request, sink, target, watching, dry_run=checks.dry_run)
 
 
 for function in (
     inspect_command.inspect,
-    history_command.history,
+    log_commands.history,
     log_commands.merge,
     log_commands.rollback,
     log_commands.resume,

@@ -18,15 +18,12 @@ from exporter.cli.log_commands import ModelArgument
 from exporter.local_paths import checkpoint_parser
 from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
-from exporter.terminal.markup import escape, labelled
-from exporter.terminal.output import Output
+from exporter.terminal.output import Output, escape, labelled
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.transfer.opened import opened
 
 if TYPE_CHECKING:
-    from exporter.doctor.examination import Examination
-    from exporter.doctor.finding import Finding
-    from exporter.doctor.replicas import Replica
+    from exporter.doctor.examination import Examination, Finding, Replica
 
 
 def doctor(
@@ -70,9 +67,7 @@ def doctor(
       export-model doctor models/ranker --ckpt-dir train/ --target localhost:8500 --target 10.0.0.7
     """
     with command(printing) as sink, opened(model, read_only=True) as opened_model:
-        from exporter.doctor.examination import examine
-        from exporter.doctor.finding import diagnosis
-        from exporter.doctor.replicas import judge
+        from exporter.doctor.examination import diagnosis, examine, judge
 
         model, now = opened_model.path, time.time()
         name = model_name or model.resolve().name
@@ -91,10 +86,10 @@ def doctor(
 
 
 def _ask(address: str, name: str, deadline: float, access: ServerAccess) -> Replica:
-    from exporter.doctor.replicas import AVAILABLE, Answer, Replica
+    from exporter.doctor.examination import AVAILABLE, Answer, Replica
     from exporter.errors import CallFailed
     from serving.client import ModelClient
-    from serving.incremental_status import read_incremental_status
+    from serving.updates import read_incremental_status
 
     with ModelClient(address, name, deadline_s=deadline, access=access) as client:
         versions: dict[int, Answer] = {}

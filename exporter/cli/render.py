@@ -21,13 +21,11 @@ from exporter.graph.training_graph import TrainingGraph
 from exporter.local_paths import quoted
 from exporter.mapping.build import Extra, ExtraKind, TensorSource
 from exporter.options import Verify
-from exporter.pipeline.full import Exported
-from exporter.pipeline.full_plan import Plan
+from exporter.pipeline.full import Exported, Plan
 from exporter.pipeline.inspection import Signature, TensorSpec, signatures_of
 from exporter.progress import count, human_bytes
 from exporter.storage import mirror
-from exporter.terminal.markup import escape
-from exporter.terminal.output import Output
+from exporter.terminal.output import Output, escape
 
 
 def checkpoint_document(catalog: Catalog) -> values.Checkpoint:

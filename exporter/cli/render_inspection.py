@@ -28,8 +28,7 @@ from exporter.pipeline.inspection import BundleView, CheckpointView, GraphView, 
 from exporter.pipeline.table_views import EmbeddingView, ServedTableView
 from exporter.progress import count, human_bytes
 from exporter.publish.manifest import Origin
-from exporter.terminal.markup import escape
-from exporter.terminal.output import Output
+from exporter.terminal.output import Output, escape
 from exporter.wire.dtypes import DType
 
 

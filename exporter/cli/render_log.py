@@ -14,8 +14,7 @@ from exporter.pipeline.log_maintenance import Merged, Merging
 from exporter.pipeline.rebase import Rebased, Rebasing
 from exporter.pipeline.republish import RollbackPlan, RollbackResult
 from exporter.progress import count, human_bytes
-from exporter.terminal.markup import labelled
-from exporter.terminal.output import Output
+from exporter.terminal.output import Output, labelled
 from exporter.verify.log import VerifiedModel
 
 

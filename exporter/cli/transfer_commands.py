@@ -15,8 +15,7 @@ from exporter.errors import CheckpointError, ExportError, PublishError, UsageErr
 from exporter.local_paths import path_parser, quoted
 from exporter.progress import count, human_bytes
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command, outlived
-from exporter.terminal.markup import labelled
-from exporter.terminal.output import Output
+from exporter.terminal.output import Output, labelled
 
 if TYPE_CHECKING:
     from exporter.transfer.pull import Pulled

@@ -1,24 +1,41 @@
 """Compare rows of one table in two states, chunk by chunk and bit by bit.
 
 The checksums of stored runs, joined from those of the ranges that were read of them.
+
+The task of comparing a range of one table's rows in two bundles, and what is made of its result.
+
+The result is one object: the hashes of the new rows' blocks (uint64), the numbers of the rows that differ
+(int64) and their new values, one behind another. Deltas that lie over a bundle are not a task's: the rows
+that they touch are compared where the job was begun.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
-from exporter.checkpoint.tensor_values import compare_checksum
+from exporter.catalog import Catalog, Extent, SliceSpec, TensorRef
+from exporter.checkpoint.source_shard import open_shard
+from exporter.checkpoint.tensor_values import compare_checksum, map_bytes
 from exporter.delta.format import ServedVariable
-from exporter.delta.row_hashes import BlockHasher, block_rows
-from exporter.delta.row_reader import StoredRun
+from exporter.delta.row_hashes import BlockHasher, block_rows, without_rows
+from exporter.delta.row_reader import RowReader, SliceOrder, StoredRun, overlaps
 from exporter.delta.snapshot import Snapshot
+from exporter.integer_sets import among, distinct
 from exporter.jobs.range_checksums import RangeChecksums
+from exporter.jobs.runner import Runner
+from exporter.jobs.task import Input, Range, Receipt, Task
+from exporter.storage.output_directory import Directory, new_file
 from exporter.wire.crc32c import extend, mask
+from exporter.wire.dtypes import DType
 
 
 class ReadRange(Struct, frozen=True):
@@ -186,3 +203,267 @@ def _words(rows: Array) -> Array:
     flat = np.ascontiguousarray(rows).reshape(len(rows), math.prod(rows.shape[1:])).view(np.uint8)
     word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)
     return flat.view(f"<u{word}") if flat.shape[1] else flat
+
+
+class Side(Struct, frozen=True):
+    """A `RowReader` as a value, for some of its rows.
+
+    `shards` are the numbers of its catalog's that these rows lie in, in the order of the task's inputs;
+    `first` is the number of the task's first input that is of this side.
+    """
+
+    tensor: TensorRef
+    box: SliceSpec
+    dtype: DType
+    order: SliceOrder
+    part: int
+    shards: tuple[int, ...]
+    first: int
+
+    @classmethod
+    def of(cls, reader: RowReader, start: int, stop: int, first: int) -> Side:
+        """The value of a reader, which can read rows `start` to `stop`."""
+        whole = cls(reader.tensor, reader.box, reader.dtype, reader.order, reader.part, (), first)
+        if reader.order.gather:  # slices count
+            return replace(whole, shards=tuple(sorted({extent.shard for extent in reader.tensor.extents})))
+        near = replace(reader.tensor, slices=reader.slices_near(*whole._stored_rows(start, stop)))
+        whole = replace(whole, tensor=near)
+        extents = {extent for extent, _, _ in whole.stored(start, stop)}
+        tensor = replace(near, slices=tuple(part for part in near.slices if part.extent in extents))
+        return replace(whole, tensor=tensor, shards=tuple(sorted({extent.shard for extent in extents})))
+
+    def reader(self, name: str, paths: Sequence[Path]) -> RowReader:
+        """The reader, of shards at other paths."""
+        found = dict(zip(self.shards, paths[self.first :], strict=False))
+        known = tuple(found.get(number, Path()) for number in range(max(self.shards, default=-1) + 1))
+        catalog = Catalog("", Path(), {}, known, ())
+        return RowReader(name, catalog, self.tensor, self.box, self.dtype, self.order, self.part)
+
+    def stored(self, start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
+        """The bytes that served rows `start` to `stop` are made of: of which extents, from where, how many.
+
+        Rows that follow each other share ranges.
+        """
+        low, high = self._stored_rows(start, stop)
+        whole = [(SliceSpec.whole(self.tensor.shape), self.tensor.extent)]
+        slices = sorted(self.tensor.slices, key=lambda part: part.spec.starts)
+        stored = [(part.spec, part.extent) for part in slices] or whole
+        for number, (spec, extent) in enumerate(stored):
+            if extent is None or (self.order == SliceOrder() and not overlaps(spec, self.box)):
+                continue
+            first, last = low - spec.starts[0], high - spec.starts[0]
+            if self.order.gather:
+                first, last = (-((number - each) // self.order.gather) for each in (low, high))
+            first, last = (min(max(each, 0), spec.lengths[0]) for each in (first, last))
+            row = math.prod(spec.lengths[1:]) * (self.tensor.dtype.itemsize or 0)
+            if first < last and row:
+                yield extent, first * row, (last - first) * row
+
+    def read_ranges(
+        self, reader: RowReader, start: int, stop: int, crcs: Iterable[int]
+    ) -> Iterator[ReadRange]:
+        """The same as ranges of the reader's runs, which have these checksums."""
+        for (extent, first, size), crc in zip(self.stored(start, stop), crcs, strict=False):
+            yield ReadRange(reader.run_of[extent], first, size, crc)
+
+    def _stored_rows(self, start: int, stop: int) -> tuple[int, int]:
+        """The rows of the tensor between which these served ones lie."""
+        if self.order.scatter:
+            return start * self.order.scatter, stop * self.order.scatter
+        return self.box.starts[0] + start, self.box.starts[0] + stop
+
+    def ranges(self, start: int, stop: int) -> Iterator[Range]:
+        """The same as ranges of the task's inputs."""
+        for extent, first, size in self.stored(start, stop):
+            yield Range(self.first + self.shards.index(extent.shard), extent.offset + first, size)
+
+
+class Compare(Task, frozen=True, kw_only=True):
+    """Compare rows `start` to `stop`, whole blocks of them.
+
+    The receipt has the checksums of what `Side.stored` says of them, of the old side and then of the new one.
+    """
+
+    operation: ClassVar[str] = "compare"
+
+    variable: ServedVariable
+    old: Side
+    new: Side
+    start: int
+    stop: int
+    seed: int
+
+    def run(self, directory: Directory) -> Receipt:
+        """See `Task`."""
+        name, found = self.variable.name, list[Found]()
+        ranges = [*self.old.ranges(self.start, self.stop), *self.new.ranges(self.start, self.stop)]
+        with self.files(ranges, directory.scratch) as paths:
+            old, new = (Snapshot({name: side.reader(name, paths)}) for side in (self.old, self.new))
+            hasher, chosen = BlockHasher(self.seed), (self.start, self.stop)
+            rows = TableRows(old, new, self.variable, hasher, rows=chosen, checksums=False)
+            crcs = [SideChecksums(side, paths) for side in (self.old, self.new)]
+            for chunk in rows.chunks():
+                found.append(rows.compare(chunk))
+                for side in crcs:
+                    side.read(*chunk)
+        with new_file(directory.scratch) as (descriptor, path):
+            with os.fdopen(os.dup(descriptor), "wb") as file:
+                for field in ("hashes", "ids", "values"):
+                    for each in found:
+                        file.write(np.ascontiguousarray(getattr(each, field)).reshape(-1).view(np.uint8).data)
+                size = file.tell()
+            tag = directory.put_file(self.name, path)
+        count = sum(len(each.ids) for each in found)
+        read = [crc for side in crcs for crc in side.of(self.start, self.stop)]
+        return Receipt(self.name, tuple(read), (), size, tag, count)
+
+
+class SideChecksums:
+    """The checksums of one side's extents, as far as rows of them were read."""
+
+    def __init__(self, side: Side, paths: Sequence[Path]) -> None:
+        self._side, self._paths = side, paths
+        self._maps: dict[Extent, Array] = {}
+        self._crcs: dict[Extent, int] = {}
+
+    def of(self, start: int, stop: int) -> list[int]:
+        """Those of the extents that these served rows, which were read, are made of."""
+        return [self._crcs[extent] for extent, _, _ in self._side.stored(start, stop)]
+
+    def read(self, start: int, stop: int) -> None:
+        """Read what served rows `start` to `stop` are made of, while it is in the processor's cache."""
+        for extent, first, size in self._side.stored(start, stop):
+            if extent not in self._maps:
+                path = self._paths[self._side.first + self._side.shards.index(extent.shard)]
+                with open_shard(path) as descriptor:
+                    self._maps[extent] = map_bytes(descriptor, extent)
+            self._crcs[extent] = extend(self._crcs.get(extent, 0), self._maps[extent][first : first + size])
+
+
+class TaskComparison:
+    """The comparison of tables by the tasks of one job, in the order of the tables and of their rows.
+
+    A context manager: the job is cancelled when it is left before all was asked for.
+
+    Raises:
+        CheckpointChanged, CheckpointError: a shard is no longer there, or cannot be reached.
+    """
+
+    def __init__(
+        self,
+        old: Snapshot,
+        new: Snapshot,
+        tables: Iterable[ServedVariable],
+        hasher: BlockHasher,
+        runner: Runner,
+        scratch: Path,
+    ) -> None:
+        self._old, self._new, self._hasher, self._runner = old, new, hasher, runner
+        self._rows = {table.name: TableRows(old, new, table, hasher) for table in tables}
+        self._planned = cache(Input.of)
+        self._tasks = [
+            task for number, table in enumerate(tables) for task in self._tasks_of(table, f"{number:05d}")
+        ]
+        self._next = iter(self._tasks)
+        self._checksums = StoredChecksums(old), StoredChecksums(new)
+        self._job = runner.job(self._tasks, os.fspath(scratch / "compared"))
+        self._receipts = self._job.receipts()
+
+    def __enter__(self) -> TaskComparison:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._job.__exit__(*error)
+        if not self._job.is_kept:
+            self._job.directory.remove()
+
+    def found(self, name: str) -> Iterator[Found] | None:
+        """What differs in the next table, whose name this is; None if tasks do not compare it.
+
+        Raises:
+            ExportError: any of a task's; the engine gave up.
+        """
+        return self._found(name, self._rows[name]) if name in self._rows else None
+
+    def check(self) -> None:
+        """Compare the checksums of what tasks have read, and of what else the tables are made of.
+
+        Raises:
+            CorruptFile: one differs.
+            CheckpointChanged: a file vanished or shrank.
+        """
+        for side in self._checksums:
+            side.check(self._rows)
+
+    def _found(self, name: str, rows: TableRows) -> Iterator[Found]:
+        touched = self._old.touched(name), self._new.touched(name)
+        for _ in rows.chunks(self._runner.task_bytes):
+            task, receipt = next(self._next), next(self._receipts)
+            found = _read(self._job.directory, receipt, task, rows)
+            self._note(task, receipt)
+            yield _with_layers(found, task, self._old, self._new, touched)
+
+    def _note(self, task: Compare, receipt: Receipt) -> None:
+        """Take the checksums of a receipt."""
+        crcs = iter(receipt.read)
+        for side, state, known in zip(
+            (task.old, task.new), (self._old, self._new), self._checksums, strict=True
+        ):
+            known.add(side.read_ranges(state.stored[task.variable.name], task.start, task.stop, crcs))
+
+    def _tasks_of(self, variable: ServedVariable, name: str) -> Iterator[Compare]:
+        old, new = self._old.stored[variable.name], self._new.stored[variable.name]
+        rows = self._rows[variable.name]
+        paths = [{run.extent.shard: run.path for run in side.runs} for side in (old, new)]
+        for number, (start, stop) in enumerate(rows.chunks(self._runner.task_bytes)):
+            before = Side.of(old, start, stop, 0)
+            after = Side.of(new, start, stop, len(before.shards))
+            shards = [paths[0][shard] for shard in before.shards] + [
+                paths[1][shard] for shard in after.shards
+            ]
+            yield Compare(
+                name=f"{name}-{number:06d}",
+                inputs=tuple(map(self._planned, shards)),
+                bytes_=sum(size for side in (before, after) for _, _, size in side.stored(start, stop)),
+                variable=variable,
+                old=before,
+                new=after,
+                start=start,
+                stop=stop,
+                seed=self._hasher.seed,
+            )
+
+
+def _read(directory: Directory, receipt: Receipt, task: Compare, rows: TableRows) -> Found:
+    source = Input(f"{directory.place}/{receipt.task}", receipt.written, receipt.tag)
+    count, shape = task.stop - task.start, task.variable.shape[1:]
+    blocks = -(-count // rows.block)
+    with source.file((Range(0, 0, receipt.written),), directory.scratch) as path:
+        content = np.fromfile(path, np.uint8)
+    hashes, ids, values = np.split(content, np.cumsum([8 * blocks, 8 * receipt.rows]))
+    typed = values.view(task.variable.dtype.numpy).reshape(receipt.rows, *shape)
+    size = count * rows.row_bytes
+    return Found(ids.view(np.int64), typed, hashes.view(np.uint64), size)
+
+
+def _with_layers(
+    found: Found, task: Compare, old: Snapshot, new: Snapshot, touched: tuple[Array, Array]
+) -> Found:
+    """What was found in the bundles, corrected where changes lie over them."""
+    here = [ids[slice(*np.searchsorted(ids, (task.start, task.stop)))] for ids in touched]
+    ids = distinct(np.concatenate(here))
+    if not len(ids):
+        return found
+    name = task.variable.name
+    values = new.rows_at(name, ids)
+    differ = differing_rows(old.rows_at(name, ids), values)
+    kept = ~among(found.ids, ids)
+    rows = np.concatenate([found.ids[kept], ids[differ]])
+    order = np.argsort(rows)
+    hashes = without_rows(found.hashes, here[1] - task.start, found.bytes_ // (task.stop - task.start))
+    return replace(
+        found,
+        ids=rows[order],
+        values=np.concatenate([found.values[kept], values[differ]])[order],
+        hashes=hashes,
+    )

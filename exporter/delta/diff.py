@@ -4,6 +4,11 @@ Tables stream in chunks of whole rows, several at a time; nothing but the change
 spill into a scratch file when they are many. Where hashes of the old rows are known, old bytes are read
 only in the blocks whose hashes differ. Values are compared as bytes: NaN equals the same NaN, -0.0 is not
 0.0.
+
+Compare a table of a store in this process: a range is fetched, compared, and gone when the next one comes.
+
+While it is compared it lies in scratch files. Where hashes of the old rows are known, the old rows that are
+read do not even that: see `exporter.delta.row_reader`.
 """
 
 from __future__ import annotations
@@ -13,28 +18,109 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from msgspec import Struct, field
+from msgspec.structs import replace
 
-from exporter.delta.compare_rows import Found, StoredChecksums, TableRows, differing_rows
+from exporter.delta.compare_rows import (
+    Array,
+    Found,
+    ReadRange,
+    Side,
+    SideChecksums,
+    StoredChecksums,
+    TableRows,
+    differing_rows,
+)
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.row_hashes import BlockHasher, HashIndex
+from exporter.delta.row_reader import RowReader
 from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
 from exporter.delta.snapshot import Snapshot
 from exporter.integer_sets import distinct
+from exporter.jobs.task import Input, Task
 from exporter.progress import NoProgress, Progress
 from exporter.storage.requests import GAP_BYTES, PART_BYTES
 from exporter.storage.waiting import workers
 
 if TYPE_CHECKING:
-    from exporter.delta.compare_task import TaskComparison
+    from exporter.delta.compare_rows import TaskComparison
     from exporter.jobs.runner import Runner
 
-Array = np.ndarray[Any, Any]
+
+class PassingRows:
+    """As `TableRows`, of tables in stores; tells the checksums of everything that is read in a row.
+
+    `known` are hashes of the old rows. Several threads may compare ranges.
+    """
+
+    def __init__(
+        self,
+        old: Snapshot,
+        new: Snapshot,
+        variable: ServedVariable,
+        hasher: BlockHasher,
+        known: Array | None,
+        scratch: Path,
+    ) -> None:
+        self._old, self._new, self._variable = old, new, variable
+        self._hasher, self._known, self._scratch = hasher, known, scratch
+        self._planned = cache(Input.of)  # every range is of the same objects
+        self.is_old_as_known = True
+
+    def compare(self, chunk: tuple[int, int]) -> list[Found]:
+        """The rows of a range (start, stop), whole blocks of them, that differ.
+
+        Raises:
+            CheckpointChanged, CheckpointError, DiskFull, PublishError: they cannot be fetched.
+        """
+        with ExitStack() as stack:
+            new = stack.enter_context(self._passing(self._new, chunk))
+            old = stack.enter_context(self._passing(self._old, chunk)) if self._known is None else None
+            state = self._old if old is None else old.state
+            rows = TableRows(
+                state, new.state, self._variable, self._hasher, self._known, chunk, checksums=False
+            )
+            found = []
+            for part in rows.chunks() if old else (chunk,):  # so that old rows come by few requests
+                found.append(rows.compare(part))
+                for side in (old, new):
+                    if side is not None:
+                        side.checksums.read(*part)
+            if not rows.is_old_as_known:
+                self.is_old_as_known = False
+            old_read = () if old is None else old.read(*chunk)
+            return [*found[:-1], replace(found[-1], old_read=old_read, new_read=new.read(*chunk))]
+
+    @contextmanager
+    def _passing(self, state: Snapshot, chunk: tuple[int, int]) -> Iterator[_Passing]:
+        name = self._variable.name
+        reader = state.stored[name]
+        side, paths = Side.of(reader, *chunk, 0), {run.extent.shard: run.path for run in reader.runs}
+        task = Task(name=name, inputs=tuple(self._planned(paths[shard]) for shard in side.shards))
+        with task.files(list(side.ranges(*chunk)), self._scratch) as files:
+            here = Snapshot({name: side.reader(name, files)}, state.layers)
+            yield _Passing(reader, side, here, SideChecksums(side, files))
+
+
+class _Passing(Struct, frozen=True):
+    """A range of one side while it is there."""
+
+    reader: RowReader
+    side: Side
+    state: Snapshot
+    checksums: SideChecksums
+
+    def read(self, start: int, stop: int) -> tuple[ReadRange, ...]:
+        crcs = self.checksums.of(start, stop)
+        return tuple(self.side.read_ranges(self.reader, start, stop, crcs))
+
+
 T = TypeVar("T")
 
 _STORE_BYTES = 128 << 20  # of a store, on each side: what all threads together fetch at a time
@@ -124,7 +210,7 @@ def _tasks(
 
     Small ones of files, of which there may be thousands, are compared here sooner than anybody is told of it.
     """
-    from exporter.delta.compare_task import TaskComparison  # few ask for it, and a delta takes no time
+    from exporter.delta.compare_rows import TaskComparison  # few ask for it, and a delta takes no time
 
     assert how.runner is not None
     tables = [
@@ -248,7 +334,6 @@ class _Table:
                 old.fetch()
             yield from _in_order(pool, rows.compare, rows.chunks(), ahead)
             return
-        from exporter.delta.passing_rows import PassingRows  # a delta of an increment takes no time
 
         passing = PassingRows(
             self._old, self._new, self._variable, self._hasher, rows.known, self._how.scratch

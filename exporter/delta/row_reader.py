@@ -22,14 +22,13 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
-from exporter.checkpoint.cast_values import cast_values
 from exporter.checkpoint.source_shard import open_shard, shard_status
 from exporter.checkpoint.tensor_bundle import check_values, read_array
-from exporter.checkpoint.tensor_values import map_bytes, memory_map, stored_extent
+from exporter.checkpoint.tensor_values import cast_values, map_bytes, memory_map, stored_extent
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
 from exporter.errors import CheckpointChanged, CorruptFile
 from exporter.mapping.build import TensorSource
-from exporter.storage import mirror, unkept
+from exporter.storage import mirror
 from exporter.storage.requests import GAP_BYTES
 from exporter.storage.waiting import workers
 from exporter.wire.dtypes import DType
@@ -147,7 +146,7 @@ class _ObjectRange(Struct, frozen=True):
         columns = starts + first, stops + first, ends - (stops - starts)
         found = np.empty(ends[-1], np.uint8)
         pieces = [*zip(*(column.tolist() for column in columns), strict=True)]
-        is_read = unkept.read(self.path, pieces, found.data)
+        is_read = mirror.read(self.path, pieces, found.data)
         self._require_same()
         return found if is_read else None
 
@@ -428,7 +427,7 @@ def translate(
     """Convert a trainer's change of a tensor into changes of the variables that are served from it.
 
     The ids of rows count through the tensor as it is stored. Rows stay rows, also of variables that are
-    served whole: see `exporter.delta.merge.fold_whole`.
+    served whole: see `exporter.delta.newest_rows.fold_whole`.
     """
     if not isinstance(change, Rows):
         return dict(_parts_of_whole(source, change, schema))

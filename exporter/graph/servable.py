@@ -3,7 +3,7 @@
 Find operations that stock TensorFlow does not have, and say whose they are.
 
 A server without them cannot load the graph; and what fills their state is neither a variable nor a lookup
-table of TensorFlow's, so that it goes along only if it is looked for (`exporter.graph.kept_state`).
+table of TensorFlow's, so that it goes along only if it is looked for (`exporter.graph.clean`).
 """
 
 from __future__ import annotations

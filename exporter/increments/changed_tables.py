@@ -22,10 +22,9 @@ from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.admission import EVERYONE, Admission, admitted
-from exporter.checkpoint.cast_values import cast_values
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, read_keys
 from exporter.checkpoint.tensor_bundle import read_array
-from exporter.checkpoint.tensor_values import checked_map
+from exporter.checkpoint.tensor_values import cast_values, checked_map
 from exporter.delta.table_changes import KeyedRows
 from exporter.errors import CorruptFile
 from exporter.integer_sets import among, distinct

@@ -26,9 +26,9 @@ from exporter.wire.json_documents import decoder
 
 OPERATIONS = {
     "merge": "exporter.delta.newest_rows:Merge",
-    "compare": "exporter.delta.compare_task:Compare",
+    "compare": "exporter.delta.compare_rows:Compare",
     "checksum": "exporter.verify.version_files:Checksum",
-    "move": "exporter.bundle.rewrite:Move",
+    "move": "exporter.bundle.variables:Move",
     "partition": "exporter.tables.place_keys:Partition",
     "place": "exporter.tables.place_keys:Place",
 }

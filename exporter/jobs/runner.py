@@ -32,7 +32,7 @@ from msgspec import Struct, field
 from exporter.errors import CorruptFile, EngineFailed, ExportError, NothingChanged, VerificationError
 from exporter.files import close_lock, open_lock, remove_tree, still_at, try_lock, writing
 from exporter.jobs.engines import Engine
-from exporter.jobs.engines.local import LocalEngine
+from exporter.jobs.engines.choose import LocalEngine
 from exporter.jobs.execute import decode, encode, kept_receipt
 from exporter.jobs.task import Receipt, Task
 from exporter.layout import JOBS_DIRECTORY, LOCK_FILE, RECEIPTS_DIRECTORY

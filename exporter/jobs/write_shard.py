@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.checkpoint.cast_values import cast_values
+from exporter.checkpoint.tensor_values import cast_values
 from exporter.errors import CheckpointChanged
 from exporter.files import writing
 from exporter.jobs.task import FewFiles, Range, Receipt, Task

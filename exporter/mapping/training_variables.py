@@ -1,14 +1,112 @@
-"""Add what a kept training graph restores, beside what is served, to one bundle."""
+"""Add what a kept training graph restores, beside what is served, to one bundle.
+
+Refuse batch normalisation in training mode, which moving statistics in the checkpoint reveal.
+
+A model in inference mode normalises by statistics that the trainer averaged over its batches. If those are in
+the checkpoint and gamma or beta beside them are served while they are not, the graph normalises each request
+by its own batch: the answers depend on what else is in a request. Normalisation that knows no moving
+statistics (by instance, by layer, by group) leaves nothing behind in the checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.errors import MissingTensors
+from exporter.catalog import Catalog, Naming
+from exporter.checkpoint.object_graph import SUFFIX, read_object_graph
+from exporter.errors import MissingTensors, TrainingModeServed
+from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import TensorSource, VariableMapping, check_fits
+
+_STATISTICS = frozenset(
+    f"{kind}_{what}"
+    for kind in ("moving", "running", "population", "pop")
+    for what in ("mean", "variance", "var")
+)
+_SERVED_BESIDE = ("gamma", "beta", "scale", "offset")
+_AVERAGE = "ExponentialMovingAverage"
+_STATISTICS_SHOWN = 3
+
+
+class Unserved(Struct, frozen=True):
+    """A moving statistic that is not served, and a variable of its layer that is."""
+
+    statistic: str
+    beside: str
+
+
+def check_batch_statistics(
+    graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource], switches: Mapping[str, str]
+) -> None:
+    """Refuse a graph that normalises by the batch where the trainer kept moving statistics.
+
+    `switches` are the placeholders that may choose the mode, with the value that means inference.
+
+    Raises:
+        TrainingModeServed: names the statistics, and what normalises.
+    """
+    found = [*unserved_statistics(graph, catalog, sources)]
+    if not found:
+        return
+    first = found[0]
+    more = f"; {len(found) - 1} more like it" if len(found) > 1 else ""
+    norms = ", ".join(graph.training.batch_norms[:_STATISTICS_SHOWN])
+    feeds = " ".join(f"--feed {name}={value}" for name, value in switches.items())
+    raise TrainingModeServed(
+        f"the graph serves {first.beside!r} without the moving statistic {first.statistic!r}{more}",
+        cause=f"the graph normalises each request by its own batch, as in training{norms and f': {norms}'}",
+        hint=f"serve the graph in inference mode: {feeds}" if feeds else "",
+    )
+
+
+def unserved_statistics(
+    graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource]
+) -> Iterator[Unserved]:
+    """The moving statistics of layers of which something else is served."""
+    names = _names(catalog)
+    served = set[str]()
+    for source in sources:
+        if all(variable.node in graph.training.idle for variable in source.variables):
+            continue  # read in a branch alone that is switched off
+        tensor = source.tensor.name
+        served |= {source.key, *names.get(tensor, (tensor,))}
+        if source.via == "average":
+            served |= {name.rpartition("/")[0] for name in names.get(tensor, (tensor,))}
+    known = {name: None for aliases in names.values() for name in aliases}
+    if catalog.naming is not Naming.NAMES:  # the file numbers a layer's values, the model names them
+        known |= dict.fromkeys(graph.layers)
+    for name in known:
+        scope, slash, leaf = name.rpartition("/")
+        if leaf in _STATISTICS and name not in served:
+            beside = next((s for kind in _SERVED_BESIDE if (s := f"{scope}{slash}{kind}") in served), None)
+            if beside is not None:
+                yield Unserved(name, beside)
+    computed = {node.name for node in graph.meta_graph.graph_def.node} if graph.training.batch_norms else ()
+    for name in known:  # an average of what the graph computes is stored under the node's name
+        scope, _, leaf = name.rpartition("/")
+        if leaf == _AVERAGE and "moments" in scope.split("/") and scope in computed and name not in served:
+            yield Unserved(name, scope)
+
+
+def _names(catalog: Catalog) -> dict[str, tuple[str, ...]]:
+    """What each tensor is called: its own name, and the name that the program gave its variable."""
+    names: dict[str, tuple[str, ...]]
+    names = {name: (name.removesuffix(SUFFIX),) for name in catalog.tensors}
+    if any(own[0].rpartition("/")[2] in _STATISTICS for own in names.values()) or _is_numbered(names):
+        objects = read_object_graph(catalog)
+        for item in objects.objects if objects is not None else ():
+            if item.variable is not None and item.variable.name and item.variable.tensor in names:
+                names[item.variable.tensor] = (*names[item.variable.tensor], item.variable.name)
+    return names
+
+
+def _is_numbered(names: Mapping[str, tuple[str, ...]]) -> bool:
+    return any("_trainable_variables/" in name for name in names)
+
 
 _SHOWN = 10
 _SERVED = "serve"

@@ -16,8 +16,7 @@ from exporter.errors import CheckpointError, ExportError, ManifestError, NotUpda
 from exporter.files import is_gone
 from exporter.graph.deeprec_conversion import looked_up
 from exporter.graph.feeds import hands_over_batches
-from exporter.graph.likely_ends import input_placeholders, likely_outputs
-from exporter.graph.metagraph import read_metagraph
+from exporter.graph.metagraph import input_placeholders, likely_outputs, read_metagraph
 from exporter.graph.nodes import Endpoint, GraphIndex
 from exporter.graph.saved_model import SERVE_TAG, is_saved_model, read_saved_model
 from exporter.layout import MANIFEST_FILE, SAVED_MODEL_FILES, VARIABLES_DIRECTORY, VARIABLES_NAME

@@ -42,8 +42,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.delta.format import DeltaHeader, span_name
-from exporter.delta.merge import restoring
 from exporter.delta.merge_deltas import DeltaMerger
+from exporter.delta.newest_rows import restoring
 from exporter.delta.spans import Position, Span, SpanLike, merge_due, merged, plan_chain
 from exporter.errors import (
     ManifestError,
@@ -61,10 +61,8 @@ from exporter.layout import CANARY_LOCK_FILE, DELTA_NAME
 from exporter.local_paths import quoted
 from exporter.options import DeltaDtype, Jobs
 from exporter.pipeline import republish
-from exporter.pipeline.given_up import past_given_up, position_of_merger
-from exporter.pipeline.merge_runner import runner_for
 from exporter.pipeline.republish import RollbackPlan, RollbackResult, rollback_accepted
-from exporter.pipeline.undisturbed import undisturbed
+from exporter.pipeline.undisturbed import past_given_up, position_of_merger, runner_for, undisturbed
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.approval import did_fail
 from exporter.publish.commit import PublishedDelta as Published

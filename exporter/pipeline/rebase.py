@@ -43,11 +43,9 @@ from exporter.layout import (
 )
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import Jobs
-from exporter.pipeline.given_up import past_given_up, position_of_merger
 from exporter.pipeline.log_maintenance import LOCALLY, approved_by_canary
-from exporter.pipeline.merge_runner import runner_for
 from exporter.pipeline.newest_base import row_blocks
-from exporter.pipeline.undisturbed import undisturbed
+from exporter.pipeline.undisturbed import past_given_up, position_of_merger, runner_for, undisturbed
 from exporter.progress import Progress, ProgressFactory, no_progress
 from exporter.publish.commit import Published, ReservedPosition, Staging, publish_version
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta

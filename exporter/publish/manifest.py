@@ -10,7 +10,7 @@ trust.
 
 A delta has `from_position` too; a base that takes deltas, and a delta, have `incremental`: what they are in
 their log (`log_entries`). A version that a rollback or resumption published again has `taken_back`.
-A version made from a checkpoint has `plan_digest`: what it was made by (`exporter.pipeline.full_plan`).
+A version made from a checkpoint has `plan_digest`: what it was made by (`exporter.pipeline.full`).
 Every `crc32c` is TensorFlow's masked one, as in the bundle's index, in eight hex digits; a tensor has one for
 each of its slices; a data shard has none, because its tensors have theirs.
 Integers are integers below 2**63, digests and ids strings, times RFC 3339 in UTC. Readers ignore fields that

@@ -3,7 +3,7 @@
 Every object becomes a sparse file of its size, name and time. Whoever opens one fetches it first: all of it,
 or of a shard the ranges that are needed. So a checkpoint in a store is read by the same code as a local one,
 and of a terabyte only the index and what is exported crosses the network. What is fetched stays as long as
-the object is listed; who reads much of it once does without (`exporter.storage.unkept`). What is read is
+the object is listed; who reads much of it once does without (`exporter.storage.mirror`). What is read is
 pinned to the object that was listed: one that is replaced meanwhile is `CheckpointChanged`.
 
 The mirrors of a process are removed when it ends.
@@ -18,6 +18,8 @@ Each delta of a log has a directory of its own, with files of the same names. So
 the newest delta alone, some those of a few here and there, some those of all; it need not know that each is a
 request. With a file come as many of its next ones as there are before it that were fetched already, in either
 direction: so who reads all waits seldom, and what nobody reads is not fetched.
+
+Read what a mirror's file stands for and keep nothing of it: for who comes by each byte of much once.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import atexit
 import fcntl
 import os
 import shutil
+import tempfile
 import threading
 import time
 from bisect import bisect_left
@@ -34,7 +37,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from exporter.errors import CheckpointChanged, CheckpointError, os_error
 from exporter.layout import CHECKPOINT_STATE_FILE, CHECKPOINT_SUFFIX, LOCK_FILE, SAVED_MODEL_FILES, flaw_of
@@ -524,3 +527,65 @@ def shown(text: str, write: Callable[[str], str] = str) -> str:
         if root in text:
             text = text.replace(root, write(str(mirror.url)))
     return text
+
+
+def read(path: Path, pieces: Sequence[tuple[int, int, int]], buffer: memoryview) -> bool:
+    """Read pieces (start, stop, offset in the buffer) of the object that a mirror's file stands for.
+
+    Nothing of it is kept. False if there is no need: the file has them all, or stands for none.
+
+    Raises:
+        CheckpointChanged, CheckpointError: as `Mirror.fetch`.
+    """
+
+    def put(offset: int, content: memoryview) -> None:
+        buffer[offset : offset + len(content)] = content
+
+    def take(reader: ObjectReader, each: RemoteObject) -> bool:
+        reader.take(each, pieces, put)
+        return True
+
+    return _ask(path, ((start, stop) for start, stop, _ in pieces), take) is not None
+
+
+def checksum(path: Path, start: int, stop: int) -> int | None:
+    """The plain crc32c of a range, of which nothing is kept; None where `read` is false.
+
+    Raises:
+        CheckpointChanged, CheckpointError: as `Mirror.fetch`.
+    """
+
+    def take(reader: ObjectReader, each: RemoteObject) -> int:
+        return reader.checksums(each, [(start, stop)])[0]
+
+    return _ask(path, [(start, stop)], take)
+
+
+def copy(path: Path, start: int, stop: int) -> IO[bytes] | None:
+    """A nameless file of a range, which goes when nobody has it open or mapped; None where `read` is false.
+
+    Raises:
+        CheckpointChanged, CheckpointError, DiskFull, PublishError: as `Mirror.fetch`.
+    """
+
+    def take(reader: ObjectReader, each: RemoteObject) -> IO[bytes]:
+        place = Path(tempfile.gettempdir())
+        try:
+            file = tempfile.TemporaryFile()  # noqa: SIM115 - who asked for it closes it
+        except OSError as error:
+            raise os_error(error, place) from error
+        try:
+            reader.copy(each, file.fileno(), [(start, stop, 0)], place)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    return _ask(path, [(start, stop)], take)
+
+
+def _ask(
+    path: Path, ranges: Iterable[tuple[int, int]], take: Callable[[ObjectReader, RemoteObject], T]
+) -> T | None:
+    found = find(path)
+    return None if found is None else found[0].ask_store(found[1], ranges, take)

@@ -19,22 +19,272 @@ A status is `<word>: <why>`; the words:
 
 With an explicit target everything but `reached`, `passed` and `merged` is an error that carries the status,
 unless the call was merged with calls for something else: these are not to fail by it.
+
+List a log's directory inside the graph; an update with nothing to do reads nothing else.
+
+Run a part of the graph for one call at a time, however calls end: by an error, or cut off half-way.
+
+No call waits, since each that waits holds a thread of the server: the turn is free, or the call has another
+answer at once. Idle, it costs nothing.
+
+A turn begins and ends with the iterator of a `GeneratorDataset` (source: tensorflow/core/kernels/data/
+generator_dataset_op.cc). Its `init_func` takes the turn if that is free. Its destructor runs `finalize_func`,
+which gives it back, if `init_func` succeeded, whatever became of all that came between; and runs it under a
+cancellation manager of its own. So a call that is cut off gives its turn back, and does so after the last
+operation that it started. `init_func` is one operation: nothing comes between its taking and its success.
+
+What was tried before. A `MutexLock` is unlocked by a waiter that is cancelled, whichever call holds it
+(mutex_ops.cc, `AcquireAsync`). A `BatchFunction` looks into its queue each millisecond, and each call that
+waits in it holds a thread (shared_batch_scheduler.h, `ThreadLogic`). With its adaptive scheduler it begins
+128 threads, runs two batches at once if the clock is set back as one is added, and may use a scheduler that
+was deleted with its model (adaptive_shared_batch_scheduler.h, `CallbackWrapper`).
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from msgspec import Struct
 
-from exporter.subgraph.list_deltas import NO_LIMIT, ListedDeltas, is_published, list_published, list_step
-from exporter.subgraph.read_delta import Expected, read_delta
+from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
+from exporter.subgraph.read_delta import Expected, attempt, first_success, read_delta
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign
-from exporter.subgraph.turns import one_at_a_time
 from exporter.subgraph.write_delta import UpdateTarget, position_vector, write_rows, write_snapshot
+
+NO_LIMIT = (1 << 63) - 1
+
+_DELTA = "/00[0-9]{18}-00[0-9]{18}"
+_POSITION_DIGITS = 20
+_NAME_LENGTH = 2 * _POSITION_DIGITS + 1
+_NO_DELTA = "0" * _POSITION_DIGITS + "-" + "0" * _POSITION_DIGITS
+_NONE = -1
+_GLOB_CHARACTERS = r"([*?\[\\])"
+_STORE = "(?s)[a-z0-9]+://.*"
+
+
+class ListedDeltas(Struct, frozen=True):
+    """What the log's directory lists: names and the positions they stand for, and one entry that never fits.
+
+    `hold` is the position that is not to be passed; negative if its file cannot be read. `unlisted` is true
+    if what is published is unknown: the model's directory is not there any more, or cannot be read.
+    """
+
+    directory: Tensor
+    names: Tensor
+    starts: Tensor
+    ends: Tensor
+    hold: Tensor
+    unlisted: Tensor
+
+    @property
+    def as_list(self) -> list[Tensor]:
+        """The fields in order."""
+        return [getattr(self, name) for name in self.__struct_fields__]
+
+
+def list_published(base: Tensor, log: str) -> ListedDeltas:
+    """What the directory of a log holds; whatever is not a delta's name or the hold file is ignored."""
+    import tensorflow as tf
+
+    directory = _log_directory(base, log)
+    paths, hold = _list_and_hold(directory)
+    ends = tf.strings.substr(tf.strings.join(["/" + _NO_DELTA, paths]), -_NAME_LENGTH - 1, _NAME_LENGTH + 1)
+    listed = tf.boolean_mask(ends, tf.strings.regex_full_match(ends, _DELTA))
+    names = tf.strings.substr(tf.concat([tf.reverse(listed, [0]), ["/" + _NO_DELTA]], 0), 1, _NAME_LENGTH)
+    starts, stops = (
+        tf.strings.to_number(tf.strings.substr(names, begin, _POSITION_DIGITS), tf.int64)
+        for begin in (0, _POSITION_DIGITS + 1)
+    )
+    # A model's directory holds a version at least: if that too lists nothing, it was moved or unmounted.
+    is_gone = tf.cond(
+        tf.size(paths) > 0, lambda: tf.constant(False), lambda: tf.equal(tf.size(_list_directory(base)), 0)
+    )
+    return ListedDeltas(directory, names, starts, stops, hold, is_gone)
+
+
+def list_step(base: Tensor, log: str, start: Tensor, end: Tensor) -> ListedDeltas:
+    """A listing of the delta `start-end` alone, whether it is published or not.
+
+    For a call from `start` to the named position `end` it is what the whole log's listing would choose, at a
+    cost that does not depend on how many deltas there are. Such calls do not ask for the hold.
+    """
+    import tensorflow as tf
+
+    digits = (tf.strings.as_string(p, width=_POSITION_DIGITS, fill="0") for p in (start, end))
+    return ListedDeltas(
+        _log_directory(base, log),
+        names=tf.stack([tf.strings.join(list(digits), separator="-"), _NO_DELTA]),
+        starts=tf.stack([start, tf.zeros_like(start)]),
+        ends=tf.stack([end, tf.zeros_like(end)]),
+        hold=tf.constant(NO_LIMIT, tf.int64),
+        unlisted=tf.constant(False),
+    )
+
+
+def is_published(step: ListedDeltas) -> Tensor:
+    """True if the one delta of a `list_step` is there."""
+    import tensorflow as tf
+
+    whole = tf.strings.join([_within(step.directory, ""), step.names[0], "/" + MANIFEST_FILE])
+    in_store = tf.strings.regex_full_match(step.directory, _STORE)
+    path = tf.where(in_store, whole, tf.strings.regex_replace(whole, "/[^/]*$", ""))
+    return tf.size(_match(path[tf.newaxis])) > 0
+
+
+def _log_directory(base: Tensor, log: str) -> Tensor:
+    import tensorflow as tf
+
+    return tf.strings.join([base, DELTAS_DIRECTORY, log], separator="/")
+
+
+def _list_directory(directory: Tensor) -> Tensor:
+    """Paths of what is in a directory, in order; none if there is no such directory, or it cannot be read."""
+    return _match(_within(directory, "*")[None])
+
+
+def _list_log(directory: Tensor) -> Tensor:
+    """Paths of what is published in a log's directory; as `_list`.
+
+    Where there are no renames, as behind `gs://`, a delta's directory is there as soon as one of its files
+    is: what counts is its manifest, which is written last.
+    """
+    import tensorflow as tf
+
+    in_store = tf.strings.regex_full_match(directory, _STORE)
+    whole = _within(directory, f"*/{MANIFEST_FILE}")
+    patterns = tf.stack([_within(directory, "*"), whole, _within(directory, HOLD_FILE)])
+    paths = _match(tf.boolean_mask(patterns, tf.stack([tf.logical_not(in_store), in_store, in_store])))
+    return tf.strings.regex_replace(paths, f"/{re.escape(MANIFEST_FILE)}$", "")
+
+
+def _within(directory: Tensor, pattern: str) -> Tensor:
+    import tensorflow as tf
+
+    literal = tf.strings.regex_replace(directory, _GLOB_CHARACTERS, r"\\\1")
+    return tf.strings.join([literal, pattern], separator="/")
+
+
+def _match(patterns: Tensor) -> Tensor:
+    import tensorflow as tf
+
+    (paths,) = attempt(patterns, lambda each: (tf.io.matching_files(each),), (tf.constant([], tf.string),))
+    return tf.ensure_shape(paths, [None])
+
+
+def _list_and_hold(directory: Tensor) -> tuple[Tensor, Tensor]:
+    """Paths of what is in a log's directory, and the hold.
+
+    The listing that counts is not older than the hold: a rollback publishes its delta and moves the hold at
+    once, and who knew the new hold without the delta would go on to what is taken back.
+    """
+    import tensorflow as tf
+
+    path = tf.strings.join([directory, HOLD_FILE], separator="/")
+
+    def held() -> tuple[Tensor, Tensor]:
+        hold = _read_hold(path)
+        with tf.control_dependencies([hold]):
+            return _list_log(tf.identity(directory)), hold
+
+    paths = _list_log(directory)
+    # Not tried at all where there is no file: each failed read writes a line into the server's log.
+    is_held = tf.reduce_any(tf.equal(paths, path))
+    paths, hold = tf.cond(is_held, held, lambda: (paths, tf.constant(NO_LIMIT, tf.int64)))
+    return tf.ensure_shape(paths, [None]), hold
+
+
+def _read_hold(path: Tensor) -> Tensor:
+    import tensorflow as tf
+
+    (position,) = first_success(
+        tf.data.Dataset.from_tensors(path),
+        lambda file: (tf.strings.to_number(tf.strings.strip(tf.io.read_file(file)), tf.int64),),
+        (tf.constant(_NONE, tf.int64),),
+    )
+    return tf.ensure_shape(position, [])
+
+
+Dataset = Any
+"""A `tf.data.Dataset`."""
+
+_PHILOX = 1
+
+
+def one_at_a_time(
+    turn: Tensor, part: Callable[[], Sequence[Tensor]], occupied: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """The results of `part`; or `occupied`, of the same dtypes, while another call runs it.
+
+    `turn` is the handle of a variable, int64 [3], of zeros when the model is loaded. What `part` reads, it
+    reads in its turn.
+    """
+    import tensorflow as tf
+
+    function = tf.compat.v1.wrap_function(part, [])
+    dtypes = [output.dtype for output in function.outputs]
+
+    def call(_: Tensor) -> tuple[Tensor, ...]:
+        # A function of its own is left as it is written (`GraphEditor.function`); a dataset's is optimized.
+        return tuple(
+            tf.raw_ops.StatefulPartitionedCall(args=function.captured_inputs, Tout=dtypes, f=function)
+        )
+
+    # Not `tf.cond`: servers that rewrite graphs by MLIR fail at what grappler makes of its branches.
+    own = _taken(turn).filter(_was_free).map(call)
+    either = own.concatenate(tf.data.Dataset.from_tensors(tuple(occupied))).take(1)
+    found: Sequence[Tensor] = either.get_single_element()
+    return found
+
+
+def _was_free(before: Tensor) -> Tensor:
+    import tensorflow as tf
+
+    return tf.equal(before[0], 0)
+
+
+def _taken(turn: Tensor) -> Dataset:
+    """What the variable was before this call: zeros if the turn is its own, until the iterator ends."""
+    import tensorflow as tf
+
+    state = tf.TensorSpec([3], tf.int64)
+
+    def take() -> Tensor:
+        # The one stock operation that reads and changes a variable under one lock, and says what it read,
+        # whose shape TensorFlow 2's loader can infer. What it adds is not zero; how much, does not matter.
+        delta = tf.constant(1, tf.uint64)
+        return tf.raw_ops.RngReadAndSkip(resource=turn, alg=tf.constant(_PHILOX), delta=delta)
+
+    def give_back(before: Tensor) -> Tensor:
+        # Only if it was taken, and by no `tf.cond` (see above): no index is no write.
+        first = tf.range(tf.cast(_was_free(before), tf.int32))
+        zeros = tf.zeros_like(first, tf.int64)
+        with tf.control_dependencies(
+            [tf.raw_ops.ResourceScatterUpdate(resource=turn, indices=first, updates=zeros)]
+        ):
+            return tf.identity(before)
+
+    init, next_, finalize = (
+        tf.compat.v1.wrap_function(function, specs)
+        for function, specs in ((take, []), (tf.identity, [state]), (give_back, [state]))
+    )
+    element = tf.raw_ops.GeneratorDataset(
+        init_func=init,
+        init_func_other_args=init.captured_inputs,
+        next_func=next_,
+        next_func_other_args=next_.captured_inputs,
+        finalize_func=finalize,
+        finalize_func_other_args=finalize.captured_inputs,
+        output_types=[state.dtype],
+        output_shapes=[state.shape],
+    )
+    return tf.data.experimental.from_variant(element, state).take(1)
+
 
 NEWEST = -1
 """The `up_to` that asks for whatever is published."""
 
-_NONE = -1
 _OCCUPIED = "merged: another update runs; call again"
 """Clients of 0.1.0 know this word for "call again", and take any that they do not know for a refusal."""
 

@@ -15,9 +15,8 @@ from itertools import pairwise
 from msgspec import Struct
 
 from exporter.delta.format import ChangeKind, Schema
-from exporter.subgraph.read_delta import ReadDelta, by_variable
+from exporter.subgraph.read_delta import ReadDelta, by_variable, tensors_in
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign, sleep
-from exporter.subgraph.unpack import tensors_in
 
 CHUNK_ROWS = 4096
 """Rows written under one hold of a table's lock: about a millisecond for 64 floats a row."""

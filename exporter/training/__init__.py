@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from exporter.training.chief import checkpoint_dir as checkpoint_dir
     from exporter.training.chief import is_chief as is_chief
-    from exporter.training.export_hook import ExportCallback as ExportCallback
-    from exporter.training.export_hook import ExportHook as ExportHook
+    from exporter.training.exports import ExportCallback as ExportCallback
+    from exporter.training.exports import ExportHook as ExportHook
     from exporter.training.exports import ExportOutcome as ExportOutcome
     from exporter.training.hook import IncrementHook as IncrementHook
+    from exporter.training.hook import MonitoredTrainingSession as MonitoredTrainingSession
     from exporter.training.keras import IncrementCallback as IncrementCallback
-    from exporter.training.restore import restore_increments as restore_increments
-    from exporter.training.session import MonitoredTrainingSession as MonitoredTrainingSession
+    from exporter.training.publisher import restore_increments as restore_increments
     from exporter.training.stop_after import StopAfterCallback as StopAfterCallback
     from exporter.training.stop_after import StopAfterHook as StopAfterHook
     from exporter.training.warm_start import LoadReport as LoadReport

@@ -9,12 +9,15 @@
 A variable that is kept in pieces by all replicas (SyncOnRead) is read by all of them together, so every
 worker has to save. Only the chief's files are kept: a worker writes into `workertemp_<i>/` of the same
 directory, as tf-keras' callbacks do, which readers of checkpoints leave alone.
+
+The base class that a callback needs for the Keras that trains.
 """
 
 from __future__ import annotations
 
 import re
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +27,18 @@ from exporter import roles
 from exporter.checkpoint.locate import WORKER_PREFIX
 from exporter.files import make_directories, remove_tree, writing
 from exporter.local_paths import local_path
+
+
+def callback_base() -> Any:
+    """tf-keras' `Callback` if the program uses tf-keras: Keras 3 takes it, too. Otherwise Keras 3's."""
+    if "tf_keras" in sys.modules:
+        import tf_keras
+
+        return tf_keras.callbacks.Callback
+    import tensorflow as tf
+
+    return tf.keras.callbacks.Callback
+
 
 Strategy = Any
 

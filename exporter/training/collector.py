@@ -18,9 +18,8 @@ from exporter.delta.format import ChangeKind, Rows, ServedVariable
 from exporter.increments.changed_tables import ChangedTable
 from exporter.increments.increment import Changed, Contents, StoredIncrement, rows_of
 from exporter.integer_sets import among, distinct
-from exporter.training.access import CHUNK_BYTES, Access, KeyedAccess, PartAccess, access
+from exporter.training.access import CHUNK_BYTES, Access, KeyedAccess, PartAccess, Recording, RowGroup, access
 from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking
-from exporter.training.recording import Recording, RowGroup
 
 Array = np.ndarray[Any, Any]
 Session = Any

@@ -25,8 +25,8 @@ from exporter.errors import UsageError
 from exporter.increments.changed_tables import TableRows
 from exporter.local_paths import local_path
 from exporter.progress import human_bytes
-from exporter.training.callbacks import callback_base
 from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking
+from exporter.training.chief import callback_base
 from exporter.training.collector import Collector
 from exporter.training.event_time import EventClock, EventTime
 from exporter.training.hook import schedule

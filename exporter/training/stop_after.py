@@ -11,8 +11,7 @@ import time
 from typing import Any
 
 from exporter.errors import UsageError
-from exporter.training.callbacks import callback_base
-from exporter.training.chief import is_multi_worker
+from exporter.training.chief import callback_base, is_multi_worker
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,11 @@ from exporter.progress import Progress
 from exporter.publish.manifest import FileEntry
 from exporter.publish.versions import MAX_MANIFEST_BYTES, lease
 from exporter.storage import mirror
-from exporter.storage.conditions import require_conditions
-from exporter.storage.objects import ObjectWriter, RemoteObject, Tag
+from exporter.storage.objects import ObjectWriter, RemoteObject, Tag, require_conditions
 from exporter.storage.requests import MOST_COPIED
 from exporter.storage.waiting import GivenUp, setting_if_interrupted, until, within, workers
 from exporter.transfer.head import Head, Upload, as_bytes, as_text, fetch_head, files_digest
-from exporter.transfer.items import Item, StoredModel, item_of, stored_model
-from exporter.transfer.soundness import Passage
+from exporter.transfer.items import Item, Passage, StoredModel, item_of, stored_model
 
 BEAT_SECONDS = 10.0
 """How often an upload says that it goes on."""

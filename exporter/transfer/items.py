@@ -2,6 +2,11 @@
 
 Both places have the same names (see `exporter.layout`). In a store there is no rename: a version or a delta
 is there once its manifest is, which is therefore written last, and removed first.
+
+Check a version or delta while it goes somewhere: what its manifest does not say stays back.
+
+Every file but the data shards has a checksum in the manifest, so the index, too, which has one for each run
+of a shard's bytes. All are taken while the bytes go by; only what an earlier pull has fetched is read again.
 """
 
 from __future__ import annotations
@@ -11,15 +16,27 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from exporter.checkpoint.tensor_bundle import index_path, parse_index, read_catalog
 from exporter.errors import CheckpointChanged, ManifestError, VerificationError
 from exporter.files import Unchanged, is_gone, open_regular, read_regular
-from exporter.layout import DELTAS_DIRECTORY, HEAD_FILE, HOLD_FILE, JOBS_DIRECTORY, MANIFEST_FILE
-from exporter.publish.manifest import Manifest, from_json
+from exporter.layout import (
+    DELTA_NAME,
+    DELTAS_DIRECTORY,
+    HEAD_FILE,
+    HOLD_FILE,
+    JOBS_DIRECTORY,
+    MANIFEST_FILE,
+    PAIR_NAME,
+    VARIABLES_PREFIX,
+)
+from exporter.publish.manifest import FileEntry, Manifest, from_json
 from exporter.publish.versions import (
     MAX_MANIFEST_BYTES,
     VERSION_FILES,
@@ -36,6 +53,7 @@ from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
 from exporter.transfer.head import HOLD, ITEM, LONGEST_HOLD
+from exporter.verify.version_files import Passed, cuts_of, verify_bytes, verify_file, verify_files
 
 _ITEM = re.compile(rf"({ITEM})/(.+)")
 _HOLD = re.compile(HOLD)
@@ -336,3 +354,91 @@ def require_sizes(model: StoredModel, item: Item, where: object) -> None:
                 cause=f"{MANIFEST_FILE} beside it says so; nothing was fetched",
                 hint="push it again from where it was published, or remove it there: the copy then goes on",
             )
+
+
+def require_sound(item: Item, path: Path) -> None:
+    """Read all of a publication, and compare it with its manifest.
+
+    Raises:
+        VerificationError, CheckpointError: it is damaged, or cannot be read.
+    """
+    passage = Passage(item, path)
+    passage.check_files()
+    passage.check_values()
+
+
+class Passage:
+    """A publication that goes out of a local directory, or into it: `path`."""
+
+    def __init__(self, item: Item, path: Path) -> None:
+        self._item, self._path = item, path
+        self._passed = Passed()
+
+    @property
+    def files(self) -> list[FileEntry]:
+        """Its files: data shards last, because the index tells of them."""
+        return sorted(self._item.manifest.files, key=lambda file: file.crc32c is None)
+
+    def noting(self, file: FileEntry) -> Callable[[int, memoryview], None]:
+        """What takes the checksums of a file, of its parts in any order and from several threads.
+
+        Raises:
+            CheckpointError: the index that tells of it is damaged.
+        """
+        path = self._path / file.path
+        return self._passed.noting(path, self._cuts.get(path, ()) if file.crc32c is None else ())
+
+    def check_file(self, file: FileEntry) -> None:
+        """Compare a file that is there with the manifest.
+
+        Raises:
+            VerificationError: it has another size or checksum.
+        """
+        verify_file(self._path, file, self._passed)
+
+    def check_files(self) -> None:
+        """Compare all files, which are there, and the index with the manifest.
+
+        Raises:
+            VerificationError: one is missing, or is not what the manifest says.
+        """
+        manifest, prefix = self._item.manifest, Path(DELTA_NAME) if self._item.is_delta else None
+        verify_files(self._path, manifest.tensors, manifest.files, prefix=prefix, passed=self._passed)
+
+    def check_values(self, shards: Iterable[FileEntry] | None = None) -> None:
+        """Compare the stored values with the index; those of some data shards, if these are named.
+
+        Raises:
+            VerificationError: a value is damaged.
+            CheckpointError: the index is, or a shard cannot be read.
+        """
+        if not self._index.exists():
+            return
+        catalog = read_catalog(self._prefix)
+        if shards is not None:
+            named = {self._path / file.path for file in shards}
+            tensors = {
+                name: ref
+                for name, ref in catalog.tensors.items()
+                if all(catalog.path_of(extent) in named for extent in ref.extents)
+            }
+            catalog = replace(catalog, tensors=tensors)
+        verify_bytes(catalog, passed=self._passed)
+
+    @cached_property
+    def _prefix(self) -> Path:
+        listed = {file.path for file in self._item.manifest.files}
+        is_pair = f"{PAIR_NAME}.meta" in listed
+        return self._path / (
+            DELTA_NAME if self._item.is_delta else PAIR_NAME if is_pair else VARIABLES_PREFIX
+        )
+
+    @property
+    def _index(self) -> Path:
+        return index_path(self._prefix)
+
+    @cached_property
+    def _cuts(self) -> dict[Path, set[int]]:
+        if not self._index.exists():
+            return {}
+        return cuts_of(parse_index(read_regular(self._index), self._index), self._prefix)

@@ -7,7 +7,18 @@ fetched again. A hold is there before what it holds back, and is lifted last.
 
 What was published here since the last push is never mixed with what another machine has pushed, and neither
 it nor its hold is changed. A rollback by an agent's canary is a decision about the servers of this copy: it
-stays, and the copy goes on with what leads on from it (see `exporter.transfer.taken_back`).
+stays, and the copy goes on with what leads on from it (see `exporter.transfer.push`).
+
+What a pulled copy can do without: the store has no more, and servers have no use for either.
+
+Servers list the directory and then take, and load, what they saw there. So what came a moment ago, or lies
+beyond a hold, counts for nothing here: only what is settled does. What the store has no more goes
+
+- if it is replaced: a merger that has all its rows, or a base, is settled and leads at least as far;
+- if the copy is quiet: everything of the store is here and settled, a base among it, so servers take whatever
+  they find. A rollback and its resumption stay, which a canary may have made here.
+
+So the last base stays, whatever somebody removes from the store.
 """
 
 from __future__ import annotations
@@ -15,7 +26,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,6 +38,7 @@ from exporter.errors import (
     CorruptFile,
     DiskFull,
     ForeignLineage,
+    ManifestError,
     MissingShard,
     PositionMoved,
     TruncatedFile,
@@ -46,7 +58,7 @@ from exporter.local_paths import quoted
 from exporter.progress import Progress, ProgressFactory, human_bytes, no_progress
 from exporter.publish.commit import model_lock
 from exporter.publish.hold import Hold
-from exporter.publish.retention import move_away
+from exporter.publish.retention import GRACE_SECONDS, move_away
 from exporter.publish.staging import Staging
 from exporter.publish.versions import require_base_path
 from exporter.storage.objects import ObjectWriter, RemoteObject, Tag
@@ -56,6 +68,7 @@ from exporter.storage.waiting import workers
 from exporter.transfer.head import Head, Upload, as_bytes, fetch_head, files_digest, recall, remember
 from exporter.transfer.items import (
     Item,
+    Passage,
     StoredItems,
     by_path,
     files_of,
@@ -65,10 +78,63 @@ from exporter.transfer.items import (
     require_sizes,
     stored_items,
 )
-from exporter.transfer.push import parse
-from exporter.transfer.soundness import Passage
-from exporter.transfer.superseded import superseded
-from exporter.transfer.taken_back import TakenBack, is_of_a_canary, is_restoration
+from exporter.transfer.push import TakenBack, is_of_a_canary, is_restoration, parse
+
+
+def superseded(
+    model: Path, here: Mapping[str, Item], stored: Collection[str], *, is_current: bool
+) -> list[Item]:
+    """What is `here`, is not `stored` any more, and can go, in the order of positions.
+
+    `is_current`: nothing of what is stored is missing here.
+
+    Raises:
+        OSError: the copy cannot be read.
+    """
+    gone = sorted((item for path, item in here.items() if path not in stored), key=lambda item: item.order)
+    if not gone:
+        return []
+    kept = [item for path, item in here.items() if path in stored]
+    settled = _settled(model, kept)
+    is_quiet = is_current and len(settled) == len(kept) and not all(item.is_delta for item in kept)
+    return [
+        item
+        for item in gone
+        if (is_quiet and not is_restoration(item)) or any(_replaces(each, item) for each in settled)
+    ]
+
+
+def _settled(model: Path, items: Iterable[Item]) -> list[Item]:
+    """Those that servers could take for a while now."""
+    holds: dict[Path, int | None] = {}
+    latest, found = time.time() - GRACE_SECONDS, []
+    for item in items:
+        path = model / item.path
+        if path.parent not in holds:
+            holds[path.parent] = _read_hold(path.parent) if item.is_delta else None
+        hold = holds[path.parent]
+        is_free = hold is None or item.manifest.position <= hold
+        if is_free and (path / MANIFEST_FILE).stat().st_mtime <= latest:
+            found.append(item)
+    return found
+
+
+def _read_hold(log: Path) -> int | None:
+    try:
+        return Hold(log).read()
+    except ManifestError:  # a rollback is being published: servers go nowhere
+        return -1
+
+
+def _replaces(new: Item, old: Item) -> bool:
+    """True if who would have taken `old` takes `new`, and comes as far."""
+    if new.manifest.position < old.manifest.position:
+        return False
+    start, old_start = new.manifest.from_position, old.manifest.from_position
+    if start is None:
+        return True
+    return old_start is not None and start <= old_start and new.log == old.log
+
 
 _LOCK_SECONDS = 5.0
 _LIST_SECONDS = 10.0
@@ -96,7 +162,7 @@ class Pulled(Struct, frozen=True):
     """What a pull did: paths below the model, bytes that were fetched, and where the local model stands.
 
     `incomplete` have a manifest in the store and not yet all their files; `waiting` is what servers could not
-    take after a rollback here (see `exporter.transfer.taken_back`).
+    take after a rollback here (see `exporter.transfer.push`).
     """
 
     fetched: tuple[str, ...]

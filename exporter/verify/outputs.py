@@ -4,11 +4,13 @@ The baseline is the graph as its author left it, nothing pruned, its variables r
 RestoreV2 (what a stock Saver runs); the candidate is the staged SavedModel in TensorFlow's own loader.
 Nothing of this project computes a number here: also the reordering of `mod` tables is redone in plain numpy.
 Except for dynamic tables: both graphs read the staged index, which `exporter.verify.table_index` checks.
+
+Ask a staged version golden requests, in TensorFlow's own loader: what does not pass is not published.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,9 @@ from numpy.typing import NDArray
 
 from exporter.checkpoint.source_shard import fetch_tensors
 from exporter.errors import VerificationError
+from exporter.golden import Answer, Gates, GoldenRequest, told
 from exporter.graph.nodes import all_before, endpoint
-from exporter.graph.outside import require_harmless, running_outside
-from exporter.graph.runnable import runnable_graph
+from exporter.graph.outside import require_harmless, runnable_graph, running_outside
 from exporter.graph.signatures import SignatureEnds, tensor_names
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.tables import files_to_feed
@@ -35,6 +37,62 @@ from exporter.tables.lookup import set_sizes
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
+from exporter.wire.rest_json import predict_inputs
+
+_LONGEST = 500
+
+
+def require_golden(bundle: Path, requests: Sequence[GoldenRequest]) -> None:
+    """Refuse a version whose answers to some requests do not pass by themselves.
+
+    Raises:
+        VerificationError: which requests, and why; or the version cannot be loaded.
+    """
+    if not requests:
+        return
+    failures = Gates(tuple(requests)).wrong(_ask(bundle, requests))
+    if failures:
+        raise VerificationError(
+            "the version does not pass the golden requests",
+            cause=told(failures),
+            hint="mend the model or the file of --golden; nothing was published",
+        )
+
+
+def _ask(bundle: Path, requests: Sequence[GoldenRequest]) -> tuple[Answer, ...]:
+    import tensorflow as tf
+
+    mirror.fetch_below(bundle)
+    with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
+        try:
+            loaded = tf.compat.v1.saved_model.load(session, ["serve"], str(bundle))
+        except (tf.errors.OpError, ValueError, RuntimeError) as error:
+            raise VerificationError(
+                "the version cannot be loaded for --golden", cause=_text(error)
+            ) from error
+        return tuple(_answer_of(session, loaded.signature_def, request) for request in requests)
+
+
+def _answer_of(session: Any, signatures: Any, request: GoldenRequest) -> Answer:
+    import tensorflow as tf
+
+    if request.signature_name not in signatures:
+        return Answer(refused=f"there is no signature {request.signature_name!r}")
+    signature = signatures[request.signature_name]
+    try:
+        inputs = predict_inputs(request.document, signature)
+        feeds = {signature.inputs[name].name: value for name, value in inputs.items()}
+        fetches = {name: tensor_names(info)[0] for name, info in signature.outputs.items()}
+        found = session.run(fetches, feeds)
+    except (tf.errors.OpError, ValueError) as error:
+        return Answer(refused=_text(error))
+    return Answer({name: np.asarray(value) for name, value in found.items()})
+
+
+def _text(error: Exception) -> str:
+    text = str(getattr(error, "message", error)).strip().removeprefix("Graph execution error:")
+    return text.strip()[:_LONGEST]
+
 
 Feeds = Mapping[str, NDArray[Any]]
 

@@ -3,6 +3,10 @@
 If several agents have a canary for a model, the one that holds a lock in its directory decides; the lock ends
 with its process. The others keep their replicas behind the hold. The rollback is done by `export-model
 rollback`, in a process and session of its own, so that it ends what it began if the agent is killed.
+
+Ask a model server golden requests.
+
+`--canary`: which model's canary is asked what. What is wrong with that ends the command at its start.
 """
 
 from __future__ import annotations
@@ -20,14 +24,16 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.errors import CallFailed, ExportError, TargetBusy
-from exporter.golden import Answer, Gates, told
+from exporter.errors import CallFailed, ExportError, TargetBusy, UsageError
+from exporter.golden import Answer, Gates, GoldenRequest, check_signatures, read_golden, told
 from exporter.layout import CANARY_LOCK_FILE
+from exporter.local_paths import local_path
 from exporter.progress import count
 from exporter.publish.approval import approve
 from exporter.publish.commit import model_lock
+from exporter.publish.versions import newest_version
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
-from serving.agent.asking import ask
+from exporter.wire.rest_json import predict_inputs
 from serving.agent.canary import (
     Action,
     Approve,
@@ -46,7 +52,39 @@ from serving.agent.publications import Publications
 from serving.agent.replica import BYTES_A_SECOND
 from serving.agent.rollout import Published, PublishedLog
 from serving.client import ModelClient
-from serving.incremental_status import read_incremental_status
+from serving.updates import read_incremental_status
+
+_REFUSALS = frozenset(
+    {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "INTERNAL", "UNIMPLEMENTED", "OUT_OF_RANGE"}
+)
+"""Codes that answer a request; any other tells of the server, or of the way there."""
+
+
+def ask(client: ModelClient, requests: Sequence[GoldenRequest], version: int) -> tuple[Answer, ...]:
+    """Each request's answer by a version.
+
+    Raises:
+        CallFailed: the server did not answer, or does not have the version any more.
+    """
+    signatures = client.metadata(version).signatures
+    answers = []
+    for request in requests:
+        signature = signatures.get(request.signature_name)
+        if signature is None:
+            answers.append(Answer(refused=f"there is no signature {request.signature_name!r}"))
+            continue
+        try:
+            inputs = predict_inputs(request.document, signature)
+            found = client.predict(inputs, signature=request.signature_name, version=version)
+            answers.append(Answer(found.outputs))
+        except ValueError as error:
+            answers.append(Answer(refused=str(error)))
+        except CallFailed as error:
+            if error.code not in _REFUSALS:
+                raise
+            answers.append(Answer(refused=error.cause or error.message))
+    return tuple(answers)
+
 
 _BUSY_S, _IDLE_S = 0.1, 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -391,3 +429,60 @@ def _run_rollback(model: Path, to: int, reason: str) -> subprocess.CompletedProc
         start_new_session=True,
         check=False,
     )
+
+
+def canary_rules(
+    options: Sequence[str],
+    models: Mapping[str, Path],
+    *,
+    drift: float | None,
+    patience_s: float,
+    deadline_s: float,
+    access: ServerAccess,
+) -> dict[str, CanaryRules]:
+    """The rules by model; `options` are `[NAME=]FILE`, and may leave out the name if there is one model.
+
+    Raises:
+        UsageError: a file cannot be read or does not fit what is published, a model is not known, or its
+            directory may not be written.
+    """
+    rules: dict[str, CanaryRules] = {}
+    for text in options:
+        name, file = _named(text, models)
+        if name in rules:
+            raise UsageError(f"--canary names a file for {name!r} twice", hint="put all requests into one")
+        requests = read_golden(local_path("--canary", file))
+        _check_published(name, models[name], requests)
+        rules[name] = CanaryRules(Gates(requests, drift), patience_s, deadline_s, access)
+    return rules
+
+
+def _named(text: str, models: Mapping[str, Path]) -> tuple[str, str]:
+    name, separator, file = text.partition("=")
+    if separator and name in models:
+        return name, file
+    if len(models) > 1:
+        raise UsageError(
+            f"--canary {text} does not say for which model",
+            cause=f"there are {', '.join(models)}",
+            hint="name one of them: --canary NAME=FILE",
+        )
+    return next(iter(models)), text
+
+
+def _check_published(name: str, model: Path, requests: Sequence[GoldenRequest]) -> None:
+    """Compare with what is published, as far as it can be seen; the agent waits for the rest."""
+    if not model.is_dir():
+        return
+    if not os.access(model, os.W_OK):
+        raise UsageError(
+            f"the canary of {name!r} cannot write {model}",
+            cause="its hold lies there, and rollbacks are published there",
+            hint="mount it so that the agent may write, or leave out --canary",
+        )
+    try:
+        newest = newest_version(model)
+    except ExportError:
+        return
+    if newest is not None:
+        check_signatures(requests, newest.path)

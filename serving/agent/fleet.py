@@ -1,4 +1,7 @@
-"""The loop around `rollout`: a thread watches each model's directory, another cares for each replica."""
+"""The loop around `rollout`: a thread watches each model's directory, another cares for each replica.
+
+Paces one replica: what probes took gives the pause between its deltas (see `pacing`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,15 +24,77 @@ from serving.agent import rollout
 from serving.agent.audit import Audited
 from serving.agent.canary import Member
 from serving.agent.journal import Event, Journal, What
-from serving.agent.pacer import Pacer
-from serving.agent.pacing import PacePolicy
+from serving.agent.pacing import Latencies, PacePolicy, Waiting, next_pause
+from serving.agent.probe import Prober
 from serving.agent.publications import Model, Publications
 from serving.agent.rebuild import Rebuilder, was_left_out
 from serving.agent.replica import Replica
-from serving.agent.rollout import Apply, Audit, Observe, Observed, Paced, Policy, Published, Refusal, Rest
+from serving.agent.rollout import (
+    Apply,
+    Audit,
+    Observe,
+    Observed,
+    Paced,
+    Policy,
+    Published,
+    Refusal,
+    Rest,
+    Version,
+)
 from serving.agent.targets import Resolved, Targets
 from serving.status import VersionState
 from serving.updates import Updated
+
+
+class Pacer:
+    """The pause of one replica; `version` tells which version requests get that name none."""
+
+    def __init__(
+        self,
+        address: str,
+        model: Model,
+        policy: PacePolicy,
+        access: ServerAccess,
+        version: Callable[[], int | None],
+    ) -> None:
+        self.pause_s = 0.0
+        self._policy = policy
+        self._access = access
+        self._waiting = Waiting()
+        self._prober = Prober(address, model.name, model.path, policy.probe_s, version)
+
+    def start(self, stop: threading.Event) -> None:
+        """Probe until `stop`, in a thread."""
+        threading.Thread(target=self._prober.run, args=(self._access, stop), daemon=True).start()
+
+    def paced(self, versions: Sequence[Version], published: Published, now: float) -> Paced:
+        """The pause, and how long a delta has waited that one of the versions may take."""
+        logs = published.logs
+        pairs = [(version, logs[version.lineage]) for version in versions if version.lineage in logs]
+        return Paced(self.pause_s, self._waiting.longest_s(pairs, now), not self._prober.is_measuring)
+
+    def applying(self) -> AbstractContextManager[None]:
+        """Deltas are applied inside the block."""
+        return self._prober.applying()
+
+    @property
+    def latencies(self) -> Latencies:
+        """What probes took."""
+        return self._prober.latencies()
+
+    def adapt(self) -> str:
+        """Choose the pause before the next delta; what there is to tell: pauses begin, or end."""
+        before, found = self.pause_s, self.latencies
+        self.pause_s = next_pause(before, found, self._policy)
+        if found.applying_p99_s is None or found.idle_p99_s is None:
+            return ""
+        self._prober.begin_anew()
+        if (before > 0) == (self.pause_s > 0):
+            return ""
+        what = "pauses between deltas begin" if self.pause_s else "no more pauses between deltas"
+        p99s = f"{found.applying_p99_s * 1000:.1f} ms, {found.idle_p99_s * 1000:.1f} ms when idle"
+        return f"{what}: p99 of predictions is {p99s}"
+
 
 _AFTER_A_SURPRISE_S = 1.0
 _LONGEST_WAIT_S = 60.0

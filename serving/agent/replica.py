@@ -12,9 +12,8 @@ from exporter.terminal.server_access import ServerAccess
 from serving.agent.audit import Audited, audit
 from serving.agent.rollout import Apply, Audit, Version
 from serving.client import ModelClient
-from serving.incremental_status import IncrementalStatus, read_incremental_status
 from serving.status import VersionState, VersionStatus, error_text
-from serving.updates import Updated, call_until_there
+from serving.updates import IncrementalStatus, Updated, call_until_there, read_incremental_status
 
 BYTES_A_SECOND = 20e6
 """A catch-up is given the time that its deltas take at this rate, beside the deadline of any call."""

@@ -14,10 +14,9 @@ from statistics import median
 
 import msgspec
 
-from exporter.bundle.rewrite import Move
+from exporter.bundle.variables import Move
 from exporter.catalog import Catalog, Extent, TensorRef
-from exporter.jobs.engines.choose import choose_engine
-from exporter.jobs.engines.local import LocalEngine
+from exporter.jobs.engines.choose import LocalEngine, choose_engine
 from exporter.jobs.execute import Outcome, Work, encode
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range, Receipt

@@ -20,7 +20,7 @@ from exporter.mapping.build import build_mapping
 from exporter.mapping.mapping_rules import MappingRules
 from exporter.options import DataMode, ExportRequest
 from exporter.pipeline.full import export as run_export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import plan
 from exporter.verify.version_files import verify_bytes
 from exporter.wire.crc32c import chunks_of, extend
 from tests.benchmarks.job import Timer

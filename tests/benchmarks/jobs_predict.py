@@ -58,7 +58,7 @@ def first_call(timer: Timer, prefix: str, rows: str, kind: str) -> str:
     The process has served the model before: what TensorFlow prepares once in a process does not count.
     """
     from serving.loader import load
-    from serving.warmup import warm_up
+    from serving.manager import warm_up
 
     ids = requests(int(rows))
     with tempfile.TemporaryDirectory() as scratch:

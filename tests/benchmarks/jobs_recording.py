@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from exporter.training.access import Recording, record
 from exporter.training.change_tracking import plan_tracking
-from exporter.training.recording import Recording, record
 from tests.benchmarks.job import Timer
 
 TABLE_ROWS, WIDTH = 1 << 18, 64

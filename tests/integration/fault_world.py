@@ -35,8 +35,8 @@ from exporter.errors import CallFailed, ExportError
 from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
 from exporter.publish.served_digests import served_chunks, served_digests
 from serving.client import ModelClient
-from serving.incremental_status import read_incremental_status
 from serving.status import VersionState
+from serving.updates import read_incremental_status
 from tests.integration.chaos_world import ITEMS, USERS, damaged, served, write_graph
 from tests.support.agents import ROOT, publishing
 from tests.support.clocks import Clock

@@ -14,7 +14,7 @@ import pytest
 from exporter.publish.delta_log import read_log
 from exporter.terminal.server_access import ServerAccess
 from serving.client import ModelClient
-from serving.incremental_status import read_incremental_status
+from serving.updates import read_incremental_status
 from tests.support.agents import Published, Server, agent, wait
 from tests.support.budget import thorough
 from tests.support.certificates import Certified

@@ -19,8 +19,7 @@ from exporter.errors import (
     UsageError,
 )
 from exporter.options import DataMode, ExportRequest, Verify
-from exporter.pipeline.full import Exported, export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import Exported, export, plan
 from tests.support.commands import export_model
 from tests.support.family_server import FamilyServer
 from tests.support.forks import run_warm

@@ -13,8 +13,7 @@ import pytest
 from exporter.errors import MissingTensors, NotServable, ShapeMismatch, UnsupportedFormat, UsageError
 from exporter.graph.saved_model import read_saved_model
 from exporter.options import DataMode, ExportFormat, ExportRequest, Updates, Verify
-from exporter.pipeline.full import Exported, export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import Exported, export, plan
 from exporter.pipeline.inspection import BundleView, inspect
 from exporter.wire import protos
 from serving.client import ModelClient

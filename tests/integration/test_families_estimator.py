@@ -14,8 +14,7 @@ import pytest
 
 from exporter.errors import MissingAsset, NotServable
 from exporter.options import DataMode, ExportRequest, Verify
-from exporter.pipeline.full import Exported, export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import Exported, export, plan
 from exporter.wire.protos import message_class
 from serving.client import ModelClient
 from serving.server import ModelServer

@@ -11,8 +11,7 @@ import pytest
 from exporter.checkpoint import open_checkpoint
 from exporter.errors import AmbiguousRename, MappingError
 from exporter.options import DataMode, ExportRequest, Verify
-from exporter.pipeline.full import Exported, export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import Exported, export, plan
 from tests.support.clusters import run_cluster
 from tests.support.family_server import FamilyServer
 from tests.support.forks import WarmNode, run_warm

@@ -13,8 +13,7 @@ import pytest
 from exporter.checkpoint import open_checkpoint
 from exporter.errors import MissingTensors, NoCertainMatch, ShapeMismatch
 from exporter.options import ExportFormat, ExportRequest, Verify
-from exporter.pipeline.full import Exported, export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import Exported, export, plan
 from tests.support.clusters import run_cluster
 from tests.support.family_server import Arrays, FamilyServer
 from tests.support.family_trainers import POLICIES

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from exporter.bundle.warmup_requests import parse_request, write_warmup
+from exporter.bundle.warmup import parse_request, write_warmup
 from exporter.errors import ServerError
 from exporter.subgraph.make_updatable import CATCH_UP_REQUEST
 from exporter.wire.protos import message_class

@@ -11,8 +11,7 @@ import pytest
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, VerificationError
 from exporter.options import ExportRequest, Verify
-from exporter.pipeline.full import execute, export
-from exporter.pipeline.full_plan import plan
+from exporter.pipeline.full import execute, export, plan
 from exporter.verify.outputs import Request, compare_outputs
 from tests.support.commands import export_model
 

@@ -22,7 +22,7 @@ import pytest
 from exporter.errors import CallFailed
 from exporter.terminal.server_access import ServerAccess
 from serving.client import ModelClient
-from serving.health import NOT_SERVING, SERVING, messages
+from serving.server import NOT_SERVING, SERVING, messages
 from tests.integration.test_server_process import DEADLINE_SECONDS, end, running
 from tests.support.certificates import Certified, Pair
 from tests.support.serving_models import write_saved_model

@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.agent.http import plot
 from serving.agent.journal import Event, Journal, What
-from serving.agent.page import plot
 from serving.agent.view import FleetView, ModelView
 from tests.support.status_pages import (
     CHROMIUM,

@@ -20,7 +20,7 @@ from exporter.increments.history import read_history
 from exporter.publish.delta_log import read_log
 from exporter.publish.versions import version_dirs
 from serving.client import ModelClient
-from serving.incremental_status import read_incremental_status
+from serving.updates import read_incremental_status
 from tests.integration.chaos_world import write_graph
 from tests.support.commands import export_model
 from tests.support.forks import Warm, started_warm

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from exporter.bundle.warmup_requests import parse_request
+from exporter.bundle.warmup import parse_request
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.sstable import read_table, write_table
 from exporter.errors import ExportError
@@ -40,12 +40,12 @@ from exporter.layout import PUSHED_FILE
 from exporter.wire import protos
 from exporter.wire.tensor_proto import to_array
 from serving.agent.rebuild import read_rebuild_config
-from serving.agent_flags import PortFlags
-from serving.batching_parameters import check_batching_parameters
+from serving.agent_command import PortFlags
 from serving.config_file import ConfigFile
+from serving.credentials import server_credentials
 from serving.rest import metrics_path
 from serving.server_options import ServerOptions
-from serving.server_tls import server_credentials
+from serving.stock_flags import check_batching_parameters
 from tests.support import deeprec_logs
 from tests.support.archives import keras_archive, legacy_file, npy, weights_file, zip_of
 from tests.support.bundles import compressed, compressed_table, write

@@ -17,11 +17,11 @@ import numpy as np
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.increments.history import StateId, identify, read_history
 from exporter.increments.increment import CheckpointId
+from exporter.training.access import RowGroup
 from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking
 from exporter.training.collector import Collector
 from exporter.training.event_time import EventClock
 from exporter.training.publisher import Publisher
-from exporter.training.recording import RowGroup
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
 

@@ -19,10 +19,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from serving.agent.http import Site, serving
+from serving.agent.http import Site, page, serving
 from serving.agent.journal import Event, Journal, What
 from serving.agent.metrics import Metrics
-from serving.agent.page import page
 from serving.agent.recorder import Recorder, Sample
 from serving.agent.view import FleetView, ModelView, ReplicaView, VersionView
 

@@ -11,7 +11,7 @@ from socket import gethostname
 from typing import Any
 
 from exporter.errors import EngineFailed
-from exporter.jobs.engines.engine_errors import why
+from exporter.jobs.engines.engine_options import why
 from exporter.jobs.engines.process import Asked
 from exporter.jobs.execute import execute
 from exporter.storage.output_directory import Directory, open_directory

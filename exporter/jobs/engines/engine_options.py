@@ -1,4 +1,7 @@
-"""Refuse what an engine cannot follow before it has begun: it would say so late, or wait for ever."""
+"""Refuse what an engine cannot follow before it has begun: it would say so late, or wait for ever.
+
+What the library of an engine raised, as an error of ours.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,22 @@ from exporter.errors import EngineFailed, UsageError
 from exporter.local_paths import local_name
 from exporter.progress import human_bytes
 from exporter.storage.url import Url
+
+_LACKS = ("ModuleNotFoundError:", "ImportError:", "AttributeError: Can't get attribute")
+
+
+def why(error: BaseException) -> tuple[str, str]:
+    """Why an engine gave up, and what helps; empty if that is what helps with any engine.
+
+    Of a worker's error libraries tell the traceback, of which the last line says what it was.
+    """
+    said = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    is_traceback = any(line.startswith('File "') for line in said)
+    cause = said[-1] if is_traceback else " ".join(said)
+    lacks = any(name in cause for name in _LACKS)
+    hint = "install the same version of export-model, with the same extras, on every worker" if lacks else ""
+    return cause, hint
+
 
 _CONNECT_S = 30.0
 _WORKER_BYTES = 100 << 20  # Dask's take 66 MB, Ray's 115, Beam's 139

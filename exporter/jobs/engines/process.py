@@ -26,8 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import EngineFailed, ExportError, UsageError
-from exporter.jobs.engines.engine_errors import why
-from exporter.jobs.engines.engine_options import require_reachable, workers_with_room
+from exporter.jobs.engines.engine_options import require_reachable, why, workers_with_room
 from exporter.jobs.execute import failed
 
 _MAIN = f"from {__name__} import main; main()"  # not `-m`: workers find functions by their module's name

@@ -1,4 +1,10 @@
-"""Make warm-up requests from signatures alone: one row of zeros, empty strings or empty examples.
+"""Warm-up requests: a server runs them on a new version before the version takes traffic.
+
+`assets.extra/tf_serving_warmup_requests` is an uncompressed TFRecord of `PredictionLog`s, at most 1,000. A
+record that fails keeps the version from serving, so every line is checked against its signature here.
+Sources: tensorflow_serving/servables/tensorflow/saved_model_warmup.cc, tensorflow/core/lib/io/record_writer.h
+
+Make warm-up requests from signatures alone: one row of zeros, empty strings or empty examples.
 
 A record that fails keeps a version from serving, so a signature gets one only if it is certain not to fail:
 
@@ -13,21 +19,155 @@ be certain of (vocabularies, loops, unknown operations) get no request.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from exporter.bundle.warmup_requests import WarmupRequest, examples_request, takes_examples, tensors_request
+from exporter.errors import UsageError, os_error
+from exporter.files import read_regular
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.graph.nodes import input_names
 from exporter.graph.signatures import canonical, tensors_of
 from exporter.graph.variable_uses import read_rows_only
+from exporter.layout import WARMUP_FILE
+from exporter.local_paths import quoted
+from exporter.wire import rest_json, tensor_proto
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
+from exporter.wire.tfrecord import encode_records
+
+MAX_RECORDS = 1000
+"""More than this and TF Serving refuses the version."""
+
+DEFAULT_SIGNATURE = "serving_default"
+
+_EXAMPLE_METHODS = {"tensorflow/serving/classify", "tensorflow/serving/regress"}
+
+
+class WarmupRequest(Struct, frozen=True):
+    """One line of a request file: its signature, the inputs by name, the record for the server."""
+
+    line: int
+    signature: str
+    inputs: Mapping[str, NDArray[Any]]
+    record: bytes
+
+
+def read_requests(path: Path, meta_graph: Proto) -> tuple[WarmupRequest, ...]:
+    """The requests in a file, one a line, for the signatures of `meta_graph`. Blank lines are skipped.
+
+    Raises:
+        UsageError: the file cannot be read, holds no requests or too many; or a line is not a request that
+            its signature takes: line number, input, what was expected.
+    """
+    requests = []
+    for line, text in _lines(path):
+        try:
+            requests.append(parse_request(text, meta_graph.signature_def, line))
+        except ValueError as exc:
+            raise UsageError(
+                f"{path}, line {line}: {exc}",
+                hint="write one request a line, as TF Serving's REST takes it: "
+                '{"signature_name": "serving_default", "instances": [...]}',
+            ) from None
+    if not requests:
+        raise UsageError(f"{path} holds no requests", hint="write one JSON request a line")
+    if len(requests) > MAX_RECORDS:
+        raise UsageError(
+            f"{path} holds {len(requests)} requests; a server takes at most {MAX_RECORDS}",
+            hint=f"head -n {MAX_RECORDS} {quoted(path)}",
+        )
+    return tuple(requests)
+
+
+def parse_request(text: str, signatures: Mapping[str, Proto], line: int = 1) -> WarmupRequest:
+    """One request as TF Serving's REST takes it.
+
+    Raises:
+        ValueError: it is not JSON, not a request, or not one that its signature takes.
+    """
+    try:
+        document = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as exc:
+        raise ValueError(f"not JSON: {exc}") from None
+    if not isinstance(document, dict):
+        raise ValueError(f"expected an object, found {type(document).__name__}")
+    name = document.get("signature_name", DEFAULT_SIGNATURE)
+    if not isinstance(name, str) or name not in signatures:
+        raise ValueError(f"no signature {name!r}; the model has {', '.join(sorted(signatures)) or 'none'}")
+    signature = signatures[name]
+    if takes_examples(signature):
+        return examples_request(name, signature, document, line)
+    if "examples" in document:
+        raise ValueError(f"signature {name!r} is for predict and takes 'instances' or 'inputs'")
+    return tensors_request(name, rest_json.predict_inputs(document, signature), line)
+
+
+def takes_examples(signature: Proto) -> bool:
+    """True for a signature of Classify or Regress."""
+    return signature.method_name in _EXAMPLE_METHODS
+
+
+def tensors_request(name: str, inputs: Mapping[str, NDArray[Any]], line: int = 1) -> WarmupRequest:
+    """A Predict request of arrays for the signature `name`."""
+    log = message_class("serving.PredictionLog")()
+    request = log.predict_log.request
+    request.model_spec.signature_name = name
+    for key, array in inputs.items():
+        tensor_proto.fill(request.inputs[key], array)
+    return WarmupRequest(line, name, inputs, log.SerializeToString(deterministic=True))
+
+
+def examples_request(
+    name: str, signature: Proto, document: Mapping[str, Any], line: int = 1
+) -> WarmupRequest:
+    """A Classify or Regress request of the examples in a document.
+
+    Raises:
+        ValueError: it holds no examples.
+    """
+    method = signature.method_name.rpartition("/")[2]
+    if "examples" not in document:
+        raise ValueError(f"signature {name!r} is for {method}: expected the key 'examples'")
+    log = message_class("serving.PredictionLog")()
+    request = getattr(log, f"{method}_log").request
+    request.model_spec.signature_name = name
+    request.input.CopyFrom(rest_json.examples_input(document))
+    examples = rest_json.serialized_examples(request.input)
+    inputs = dict.fromkeys(signature.inputs, examples)
+    return WarmupRequest(line, name, inputs, log.SerializeToString(deterministic=True))
+
+
+def write_warmup(requests: Iterable[WarmupRequest], directory: Path) -> Path:
+    """Write the requests' records under the SavedModel `directory`; the file.
+
+    Raises:
+        PublishError: it cannot be written.
+    """
+    path = directory / WARMUP_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode_records(request.record for request in requests))
+    except OSError as exc:
+        raise os_error(exc, path) from exc
+    return path
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        text = read_regular(path).decode()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise UsageError(
+            f"cannot read warm-up requests from {path}", cause=str(exc), hint="name a text file with --warmup"
+        ) from exc
+    return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
+
 
 _MAX_TRIAL_BYTES = 256 << 20
 """More of dense variables than this, and a trial is not worth its memory."""

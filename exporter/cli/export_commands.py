@@ -1,4 +1,9 @@
-"""`export-model --incr`: publish the next delta, once or while training goes on, and print the result."""
+"""`export-model --incr`: publish the next delta, once or while training goes on, and print the result.
+
+`export-model` without `--incr`: export once, or follow training, and print the result.
+
+Print that this node of a cluster leaves the export to its chief.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,16 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from exporter.cli.documents.exported import DeltaExport, DeltaPlan, Notified, RowsLeftOut, RowsRounded
+from exporter.cli import render
+from exporter.cli.documents import exported as documents
+from exporter.cli.documents.exported import (
+    DeltaExport,
+    DeltaPlan,
+    Notified,
+    RowsLeftOut,
+    RowsRounded,
+    StandBy,
+)
 from exporter.cli.documents.values import Status
 from exporter.cli.notify import NOBODY, Servers
 from exporter.errors import (
@@ -22,23 +36,80 @@ from exporter.errors import (
     UsageError,
     unreachable,
 )
+from exporter.graph.load import run_builders_once
 from exporter.graph.origin import check_named
 from exporter.local_paths import quoted
 from exporter.options import ExportRequest
-from exporter.pipeline import begin_log, incremental
-from exporter.pipeline.incremental import ExportedDelta, Incremental
-from exporter.pipeline.incremental_plan import IncrementalPlan, plan_incremental
+from exporter.pipeline import full, incremental
+from exporter.pipeline.incremental import ExportedDelta, Incremental, IncrementalPlan, plan_incremental
 from exporter.pipeline.trainer_state import MARKER_SECONDS
+from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import Arrivals, Poll, Watching, follow, is_for_a_person
 from exporter.progress import count, human_bytes
-from exporter.publish.permission import Permission
+from exporter.publish.made_from import PublishedAlready
+from exporter.publish.permission import Permission, held_at
+from exporter.roles import Role
 from exporter.terminal.edge import outlived, watch_ended
-from exporter.terminal.markup import labelled
-from exporter.terminal.output import Output
+from exporter.terminal.output import Output, labelled
 from exporter.transfer.opened import OpenModel
 
 if TYPE_CHECKING:
     from exporter.pipeline.rebase import Rebased
+
+
+def stand_by(role: Role, sink: Output) -> None:
+    """Say which role the node has, where that is known from, and how to export in spite of it."""
+    document = StandBy("nothing_to_do", None, role.type, role.index, role.source)
+    why = f"this node is {role} ({role.source}), and the chief exports; --any-role exports here, too"
+    sink.result(document, [labelled("nothing to do", why)], is_done=True)
+
+
+def run_full(
+    request: ExportRequest, sink: Output, target: OpenModel, watching: Watching | None, *, dry_run: bool
+) -> None:
+    """Export the newest checkpoint, or each newest one while watching; or print what would be exported.
+
+    Raises:
+        ExportError: any of errors.py.
+    """
+    if watching is not None and not dry_run:
+        tell, ended = partial(outlived, sink), partial(watch_ended, sink)
+        for done in watch(request, watching, tell, sink.progress, ended, target.carry):
+            render.exported(done, sink)
+        return
+    try:
+        if dry_run:
+            render.plan(target.carry(lambda: full.plan(request)), sink)
+        else:
+            graphs = run_builders_once()
+            done = target.carry(lambda: full.export(request, sink.progress, graphs), sink.progress)
+            render.exported(done, sink)
+    except PublishedAlready as error:
+        published_already(request, error, sink, dry_run=dry_run)
+
+
+def published_already(
+    request: ExportRequest, error: PublishedAlready, sink: Output, *, dry_run: bool
+) -> None:
+    """Print that the checkpoint is published already, by the same plan."""
+    made = error.made
+    hold, is_newest = held_at(request.out), made.version == made.newest
+    document = documents.PublishedAlready(
+        dry_run=dry_run,
+        status="nothing_to_do",
+        path=str(made.path),
+        version=made.version,
+        position=made.head.position,
+        newest_version=made.newest,
+        hold=hold,
+        message=error.message,
+    )
+    lines = [labelled("nothing to do", error.message)]
+    if not is_newest:
+        lines.append(labelled("newest", f"version {made.newest}; to publish this one again: --again"))
+    if hold is not None:
+        lines.append(labelled("hold", f"at {hold}, until export-model resume {quoted(request.out)}"))
+    sink.result(document, lines, is_done=True)
 
 
 class RunOptions(Struct, frozen=True):
@@ -54,7 +125,7 @@ class RunOptions(Struct, frozen=True):
     servers: Servers = NOBODY
 
 
-def run(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool) -> None:
+def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool) -> None:
     """Publish the next delta, or the base; or print what would be published.
 
     Raises:
@@ -241,7 +312,7 @@ def _next_lines(plan: IncrementalPlan) -> Iterator[str]:
 
 
 def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
-    if not begin_log.is_begun(request):
+    if not incremental.is_begun(request):
         _dry_run_base(request, sink, how)
         return
     try:
@@ -267,9 +338,9 @@ def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
 
 def _dry_run_base(request: ExportRequest, sink: Output, how: RunOptions) -> None:
     from exporter.cli import render
-    from exporter.pipeline.full_plan import plan
+    from exporter.pipeline.full import plan
 
-    render.plan(how.target.carry(lambda: plan(begin_log.as_base(request))), sink)
+    render.plan(how.target.carry(lambda: plan(incremental.as_base(request))), sink)
 
 
 def _document(planned: IncrementalPlan, status: Status, *, dry_run: bool = False) -> DeltaPlan:
