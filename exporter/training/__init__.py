@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from exporter.training.warm_start import load_checkpoint as load_checkpoint
 
 _HOMES = {
-    "ExportCallback": "export_hook",
-    "ExportHook": "export_hook",
+    "ExportCallback": "exports",
+    "ExportHook": "exports",
     "ExportOutcome": "exports",
     "IncrementCallback": "keras",
     "IncrementHook": "hook",
     "LoadReport": "warm_start",
-    "MonitoredTrainingSession": "session",
+    "MonitoredTrainingSession": "hook",
     "StopAfterCallback": "stop_after",
     "StopAfterHook": "stop_after",
     "checkpoint_dir": "chief",
     "is_chief": "chief",
     "load_checkpoint": "warm_start",
-    "restore_increments": "restore",
+    "restore_increments": "publisher",
 }
 __all__ = sorted(_HOMES)
 
