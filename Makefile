@@ -54,7 +54,7 @@ build/azurite:
 	@mv $@.new $@
 
 stores: $(STAMP) build/azurite
-	$(BIN)/python -m pytest tests/test_object_stores.py tests/test_transfer.py tests/test_other_stores.py tests/test_stock_google.py tests/test_store_faults.py tests/test_publisher_race.py
+	$(BIN)/python -m pytest tests/storage tests/transfer
 
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -2,7 +2,7 @@
 
 A graph is data until somebody runs it. A server that runs such an operation reads its own disk for whoever
 asks, and so does this process where it compares answers. One table says what each operation does, from its
-kernel in tensorflow/core; `tests/test_outside_ops.py` compares it with TensorFlow's own registry.
+kernel in tensorflow/core; `tests/graph/test_outside_ops.py` compares it with TensorFlow's own registry.
 
 To read a file that belongs to the version (an asset) is no reach: the loader gives its path.
 

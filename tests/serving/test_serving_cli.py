@@ -1,0 +1,262 @@
+"""The command `serve-model`: what it prints, and how it ends. Servers as processes: tests/integration."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from serving.cli import app
+from serving.model_config import ModelConfig
+from serving.server import ModelServer
+from serving.server_options import ServerOptions
+from tests.support.printed_documents import checked
+from tests.support.serving_models import write_saved_model
+
+ROOT = Path(__file__).parents[2]
+
+
+UNKNOWN = (
+    *("position", "step", "lineage", "behind_deltas", "behind_steps"),
+    *("newer_version", "published", "age_seconds", "event_time", "event_age_seconds", "problem"),
+)
+"""What a version without deltas does not tell."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+    base = tmp_path_factory.mktemp("models") / "ranker"
+    write_saved_model(base / "7", scale=0.1)
+    with ModelServer(base) as server:
+        server.wait_available(60)
+        yield server
+
+
+def call(*arguments: str, stdin: str = "") -> Any:
+    return CliRunner().invoke(app, arguments, input=stdin)
+
+
+def predict(server: ModelServer, request: Any, *options: str) -> Any:
+    arguments = ("predict", server.address, "--model", "ranker", "--json-input", "-", *options)
+    return call(*arguments, stdin=request if isinstance(request, str) else json.dumps(request))
+
+
+def test_status(server: ModelServer) -> None:
+    done = call("status", server.address, "--model", "ranker")
+    assert done.exit_code == 0
+    assert done.stdout.split()[:3] == ["ranker", "on", server.address]
+    assert done.stdout.split()[-2:] == ["7", "AVAILABLE"]
+
+
+def test_status_as_json(server: ModelServer) -> None:
+    done = call("status", server.address, "--model", "ranker", "--json")
+    assert checked(json.loads(done.stdout)) == {
+        "format_version": 1,
+        "address": server.address,
+        "model": "ranker",
+        "published": None,
+        "versions": [
+            {"version": 7, "state": "AVAILABLE", "code": "OK", "message": "", **dict.fromkeys(UNKNOWN)}
+        ],
+    }
+
+
+def test_status_is_quiet(server: ModelServer) -> None:
+    done = call("status", server.address, "--model", "ranker", "-q")
+    assert (done.exit_code, done.output) == (0, "")
+
+
+def test_status_of_an_unknown_model(server: ModelServer) -> None:
+    done = call("status", server.address)
+    assert done.exit_code == 7
+    assert "Could not find any versions of model default" in done.stderr
+    assert "hint:  name a model that this server has with --model" in done.stderr
+
+
+@pytest.mark.parametrize("command", [("status",), ("update",), ("predict", "--json-input", "-")])
+def test_a_model_has_the_name_that_servers_give_it(server: ModelServer, command: tuple[str, ...]) -> None:
+    """`default`, as TensorFlow Serving calls a model that was given no name."""
+    done = call(command[0], server.address, *command[1:], stdin="{}")
+    assert done.exit_code == 7
+    assert "default" in done.stderr
+    assert "hint:  name a model that this server has with --model" in done.stderr
+
+
+def test_an_update_of_an_unknown_model_does_not_send_to_and_fro(server: ModelServer) -> None:
+    done = call("update", server.address, "--model", "rankr")
+    assert done.exit_code == 7
+    assert "hint:  name a model that this server has with --model" in done.stderr
+
+
+def test_an_update_of_a_version_that_takes_no_deltas_tells_how_to_publish_one(server: ModelServer) -> None:
+    done = call("update", server.address, "--model", "ranker")
+    assert done.exit_code == 2
+    assert "version 7 of ranker takes no deltas" in done.stderr
+    assert "--updatable" in done.stderr, "--incr would be refused as long as this version is the newest"
+
+
+def test_status_of_a_model_that_is_not_available(tmp_path: Path) -> None:
+    (tmp_path / "ranker" / "1").mkdir(parents=True)
+    with ModelServer(tmp_path / "ranker", options=ServerOptions(poll_seconds=0.01)) as server:
+        while not server.statuses() or not server.statuses()[0].code:
+            pass
+        done = call("status", server.address, "--model", "ranker")
+    assert done.exit_code == 7
+    assert "LOADING" in done.stdout
+    assert "cause: NOT_FOUND: Could not find saved_model.pb" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("request_", "options", "answer"),
+    [
+        ({"instances": [[1, 2], [3, 4]]}, (), {"predictions": [[0.1, 0.2], [0.3, 0.4]]}),
+        ({"inputs": [[1, 2]]}, (), {"outputs": [[0.1, 0.2]]}),
+        ({"inputs": {"x": [[1, 2]]}}, ("--version", "7"), {"outputs": [[0.1, 0.2]]}),
+        (
+            {"instances": [{"x": [1, 2], "text": {"b64": "aGk="}}], "signature_name": "two"},
+            (),
+            {"predictions": [{"loud": "hi!", "y": [0.1, 0.2]}]},
+        ),
+        ({"instances": ["a"]}, ("--signature", "text"), {"predictions": ["a!"]}),
+        (
+            {"examples": [{"x": [1.0, 2.0], "label": "a"}]},
+            ("--signature", "classify"),
+            {"results": [[["a", 0.1], ["a", 0.2]]]},
+        ),
+        ({"examples": [{"x": [1.0, 2.0]}]}, ("--signature", "regress"), {"results": [0.3]}),
+    ],
+)
+def test_predict(server: ModelServer, request_: Any, options: tuple[str, ...], answer: Any) -> None:
+    done = predict(server, request_, *options)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout) == answer
+
+
+def test_predict_by_a_label(server: ModelServer) -> None:
+    (ranker,) = server.models.served().values()
+    config = ModelConfig("ranker", ranker.base_path)
+    server.models.configure([replace(config, labels={"stable": 7})])
+    done = predict(server, {"instances": [[1, 2]]}, "--label", "stable", "--json")
+    assert json.loads(done.stdout)["version"] == 7
+    done = predict(server, {"instances": [[1, 2]]}, "--label", "canary")
+    assert (done.exit_code, "Unrecognized servable version label: canary" in done.stderr) == (7, True)
+    done = predict(server, {"instances": [[1, 2]]}, "--label", "stable", "--version", "7")
+    assert (done.exit_code, "both name a version" in done.stderr) == (2, True)
+    server.models.configure([config])
+
+
+def test_predict_as_json(server: ModelServer) -> None:
+    done = predict(server, {"instances": [[1, 2]]}, "--json")
+    assert checked(json.loads(done.stdout)) == {
+        "format_version": 1,
+        "model": "ranker",
+        "version": 7,
+        "signature": "serving_default",
+        "predictions": [[0.1, 0.2]],
+    }
+
+
+def test_predict_from_a_file(server: ModelServer, tmp_path: Path) -> None:
+    file = tmp_path / "request.json"
+    file.write_text('{"instances": [[1, 2]]}')
+    done = call("predict", server.address, "--model", "ranker", "--json-input", str(file))
+    assert done.stdout == '{"predictions": [[0.1, 0.2]]}\n'
+
+
+@pytest.mark.parametrize(
+    ("request_", "options", "exit_code", "text"),
+    [
+        ("{", (), 2, "error: standard input is not a request that REST would take"),
+        ("[" * 100_000, (), 2, "error: standard input is not a request"),
+        ("[1]", (), 2, "expected an object, found a list"),
+        ("{}", (), 2, "expected either the key 'instances' (rows) or the key 'inputs' (columns)"),
+        ({"instances": [[1, 2], [3]]}, (), 2, "expected a list of 2"),
+        ({"examples": [{"x": 1.0}]}, (), 2, "expected either the key 'instances'"),
+        ({"instances": [[1, 2]]}, ("--signature", "none"), 2, "version 7 of ranker has no signature 'none'"),
+        (
+            {"instances": [[1, 2]]},
+            ("--version", "9"),
+            7,
+            "Servable not found for request: Specific(ranker, 9)",
+        ),
+        ({"instances": [[-1, 2]]}, ("--signature", "check"), 7, "x must be positive"),
+        ({"instances": [1 << 60]}, ("--signature", "slow", "--deadline", "0.2"), 7, "did not answer Predict"),
+        ({"instances": [0]}, ("--signature", "count"), 7, "'calls' is a scalar and has no rows"),
+    ],
+)
+def test_refused_requests(
+    server: ModelServer, request_: Any, options: tuple[str, ...], exit_code: int, text: str
+) -> None:
+    done = predict(server, request_, *options)
+    assert (done.exit_code, done.stdout) == (exit_code, "")
+    assert text in done.stderr
+    assert "hint: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_request_file(server: ModelServer, tmp_path: Path) -> None:
+    done = call("predict", server.address, "--model", "ranker", "--json-input", str(tmp_path / "none.json"))
+    assert done.exit_code == 2
+    assert "No such file" in done.stderr
+    assert "hint:  name a file" in done.stderr
+
+
+def test_a_version_is_no_base_path(tmp_path: Path) -> None:
+    (tmp_path / "ranker" / "7").mkdir(parents=True)
+    (tmp_path / "ranker" / "7" / "saved_model.pb").touch()
+    done = call("run", str(tmp_path / "ranker" / "7"), "--port", "0", "--wait", "0.1")
+    assert done.exit_code == 7
+    assert "is itself a version" in done.stderr.replace("\n", " ")
+
+
+def test_errors_as_json(server: ModelServer) -> None:
+    done = predict(server, {"instances": [[1, 2]]}, "--version", "9", "--json")
+    error = json.loads(done.stderr.splitlines()[-1])
+    assert (error["error"], error["exit_code"]) == ("CallFailed", 7)
+    assert error["cause"] == "NOT_FOUND: Servable not found for request: Specific(ranker, 9)"
+
+
+def test_a_missing_base_path(tmp_path: Path) -> None:
+    done = call("run", str(tmp_path / "none"), "--port", "0", "--wait", "0.1")
+    assert done.exit_code == 7
+    assert f"error: {tmp_path / 'none'} is not a directory" in done.stderr.replace("\n", "")
+
+
+def test_a_base_path_without_versions(tmp_path: Path) -> None:
+    done = call("run", str(tmp_path), "--port", "0", "--wait", "0.1")
+    assert done.exit_code == 7
+    assert "became available in 0.1 s" in done.stderr
+
+
+@pytest.mark.parametrize("command", [(), ("run",), ("status",), ("predict",)])
+def test_help_shows_examples(command: tuple[str, ...]) -> None:
+    done = call(*command, "--help")
+    assert done.exit_code == 0
+    assert "Examples:" in done.stdout
+    assert f"serve-model {' '.join(command) or 'run'}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("run", "--help"), ("nonsense",), ("run",), ("status", "127.0.0.1:1")]
+)
+def test_the_command_starts_light(arguments: tuple[str, ...]) -> None:
+    code = """
+import atexit, sys
+heavy = {"tensorflow", "tensorflow_serving", "keras"}
+heavy |= set() if "status" in sys.argv else {"grpc", "numpy"}
+atexit.register(lambda: print("LOADED", *sorted(heavy & set(sys.modules)), file=sys.stderr))
+from serving.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert done.stderr.splitlines()[-1] == "LOADED"
+    assert "Traceback" not in done.stderr

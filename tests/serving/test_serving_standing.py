@@ -1,0 +1,139 @@
+"""`serve-model status`: where versions stand, how far behind what is published, how old the values are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import asdict
+from typer.testing import CliRunner
+
+from exporter.options import ExportRequest
+from exporter.pipeline import log_maintenance
+from exporter.pipeline.full import export
+from exporter.pipeline.incremental import export_incremental
+from exporter.transfer.push import plan_push, push
+from serving.behind import PublishedModel, VersionStanding, compare
+from serving.cli import app
+from serving.server import ModelServer
+from serving.server_options import ServerOptions
+from serving.status import VersionState, VersionStatus
+from tests.publish.test_holds import MODEL, request_of, save
+from tests.support.object_stores import Bucket
+from tests.support.printed_documents import checked
+from tests.support.setting import Setting, followed
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> ExportRequest:
+    (tmp_path / "model.py").write_text(MODEL)
+    save(tmp_path / "train", 10)
+    return request_of(tmp_path)
+
+
+@pytest.fixture
+def server(request_: ExportRequest) -> Iterator[ModelServer]:
+    """It has loaded base 10, before the deltas to 20 and 30."""
+    export_incremental(request_)
+    with ModelServer(request_.out, name="ranker", options=ServerOptions(poll_seconds=0.05)) as server:
+        server.wait_available(60)
+        for step in (20, 30):
+            save(request_.ckpt_dir, step)
+            export_incremental(request_)
+        yield server
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def status(server: ModelServer, *options: object) -> dict[str, Any]:
+    done = call("status", server.address, "--model", "ranker", "--json", *options)
+    assert done.exit_code == 0, done.stderr
+    document: dict[str, Any] = checked(json.loads(done.stdout))
+    return document
+
+
+def test_a_version_tells_where_it_stands(server: ModelServer) -> None:
+    (version,) = status(server)["versions"]
+    assert (version["version"], version["position"], version["step"]) == (10, 10, 10)
+    assert (version["behind_deltas"], version["age_seconds"]) == (None, None)
+    assert len(version["lineage"]) == 32
+    assert "--published" in call("status", server.address, "--model", "ranker").stderr
+
+
+def test_what_is_published_in_a_store(server: ModelServer, request_: ExportRequest, bucket: Bucket) -> None:
+    push(plan_push(request_.out, bucket.url("m")))
+    found, here = (status(server, "--published", place) for place in (bucket.url("m"), request_.out))
+    assert found["published"] == here["published"]
+    assert found["versions"][0]["behind_deltas"] == 2
+
+
+def test_how_far_behind_and_how_old(server: ModelServer, request_: ExportRequest) -> None:
+    document = status(server, "--published", request_.out)
+    (version,) = document["versions"]
+    assert document["published"] == {"position": 30, "step": 30, "hold": None}
+    assert (version["behind_deltas"], version["behind_steps"], version["problem"]) == (2, 20, None)
+    assert version["age_seconds"] > 0
+    shown = call("status", server.address, "--model", "ranker", "--published", request_.out).stdout
+    assert "2 deltas, 20 steps" in shown
+    assert call("update", server.address, "--model", "ranker").exit_code == 0
+    (after,) = status(server, "--published", request_.out)["versions"]
+    assert (after["position"], after["behind_deltas"], after["behind_steps"]) == (30, 0, 0)
+    assert after["published"] > version["published"]
+
+
+def test_a_hold_and_a_rollback(server: ModelServer, request_: ExportRequest) -> None:
+    call("update", server.address, "--model", "ranker")
+    log_maintenance.rollback(request_.out, 20)
+    save(request_.ckpt_dir, 40)
+    export_incremental(request_)
+    document = status(server, "--published", request_.out)
+    assert document["published"]["hold"] == 31
+    (version,) = document["versions"]
+    assert (version["position"], version["behind_deltas"]) == (30, 1), "to the hold, no further"
+    assert (
+        "1 delta, 10 steps"
+        in call("status", server.address, "--model", "ranker", "--published", request_.out).stdout
+    )
+    call("update", server.address, "--model", "ranker")
+    (version,) = status(server, "--published", request_.out)["versions"]
+    assert (version["position"], version["behind_deltas"], version["behind_steps"]) == (31, 0, 20)
+    shown = call("status", server.address, "--model", "ranker", "--published", request_.out).stdout
+    assert "held at 31" in shown
+
+
+def test_what_is_published_elsewhere_is_not_compared(
+    server: ModelServer, request_: ExportRequest, tmp_path: Path
+) -> None:
+    other = ExportRequest(**(asdict(request_) | {"out": tmp_path / "other"}))
+    export_incremental(other, full_on_mismatch=False)
+    (version,) = status(server, "--published", other.out)["versions"]
+    assert version["behind_deltas"] is None
+    assert "not published there" in version["problem"]
+    assert (
+        call("status", server.address, "--model", "ranker", "--published", tmp_path / "none").exit_code == 5
+    )
+
+
+def test_versions_without_deltas_have_a_position_and_an_age(request_: ExportRequest) -> None:
+    export(request_)
+    with ModelServer(request_.out, name="ranker", options=ServerOptions(poll_seconds=0.05)) as server:
+        server.wait_available(60)
+        (version,) = status(server, "--published", request_.out)["versions"]
+        assert (version["position"], version["step"], version["newer_version"]) == (10, 10, None)
+        assert version["age_seconds"] > 0
+
+
+def test_a_server_of_another_log_under_the_same_number_is_not_compared(tmp_path: Path) -> None:
+    """The model was removed and begun anew: the position means something else."""
+    followed(tmp_path, (20,), published=20)
+    published = PublishedModel.read(Setting(tmp_path).model)
+    assert published.log is not None
+    status = VersionStatus(10, VersionState.AVAILABLE)
+    own, other = (VersionStanding(status, 10, 10, lineage) for lineage in (published.log.lineage, "another"))
+    assert [found.behind_deltas for found in compare([own, other], published)] == [1, None]
+    assert "of another log" in compare([other], published)[0].problem

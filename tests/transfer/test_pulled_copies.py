@@ -1,0 +1,184 @@
+"""A pulled copy over time: killed, behind, without room, beside a canary, while the store forgets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from exporter.errors import DiskFull, ForeignLineage
+from exporter.pipeline.log_maintenance import merge
+from exporter.publish.delta_log import read_log
+from exporter.publish.staging import Staging
+from exporter.storage.objects import ObjectReader
+from exporter.transfer.pull import LocalCopy, pull
+from tests.support.commands import export_model
+from tests.support.logs import Serving, assert_same_bits, served_now, values_at
+from tests.support.object_stores import Bucket
+from tests.support.setting import followed
+from tests.transfer.test_transfer import Killed, Machine, files, killed_at, pushed
+from tests.transfer.test_transfer import machine as machine
+
+LOG = f"deltas/{10:020d}"
+
+
+def delta(start: int, end: int) -> str:
+    return f"{LOG}/{start:020d}-{end:020d}"
+
+
+def forget(machine: Machine, url: str, *paths: str) -> None:
+    """The publisher removes these, as retention does in time, and so does the store."""
+    for path in paths:
+        shutil.rmtree(machine.model / path)
+    assert export_model("push", machine.model, url, "--prune").code == 0
+
+
+def grow_old(copy: Path) -> None:
+    """What is in a copy came an hour ago."""
+    for manifest in copy.rglob("manifest.json"):
+        os.utime(manifest, (time.time() - 3600,) * 2)
+
+
+def deltas(copy: Path) -> set[str]:
+    return {path.relative_to(copy).as_posix() for path in (copy / LOG).glob("*-*")}
+
+
+def test_a_copy_forgets_while_deltas_go_on(machine: Machine, url: str, tmp_path: Path) -> None:
+    """A trainer that publishes all the time must not fill the disks of servers."""
+    copy = tmp_path / "copy"
+    pushed(machine.model, url)
+    pull(url, copy)
+    grow_old(copy)
+    merge(machine.model)
+    forget(machine, url, delta(10, 20), delta(20, 30))
+    assert pull(url, copy, prune=True).removed == (), (
+        "the merger has only come: servers may have listed its parts"
+    )
+    grow_old(copy)
+    machine.go_on(40)
+    pushed(machine.model, url)
+    assert pull(url, copy, prune=True).removed == (delta(10, 20), delta(20, 30))
+    assert deltas(copy) == {delta(10, 30), delta(30, 40)}
+    assert not list(copy.glob(".trash-*")), "out of sight is not enough: the disk has to have room again"
+
+
+def test_the_last_base_stays_while_a_model_is_removed_from_the_store(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    pushed(machine.model, url)
+    pull(url, copy)
+    grow_old(copy)
+    before = files(copy)
+    for key in bucket.names():  # as `aws s3 rm --recursive` does, in the order of keys
+        if key.startswith("models/ranker/10/"):
+            bucket.delete(key)
+    assert pull(url, copy, prune=True).removed == ()
+    assert files(copy) == before
+
+
+def test_what_is_exported_anew_to_a_url_is_not_mixed_in(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path
+) -> None:
+    copy, other = tmp_path / "copy", Machine(tmp_path / "other")
+    pushed(machine.model, url)
+    following = LocalCopy(url, copy, prune=True)
+    following.update()
+    before = files(copy)
+    for key in bucket.names():
+        bucket.delete(key)
+    followed(other.directory, (), published=0)
+    pushed(other.model, url)
+    with pytest.raises(ForeignLineage) as refused:
+        following.update()
+    assert str(copy) in refused.value.hint
+    assert files(copy) == before
+    shutil.rmtree(copy)  # as the hint says, while it is followed
+    following.update()
+    assert files(copy) == files(other.model)
+
+
+def test_a_pull_that_was_killed_goes_on_after_the_store_has_forgotten(
+    machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had fetched is the store's, and none of its own, though the store has it no more."""
+    pushed(machine.model, url)
+    count = len([name for name in files(machine.model) if not name.endswith("manifest.json")])
+    for call in range(count):
+        with killed_at(monkeypatch, ObjectReader, ("copy",), call), pytest.raises(Killed):
+            pull(url, tmp_path / f"copy-{call}")
+    machine.go_on(40)
+    merge(machine.model)
+    forget(machine, url, delta(10, 20), delta(20, 30), delta(30, 40))
+    for call in range(count):
+        assert pull(url, tmp_path / f"copy-{call}").position == 40
+        assert_same_bits(
+            values_at(read_log(tmp_path / f"copy-{call}")), served_now(machine.trainer, Serving())
+        )
+
+
+def test_what_finds_no_room_is_not_fetched(
+    machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent looks each second: it must not fetch gigabytes each time, only to find the disk full."""
+    pushed(machine.model, url)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 100))  # type: ignore[attr-defined]
+        patch.setattr(ObjectReader, "copy", None)
+        with pytest.raises(DiskFull, match="no space left to fetch") as full:
+            pull(url, tmp_path / "copy")
+    assert "100 B are free" in (full.value.cause or "")
+    assert pull(url, tmp_path / "copy").position == 30
+
+
+def test_a_canarys_rollback_stays_when_the_store_has_merged(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    """Until a person lifts it, whatever the store has forgotten meanwhile; then the copy forgets it, too."""
+    copy = tmp_path / "copy"
+    pushed(machine.model, url)
+    pull(url, copy)
+    with Staging(copy) as staging:
+        read_log(copy).held.put(20, staging, canary=True)
+    assert export_model("rollback", copy, "--to", 20, "--if-canary", "--reason", "canary: NaN").code == 0
+    grow_old(copy)
+    assert pull(url, copy, prune=True).removed == ()
+    machine.go_on(40)
+    pushed(machine.model, url)
+    assert pull(url, copy, prune=True).waiting == (delta(30, 40),)
+    merge(machine.model)
+    forget(machine, url, delta(10, 20), delta(20, 30), delta(30, 40))
+    for _ in range(2):
+        done = pull(url, copy, prune=True)
+        grow_old(copy)
+        assert (done.waiting, done.removed) == ((), ())
+        assert read_log(copy).hold() == 31
+        assert {delta(20, 31), delta(10, 40)} <= deltas(copy)
+    assert export_model("resume", copy, "--lift-only", "--lift-canary").code == 0
+    assert pull(url, copy, prune=True).removed == (delta(10, 20), delta(20, 30), delta(20, 31))
+    assert_same_bits(values_at(read_log(copy)), served_now(machine.trainer, Serving()))
+
+
+def test_what_a_canary_took_back_stays_while_its_merger_has_to_wait(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    """The store has merged what was taken back; the copy cannot have that, and goes back by the parts."""
+    copy = tmp_path / "copy"
+    machine.go_on(35)
+    machine.go_on(40)
+    pushed(machine.model, url)
+    pull(url, copy)
+    with Staging(copy) as staging:
+        read_log(copy).held.put(20, staging, canary=True)
+    assert export_model("rollback", copy, "--to", 20, "--if-canary", "--reason", "canary: NaN").code == 0
+    merge(machine.model, start=30)
+    forget(machine, url, delta(30, 35), delta(35, 40))
+    grow_old(copy)
+    done = pull(url, copy, prune=True)
+    assert (done.waiting, done.removed) == ((delta(30, 40),), ())
+    resumed = export_model("resume", copy)
+    assert resumed.code == 0, resumed.err
+    assert_same_bits(values_at(read_log(copy)), served_now(machine.trainer, Serving()))
