@@ -28,9 +28,9 @@ from serving.signals import sleep_until_a_signal, stop_on_sigterm
 
 if TYPE_CHECKING:
     from exporter.wire.protos import Proto
-    from serving.agent.fleet import Settings
     from serving.agent.journal import Event, Journal
     from serving.agent.pacing import PacePolicy
+    from serving.agent.replica import Settings
     from serving.agent.view import FleetView
     from serving.http_port import HttpTls
 
@@ -341,7 +341,7 @@ def agent(
         try:
             with (
                 _own_port(own, journal, partial(view.view, fleet, canaries, pullers)) as bound,
-                canaries.running(fleet.publications, fleet.members),
+                canaries.running(fleet.publications, fleet.observed),
                 fleet.running(grace_s=times.deadline),
                 pulling(list(pullers.values())),
             ):
@@ -355,7 +355,7 @@ def _settings(
     times: TimeFlags, pacing: PaceFlags, audits: AuditFlags, access: ServerAccess, models: Iterable[str]
 ) -> Settings:
     """How the fleet is looked after."""
-    from serving.agent.fleet import Settings
+    from serving.agent.replica import Settings
     from serving.agent.rollout import Policy
 
     pace = pacing.policy()

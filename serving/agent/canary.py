@@ -27,39 +27,15 @@ at once. Nothing here reads a clock, a file or the network.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from serving.agent.rollout import Observed, PublishedLog, Version
-from serving.status import VersionState
 
 LOST_MEANS_BAD = 2
 """So many replicas that stop answering, each after it was sent to take the same deltas, condemn these."""
-
-
-class Member(Struct, frozen=True):
-    """A replica and what is known of it."""
-
-    address: str
-    observed: Observed
-
-    @property
-    def was_asked(self) -> bool:
-        """True once a call was made, whatever came of it."""
-        return self.observed.seen_at is not None or bool(self.observed.failures or self.observed.versions)
-
-    def standing(self, lineage: str) -> Version | None:
-        """The version that it serves of a log; None if it does not answer, or serves none."""
-        if self.observed.failures:
-            return None
-        serving = [
-            version
-            for version in self.observed.versions
-            if version.state is VersionState.AVAILABLE and version.lineage == lineage
-        ]
-        return max(serving, key=lambda version: version.number, default=None)
 
 
 class Trial(Struct, frozen=True):
@@ -125,7 +101,7 @@ Action = Rest | Approve | Learn | Go | Judge | RollBack
 
 def decide(
     log: PublishedLog,
-    members: Iterable[Member],
+    replicas: Mapping[str, Observed],
     trial: Trial | None,
     now: float,
     *,
@@ -137,76 +113,76 @@ def decide(
     `patience_s` is how long one replica may take to go first; `knows` says that the answers at the approved
     position are known, or cannot be.
     """
-    members = sorted(members, key=lambda member: member.address)
+    replicas = dict(sorted(replicas.items()))
     if log.limit is None:
-        return _begin(log, members, trial), trial
+        return _begin(log, replicas, trial), trial
     if not log.is_canary:
         where = "cannot be read" if log.limit < 0 else f"is at {log.limit}"
         return Rest(f"a person decides: the hold {where}"), None
     approved, beyond = log.limit, replace(log, limit=None)
     if trial is not None and trial.approved != approved:
         trial = None
-    ahead = _ahead(members, log.lineage, approved, trial)
+    ahead = _ahead(replicas, log.lineage, approved, trial)
     if ahead is not None:
         address, version, position = ahead
         if trial is None or trial.address != address:
             trial = replace(trial or Trial(approved, "", now), address=address, began=now)
         return Judge(address, version.number, position, approved), trial
-    held = None if knows else at_position(members, log.lineage, approved)
+    held = None if knows else at_position(replicas, log.lineage, approved)
     if held is not None:
         return Learn(*held, approved), trial
     if beyond.newest <= approved:
         return Rest(f"all is approved, up to {approved}"), None
-    if trial is None and not _were_asked(members):  # one may stand beyond the hold: it was the canary
+    if trial is None and not _were_asked(replicas):  # one may stand beyond the hold: it was the canary
         return Rest("not every replica was asked yet"), None
-    able = [member.address for member in members if _can_pass(beyond, member, approved, now)]
-    return _send(beyond, approved, members, able, trial, now, patience_s)
+    able = [address for address, observed in replicas.items() if _can_pass(beyond, observed, approved, now)]
+    return _send(beyond, approved, replicas, able, trial, now, patience_s)
 
 
-def at_position(members: Iterable[Member], lineage: str, position: int) -> tuple[str, int] | None:
+def at_position(replicas: Mapping[str, Observed], lineage: str, position: int) -> tuple[str, int] | None:
     """A replica that serves a log at a position, and by which version; None if none does."""
-    for member in members:
-        version = member.standing(lineage)
+    for address, observed in replicas.items():
+        version = observed.standing(lineage)
         if version is not None and version.position == position:
-            return member.address, version.number
+            return address, version.number
     return None
 
 
-def _were_asked(members: list[Member]) -> bool:
-    return all(member.was_asked for member in members)
+def _were_asked(replicas: Mapping[str, Observed]) -> bool:
+    return all(observed.was_asked for observed in replicas.values())
 
 
-def _begin(log: PublishedLog, members: list[Member], trial: Trial | None) -> Action:
+def _begin(log: PublishedLog, replicas: Mapping[str, Observed], trial: Trial | None) -> Action:
     """Set the first hold: nobody is to be sent back by it, and nobody sent on.
 
     If somebody lifted the hold during a trial, what the replica on trial serves is not approved by that.
     """
-    if not members or not _were_asked(members):
+    if not replicas or not _were_asked(replicas):
         return Rest("not every replica was asked yet")
     positions = [
         version.position
-        for member in members
-        if (version := member.standing(log.lineage)) is not None
+        for address, observed in replicas.items()
+        if (version := observed.standing(log.lineage)) is not None
         and version.position is not None
-        and (trial is None or member.address != trial.address)
+        and (trial is None or address != trial.address)
     ]
     if not positions and trial is not None:
         return Approve(None, max(trial.approved, log.base))
     if positions:
         return Approve(None, max(positions))
-    if any(member.observed.failures for member in members):
+    if any(observed.failures for observed in replicas.values()):
         return Rest("no replica tells where it stands", is_stuck=True)
     return Approve(None, log.base)
 
 
 def _ahead(
-    members: list[Member], lineage: str, approved: int, trial: Trial | None
+    replicas: Mapping[str, Observed], lineage: str, approved: int, trial: Trial | None
 ) -> tuple[str, Version, int] | None:
     """The replica that stands furthest beyond what is approved, if one does; of several the one on trial."""
     found = [
-        (version.position, trial is not None and member.address == trial.address, member.address, version)
-        for member in members
-        if (version := member.standing(lineage)) is not None
+        (version.position, trial is not None and address == trial.address, address, version)
+        for address, observed in replicas.items()
+        if (version := observed.standing(lineage)) is not None
         and version.position is not None
         and version.position > approved
     ]
@@ -219,7 +195,7 @@ def _ahead(
 def _send(
     log: PublishedLog,
     approved: int,
-    members: list[Member],
+    replicas: Mapping[str, Observed],
     able: list[str],
     trial: Trial | None,
     now: float,
@@ -229,13 +205,15 @@ def _send(
     if trial is None:
         trial = Trial(approved, "", now)
     if trial.address and now - trial.began >= patience_s:
-        trial = _lose(trial, members, now)
-    if len(trial.dead) >= LOST_MEANS_BAD and any(member.standing(log.lineage) for member in members):
+        trial = _lose(trial, replicas, now)
+    if len(trial.dead) >= LOST_MEANS_BAD and any(
+        observed.standing(log.lineage) for observed in replicas.values()
+    ):
         names = " and ".join(trial.dead)
         reason = f"{names} stopped answering, one after the other, when they were to go beyond {approved}"
         return RollBack(approved, reason), trial
     fresh = [address for address in able if address not in trial.lost]
-    if trial.address not in able and _is_silent(trial.address, members):
+    if trial.address not in able and _is_silent(trial.address, replicas):
         return Rest(f"waiting for {trial.address}, which was to go first", is_stuck=True), trial
     if able and not fresh:  # all had their time: once more from the beginning
         trial, fresh = replace(trial, lost=()), able
@@ -246,22 +224,22 @@ def _send(
     return Go(trial.address, log.newest), trial
 
 
-def _lose(trial: Trial, members: list[Member], now: float) -> Trial:
+def _lose(trial: Trial, replicas: Mapping[str, Observed], now: float) -> Trial:
     """The trial after who went first had its time; the next one begins when it is chosen."""
-    is_dead = _is_silent(trial.address, members)
+    is_dead = _is_silent(trial.address, replicas)
     dead = tuple(dict.fromkeys((*trial.dead, trial.address))) if is_dead else ()
     return replace(trial, address="", began=now, lost=(*trial.lost, trial.address), dead=dead)
 
 
-def _is_silent(address: str, members: list[Member]) -> bool:
-    return any(member.address == address and member.observed.failures for member in members)
+def _is_silent(address: str, replicas: Mapping[str, Observed]) -> bool:
+    return address in replicas and bool(replicas[address].failures)
 
 
-def _can_pass(log: PublishedLog, member: Member, approved: int, now: float) -> bool:
+def _can_pass(log: PublishedLog, observed: Observed, approved: int, now: float) -> bool:
     """True if published deltas that it has not refused lately lead it beyond what is approved."""
-    version = member.standing(log.lineage)
+    version = observed.standing(log.lineage)
     if version is None or version.position is None:
         return False
-    refused = member.observed.refusals_of(log.lineage, now)
+    refused = observed.refusals_of(log.lineage, now)
     way = log.reach(version.position, without=refused)
     return bool(way) and way[-1].end > approved

@@ -40,7 +40,6 @@ from serving.agent.canary import (
     Go,
     Judge,
     Learn,
-    Member,
     Rest,
     RollBack,
     Trial,
@@ -50,7 +49,7 @@ from serving.agent.canary import (
 from serving.agent.journal import Event, Journal, What
 from serving.agent.publications import Publications
 from serving.agent.replica import BYTES_A_SECOND
-from serving.agent.rollout import Published, PublishedLog
+from serving.agent.rollout import Observed, Published, PublishedLog
 from serving.client import ModelClient
 from serving.updates import read_incremental_status
 
@@ -113,14 +112,14 @@ class Canary:
     def __init__(
         self,
         publications: Publications,
-        members: Callable[[], Sequence[Member]],
+        replicas: Callable[[], Mapping[str, Observed]],
         journal: Journal,
         rules: CanaryRules,
     ) -> None:
         self.publications = publications
         self.current: tuple[str, Action] | None = None
         self.failing = ""
-        self._members = members
+        self._replicas = replicas
         self._journal = journal
         self._rules = rules
         self._trial: Trial | None = None
@@ -192,11 +191,11 @@ class Canary:
         key = (log.lineage, approved if approved is not None else -1)
         pending = tuple(span for span in log.deltas if approved is not None and span.end > approved)
         size = self.publications.directory.size(log.lineage, pending)
-        members = self._members()
-        is_there = approved is not None and at_position(members, log.lineage, approved) is not None
+        replicas = self._replicas()
+        is_there = approved is not None and at_position(replicas, log.lineage, approved) is not None
         action, self._trial = decide(
             log,
-            members,
+            replicas,
             self._trial,
             time.monotonic(),
             patience_s=self._rules.patience_s + size / BYTES_A_SECOND,
@@ -255,10 +254,10 @@ class Canary:
     def _judge(self, log: PublishedLog, action: Judge) -> float:
         before = self._answers.get((log.lineage, action.approved))
         if before is None:
-            held = at_position(self._members(), log.lineage, action.approved)
+            held = at_position(self._replicas(), log.lineage, action.approved)
             if held is not None and self._learn(log, *held, action.approved):
                 return 0.0
-            others = any(member.address != action.address for member in self._members())
+            others = any(address != action.address for address in self._replicas())
             if others and not self._has_waited("compare", action):
                 return _BUSY_S
             text = f"no replica stands at {action.approved}: scores are not compared with those before"
@@ -383,14 +382,14 @@ class Canaries:
 
     @contextmanager
     def running(
-        self, publications: Sequence[Publications], members: Callable[[str], Sequence[Member]]
+        self, publications: Sequence[Publications], replicas: Callable[[str], Mapping[str, Observed]]
     ) -> Iterator[None]:
         """Decide inside the block; at its end what is under way may end within a second."""
         stop = threading.Event()
         for one in publications:
             name = one.model.name
             if name in self._rules:
-                self.of[name] = Canary(one, partial(members, name), self._journal, self._rules[name])
+                self.of[name] = Canary(one, partial(replicas, name), self._journal, self._rules[name])
         self._journal.read_by(self._hear)
         threads = [
             threading.Thread(target=canary.follow, args=(stop,), daemon=True) for canary in self.of.values()

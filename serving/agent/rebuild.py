@@ -23,14 +23,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
 
 from exporter.errors import CallFailed, ExportError, ServerError, UsageError
 from exporter.publish.delta_log import read_log
 from exporter.terminal.server_access import ServerAccess
 from exporter.wire.protos import Proto, message_class
-from serving.agent.audit import Audited
-from serving.agent.rollout import Observed
 from serving.client import ModelClient
 from serving.model_config import absent, listed_models, read_config_file
 from serving.reload import Reloader
@@ -40,95 +37,69 @@ _LOADS_S = 600.0
 _POLL_S = 0.1
 
 
-class Cared(Protocol):
-    """One model of one server, as its worker knows it."""
-
-    @property
-    def address(self) -> str:
-        """The server's address."""
-
-    @property
-    def model(self) -> str:
-        """The model's name there."""
-
-    @property
-    def observed(self) -> Observed:
-        """What is known of the server."""
-
-    @property
-    def audited(self) -> Audited | None:
-        """What the last audit found."""
-
-
-def serves_rightly(replica: Cared) -> bool:
-    """True if it answers with a version that no audit called wrong."""
-    is_wrong = replica.audited is not None and bool(replica.audited.differing)
-    serves = any(version.state is VersionState.AVAILABLE for version in replica.observed.versions)
-    return serves and not is_wrong and not replica.observed.failures
-
-
-def was_left_out(observed: Observed) -> bool:
-    """True if a server knows the model and has ended every version of it, without an error."""
-    versions = observed.versions
-    return bool(versions) and all(v.state is VersionState.END and not v.message for v in versions)
-
-
 class Rebuilder:
-    """Takes a model out of a server, and puts it back; `others` tells who else serves a model."""
+    """Takes a model out of a server, and puts it back.
+
+    `is_served_elsewhere` answers for an address and a model: does another server serve it rightly?
+    """
 
     def __init__(
-        self, config: Proto, access: ServerAccess, deadline_s: float, others: Callable[[str], Sequence[Cared]]
+        self,
+        config: Proto,
+        access: ServerAccess,
+        deadline_s: float,
+        is_served_elsewhere: Callable[[str, str], bool],
     ) -> None:
         self._config = config
         self._access = access
         self._deadline_s = deadline_s
-        self._others = others
+        self._is_served_elsewhere = is_served_elsewhere
         self._locks = {model.name: Lock() for model in config.model_config_list.config}
 
-    def rebuild(self, replica: Cared, model: Path) -> str:
-        """Load the model, which is published under `model`, anew; why it was not done, empty if it was.
+    def rebuild(self, address: str, model: str, path: Path) -> str:
+        """Load a model again, which is published under `path`; why it was not done, empty if it was.
 
         Raises:
             ServerError: the server refused, or did not do it in time; the model may be out of it.
         """
-        if not any(serves_rightly(other) for other in self._others(replica.model) if other is not replica):
+        if not self._is_served_elsewhere(address, model):
             return "no other replica would serve meanwhile"
-        lock = self._locks[replica.model]
+        lock = self._locks[model]
         if not lock.acquire(blocking=False):
             return "another replica is being rebuilt"
         try:
-            if problem := _problem_of(model):
+            if problem := _problem_of(path):
                 return problem
-            if problem := self._would_wait(replica):
+            if problem := self._would_wait(address, model):
                 return problem
-            with self._client(replica.address, replica.model) as client:
-                client.configure(self._without(replica.model), self._deadline_s)
+            with self._client(address, model) as client:
+                client.configure(self._without(model), self._deadline_s)
                 self._wait_until_gone(client)
-            self.restore(replica)
+            self.restore(address, model)
             return ""
         finally:
             lock.release()
 
-    def restore(self, replica: Cared) -> None:
+    def restore(self, address: str, model: str) -> None:
         """Give a server the whole configuration, and wait until it serves it.
 
         Raises:
             ServerError: it refused, or cannot load a version.
         """
-        if problem := self._would_wait(replica):
-            raise ServerError(f"{replica.address} is not given its configuration: {problem}")
+        if problem := self._would_wait(address, model):
+            raise ServerError(f"{address} is not given its configuration: {problem}")
         # The model's own path is not looked for: the server served it from there, wherever that is.
-        connect = partial(self._client, replica.address)
+        connect = partial(self._client, address)
         Reloader(self._config, connect, _LOADS_S, checks_paths=False).run()
 
-    def _would_wait(self, replica: Cared) -> str:
+    def _would_wait(self, address: str, model: str) -> str:
         """Why a server would take no further configuration after this one; empty if it would.
 
         The file may list another model that the server was never given.
         """
         for entry in self._config.model_config_list.config:
-            is_other = entry.name != replica.model
-            if is_other and (problem := absent(entry)) and not self._serves(replica.address, entry.name):
+            is_other = entry.name != model
+            if is_other and (problem := absent(entry)) and not self._serves(address, entry.name):
                 return f"--rebuild-config lists {entry.name}, which it does not serve yet: {problem}"
         return ""
 

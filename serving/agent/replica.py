@@ -1,93 +1,422 @@
-"""The calls that the agent makes to one model of one server."""
+"""One model of one server: a thread observes it, applies deltas, audits it, as `rollout` decides.
+
+What probes of its predictions took gives the pause between its deltas (see `pacing`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from pathlib import Path
-from typing import Self
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, datetime
+from typing import Any
 
-from exporter.delta.chunk_digest import Chunk
-from exporter.errors import CallFailed
-from exporter.terminal.server_access import ServerAccess
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from exporter.errors import CallFailed, ServerError
+from exporter.progress import count
+from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
+from exporter.wire.protos import Proto
+from serving.agent import rollout
 from serving.agent.audit import Audited, audit
-from serving.agent.rollout import Apply, Audit, Version
+from serving.agent.journal import Event, Journal, What
+from serving.agent.pacing import Latencies, PacePolicy, Waiting, next_pause
+from serving.agent.probe import Prober
+from serving.agent.publications import Model, Publications
+from serving.agent.rebuild import Rebuilder
+from serving.agent.rollout import (
+    Apply,
+    Audit,
+    Observe,
+    Observed,
+    Paced,
+    Policy,
+    Published,
+    Refusal,
+    Rest,
+    Version,
+)
 from serving.client import ModelClient
 from serving.status import VersionState, VersionStatus, error_text
 from serving.updates import IncrementalStatus, Updated, call_until_there, read_incremental_status
 
+
+class Pacer:
+    """The pause of one replica; `version` tells which version requests get that name none."""
+
+    def __init__(
+        self,
+        address: str,
+        model: Model,
+        policy: PacePolicy,
+        access: ServerAccess,
+        version: Callable[[], int | None],
+    ) -> None:
+        self.pause_s = 0.0
+        self._policy = policy
+        self._access = access
+        self._waiting = Waiting()
+        self._prober = Prober(address, model.name, model.path, policy.probe_s, version)
+
+    def start(self, stop: threading.Event) -> None:
+        """Probe until `stop`, in a thread."""
+        threading.Thread(target=self._prober.run, args=(self._access, stop), daemon=True).start()
+
+    def paced(self, versions: Sequence[Version], published: Published, now: float) -> Paced:
+        """The pause, and how long a delta has waited that one of the versions may take."""
+        logs = published.logs
+        pairs = [(version, logs[version.lineage]) for version in versions if version.lineage in logs]
+        return Paced(self.pause_s, self._waiting.longest_s(pairs, now), not self._prober.is_measuring)
+
+    def applying(self) -> AbstractContextManager[None]:
+        """Deltas are applied inside the block."""
+        return self._prober.applying()
+
+    @property
+    def latencies(self) -> Latencies:
+        """What probes took."""
+        return self._prober.latencies()
+
+    def adapt(self) -> str:
+        """Choose the pause before the next delta; what there is to tell: pauses begin, or end."""
+        before, found = self.pause_s, self.latencies
+        self.pause_s = next_pause(before, found, self._policy)
+        if found.applying_p99_s is None or found.idle_p99_s is None:
+            return ""
+        self._prober.begin_anew()
+        if (before > 0) == (self.pause_s > 0):
+            return ""
+        what = "pauses between deltas begin" if self.pause_s else "no more pauses between deltas"
+        p99s = f"{found.applying_p99_s * 1000:.1f} ms, {found.idle_p99_s * 1000:.1f} ms when idle"
+        return f"{what}: p99 of predictions is {p99s}"
+
+
 BYTES_A_SECOND = 20e6
 """A catch-up is given the time that its deltas take at this rate, beside the deadline of any call."""
+_AFTER_A_SURPRISE_S = 1.0
+_LONGEST_WAIT_S = 60.0
+_REFUSED = "INVALID_ARGUMENT"
+
+Allowed = Callable[[str, str, Published], Published]
+"""What a replica may take, by model, address and what is published of it."""
+
+
+class Settings(Struct, frozen=True):
+    """How the fleet is looked after; times in seconds.
+
+    `poll_s`: between two listings of a directory where nothing tells of changes. `resolve_s`: between two
+    looks at what names stand for. `deadline_s`: of any call, to which the time of a catch-up is added.
+    `audit_chunks`: how many chunks an audit compares. `pace`: how far predictions are spared (None: not
+    at all). `access`: files for TLS, a certificate, a token.
+    """
+
+    policy: Policy = field(default_factory=Policy)
+    poll_s: float = 1.0
+    resolve_s: float = 10.0
+    deadline_s: float = 10.0
+    audit_chunks: int = 16
+    pace: PacePolicy | None = None
+    rebuild: Proto | None = None
+    access: ServerAccess = WITHOUT_TLS
 
 
 class Replica:
-    """One model of one server; used by one thread."""
+    """One model of one server, kept fresh by a thread of its own."""
 
-    def __init__(self, address: str, model: str, deadline_s: float, access: ServerAccess) -> None:
+    def __init__(
+        self,
+        address: str,
+        publications: Publications,
+        journal: Journal,
+        settings: Settings,
+        allowed: Allowed,
+        rebuilder: Rebuilder | None = None,
+    ) -> None:
         self.address = address
-        self.model = model
-        self._deadline_s = deadline_s
-        self._client = ModelClient(address, model, deadline_s=deadline_s, access=access)
+        self.publications = publications
+        self.observed = Observed()
+        self.last_applied = 0.0
+        self.last_audit = time.monotonic()
+        self.audited: Audited | None = None
+        self._rebuilder = rebuilder
+        self._why_not_rebuilt = ""
+        self._journal = journal
+        self._settings = settings
+        self._allowed = allowed
+        self._stop = threading.Event()
+        self._seen = 0
+        self._newest_version: int | None = None
+        self._new_version_at = 0.0
+        self.pacer = self._pacer()
+        self._thread = threading.Thread(target=self._run, name=f"replica {address}", daemon=True)
 
-    def observe(self) -> list[Version]:
-        """Every version, and where those stand that are available.
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.publications.model.name
 
-        Raises:
-            CallFailed: the server did not answer, or has no such model.
-        """
-        return [self._version(status) for status in self._client.status()]
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+        if self.pacer is not None:
+            self.pacer.start(self._stop)
 
-    def apply(self, action: Apply, bytes_: int) -> Updated:
-        """Bring a version to a position; `bytes_` is what the deltas on the way hold.
+    def end(self) -> None:
+        """Make no more calls after the one under way."""
+        self._stop.set()
+        self.publications.wake()
 
-        If another update ran all the time, nothing was done: see `Updated.found_another`.
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the call under way; True if it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
-        Raises:
-            CallFailed: INVALID_ARGUMENT, the version does not take a delta; otherwise nobody knows.
-        """
-        self._client.deadline_s = self._deadline_s + bytes_ / BYTES_A_SECOND
+    @property
+    def published(self) -> Published:
+        """What this replica may take of what is published."""
+        return self._allowed(self.model, self.address, self.publications.current)
+
+    @property
+    def served_version(self) -> int | None:
+        """The version that requests get which name none."""
+        available = (v.number for v in self.observed.versions if v.state is VersionState.AVAILABLE)
+        return max(available, default=None)
+
+    @property
+    def serves_rightly(self) -> bool:
+        """True if it answers with a version that no audit found to differ from what is published."""
+        is_wrong = self.audited is not None and bool(self.audited.differing)
+        return self.served_version is not None and not is_wrong and not self.observed.failures
+
+    def _pacer(self) -> Pacer | None:
+        pace, access = self._settings.pace, self._settings.access
+        if pace is None:
+            return None
+        return Pacer(self.address, self.publications.model, pace, access, lambda: self.served_version)
+
+    def _run(self) -> None:
+        settings = self._settings
+        while not self._stop.is_set():
+            try:
+                with ModelClient(
+                    self.address, self.model, deadline_s=settings.deadline_s, access=settings.access
+                ) as client:
+                    while not self._stop.is_set():
+                        self._act(client)
+            except Exception as error:  # noqa: BLE001 - else nobody would look after this replica any more
+                self._failed(CallFailed("INTERNAL", f"{type(error).__name__}: {error}"))
+                self._stop.wait(_AFTER_A_SURPRISE_S)
+
+    def _act(self, client: ModelClient) -> None:
+        now, published, pacer = time.monotonic(), self.published, self.pacer
+        if published.newest_version != self._newest_version:
+            self._newest_version, self._new_version_at = published.newest_version, now
+        action = rollout.next_action(
+            self.observed,
+            published,
+            self._settings.policy,
+            now,
+            last_applied=self.last_applied,
+            last_audit=self.last_audit,
+            new_version_at=self._new_version_at,
+            paced=Paced() if pacer is None else pacer.paced(self.observed.versions, published, now),
+        )
+        match action:
+            case Rest(until):
+                pause = min(max(0.0, until - now), _LONGEST_WAIT_S)
+                self._seen = self.publications.wait(self._seen, pause)
+            case Observe():
+                self._observe(client)
+            case Apply():
+                self._apply(client, action)
+            case Audit():
+                self._audit(client, action)
+
+    def _observe(self, client: ModelClient) -> None:
         try:
-            return call_until_there(self._client, action.up_to, action.version)
-        finally:
-            self._client.deadline_s = self._deadline_s
+            versions = _versions(client)
+        except CallFailed as error:
+            self._failed(error)
+            return
+        before = self.observed
+        self.observed = before.answered(versions, time.monotonic())
+        for version, what, message in rollout.differences(before.versions, self.observed.versions):
+            if What(what) is What.RESTARTED:
+                self.audited = None
+            self._tell(What(what), message, version=version.number, position=version.position)
+        self._restore()
 
-    def audit(self, action: Audit, model: Path, chunks: int, suspects: Collection[Chunk]) -> Audited:
-        """Compare what a version holds with what is published under `model`.
+    def _apply(self, client: ModelClient, action: Apply) -> None:
+        bytes_ = self.publications.directory.size(action.lineage, action.chain)
+        began = time.monotonic()
+        try:
+            with self.pacer.applying() if self.pacer else nullcontext():
+                done = self._bring(client, action, bytes_)
+        except CallFailed as error:
+            if error.code == _REFUSED:
+                self._refused(client, action, error.cause or error.message)
+            else:
+                self._failed(error)
+            return
+        if done.found_another:  # perhaps it leads as far: nothing is wrong, and where it stands is seen anew
+            self._observe(client)
+            return
+        self.last_applied = now = time.monotonic()
+        if done.position < action.up_to:
+            self._refused(client, action, f"it stopped at {done.position}: {done.status}")
+            return
+        self.observed = self.observed.moved(done.version, done.position, done.step)
+        self._applied(action, done, now - began)
+        if self.pacer is not None and (told := self.pacer.adapt()):
+            self._tell(What.PACED, told)
+
+    def _bring(self, client: ModelClient, action: Apply, bytes_: int) -> Updated:
+        """Bring a version to a position; `bytes_` is the size of the deltas on the way.
+
+        `Updated.found_another` is true if another update ran all the time, and nothing was done.
 
         Raises:
-            CallFailed: the server did not answer, or refused.
+            CallFailed: INVALID_ARGUMENT, the version does not take a delta; after any other code, whether it
+                did is unknown.
         """
-        return audit(self._client, model, action, chunks, suspects)
+        client.deadline_s = self._settings.deadline_s + bytes_ / BYTES_A_SECOND
+        try:
+            return call_until_there(client, action.up_to, action.version)
+        finally:
+            client.deadline_s = self._settings.deadline_s
 
-    def close(self) -> None:
-        """End the connection."""
-        self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _version(self, status: VersionStatus) -> Version:
-        found = self._standing(status)
-        if found is None:
-            return Version(status.version, status.state, message=error_text(status))
-        return Version(
-            status.version,
-            status.state,
-            found.position,
-            found.step,
-            found.lineage,
-            error_text(status),
-            found.unsettled,
+    def _applied(self, action: Apply, done: Updated, seconds: float) -> None:
+        commit = self.publications.directory.commit(action.lineage, done.position)
+        now = datetime.now(UTC)
+        age = None if commit is None else (now - commit.created).total_seconds()
+        newest = None if commit is None else commit.event_time
+        took = f"{count(done.deltas, 'delta')}, {count(done.rows, 'row')}"
+        self._tell(
+            What.APPLIED,
+            f"version {done.version} is at position {done.position}: {took}",
+            version=done.version,
+            position=done.position,
+            step=done.step,
+            rows=done.rows,
+            deltas=done.deltas,
+            seconds=seconds,
+            behind_seconds=age,
+            event_age_seconds=None if newest is None else (now - newest).total_seconds(),
         )
 
-    def _standing(self, status: VersionStatus) -> IncrementalStatus | None:
-        if status.state is not VersionState.AVAILABLE:
-            return None
+    def _refused(self, client: ModelClient, action: Apply, reason: str) -> None:
+        """Note which delta was not taken: the first one from where the version stands now, for those before
+        it on the way were applied.
+        """
+        self._observe(client)
+        at = next((v.position for v in self.observed.versions if v.number == action.version), None)
+        log = self.publications.current.logs.get(action.lineage)
+        way = () if at is None or log is None else log.up_to(action.up_to).reach(at)
+        if not way:  # it is there by now, or gone, or nobody knows
+            return
+        refusal = Refusal(action.lineage, way[0], reason, time.monotonic())
+        self.observed = self.observed.refused(refusal)
+        self._tell(What.REFUSED, f"delta {way[0]} was not taken: {reason}", version=action.version)
+
+    def _audit(self, client: ModelClient, action: Audit) -> None:
+        self.last_audit = time.monotonic()
         try:
-            return read_incremental_status(self._client, status.version)
+            suspects = () if self.audited is None else self.audited.differing
+            chunks = self._settings.audit_chunks
+            found = audit(client, self.publications.model.path, action, chunks, suspects)
         except CallFailed as error:
-            if error.code == "NOT_FOUND":  # unloaded between the two calls
-                return None
-            raise
+            self._failed(error)
+            return
+        before, self.audited = self.audited, found
+        if found.skipped and suspects:  # nothing is known that would clear it
+            self.audited = replace(found, differing=suspects)
+        elif found.differing:
+            chunk = found.differing[0]
+            self._tell(
+                What.DIFFERS,
+                f"version {action.version} at position {found.position} does not hold what was published: "
+                f"{chunk.variable}, rows {chunk.start} to {chunk.stop}; start this server anew",
+                version=action.version,
+                position=found.position,
+            )
+            self._rebuild(client)
+        elif found.skipped and (before is None or before.skipped != found.skipped):
+            self._tell(What.AUDIT, f"no audit of version {action.version}: {found.skipped}")
+
+    def _rebuild(self, client: ModelClient) -> None:
+        """Load the model anew where that may be done, and look at it with new eyes."""
+        if self._rebuilder is None:
+            return
+        before = self._why_not_rebuilt
+        try:
+            self._why_not_rebuilt = self._rebuilder.rebuild(
+                self.address, self.model, self.publications.model.path
+            )
+        except ServerError as error:
+            self._failed(CallFailed("ABORTED", error.message, cause=f"it was not rebuilt: {error}"))
+            return
+        if self._why_not_rebuilt:
+            if self._why_not_rebuilt != before:
+                self._tell(What.AUDIT, f"it is not rebuilt: {self._why_not_rebuilt}")
+            return
+        self._tell(What.REBUILT, "it was loaded anew from its base")
+        self.audited, self.last_audit = None, 0.0
+        self._observe(client)
+
+    def _restore(self) -> None:
+        """Put a model back that somebody took out, and did not live to put back."""
+        if self._rebuilder is None or not self.observed.was_left_out:
+            return
+        try:
+            self._rebuilder.restore(self.address, self.model)
+            self._tell(What.REBUILT, "it was out of the server, and is back")
+        except ServerError as error:
+            self._failed(CallFailed("ABORTED", error.message, cause=f"it is not back: {error}"))
+
+    def _failed(self, error: CallFailed) -> None:
+        before = self.observed
+        text = error.cause or error.message
+        self.observed = before.failed(text, time.monotonic(), random.random())
+        if not before.failures or before.error != text:
+            self._tell(What.FAILED, text)
+
+    def _tell(self, what: What, message: str, **told: Any) -> None:
+        self._journal.write(Event(what, message, self.model, self.address, **told))
+
+
+def _versions(client: ModelClient) -> list[Version]:
+    """Every version, and the position of each that is available.
+
+    Raises:
+        CallFailed: the server did not answer, or has no such model.
+    """
+    return [_version(client, status) for status in client.status()]
+
+
+def _version(client: ModelClient, status: VersionStatus) -> Version:
+    found = _standing(client, status)
+    if found is None:
+        return Version(status.version, status.state, message=error_text(status))
+    return Version(
+        status.version,
+        status.state,
+        found.position,
+        found.step,
+        found.lineage,
+        error_text(status),
+        found.unsettled,
+    )
+
+
+def _standing(client: ModelClient, status: VersionStatus) -> IncrementalStatus | None:
+    if status.state is not VersionState.AVAILABLE:
+        return None
+    try:
+        return read_incremental_status(client, status.version)
+    except CallFailed as error:
+        if error.code == "NOT_FOUND":  # unloaded between the two calls
+            return None
+        raise

@@ -167,6 +167,28 @@ class Observed(Struct, frozen=True):
     error: str = ""
     refusals: tuple[Refusal, ...] = ()
 
+    @property
+    def was_asked(self) -> bool:
+        """True once a call was made, whatever came of it."""
+        return self.seen_at is not None or bool(self.failures or self.versions)
+
+    @property
+    def was_left_out(self) -> bool:
+        """True if the server knows the model and has ended every version of it, without an error."""
+        ended = (known.state is VersionState.END and not known.message for known in self.versions)
+        return bool(self.versions) and all(ended)
+
+    def standing(self, lineage: str) -> Version | None:
+        """The version that it serves of a log; None if it does not answer, or serves none."""
+        if self.failures:
+            return None
+        serving = [
+            version
+            for version in self.versions
+            if version.state is VersionState.AVAILABLE and version.lineage == lineage
+        ]
+        return max(serving, key=lambda version: version.number, default=None)
+
     def answered(self, versions: Sequence[Version], now: float) -> Observed:
         """It told where its versions stand."""
         newest_first = sorted(versions, key=lambda version: -version.number)

@@ -15,9 +15,10 @@ from serving.agent.audit import Audited
 from serving.agent.canary import Action, Go, Judge, Rest
 from serving.agent.canary_keeper import Canaries
 from serving.agent.directory import ModelDirectory
-from serving.agent.fleet import Fleet, Worker
+from serving.agent.fleet import Fleet
 from serving.agent.publications import Publications
 from serving.agent.puller import Puller
+from serving.agent.replica import Replica
 from serving.agent.rollout import Published, Quarantined, Rollback, Version
 from serving.status import VersionState
 
@@ -222,8 +223,8 @@ def _store(puller: Puller | None) -> StoreView | None:
 def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: datetime) -> ModelView:
     published = publications.current
     decided = published.decided()
-    workers = fleet.workers_of(publications.model.name)
-    observed = [worker.observed for worker in workers]
+    replicas = fleet.replicas_of(publications.model.name)
+    observed = [replica.observed for replica in replicas]
     log = published.newest_log
     return ModelView(
         publications.model.name,
@@ -234,7 +235,7 @@ def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: da
         None if log is None else log.limit,
         rollout.quarantined(observed, decided),
         rollout.needs_base(observed, decided),
-        tuple(_replica(worker, publications.directory, now) for worker in workers),
+        tuple(_replica(replica, publications.directory, now) for replica in replicas),
         _canary(canaries, publications, now),
         None if log is None else log.rollback,
     )
@@ -281,22 +282,22 @@ def _doing(action: Action | None) -> tuple[str | None, str]:
             return None, "decides"
 
 
-def _replica(worker: Worker, directory: ModelDirectory, now: datetime) -> ReplicaView:
-    observed = worker.observed
+def _replica(replica: Replica, directory: ModelDirectory, now: datetime) -> ReplicaView:
+    observed = replica.observed
     versions = tuple(
-        _version(version, worker.publications.current, directory, now) for version in observed.versions
+        _version(version, replica.publications.current, directory, now) for version in observed.versions
     )
     answering = bool(observed.versions) and not observed.failures
     return ReplicaView(
-        worker.model, worker.address, answering, observed.error, versions, worker.audited, _pace(worker)
+        replica.model, replica.address, answering, observed.error, versions, replica.audited, _pace(replica)
     )
 
 
-def _pace(worker: Worker) -> PaceView | None:
-    if worker.pacer is None:
+def _pace(replica: Replica) -> PaceView | None:
+    if replica.pacer is None:
         return None
-    found = worker.pacer.latencies
-    return PaceView(worker.pacer.pause_s, found.idle_p99_s, found.applying_p99_s)
+    found = replica.pacer.latencies
+    return PaceView(replica.pacer.pause_s, found.idle_p99_s, found.applying_p99_s)
 
 
 def _version(version: Version, published: Published, directory: ModelDirectory, now: datetime) -> VersionView:

@@ -14,7 +14,6 @@ from serving.agent.canary import (
     Go,
     Judge,
     Learn,
-    Member,
     Rest,
     RollBack,
     Trial,
@@ -22,6 +21,8 @@ from serving.agent.canary import (
 )
 from serving.agent.rollout import Observed, PublishedLog, Refusal, Version
 from serving.status import VersionState
+
+Member = tuple[str, Observed]
 
 LINE = "line"
 NOW = 100.0
@@ -41,23 +42,23 @@ def at(position: int | None, number: int = 1, lineage: str = LINE, **more: objec
 
 def replica(name: str, *versions: Version | int) -> Member:
     known = [at(version) if isinstance(version, int) else version for version in versions]
-    return Member(name, Observed().answered(known, NOW))
+    return (name, Observed().answered(known, NOW))
 
 
 def down(name: str, *versions: int) -> Member:
-    return Member(name, replica(name, *versions).observed.failed("UNAVAILABLE", NOW, 0.0))
+    return (name, replica(name, *versions)[1].failed("UNAVAILABLE", NOW, 0.0))
 
 
 def refusing(name: str, position: int, *pair: int, ago: float = 0.0) -> Member:
     refusal = Refusal(LINE, Span(*pair), "damaged", NOW - ago)
-    return Member(name, replica(name, position).observed.refused(refusal).answered([at(position)], NOW))
+    return (name, replica(name, position)[1].refused(refusal).answered([at(position)], NOW))
 
 
 def trial(address: str, ago: float = 0.0, **more: object) -> Trial:
     return replace(Trial(1, address, NOW - ago), **more)
 
 
-UNASKED = Member("z", Observed())
+UNASKED = ("z", Observed())
 A0, A1, A2, B0, B1, B2, C1 = (
     *(replica("a", position) for position in (0, 1, 2)),
     *(replica("b", position) for position in (0, 1, 2)),
@@ -282,16 +283,16 @@ DECISIONS: dict[str, tuple[PublishedLog, list[Member], Trial | None, bool, Actio
 @pytest.mark.parametrize("name", DECISIONS)
 def test_decisions(name: str) -> None:
     published, members, before, knows, expected = DECISIONS[name]
-    action, _ = decide(published, members, before, NOW, patience_s=PATIENCE_S, knows=knows)
+    action, _ = decide(published, dict(members), before, NOW, patience_s=PATIENCE_S, knows=knows)
     assert action == expected
 
 
 def test_a_trial_counts_from_when_its_replica_was_chosen() -> None:
-    action, first = decide(HELD, [A1, B1], None, NOW, patience_s=PATIENCE_S, knows=True)
+    action, first = decide(HELD, dict([A1, B1]), None, NOW, patience_s=PATIENCE_S, knows=True)
     assert (action, first) == (Go("a", 3), Trial(1, "a", NOW))
-    action, second = decide(HELD, [A1, B1], first, NOW + 29, patience_s=PATIENCE_S, knows=True)
+    action, second = decide(HELD, dict([A1, B1]), first, NOW + 29, patience_s=PATIENCE_S, knows=True)
     assert second == first
-    action, third = decide(HELD, [A1, B1], first, NOW + 31, patience_s=PATIENCE_S, knows=True)
+    action, third = decide(HELD, dict([A1, B1]), first, NOW + 31, patience_s=PATIENCE_S, knows=True)
     assert (action, third) == (Go("b", 3), Trial(1, "b", NOW + 31, lost=("a",)))
 
 
@@ -302,7 +303,7 @@ def test_what_takes_down_one_replica_after_the_other_takes_down_two(passes_first
     members = {name: replica(name, 1) for name in "abcd"}
     for _ in range(500):
         now += 0.5
-        action, before = decide(HELD, members.values(), before, now, patience_s=PATIENCE_S, knows=True)
+        action, before = decide(HELD, dict(members.values()), before, now, patience_s=PATIENCE_S, knows=True)
         match action:
             case RollBack(to, reason):
                 assert to == 1
@@ -339,7 +340,7 @@ class World:
             for name, position in self.positions.items()
         ]
         action, self.trial = decide(
-            self.log, members, self.trial, self.now, patience_s=PATIENCE_S, knows=True
+            self.log, dict(members), self.trial, self.now, patience_s=PATIENCE_S, knows=True
         )
         match action:
             case Approve(expected, position):

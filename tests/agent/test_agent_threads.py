@@ -13,10 +13,10 @@ import watchfiles
 
 from exporter.errors import UsageError
 from exporter.terminal.server_access import WITHOUT_TLS
-from serving.agent.fleet import Settings, Worker
 from serving.agent.journal import Event, Journal, What
 from serving.agent.probe import Prober
 from serving.agent.publications import Model, Publications
+from serving.agent.replica import Replica, Settings
 from serving.agent.rollout import Published
 from serving.agent.targets import Targets
 
@@ -70,18 +70,18 @@ def test_a_replica_is_looked_after_again_whatever_went_wrong(tmp_path: Path) -> 
         return published
 
     publications = Publications(Model("m", tmp_path), journal, 0.05)
-    worker = Worker("127.0.0.1:9", publications, journal, Settings(), allowed)
-    worker.start()
+    replica = Replica("127.0.0.1:9", publications, journal, Settings(), allowed)
+    replica.start()
     try:
         until = time.monotonic() + 60
-        while worker.observed.failures < 2 and time.monotonic() < until:
+        while replica.observed.failures < 2 and time.monotonic() < until:
             time.sleep(0.01)
         said = [event.message for event in journal.last() if event.what is What.FAILED]
         assert any("a fault of our own" in message for message in said)
         assert any("UNAVAILABLE" in message for message in said), "it was called again"
     finally:
-        worker.end()
-        assert worker.join(60)
+        replica.end()
+        assert replica.join(60)
 
 
 def test_a_directory_whose_changes_are_not_told_is_polled(

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -296,13 +295,12 @@ def test_an_agent_gives_a_server_no_model_that_it_would_wait_for(
         shutil.copytree(two_models / "a", tmp_path / "later")
     entries = entry(two_models, "b"), f"name: 'c' base_path: '{tmp_path}/later' model_platform: 'tensorflow'"
     config = read_rebuild_config(listing(tmp_path / "models.config", *entries), ["b"])
-    replica: Any = SimpleNamespace(address=server.address, model="b")
-    rebuilder = Rebuilder(config, WITHOUT_TLS, 10.0, lambda model: ())
+    rebuilder = Rebuilder(config, WITHOUT_TLS, 10.0, lambda address, model: False)
     if is_there:
-        rebuilder.restore(replica)
+        rebuilder.restore(server.address, "b")
     else:
         with pytest.raises(ServerError, match=r"lists c, which it does not serve yet: .*later is not there"):
-            rebuilder.restore(replica)
+            rebuilder.restore(server.address, "b")
     assert server.models.served().keys() == ({"b", "c"} if is_there else {"b"})
 
 
