@@ -251,9 +251,10 @@ def plan_rebase(model: Path, *, despite_hold: bool = False, jobs: Jobs = LOCALLY
     Raises:
         ModelHeld, CheckpointError, PositionMoved: as `rebase`.
     """
-    Permission(despite_hold).check(model, takes_deltas=True)
+    permission = Permission(despite_hold)
 
     def plan(log: DeltaLog) -> Rebasing | None:
+        permission.check(model, takes_deltas=True, versions=log.versions)
         at = _newest_approved(log).at
         if log.base.at.position >= at.position:
             return None
@@ -288,7 +289,6 @@ def rebase(
         PositionMoved, PublishError: see errors.py; nothing was published.
     """
     permission = Permission(despite_hold)
-    permission.check(model, takes_deltas=True)
     return undisturbed(model, lambda log: _rebase(log, keep, permission, jobs, progress))
 
 
@@ -299,6 +299,7 @@ def _rebase(
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
 ) -> Rebased | None:
+    permission.check(log.model, takes_deltas=True, versions=log.versions)
     model, base, newest = log.model, log.base, _newest_approved(log)
     if base.at.position >= newest.at.position:
         return None
