@@ -365,7 +365,7 @@ def export_incremental(
                 raise
             return _new_log(request, progress, error, is_watching=is_watching)
         except PositionMoved:
-            if attempt == _ATTEMPTS or mirror.find(request.out) is not None:  # whoever opened it looks again
+            if attempt == _ATTEMPTS or mirror.is_remote(request.out):  # whoever opened it looks again
                 raise
         except PositionError as error:
             if not full_on_mismatch:
