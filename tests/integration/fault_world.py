@@ -17,6 +17,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,13 +32,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from exporter.delta.chunk_digest import chunk_digest
-from exporter.errors import CallFailed, ExportError
-from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
+from exporter.errors import CallFailed, Exit, ExportError
+from exporter.options import Isolation
+from exporter.publish.delta_log import DeltaLog, LogBase, list_deltas, read_log
 from exporter.publish.served_digests import served_chunks, served_digests
 from serving.client import ModelClient
 from serving.status import VersionState
 from serving.updates import read_incremental_status
-from tests.integration.chaos_world import ITEMS, USERS, damaged, served, write_graph
+from tests.integration.chaos_world import GOLDEN, ITEMS, USERS, damaged, served, write_graph
 from tests.support.agents import ROOT, publishing
 from tests.support.clocks import Clock
 from tests.support.directory_store import BUCKET, directory_store
@@ -50,6 +52,8 @@ _ASK_EVERY_S = 0.05
 _LONGEST_ACCIDENT_S = 4.0
 _TO_NOTICE_S = 5.0
 """A process may end so long after what it ends of."""
+NAME = "ranker"
+"""What servers call the model, wherever it lies."""
 
 
 class Fault(AssertionError):
@@ -164,6 +168,9 @@ class Client:
         positions = set(outputs.pop("model_position").tolist())
         outputs.pop("model_step")
         self.answers += 1
+        mixes = self._world.mixes(version)
+        if len(positions) != 1 and mixes:
+            return
         if len(positions) != 1:
             self._world.fault(f"{self._server.name} answered from positions {positions}")
         (position,) = positions
@@ -173,7 +180,7 @@ class Client:
         seen, last = Seen(start, version, position), self.last
         self.last = seen
         bits = hashlib.sha256(b"".join(outputs[name].tobytes() for name in sorted(outputs))).hexdigest()
-        known = self._world.answers.setdefault(position, bits)
+        known = bits if mixes else self._world.answers.setdefault(position, bits)
         if known != bits:
             self._world.fault(f"{self._server.name} at {position} answers otherwise than another did")
         if last is not None and position < last.position:
@@ -219,47 +226,69 @@ class World:
         self.clocks: list[tuple[str, Clock]] = []
         root = directory if disk is None else disk
         self.disk = disk
+        self.places = 1
+        self.options: tuple[str, ...] = ()
+        self._mixing: dict[int, bool] = {}
         self.calls = self.stack.enter_context(failing_calls())
         (directory / "bucket").mkdir()
         self.store, _ = self.stack.enter_context(directory_store(directory / "bucket"))
-        self.model, self.train = root / "ranker", root / "train"
+        self.model, self.train = root / NAME, root / "train"
         self.until, self.final = directory / "until", directory / "final.npz"
-        graph = directory / "graph.meta"
-        write_graph(graph)
+        self.ill, self.golden, self.graph = (directory / name for name in ("ill", "golden", "graph.meta"))
+        self.golden.write_text(json.dumps(GOLDEN))
+        write_graph(self.graph)
 
         def program(name: str, *command: object) -> Program:
             return Program(name, command, directory / f"{name}.log")
 
-        def with_clock(name: str, *command: object) -> Program:
-            clock = Clock(directory / f"{name}.clock")
-            self.clocks.append((name, clock))
-            return program(name, "tests.support.clocks", clock.file, *command)
-
-        self.trainer = program(
-            *("trainer", "tests.integration.fault_trainer", self.train, seed, pace_s, self.until, self.final)
-        )
-        options = ("--stamp", "--with-digest", "--incr", "--watch", "--interval", "0.1")
-        self.exporter = with_clock(
-            "exporter", "exporter", *publishing(self.train, self.model, graph), *options
-        )
-        ports = [_free_port() for _ in range(replicas)]
-        self.servers = [
-            program(
-                *(f"server{number}", "serving.cli", "run", self.model, "--port", port),
-                *("--poll-seconds", "0.2", "--wait", "60"),
-            )
-            for number, port in enumerate(ports)
-        ]
-        self.proxies = [self.stack.enter_context(Proxy(port)) for port in ports]
-        targets = [part for proxy in self.proxies for part in ("--target", proxy.address)]
-        self.agent = with_clock(
-            *("agent", "serving.cli", "agent", "--model-base-path", self.model, *targets, "--json"),
-            *("--port", "0", "--refresh-seconds", "1", "--deadline", "2", "--audit-seconds", "0.5"),
-        )
+        told = (self.train, seed, pace_s, self.until, self.final, self.ill)
+        self.trainer = program("trainer", "tests.integration.fault_trainer", *told)
+        self.exporter, self.agent = program("exporter"), program("agent")
+        self.clocks = [(name, Clock(directory / f"{name}.clock")) for name in ("exporter", "agent")]
+        self._ports = [_free_port() for _ in range(replicas)]
+        self.servers = [program(f"server{number}") for number in range(replicas)]
+        self.proxies = [self.stack.enter_context(Proxy(port)) for port in self._ports]
+        self._set_commands()
         for each in self.programs:
             self.stack.callback(each.stop)
         self.stack.callback(lambda: [program.stop() for _, program in self.commands])
-        self._ports = ports
+
+    def _set_commands(self) -> None:
+        """What everybody runs from the next start on: where the model is now, with the options of now."""
+        exporter, agent = (("tests.support.clocks", clock.file) for _, clock in self.clocks)
+        watching = ("--incr", "--full-on-mismatch", "--watch", "--interval", "0.1")
+        self.exporter.command = [*exporter, "exporter", *self._publishing(), *watching]
+        for server, port in zip(self.servers, self._ports, strict=True):
+            server.command = [
+                *("serving.cli", "run", self.model, "--model-name", NAME, "--port", port),
+                *("--poll-seconds", "0.2", "--wait", "60"),
+            ]
+        targets = [part for proxy in self.proxies for part in ("--target", proxy.address)]
+        self.agent.command = [
+            *(
+                *agent,
+                "serving.cli",
+                "agent",
+                "--model-base-path",
+                f"{NAME}={self.model}",
+                *targets,
+                "--json",
+            ),
+            *("--port", "0", "--refresh-seconds", "1", "--deadline", "2", "--audit-seconds", "0.5"),
+        ]
+
+    def _publishing(self) -> list[str]:
+        return [*publishing(self.train, self.model, self.graph), "--stamp", "--with-digest", *self.options]
+
+    def mixes(self, version: int) -> bool:
+        """True if responses of a version may mix positions: its base was exported so, or is not there."""
+        if version not in self._mixing:
+            try:
+                updates = LogBase.read(self.model / str(version)).entry.updates
+            except ExportError:
+                return True
+            self._mixing[version] = updates.isolation is Isolation.ROW or updates.snapshot_max_rows < USERS
+        return self._mixing[version]
 
     @property
     def programs(self) -> list[Program]:
@@ -282,8 +311,7 @@ class World:
             server.start()
         self.agent.start()
         self.clients = [
-            Client(server, port, self.model.name, self)
-            for server, port in zip(self.servers, self._ports, strict=True)
+            Client(server, port, NAME, self) for server, port in zip(self.servers, self._ports, strict=True)
         ]
         self._wait(
             "every server", lambda: all(client.last is not None for client in self.clients), _STARTED_WITHIN_S
@@ -322,8 +350,21 @@ class World:
         "fill_disk": 2,
         "clock_jump": 3,
         "read_only": 2,
-        "operate": 5,
+        "operate": 6,
+        "sicken": 3,
+        "other_options": 2,
+        "move": 1,
+        "copy": 1,
     }
+    OPTIONS: ClassVar[list[tuple[str, ...]]] = [
+        (),
+        ("--require-finite",),
+        ("--cast", "s/items=bfloat16"),
+        ("--cast", "s/users=float16", "--require-finite"),
+        ("--isolation", "row"),
+        ("--snapshot-max-rows", "4"),
+        ("--data", "compact", "--verify", "bytes"),
+    ]
 
     def _happen(self) -> None:
         what = self.dice.choices(list(self.HAPPENINGS), list(self.HAPPENINGS.values()))[0]
@@ -372,6 +413,8 @@ class World:
 
     def damage(self) -> str | None:
         """A delta is damaged, or missing, and healed after a while."""
+        if self.full.now:  # it could not be healed
+            return None
         with suppress(OSError, ExportError):
             deltas = list_deltas(read_log(self.model).path)
             delta = self.dice.choice(deltas[-3:]) if deltas else None
@@ -395,7 +438,7 @@ class World:
 
     def fill_disk(self) -> str | None:
         """No space is left, for trainer and exporter."""
-        if self.full.now:
+        if self.full.now or self.unreadable.now:
             return None
         self.full.begin()
         if self.disk is None:  # as full as a process can be told that it is
@@ -420,7 +463,7 @@ class World:
     def read_only(self) -> str | None:
         """Nobody can write, as after an error of the disk; where somebody just does, it cannot be had."""
         disk = self.disk
-        if disk is None or self.full.now or not _remount(disk, "ro"):
+        if disk is None or self.full.now or self.unreadable.now or not _remount(disk, "ro"):
             return None
         self.full.begin()
         self.closed.begin()
@@ -432,6 +475,48 @@ class World:
         self._mend_later("the disk can be written", mend, self.full)
         return "is the disk"
 
+    def sicken(self) -> str | None:
+        """Some rows are trained to NaN, and are numbers again after a while."""
+        if self.ill.exists():
+            return None
+        self.ill.touch()
+        self._mend_later("rows are numbers again", self.ill.unlink)
+        return "rows"
+
+    def other_options(self) -> str:
+        """The exporter is started with others; where they make another schema, it begins a new log."""
+        self.options = self.dice.choice(self.OPTIONS)
+        if self.dice.random() < 0.5:
+            self.options = (*self.options, "--golden", str(self.golden))
+        self.exporter.signal(signal.SIGKILL)
+        self._set_commands()
+        return " ".join(self.options)
+
+    def move(self) -> str | None:
+        """The model's directory is renamed, and everybody is told."""
+        return self._go_to(lambda place: self.model.rename(place))
+
+    def copy(self) -> str | None:
+        """The model is copied, everybody is told, and the old directory is gone."""
+
+        def copied(place: Path) -> None:
+            shutil.copytree(self.model, place, symlinks=True)
+            shutil.rmtree(self.model)
+
+        return self._go_to(copied)
+
+    def _go_to(self, bring: Callable[[Path], object]) -> str | None:
+        if self.commands or self.unreadable.now or self.full.now:
+            return None
+        for program in (self.exporter, *self.servers, self.agent):
+            program.stop()
+        place = self.model.with_name(f"{NAME}{self.places}")
+        bring(place)
+        self.places += 1
+        self.model = place
+        self._set_commands()
+        return place.name
+
     def operate(self) -> str | None:
         """Somebody rolls back, resumes, merges, publishes a base or pushes to a store; calls may fail."""
         with suppress(OSError, ExportError):
@@ -441,6 +526,8 @@ class World:
             positions = [delta.end for delta in log.deltas[-8:-1]]
             choices = [("merge", self.model), ("merge", self.model, "--rebase")]
             choices += [("push", self.model, f"s3://{BUCKET}/ranker", "--prune")] * 2
+            base = (*self._publishing(), "--updatable", "--again")
+            choices += [base, (*base, "--golden", self.golden)] if "--golden" not in base else [base]
             if positions:
                 choices += [("rollback", self.model, "--to", self.dice.choice(positions))] * 2
             chosen = self.dice.choice(choices)
@@ -464,7 +551,8 @@ class World:
         """Run `export-model` beside everything; it may be killed, and may fail while something is damaged."""
         is_last = limit_s is not None
         limit_s = limit_s or self.dice.choice([0.5, 2.0, 30.0, 30.0])
-        words = " ".join(str(argument) for argument in arguments if argument != self.model)
+        usual = {*publishing(self.train, self.model, self.graph), str(self.model)}
+        words = " ".join(word for word in map(str, arguments) if word not in usual)
         log = self._logs / f"operator{len(self.commands)}.log"
         environment = dict(self.store)
         if self.calls is not None and not is_last and self.dice.random() < 0.4:
@@ -488,7 +576,9 @@ class World:
             program.stop()
             self.commands.remove(command)
             self.say(f"{program.name} ended with {program.code}")
-            if "Traceback" in (said := program.said()) or "unexpected" in said:
+            is_told = program.killed or program.code in {*Exit} - {Exit.INTERRUPTED}
+            said = program.said()
+            if not is_told or "Traceback" in said or "unexpected" in said:
                 self.fault(f"{program.name}: {said}")
 
     # --- what is done about it ---------------------------------------------------------------------------
@@ -579,17 +669,17 @@ class World:
 
     def _all_at(self, log: DeltaLog) -> bool:
         version = int(log.base.path.name)
-        return all(_standing(port, self.model.name, version) == log.at.position for port in self._ports)
+        return all(_standing(port, NAME, version) == log.at.position for port in self._ports)
 
     def _compare(self, server: Program, port: int, log: DeltaLog, trained: dict[str, np.ndarray]) -> None:
         """Each chunk of it is what was published, and what was published is what was trained."""
         chunks = served_chunks(log)
         published = served_digests(log, log.at.position, chunks)
-        own = []
+        own, dtypes = [], {variable.name: variable.dtype.numpy for variable in log.schema.variables}
         for chunk in chunks:
-            value = trained[chunk.variable]
+            value = trained[chunk.variable].astype(dtypes[chunk.variable])
             own.append(chunk_digest(value[chunk.start : chunk.stop] if value.ndim else value))
-        with ModelClient(f"127.0.0.1:{port}", self.model.name) as client:
+        with ModelClient(f"127.0.0.1:{port}", NAME) as client:
             rows = {"rows": np.arange(len(chunks))}
             version = int(log.base.path.name)
             answer = client.predict(rows, signature="incremental_digest", version=version).outputs

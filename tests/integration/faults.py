@@ -1,7 +1,7 @@
 """`make faults MINUTES=10`: accidents at random around real processes; see `fault_world`.
 
 pytest does not collect this by itself; the short form is `test_faults`. FAULT_MINUTES says for how long, in
-worlds of two minutes; FAULT_SEED is the first world's.
+worlds of FAULT_WORLD_S seconds; FAULT_SEED is the first world's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.integration.fault_world import Fault, World, small_disk
 
 MINUTES = float(os.environ.get("FAULT_MINUTES", "10"))
 FIRST = int(os.environ.get("FAULT_SEED", "1"))
-_WORLD_S = 120.0
+_WORLD_S = float(os.environ.get("FAULT_WORLD_S", "120"))
 
 
 def seeds() -> range:
