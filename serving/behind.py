@@ -25,8 +25,8 @@ class VersionStanding(Struct, frozen=True):
 
     `behind_deltas` are those that an update would apply now, and no further than the hold; `behind_steps` are
     training steps from here to the newest position. `since` is when the values that are served were
-    published, `event_time` when the newest event happened that they were trained on. `problem` says why
-    something is not known.
+    published, `event_time` when the newest event happened that they were trained on. `unsettled` counts its
+    responses of no one position since it was loaded. `problem` says why something is not known.
     """
 
     status: VersionStatus
@@ -38,6 +38,7 @@ class VersionStanding(Struct, frozen=True):
     newer_version: int | None = None
     since: datetime | None = None
     event_time: datetime | None = None
+    unsettled: int | None = None
     problem: str = ""
 
     def age_seconds(self, now: datetime) -> float | None:
@@ -63,7 +64,7 @@ def _ask(client: ModelClient, status: VersionStatus) -> VersionStanding:
         return VersionStanding(status, problem=error.cause or error.message)
     if told is None:
         return VersionStanding(status)
-    return VersionStanding(status, told.position, told.step, told.lineage)
+    return VersionStanding(status, told.position, told.step, told.lineage, unsettled=told.unsettled)
 
 
 def compare(standings: Sequence[VersionStanding], target: Timeline) -> list[VersionStanding]:

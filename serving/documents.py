@@ -77,6 +77,8 @@ class ServedVersion(Struct, frozen=True):
     """When the newest event happened that those values were trained on."""
     event_age_seconds: float | None
     """How long ago that was."""
+    unsettled: int | None
+    """Its responses of no one position since it was loaded; null: it does not count them."""
     problem: str | None
     """Why something is not known."""
 

@@ -38,10 +38,11 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
         versions=[_document(one, now) for one in found],
     )
     sink.result(document)
-    columns, rows = _COLUMNS, _rows(found, now)
-    if not any(one.event_time for one in found):  # few trainers tell, and a terminal is narrow
-        columns = {name: columns[name] for name in columns if name != _EVENT}
-        rows = [(*row[:_EVENT_AT], *row[_EVENT_AT + 1 :]) for row in rows]
+    columns, found_rows = _COLUMNS, _rows(found, now)
+    seldom = {_EVENT: any(one.event_time for one in found), _UNSETTLED: any(one.unsettled for one in found)}
+    shown = [name for name in columns if seldom.get(name, True)]  # a terminal is narrow
+    rows = [tuple(row[name] for name in shown) for row in found_rows]
+    columns = {name: columns[name] for name in shown}
     sink.table(f"{client.model} on {client.address}{_newest(target)}", columns, rows)
     if target is None and any(one.position is not None for one in found):
         sink.note("to see how far behind a version is: --published MODEL_BASE_PATH")
@@ -49,6 +50,7 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
 
 
 _EVENT = "event"
+_UNSETTLED = "unsettled"
 _COLUMNS = {
     "version": "right",
     "state": "left",
@@ -57,9 +59,9 @@ _COLUMNS = {
     "behind": "left",
     "age": "right",
     _EVENT: "right",
+    _UNSETTLED: "right",
     "": "left",
 }
-_EVENT_AT = list(_COLUMNS).index(_EVENT)
 
 
 def _published(history: Timeline) -> Published:
@@ -84,6 +86,7 @@ def _document(one: VersionStanding, now: datetime) -> ServedVersion:
         age_seconds=None if age is None else round(age, 3),
         event_time=one.event_time,
         event_age_seconds=None if event_age is None else round(event_age, 3),
+        unsettled=one.unsettled,
         problem=one.problem or None,
     )
 
@@ -95,18 +98,19 @@ def _newest(target: Timeline | None) -> str:
     return f"; published: position {target.at or 'unknown'}{held}"
 
 
-def _rows(found: Sequence[VersionStanding], now: datetime) -> list[tuple[Any, ...]]:
+def _rows(found: Sequence[VersionStanding], now: datetime) -> list[dict[str, Any]]:
     return [
-        (
-            one.status.version,
-            one.status.state.name,
-            _or_blank(one.position),
-            _or_blank(one.step),
-            _behind(one),
-            _age(one.age_seconds(now)),
-            _age(one.event_age_seconds(now)),
-            error_text(one.status) or one.problem,
-        )
+        {
+            "version": one.status.version,
+            "state": one.status.state.name,
+            "position": _or_blank(one.position),
+            "step": _or_blank(one.step),
+            "behind": _behind(one),
+            "age": _age(one.age_seconds(now)),
+            _EVENT: _age(one.event_age_seconds(now)),
+            _UNSETTLED: _or_blank(one.unsettled),
+            "": error_text(one.status) or one.problem,
+        }
         for one in found
     ]
 

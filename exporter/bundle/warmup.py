@@ -161,7 +161,7 @@ def write_warmup(requests: Iterable[WarmupRequest], directory: Path) -> Path:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        text = read_regular(path).decode()
+        text = read_regular(path, _MAX_FILE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as exc:
         raise UsageError(
             f"cannot read warm-up requests from {path}", cause=str(exc), hint="name a text file with --warmup"
@@ -169,6 +169,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
 
 
+_MAX_FILE_BYTES = 1 << 30
 _MAX_TRIAL_BYTES = 256 << 20
 """More of dense variables than this, and a trial is not worth its memory."""
 

@@ -29,6 +29,9 @@ Array = np.ndarray[Any, Any]
 BLOCK_BYTES = 4096
 
 _MAGIC = b"EMHASH03"
+_LEAST_BLOCK_BYTES = BLOCK_BYTES // 2
+_BESIDE_BYTES = 4096
+"""More than a table, or the index itself, takes beside its hashes and its name."""
 
 
 def block_rows(row_bytes: int) -> int:
@@ -107,21 +110,32 @@ def write_index(path: Path, index: HashIndex) -> None:
     temporary.replace(path)
 
 
-def read_index(path: Path, *, lineage: str, position: int, state: str) -> HashIndex | None:
-    """The cache if it belongs to this state and is whole; None otherwise."""
+def most_bytes(tables: Mapping[str, int]) -> int:
+    """A size that no index of tables of these names and bytes has."""
+    hashes = sum(8 * (bytes_ // _LEAST_BLOCK_BYTES) + _BESIDE_BYTES for bytes_ in tables.values())
+    return hashes + 4 * sum(map(len, tables)) + _BESIDE_BYTES
+
+
+def read_index(
+    path: Path, *, lineage: str, position: int, state: str, limit: int | None = None
+) -> HashIndex | None:
+    """The cache if it belongs to this state, is whole and has no more bytes than `limit`; None otherwise."""
     import zipfile
 
     try:
-        content = read_regular(path)
+        content = read_regular(path, limit)
         body = content[16:]
         if content[:8] != _MAGIC or int.from_bytes(content[8:16], "little") != masked_crc(body):
             return None
+        with zipfile.ZipFile(io.BytesIO(body)) as members:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members.infolist()):
+                return None
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
             owner, values, *names = arrays["names"].tobytes().decode().split("\0")
             where, seed = arrays["meta"].tolist()
             if (owner, where, values) != (lineage, position, state):
                 return None
             tables = {name: arrays[f"table_{n}"] for n, name in enumerate(names)}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile):
         return None
     return HashIndex(lineage, position, BlockHasher(seed), tables, state)

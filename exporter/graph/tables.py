@@ -381,10 +381,24 @@ def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
     path = _named_file(source, name, node)
     # A SavedModel's own asset is a whole path already; what a constant says is relative to the graph.
     for candidate in (path,) if name in source.assets else _places(source, path):
-        source.trust.require_file(candidate, source.directory)
-        if candidate.is_file():
+        if _is_there(source, name, candidate):
             return candidate
     raise MissingAsset(f"the graph reads the file {str(path)!r} (in {name!r}), which is not there")
+
+
+def _is_there(source: SourceGraph, name: str, path: Path) -> bool:
+    """True if a file that the node `name` asks for exists.
+
+    Raises:
+        AccessRefused: a found graph may not take it.
+        MissingAsset: the system cannot look for such a path, or may not.
+    """
+    try:
+        source.trust.require_file(path, source.directory)
+        return path.is_file()
+    except (OSError, ValueError) as error:  # longer than paths can be, or with a zero byte
+        cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise MissingAsset(f"the graph reads the file {str(path)!r} (in {name!r})", cause=cause) from error
 
 
 def _places(source: SourceGraph, path: Path) -> tuple[Path, ...]:
@@ -416,8 +430,7 @@ def files_to_feed(source: SourceGraph) -> dict[str, Path]:
         if name in found:
             continue
         for place in _places(source, path):
-            source.trust.require_file(place, source.directory)
-            if place.is_file():
+            if _is_there(source, name, place):
                 if place != path:
                     found[name] = place
                 break

@@ -23,9 +23,16 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.delta.diff import Comparison, diff
-from exporter.delta.format import Change, DeltaHeader, Rows, Schema
+from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.newest_rows import fold_whole, merge_changes, needs_folding
-from exporter.delta.row_hashes import BlockHasher, HashIndex, read_index, without_rows, write_index
+from exporter.delta.row_hashes import (
+    BlockHasher,
+    HashIndex,
+    most_bytes,
+    read_index,
+    without_rows,
+    write_index,
+)
 from exporter.delta.snapshot import Array, Changes, CheckedFiles, Snapshot
 from exporter.delta.spans import Position, Span
 from exporter.delta.tolerance import (
@@ -491,18 +498,24 @@ def _all_changes(
             layers = fold_whole(layers, log.schema, published())
         layers = (*layers, table_changes(log, trainer, scratch).changes)
         return _Found({**merge_changes(layers, log.schema, scratch), **planned.lookups})
-    known = read_index(log.path / HASHES_DIRECTORY, **state_of(log))
     spec = log.base.entry.mapping_spec
+    compared = ordinary(log.schema, spec)
+    limit = most_bytes({each.name: _bytes_of(each) for each in compared.variables if each.is_table})
+    known = read_index(log.path / HASHES_DIRECTORY, **state_of(log), limit=limit)
     with progress("compare", trainer.mapping.bytes_) as bar:
         runner = _runner(planned.request)
         hasher = known.hasher if known else BlockHasher.fresh()
         if known is None and runner is not None:  # else no job would be gone on with
             hasher = BlockHasher.of(f"{log.lineage} {log.at.position}")
         how = Comparison(scratch, known, hasher, progress=bar, runner=runner)
-        found = diff(published(), trainer.state(), ordinary(log.schema, spec), how)
+        found = diff(published(), trainer.state(), compared, how)
     tables = table_changes(log, trainer, scratch)
     hashes = HashIndex(log.lineage, planned.position, hasher, found.hashes, state="")
     return _Found(found.changes | tables.changes, found.bytes_ + tables.compared_bytes, hashes)
+
+
+def _bytes_of(variable: ServedVariable) -> int:
+    return math.prod(variable.shape) * (variable.dtype.itemsize or 0)
 
 
 def _runner(request: ExportRequest) -> Runner | None:

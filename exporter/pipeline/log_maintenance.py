@@ -37,6 +37,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -69,7 +70,7 @@ from exporter.publish.commit import PublishedDelta as Published
 from exporter.publish.commit import Staging, UnderLock, model_lock, next_delta_position
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta, read_log
 from exporter.publish.delta_publication import Publication, header_of, publish_changes, publish_written
-from exporter.publish.finite import require_merger_finite, unchecked
+from exporter.publish.finite import require_finite, require_merger_finite, unchecked
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.permission import binding
 from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
@@ -160,21 +161,24 @@ def resumption_of(log: DeltaLog, lift_only: bool) -> Restoration | None:
 def rollback_plan(
     log: DeltaLog, restoration: Restoration | None, approved: int | None = None, *, was_held: bool = True
 ) -> RollbackPlan:
-    """What `_restore` would publish; what it would read of deltas is read and checked.
+    """What `_restore` would publish; what it would read of deltas is read and checked, values where it must.
 
     `approved` is where a canary's hold stands then, if that is what is left.
 
     Raises:
-        PositionUnknown, CheckpointError: as `_restore`.
+        PositionUnknown, NotFinite, CheckpointError: as `_restore`.
     """
     is_canary = approved is not None
     if restoration is None:
         return RollbackPlan(log.at, log.at, None, log.at.position, approved, is_canary, was_held)
     _, step = log.trained_at(restoration.of)
-    for delta in since(log, restoration):
-        log.open(delta)
-    log.state(restoration.of)
+    taken_back = [log.open(delta).changes for delta in since(log, restoration)]
+    values = log.state(restoration.of)
     span = Span(restoration.start, next_delta_position(log.model, None, log.at.position))
+    if log.base.entry.updates.finite:
+        with TemporaryDirectory() as scratch:
+            changes = restoring(taken_back, values, log.schema, Path(scratch))
+            require_finite(log, changes, span, _instead(log, restoration))
     hold = span.end if restoration.holds else approved
     return RollbackPlan(
         log.at, Position(restoration.of, step), delta_path(log, span), span.end, hold, is_canary
@@ -456,7 +460,7 @@ def rollback(model: Path, to: int, *, reason: str | None = None, if_canary: bool
 
     Where the newest version takes no deltas, `to` is a version, which is published again as the newest. The
     `reason` is kept with what is published. `if_canary`: only if a canary's hold stands at `to`; others may
-    have decided meanwhile.
+    have decided meanwhile. What of the `reason` is not Unicode is kept escaped.
 
     Raises:
         PositionUnknown: nothing published stands at `to`, or its values are gone.
@@ -466,6 +470,8 @@ def rollback(model: Path, to: int, *, reason: str | None = None, if_canary: bool
         TargetBusy: another exporter had the model's lock for too long.
         CheckpointError, PublishError: see errors.py; nothing was published, and the hold is as it was.
     """
+    if reason is not None:
+        reason = reason.encode(errors="backslashreplace").decode()
     if republish.is_plain(model) and not if_canary:
         return republish.rollback(model, to, reason)
     with _operating(model) as (log, staging):

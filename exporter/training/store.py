@@ -18,6 +18,7 @@ from exporter.files import (
     FileIdentity,
     identity_of,
     make_directories,
+    read_regular,
     remove_tree,
     sync,
     write_durably,
@@ -38,6 +39,8 @@ from exporter.publish.staging import Staging
 
 IndexSignature: TypeAlias = tuple[str, FileIdentity]
 """A full checkpoint's name, and its index's inode and modification time in nanoseconds."""
+
+_MAX_SESSION_BYTES = 1 << 12
 
 Fill = Callable[[BundleWriter], Contents]
 
@@ -110,7 +113,7 @@ class Store:
             UsageError: another one has.
         """
         try:
-            found = (self.path / SESSION_FILE).read_text("ascii").strip()
+            found = read_regular(self.path / SESSION_FILE, _MAX_SESSION_BYTES).decode("ascii").strip()
         except (OSError, ValueError):  # nothing tells of another one
             return
         if found != session:

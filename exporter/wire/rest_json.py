@@ -53,6 +53,9 @@ _MOST_DIMENSIONS = 254
 LONG_BYTES = 4 << 20
 _BLOCK_BYTES = 256 << 10
 _LISTS = ("instances", "inputs", "examples")
+MOST_IN_ONE = 1 << 20
+"""Lists, objects and strings of one value that is longer than `LONG_BYTES`; as objects of Python each takes
+some 60 bytes, or 20 times its text."""
 
 
 class LongList(Struct, frozen=True):
@@ -103,7 +106,7 @@ class LongList(Struct, frozen=True):
         """Some items, at least one, and where the comma or the bracket behind them is."""
         items, end = [], at + _BLOCK_BYTES
         while True:
-            item, at = self.decoder.raw_decode(self.text, _space(self.text, at))
+            item, at = _value(self.text, _space(self.text, at), self.decoder)
             items.append(item)
             at = _space(self.text, at)
             if at > end or not self.text.startswith(",", at):
@@ -115,7 +118,8 @@ def parse_request(body: bytes | bytearray) -> dict[str, Json]:
     """The object that a request's body holds; `NaN`, `Infinity` and `-Infinity` are numbers.
 
     Lists and objects may be nested as deeply as the body is long, as in the server. Of more than `LONG_BYTES`
-    they may not, and the lists of rows, columns and examples are left in their text.
+    they may not, a single row or value has at most `MOST_IN_ONE` parts, and the lists of rows, columns and
+    examples are left in their text.
 
     Raises:
         ValueError: where it is no JSON, or that it is no object.
@@ -208,7 +212,7 @@ def _key(text: str, at: int, decoder: json.JSONDecoder) -> tuple[str, int]:
 def _long_document(text: str, decoder: json.JSONDecoder) -> Json:
     at = _space(text, 0)
     if not text.startswith("{", at):
-        return decoder.decode(text)
+        return _value(text, at, decoder)[0]
     document, at = _long_object(text, at, decoder, _LISTS)
     if at < len(text):
         raise json.JSONDecodeError("Extra data", text, at)
@@ -229,12 +233,35 @@ def _long_object(
         elif text.startswith("{", at) and lists and key == "inputs":
             found[key], at = _long_object(text, at, decoder, ())
         else:
-            found[key], at = decoder.raw_decode(text, at)
+            found[key], at = _value(text, at, decoder)
         at = _space(text, at)
         if text.startswith("}", at):
             break
         at = _skip_comma(text, at)
     return found, _space(text, at + 1)
+
+
+def _value(text: str, at: int, decoder: json.JSONDecoder) -> tuple[Json, int]:
+    """A value of a long document, and where it ends, within a bounded number of objects.
+
+    Raises:
+        ValueError: it has too many parts, or is no JSON.
+    """
+    with suppress(json.JSONDecodeError):
+        value, size = decoder.raw_decode(text[at : at + LONG_BYTES])
+        if size < LONG_BYTES:  # else it may be a number that goes on
+            return value, at + size
+    cut, parts = at, 0
+    while parts <= MOST_IN_ONE and cut < len(text):
+        begin, cut = cut, cut + _BLOCK_BYTES
+        parts += text.count("[", begin, cut) + text.count("{", begin, cut) + text.count('"', begin, cut) // 2
+    try:
+        value, size = decoder.raw_decode(text[at:cut])
+    except json.JSONDecodeError as error:
+        if cut < len(text):
+            raise ValueError(f"a value of more than {MOST_IN_ONE} lists, objects and strings") from None
+        raise json.JSONDecodeError(error.msg, text, at + error.pos) from None
+    return value, at + size
 
 
 def _end(blocks: Generator[list[Json], None, int]) -> int:

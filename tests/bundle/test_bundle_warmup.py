@@ -300,6 +300,13 @@ class TestFile:
             with pytest.raises(UsageError, match="cannot read warm-up requests"):
                 read_requests(path, meta_graph)
 
+    def test_a_file_of_very_many_bytes(self, tmp_path: Path, meta_graph: protos.Proto) -> None:
+        with (tmp_path / "sparse").open("wb") as file:
+            file.truncate(1 << 40)
+        with pytest.raises(UsageError, match="cannot read warm-up requests") as caught:
+            read_requests(tmp_path / "sparse", meta_graph)
+        assert "it has more than" in str(caught.value.cause)
+
     def test_a_target_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(b"")
         with pytest.raises(TargetNotWritable):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +18,12 @@ from exporter.delta.compare_rows import differing_rows
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.newest_rows import merge_changes
-from exporter.delta.row_hashes import BlockHasher, HashIndex, block_rows, read_index, write_index
+from exporter.delta.row_hashes import BlockHasher, HashIndex, block_rows, most_bytes, read_index, write_index
 from exporter.delta.row_reader import RowReader
 from exporter.delta.row_spill import RowSpill
 from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile
+from exporter.wire.crc32c import masked_crc
 from exporter.wire.dtypes import DType
 
 SHAPE = (3000, 5)
@@ -139,6 +142,28 @@ def test_a_cache_that_cannot_be_trusted_is_no_cache(tmp_path: Path, index: HashI
     lineage, position = ("m" if damage == "other log" else "l"), (8 if damage == "other position" else 7)
     state = "t" if damage == "other state" else "s"
     assert read_index(path, lineage=lineage, position=position, state=state) is None
+
+
+def test_a_cache_that_is_too_long_is_not_read(tmp_path: Path) -> None:
+    tables = {f"table {number}" * 20: number * 100_000 for number in range(20)}
+    hashes = {name: np.zeros(-(-bytes_ // 2049), np.uint64) for name, bytes_ in tables.items()}
+    path, limit = tmp_path / "hashes", most_bytes(tables)
+    write_index(path, HashIndex("l", 7, BlockHasher(1), hashes, "s"))
+    assert path.stat().st_size <= limit < 2 * path.stat().st_size + (20 << 12)
+    assert read_index(path, lineage="l", position=7, state="s", limit=limit) is not None
+    os.truncate(path, 1 << 40)
+    assert read_index(path, lineage="l", position=7, state="s", limit=limit) is None
+
+
+def test_a_cache_with_packed_members_is_no_cache(tmp_path: Path, index: HashIndex) -> None:
+    path = tmp_path / "hashes"
+    write_index(path, index)
+    packed = io.BytesIO()
+    with np.load(io.BytesIO(path.read_bytes()[16:])) as arrays:
+        np.savez_compressed(packed, **arrays)
+    body = packed.getvalue()
+    path.write_bytes(path.read_bytes()[:8] + masked_crc(body).to_bytes(8, "little") + body)
+    assert read_index(path, lineage="l", position=7, state="s") is None
 
 
 @given(st.data())

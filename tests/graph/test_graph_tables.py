@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exporter.errors import MissingAsset, NotServable
+from exporter.errors import AccessRefused, MissingAsset, NotServable
 from exporter.graph.load import GraphRequest, load_graph, load_source
+from exporter.graph.source_graph import Trust
+from exporter.wire.protos import message_class
 from tests.support.graph_runs import names, ops, serve, train
 
 
@@ -112,6 +114,23 @@ def test_a_missing_vocabulary_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(MissingAsset, match=r"words\.txt"):
         load_graph(GraphRequest(trained.meta, **REQUEST))
+
+
+@pytest.mark.parametrize("path", ["w" * 300, "/" + "w" * 300, "a\0b"], ids=["relative", "absolute", "zero"])
+@pytest.mark.parametrize("is_found", [False, True], ids=["named", "found"])
+def test_a_path_that_no_file_can_have_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, is_found: bool
+) -> None:
+    vocabulary(tmp_path / "words.txt", ["a"])
+    monkeypatch.chdir(tmp_path)
+    trained = train(tmp_path, looks_up("words.txt"))
+    meta = message_class("MetaGraphDef").FromString(Path(trained.meta).read_bytes())
+    for node in meta.graph_def.node:
+        if node.op == "Const" and node.attr["value"].tensor.string_val == [b"words.txt"]:
+            node.attr["value"].tensor.string_val[0] = path.encode()
+    Path(trained.meta).write_bytes(meta.SerializeToString())
+    with pytest.raises(MissingAsset if not is_found or path[0] != "/" else AccessRefused, match="file"):
+        load_graph(GraphRequest(trained.meta, **REQUEST, trust=Trust(is_found=is_found)))
 
 
 def test_a_table_that_no_checkpoint_holds_is_refused_and_not_served_empty(tmp_path: Path) -> None:

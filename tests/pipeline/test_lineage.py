@@ -6,6 +6,7 @@ Every sequence is checked against `NumpyTrainer`, which knows what happened.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 
 from exporter.errors import UsageError
 from exporter.increments.increment import CheckpointId
+from exporter.layout import INCREMENTS_DIRECTORY, SESSION_FILE
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import read_log
@@ -230,6 +232,14 @@ def test_of_two_trainings_in_one_directory_the_one_that_began_first_ends(tmp_pat
     trainer.session = second
     world.do("increment")
     world.export()
+
+
+def test_a_session_file_that_no_training_wrote_is_not_read(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.do("restore, saver first")
+    world.do("increment")
+    os.truncate(world.trainer.directory / INCREMENTS_DIRECTORY / SESSION_FILE, 1 << 40)
+    world.do("increment")
 
 
 def test_a_full_checkpoint_that_was_there_before_the_session_is_not_its_own(tmp_path: Path) -> None:

@@ -144,6 +144,13 @@ def test_the_rollback_of_a_canary_keeps_its_reason_and_binds(request_: ExportReq
     assert "scores: NaN" in export_model("history", request_.out).out
 
 
+def test_a_reason_that_is_not_unicode_is_kept_escaped(request_: ExportRequest) -> None:
+    done = export_model("rollback", request_.out, "--to", 20, "--reason", "caf\udce9: NaN")  # Latin-1 in argv
+    assert done.code == 0, done.err
+    told = export_model("history", request_.out, "--json").document
+    assert told["events"][-1]["reason"] == "caf\\udce9: NaN"
+
+
 def test_a_rollback_that_was_killed_before_it_held_is_done_again(request_: ExportRequest) -> None:
     """Its delta is there, and the canary's hold stays: nobody goes anywhere until it is known who decides."""
     log_maintenance.rollback(request_.out, 20, if_canary=True)

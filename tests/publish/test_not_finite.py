@@ -160,6 +160,18 @@ def test_while_it_lasts_a_rollback_leads_past_it(place: Place) -> None:
     assert place.publish(2.0) > good
 
 
+def test_a_dry_run_foresees_that_it_is_refused(place: Place) -> None:
+    good = place.publish(1.0)
+    with place.older_release():
+        bad = place.publish(np.nan)
+    place.publish(2.0)
+    arguments = ("rollback", place.model, "--to", bad, "--json")
+    planned, done = export_model(*arguments, "--dry-run"), export_model(*arguments)
+    assert (planned.code, planned.error) == (done.code, done.error)
+    assert (done.code, "NaN" in done.error["message"]) == (6, True)
+    assert export_model("rollback", place.model, "--to", good, "--dry-run").code == 0
+
+
 def test_what_is_published_next_leads_past_it_by_itself(place: Place) -> None:
     good = place.publish(1.0)
     with place.older_release():

@@ -209,3 +209,22 @@ def test_a_long_request_that_is_nested_too_deeply(text: str) -> None:
     body = (text % ("[" * rest_json.LONG_BYTES)).encode()
     with pytest.raises(ValueError, match="nested too deeply"):
         rest_json.parse_request(body + b" ")
+
+
+@pytest.mark.parametrize("text", ['{"instances": [%s]}', '{"inputs": {"x": [%s]}}', '{"a": %s}', "%s"])
+@pytest.mark.parametrize("part", ["[],", "{},", '"",'])
+def test_a_long_value_of_very_many_parts(text: str, part: str) -> None:
+    body = text % f"[{part * (2 * rest_json.MOST_IN_ONE)}1]"
+    with pytest.raises(ValueError, match=f"more than {rest_json.MOST_IN_ONE} lists"):
+        rest_json.parse_request(body.encode())
+
+
+@pytest.mark.parametrize("value", [[1] * 200, [[1]] * 60, ["a]"] * 60, 10**200, "[" * 200])
+def test_a_long_value_of_not_so_many_parts(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut anywhere, also inside of a number, it is read whole."""
+    for name, size in {"LONG_BYTES": 100, "_BLOCK_BYTES": 64, "MOST_IN_ONE": 250}.items():
+        monkeypatch.setattr(rest_json, name, size)
+    assert rest_json.parse_request(json.dumps({"a": value, "b": [value, 2]}).encode()) == {
+        "a": value,
+        "b": [value, 2],
+    }

@@ -62,7 +62,7 @@ def test_a_version_tells_where_it_stands(server: ModelServer) -> None:
     (version,) = status(server)["versions"]
     assert (version["version"], version["position"], version["step"]) == (10, 10, 10)
     assert (version["behind_deltas"], version["age_seconds"]) == (None, None)
-    assert len(version["lineage"]) == 32
+    assert (len(version["lineage"]), version["unsettled"]) == (32, 0)
     assert "--published" in call("status", server.address, "--model", "ranker").stderr
 
 
