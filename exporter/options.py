@@ -1,17 +1,162 @@
-"""The options of an export as values, for the command line and for Python."""
+"""The options of an export as values, for the command line and for Python; each is declared once.
+
+A field that is annotated with an `Option` is an option of each command that takes the field's struct. From
+that declaration come its parameter, help and completion (`exporter.terminal.parameters`), its line in
+docs/reference, what a plan's digest tells of it, and the argument that says the same to another process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from msgspec import Struct, field
-from msgspec.structs import force_setattr
+from msgspec import NODEFAULT, Struct, field
+from msgspec.structs import fields, force_setattr
 
 from exporter.errors import UsageError
 from exporter.local_paths import checkpoint_path, local_name, local_path
+from exporter.storage.url import Url
+
+
+class Option(Struct, frozen=True):
+    """What makes a field an option, beside its type and default."""
+
+    help: str
+    heading: str | None = None
+    """Where it stands in `--help`."""
+    name: str = ""
+    """`--name`; empty: the field's own name."""
+    metavar: str | None = None
+    least: float | None = None
+    """The smallest number that is accepted."""
+    default: str = ""
+    """What `--help` says of the default, if that is not its value."""
+    typed: Any = None
+    """The type of what is typed, if it is not the field's."""
+    parse: Callable[[str, str], Any] | None = None
+    """Makes the field's value of the option's name and what is typed."""
+    text: Callable[[Any], str] = str
+    """What is typed for a value: the other way round."""
+    goes_with: str = ""
+    """Options without one of which it has no effect, and is refused: `--incr and --updatable`."""
+    digest: Literal["", "always", "if given"] = ""
+    """Whether a plan's digest tells of it: it decides what a version is, and shows neither in its graph nor
+    in its tensors. `always` is for what the first release told of, given or not; a new option is `if given`,
+    so that what was published before it is recognised.
+    """
+
+
+class DeclaredOption(Struct, frozen=True):
+    """An option where it is declared: at the end of `path`, from field to field."""
+
+    path: tuple[str, ...]
+    option: Option
+    type: Any
+    default: Any
+
+    @property
+    def name(self) -> str:
+        """`--name`."""
+        return self.option.name or f"--{self.path[-1].replace('_', '-')}"
+
+    def value(self, values: Any) -> Any:
+        """Its value in such a struct; that of a part that is not there is the default."""
+        for name in self.path:
+            values = getattr(values, name, self.default)
+        return values
+
+    def is_given(self, values: Any) -> bool:
+        """True if its value in such a struct is not the default."""
+        return bool(self.value(values) != self.default)
+
+
+@cache
+def declared(kind: type[Struct]) -> tuple[DeclaredOption, ...]:
+    """The options that a struct declares, and those of structs in it."""
+    return tuple(_declared(kind))
+
+
+def _declared(kind: type[Struct]) -> Iterator[DeclaredOption]:
+    hints = get_type_hints(kind, include_extras=True)
+    for each in fields(kind):
+        hint = hints[each.name]
+        option = next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Option)), None)
+        default = each.default_factory() if each.default_factory is not NODEFAULT else each.default
+        if option is not None:
+            yield DeclaredOption((each.name,), option, get_args(hint)[0], default)
+        elif (inner := struct_in(hint)) is not None:
+            for one in declared(inner):
+                yield DeclaredOption((each.name, *one.path), one.option, one.type, one.default)
+
+
+def struct_in(hint: Any) -> type[Struct] | None:
+    """The struct that a field holds, or may hold."""
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return next((one for one in members if isinstance(one, type) and issubclass(one, Struct)), None)
+
+
+def option_of(kind: type[Struct], name: str) -> str:
+    """The option that sets a field."""
+    return next(one.name for one in declared(kind) if one.path[-1] == name)
+
+
+def arguments(values: Struct) -> Iterator[str]:
+    """What is typed to say the same: each option that is not as by default.
+
+    An option and its value are one argument, `--name=value`, so that a value may begin with a dash.
+    """
+    for one in declared(type(values)):
+        if not one.is_given(values):
+            continue
+        match one.value(values):
+            case bool():
+                yield one.name
+            case Mapping() as pairs:
+                yield from (f"{one.name}={name}={text}" for name, text in pairs.items())
+            case tuple() as several:
+                yield from (f"{one.name}={each}" for each in several)
+            case value:
+                yield f"{one.name}={one.option.text(value)}"
+
+
+def told_in_digest(values: Struct) -> dict[str, Any]:
+    """The options that a plan's digest tells of, by their fields; a part that is not there is None."""
+    told: dict[str, Any] = {}
+    for one in declared(type(values)):
+        if not one.option.digest:
+            continue
+        part = told
+        for name in one.path[:-1]:
+            if getattr(values, name) is None:
+                part[name] = None
+                break
+            part = part.setdefault(name, {})
+        else:
+            if one.option.digest == "always" or one.is_given(values):
+                part[one.path[-1]] = one.value(values)
+    return told
+
+
+def require_company(given: Iterable[Struct]) -> None:
+    """Refuse options that have no effect without others, of all structs that a command was given.
+
+    Raises:
+        UsageError: there is such an option.
+    """
+    found = [(one, values) for values in given for one in declared(type(values))]
+    there = {one.name for one, values in found if one.is_given(values)}
+    for one, _ in found:
+        needs = one.option.goes_with
+        if one.name in there and needs and not there.intersection(needs.split(" and ")):
+            *others, last = (one.name for one, _ in found if one.option.goes_with == needs)
+            several = f"{', '.join(others)} and {last} go" if others else f"{last} goes"
+            raise UsageError(f"{several} with {needs}")
 
 
 class DataMode(StrEnum):
@@ -72,152 +217,325 @@ class EngineName(StrEnum):
     DASK = "dask"
 
 
+PLACES = "Where from, where to"
+SERVED = "What to serve"
+NAMES = "Which tensor is which"
+STORAGE = "Storage"
+KEYED = "Tables by keys"
+CHECKS = "Checks"
+DELTAS = "Deltas"
+FOLLOWING = "Following training"
+WORK = "Work on many bytes"
+HEADINGS = (PLACES, SERVED, NAMES, STORAGE, KEYED, CHECKS, DELTAS, FOLLOWING, WORK)
+"""In the order of `--help`."""
+
 DEFAULT_TASK_BYTES = 64 << 20
 """What a task reads: a second's work for a slow disk, and a million of them for 64 TB."""
+
+_SIZE = re.compile(r"([1-9][0-9]{0,9})(B|KiB|MiB|GiB)", re.IGNORECASE)
+_UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def _size(option: str, text: str) -> int:
+    size = _SIZE.fullmatch(text)
+    if size is None:
+        raise UsageError(f"{option} {text!r} is not a size", hint="as in --task-size 256MiB")
+    return int(size[1]) * _UNITS[size[2].lower()]
+
+
+def _path_or_url(option: str, text: str) -> str:
+    return local_name(option, text) if Url.parse(text) is None else text
+
+
+_places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work = (
+    partial(Option, heading=heading) for heading in HEADINGS
+)
+_base = partial(_deltas, goes_with="--incr and --updatable", digest="always")
 
 
 class Jobs(Struct, frozen=True):
     """How work on many bytes is run.
 
     With an `engine` jobs are kept beside what they make, or in `directory` (a path that all workers see, or a
-    URL): the same command, on whatever engine, goes on with one that ended half-way. `address` and `settings`
-    are the engine's; `task_bytes` is what one task reads.
+    URL): the same command, on any engine, resumes one that ended half-way. `address` and `settings` are the
+    engine's; `task_bytes` is what one task reads.
     """
 
-    engine: EngineName | None = None
-    workers: int = 0
-    address: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict)
-    task_bytes: int = DEFAULT_TASK_BYTES
-    directory: str = ""
+    engine: Annotated[
+        EngineName | None,
+        _work("Move, cast, compare and check as tasks of this engine; resumes a job that ended half-way."),
+    ] = None
+    workers: Annotated[
+        int,
+        _work("Tasks that run at once; 0: as many as there are processors.", metavar="N", least=0),
+    ] = 0
+    address: Annotated[
+        str,
+        _work(
+            "The cluster of the engine: ray://HOST:10001, tcp://HOST:8786.",
+            name="--engine-address",
+            metavar="ADDRESS",
+            goes_with="--engine",
+        ),
+    ] = ""
+    settings: Annotated[
+        Mapping[str, str],
+        _work(
+            "An option of the engine's own. Repeatable.",
+            name="--engine-option",
+            metavar="NAME=VALUE",
+            goes_with="--engine",
+        ),
+    ] = field(default_factory=dict)
+    task_bytes: Annotated[
+        int,
+        _work(
+            "What one task reads, as in 64MiB.",
+            name="--task-size",
+            metavar="SIZE",
+            default="64MiB",
+            parse=_size,
+            text="{}B".format,
+        ),
+    ] = DEFAULT_TASK_BYTES
+    directory: Annotated[
+        str,
+        _work(
+            "Keep tasks' results here, where all workers see them; an export's lie below the model.",
+            name="--job-dir",
+            metavar="DIR|URL",
+            parse=_path_or_url,
+            goes_with="--engine",
+        ),
+    ] = ""
+
+
+LOCALLY = Jobs()
+"""By threads of this process, and nothing is kept."""
 
 
 class Updates(Struct, frozen=True):
     """How a base takes deltas; see `exporter.subgraph.make_updatable`."""
 
-    isolation: Isolation = Isolation.SNAPSHOT
-    """What a response may mix while a delta is applied."""
-    snapshot_max_rows: int = 4_000_000
-    """Deltas of more rows are written in pieces that responses may see."""
-    stamp: bool = False
-    """Whether predict responses have `model_position` and `model_step`."""
-    digest: bool = False
-    """Whether there is the signature `incremental_digest`."""
-    finite: bool = False
-    """Whether deltas with NaN or infinity are refused."""
+    isolation: Annotated[
+        Isolation,
+        _base("Consistency during an update: snapshot never mixes two positions; row may."),
+    ] = Isolation.SNAPSHOT
+    snapshot_max_rows: Annotated[
+        int,
+        _base("Apply larger deltas in visible pieces.", metavar="N", least=0),
+    ] = 4_000_000
+    stamp: Annotated[
+        bool,
+        _base("Add model_position and model_step to predict responses."),
+    ] = False
+    digest: Annotated[
+        bool,
+        _base("Add a signature that returns checksums of the served values.", name="--with-digest"),
+    ] = False
+    finite: Annotated[
+        bool,
+        _base("Refuse deltas with NaN or infinity.", name="--require-finite"),
+    ] = False
 
 
-_OTHERWISE = {
-    "digest": "--with-digest",
-    "finite": "--require-finite",
-    "renames": "--rename",
-    "casts": "--cast",
-    "strategies": "--partition-strategy",
-}
+class GraphOptions(Struct, frozen=True, kw_only=True):
+    """What to serve: the options about the graph."""
+
+    model: Annotated[
+        str | Callable[..., Any] | None,
+        _served(
+            "What to serve: pkg.mod:fn, path/file.py:fn, a .meta file or a SavedModel directory.",
+            metavar="WHAT",
+            typed=str | None,
+        ),
+    ] = None
+    """A name, or a builder itself; None: what lies beside the checkpoint."""
+    model_args: Annotated[
+        Mapping[str, str],
+        _served("Builder's argument. Repeatable.", name="--model-arg", metavar="NAME=VALUE"),
+    ] = field(default_factory=dict)
+    inputs: Annotated[
+        Mapping[str, str],
+        _served("Input, by tensor name. Repeatable.", name="--input", metavar="NAME=TENSOR"),
+    ] = field(default_factory=dict)
+    outputs: Annotated[
+        Mapping[str, str],
+        _served("Output, by tensor name. Repeatable.", name="--output", metavar="NAME=TENSOR"),
+    ] = field(default_factory=dict)
+    signatures: Annotated[
+        Path | None, _served("JSON file that defines several signatures.", metavar="FILE")
+    ] = None
+    tag: Annotated[str | None, _served("Serve a SavedModel's graph with these tags.", metavar="TAG,TAG")] = (
+        None
+    )
+    feeds: Annotated[
+        Mapping[str, str],
+        _served("Fix a placeholder: keep_prob=1.0. Repeatable.", name="--feed", metavar="PLACEHOLDER=VALUE"),
+    ] = field(default_factory=dict)
+    absent_keys: Annotated[
+        Mapping[str, str],
+        _served(
+            "What keys read that a table lacks. Repeatable.", name="--absent-key", metavar="TABLE=NUMBER"
+        ),
+    ] = field(default_factory=dict)
+    """Numbers by regular expressions for tables' names."""
+    allow_code: Annotated[
+        bool, _served("Trust the model: run code of an archive, and here whatever its graph does.")
+    ] = False
+    allow_files: Annotated[
+        tuple[Path, ...],
+        _served("Let a graph that is not named take files from here, too. Repeatable.", metavar="DIR"),
+    ] = ()
+    allow_file_ops: Annotated[bool, _served("Serve operations that read or write files, or call out.")] = (
+        False
+    )
+    allow_foreign_ops: Annotated[
+        bool, _served("Serve operations that stock TensorFlow lacks, with all that they need.")
+    ] = False
+    custom_objects: Annotated[
+        tuple[str, ...],
+        _served("Module with classes that a Keras archive may use. Repeatable.", metavar="PKG.MOD|FILE.PY"),
+    ] = ()
+    train_tag: Annotated[
+        str | None, _served("Also keep the SavedModel's training graph of this tag.", metavar="TAG")
+    ] = None
+    allow_batch_statistics: Annotated[
+        bool,
+        _served("Serve batch normalisation by each request's own batch, although moving statistics exist."),
+    ] = False
 
 
-def option_of(name: str) -> str:
-    """The option of the command line that sets a rule, or a way to take deltas, of this name."""
-    return _OTHERWISE.get(name) or f"--{name.replace('_', '-')}"
-
-
-class ExportRequest(Struct, frozen=True):
+class ExportRequest(GraphOptions, frozen=True):
     """Everything an export is told; the fields are the options of `export-model`."""
 
     ckpt_dir: Path
     """A checkpoint, or a directory of which the newest one is exported."""
     out: Path
     """The model base path."""
-    model: str | Callable[..., Any] | None = None
-    """A name as `--model` takes it, or a builder itself; None: what lies beside the checkpoint."""
-    model_args: Mapping[str, str] = field(default_factory=dict)
-    """Arguments of the builder."""
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of the graph that are inputs of the signature, by their name there."""
-    outputs: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of the graph that are outputs of the signature, by their name there."""
-    signatures: Path | None = None
-    """A JSON file that defines several signatures."""
-    feeds: Mapping[str, str] = field(default_factory=dict)
-    """Constants for placeholders, by name."""
-    absent_keys: Mapping[str, str] = field(default_factory=dict)
-    """What absent keys read in dynamic tables, by regular expressions of their names."""
-    renames: tuple[str, ...] = ()
-    """Rules that name a variable's tensor, as `--rename` takes them."""
-    rename_file: Path | None = None
-    """A table of names: see `exporter.mapping.mapping_rules`."""
-    by_order: bool = False
-    """Whether values without names are in the order of the graph's variables."""
-    average: str | None = None
-    """The moving averages to serve, as `--average` names them."""
-    casts: tuple[str, ...] = ()
-    """Rules that store variables smaller, as `--cast` takes them."""
-    partition_strategies: Mapping[str, str] = field(default_factory=dict)
-    """`mod` or `div` for partitioned tables, by name."""
-    object_path: str | None = None
-    """Where the served model is among the objects of an object-based checkpoint."""
-    data: DataMode = DataMode.AUTO
-    warmup: Path | None = None
-    """Warm-up requests; without them a base that takes deltas brings made-up ones."""
-    no_warmup: bool = False
-    """Whether a base that takes deltas brings no made-up warm-up requests."""
-    version: str | None = None
-    """The version's number, or `time`; None: its position."""
-    keep: int | None = None
-    """How many versions stay; None: all."""
-    verify: Verify = Verify.FILES
-    verify_inputs: Path | None = None
-    """Requests for `Verify.OUTPUTS`."""
-    tolerance: float = 1e-6
-    """The largest absolute difference that `Verify.OUTPUTS` accepts."""
-    golden: Path | None = None
-    """Requests that a version has to pass before it is published."""
-    updates: Updates | None = None
-    """How the version takes deltas; None: it takes none."""
-    format: ExportFormat = ExportFormat.SAVED_MODEL
-    allow_code: bool = False
-    """Whether code that a Keras archive carries or names may run, and here whatever a graph does."""
-    allow_foreign_ops: bool = False
-    """Whether operations that stock TensorFlow does not have are served, with what they need."""
-    allow_files: tuple[Path, ...] = ()
-    """Directories that a graph which nobody named may take files from, beside its own."""
-    allow_file_ops: bool = False
-    """Whether operations that read or write files, or call out, are served."""
-    custom_objects: tuple[str, ...] = ()
-    """Modules with classes that a Keras archive may use."""
-    tag: str | None = None
-    """The graph of a SavedModel that is served."""
-    train_tag: str | None = None
-    """The graph of a SavedModel that is kept for training."""
-    min_change: float = 0.0
-    """A delta leaves out rows that are less than this (a Euclidean norm) from what is published."""
-    delta_dtype: DeltaDtype | None = None
-    """What a delta rounds rows of floating-point tables to."""
-    allow_batch_statistics: bool = False
-    """Whether a graph may normalise by the request's own batch although moving statistics are there."""
-    plain: bool = False
-    """Whether a version that takes no deltas may be published over one that does."""
-    despite_hold: bool = False
-    """Whether a version may be published although the model is held."""
-    check_graph: bool = False
-    """Whether the graph is built again before a delta, and compared with its base's."""
+    format: Annotated[
+        ExportFormat, _places("Write a SavedModel, Cloud ML's pair, or both.", digest="always")
+    ] = ExportFormat.SAVED_MODEL
+    version: Annotated[
+        str | None,
+        _places(
+            "Version number, or time (seconds since 1970).",
+            metavar="N|time",
+            default="the training step while it grows",
+        ),
+    ] = None
+    plain: Annotated[
+        bool, _places("Publish a version that takes no deltas, although the newest one does.")
+    ] = False
+    despite_hold: Annotated[bool, _places("Publish a version although the model is held.")] = False
     again: bool = True
     """Whether to publish what is published already by the same plan; else that is `PublishedAlready`."""
-    min_freq: int = 0
-    """Keys of dynamic tables are served if they were seen this often."""
-    max_age_steps: int | None = None
-    """Keys of dynamic tables are served if they were updated within so many steps."""
-    table_head_room: float | None = None
-    """Room for this times more keys in dynamic tables; None: a quarter."""
-    jobs: Jobs = Jobs()
+    renames: Annotated[
+        tuple[str, ...],
+        _names(
+            "Map variables (regular expression) to tensor names. Repeatable.",
+            name="--rename",
+            metavar="PATTERN=NAME",
+        ),
+    ] = ()
+    rename_file: Annotated[
+        Path | None, _names("File with lines 'variable tensor'; # begins a comment.", metavar="FILE")
+    ] = None
+    by_order: Annotated[bool, _names("Match arrays without names to variables by the graph's order.")] = False
+    average: Annotated[
+        str | None, _names("Serve moving averages instead of raw weights.", metavar="ema|NAME")
+    ] = None
+    partition_strategies: Annotated[
+        Mapping[str, str],
+        _names(
+            "How training looked up a table. Repeatable.",
+            name="--partition-strategy",
+            metavar="NAME=mod|div",
+        ),
+    ] = field(default_factory=dict)
+    object_path: Annotated[
+        str | None, _names("Path to the served model in a TF2 checkpoint: net/tower.", metavar="PATH")
+    ] = None
+    casts: Annotated[
+        tuple[str, ...],
+        _storage(
+            "Store matching variables in 16 bits. Repeatable.",
+            name="--cast",
+            metavar="[PATTERN=]bfloat16|float16",
+        ),
+    ] = ()
+    data: Annotated[
+        DataMode,
+        _storage("How values reach the version; compact copies the needed bytes alone.", digest="always"),
+    ] = DataMode.AUTO
+    warmup: Annotated[
+        Path | None,
+        _storage("Warm-up requests: one request in REST's JSON on each line.", metavar="FILE"),
+    ] = None
+    """Without them a base that takes deltas brings generated ones."""
+    no_warmup: Annotated[
+        bool, _storage("Make no warm-up requests for a base that takes deltas.", digest="always")
+    ] = False
+    keep: Annotated[int | None, _storage("Keep only the newest N versions.", metavar="N", least=1)] = None
+    table_head_room: Annotated[
+        float | None, _keyed("Room for X times more keys in tables.", metavar="X", default="0.25")
+    ] = None
+    min_freq: Annotated[int, _keyed("Serve keys that were seen N times or more.", metavar="N", least=0)] = 0
+    max_age_steps: Annotated[
+        int | None, _keyed("Serve keys that were updated in the last N steps.", metavar="N", least=0)
+    ] = None
+    verify: Annotated[Verify, _checks("What to check before publishing.", digest="always")] = Verify.FILES
+    verify_inputs: Annotated[
+        Path | None,
+        _checks("Requests for --verify outputs, in the form of --warmup.", metavar="FILE"),
+    ] = None
+    tolerance: Annotated[
+        float, _checks("Largest absolute difference that --verify outputs accepts.", metavar="X")
+    ] = 1e-6
+    golden: Annotated[
+        Path | None, _checks("Golden requests that a version or base must pass.", metavar="FILE")
+    ] = None
+    updates: Updates | None = None
+    """How the version takes deltas; None: it takes none."""
+    min_change: Annotated[
+        float,
+        _deltas(
+            "With --incr: hold back rows that are less than X (Euclidean norm) from what is published.",
+            metavar="X",
+            least=0.0,
+            goes_with="--incr",
+        ),
+    ] = 0.0
+    delta_dtype: Annotated[
+        DeltaDtype | None,
+        _deltas(
+            "With --incr: send table rows as bfloat16 or int8; reports the largest error.",
+            goes_with="--incr",
+        ),
+    ] = None
+    check_graph: Annotated[
+        bool,
+        _deltas("With --incr: build the graph again and compare it with the base's.", goes_with="--incr"),
+    ] = False
+    jobs: Jobs = LOCALLY
     """Where values are cast, moved and compared."""
 
     def __post_init__(self) -> None:
-        """Take `file://` as a path, and refuse other URLs where a path is expected."""
-        for name in _PATHS:
-            if (place := getattr(self, name)) is not None:
-                parse = checkpoint_path if name == "ckpt_dir" else local_path
-                force_setattr(self, name, parse(f"--{name.replace('_', '-')}", place))
+        """Take `file://` as a path, and refuse other URLs where a path is expected.
+
+        Raises:
+            UsageError: there is such a URL, or `min_change` is not a distance.
+        """
+        if not math.isfinite(self.min_change):
+            raise UsageError(
+                f"--min-change {self.min_change} is not a distance", hint="as in --min-change 0.001"
+            )
+        force_setattr(self, "ckpt_dir", checkpoint_path("--ckpt-dir", self.ckpt_dir))
+        force_setattr(self, "out", local_path("--out", self.out))
+        for one in declared(ExportRequest):
+            (name, *inner), value = one.path, one.value(self)
+            if isinstance(value, Path) and not inner:
+                force_setattr(self, name, local_path(one.name, value))
         if isinstance(self.model, str):
             force_setattr(self, "model", local_name("--model", self.model))
         directories = tuple(local_path("--allow-files", place) for place in self.allow_files)
@@ -225,8 +543,6 @@ class ExportRequest(Struct, frozen=True):
         modules = tuple(local_name("--custom-objects", name) for name in self.custom_objects)
         force_setattr(self, "custom_objects", modules)
 
-
-_PATHS = ("ckpt_dir", "out", "signatures", "rename_file", "warmup", "verify_inputs", "golden")
 
 _FOR_DELTAS = "export(request, save_incr_model=True), or export_incremental(request)"
 

@@ -19,9 +19,9 @@ from exporter.terminal.edge import (
     application,
     command,
     run,
-    with_structs,
 )
 from exporter.terminal.output import Output, as_json, escape
+from exporter.terminal.parameters import with_structs
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving import agent_command, reload_command, run_command
 from serving.address import Address, Deadline, ModelName

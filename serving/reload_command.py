@@ -14,8 +14,9 @@ from msgspec import Struct
 from exporter.errors import UsageError
 from exporter.files import sync, write_durably
 from exporter.local_paths import path_parser
-from exporter.terminal.edge import AS_TEXT, OutputFlags, command, pairs
+from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import escape
+from exporter.terminal.parameters import pairs
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving.address import Address
 from serving.documents import Reload, ReloadedModel

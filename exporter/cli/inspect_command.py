@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from msgspec import Struct
+from msgspec import Struct, field
 
-from exporter.errors import UsageError
-from exporter.local_paths import checkpoint_parser, path_parser
-from exporter.options import ExportRequest
-from exporter.terminal.edge import AS_TEXT, OutputFlags, command, pairs
+from exporter.local_paths import checkpoint_parser
+from exporter.options import ExportRequest, Option
+from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.transfer.opened import LocalModel, OpenModel, opened_if_model
+
+_compared = partial(Option, goes_with="--unmatched")
 
 
 class ComparisonFlags(Struct, frozen=True):
@@ -20,48 +23,40 @@ class ComparisonFlags(Struct, frozen=True):
 
     unmatched: Annotated[
         str | None,
-        typer.Option(
+        Option(
+            "Compare a checkpoint with this graph (as --model names it), and list what has no partner.",
             metavar="MODEL",
-            help="Compare a checkpoint with this graph (as --model names it), and list what has no partner.",
         ),
     ] = None
-    model_arg: Annotated[
-        list[str], typer.Option(metavar="NAME=VALUE", help="With --unmatched: a builder's argument.")
-    ] = []
-    input: Annotated[
-        list[str], typer.Option(metavar="NAME=TENSOR", help="With --unmatched: an input of a .meta's graph.")
-    ] = []
-    output: Annotated[
-        list[str], typer.Option(metavar="NAME=TENSOR", help="With --unmatched: an output of a .meta's graph.")
-    ] = []
+    model_args: Annotated[
+        Mapping[str, str],
+        _compared("With --unmatched: a builder's argument.", name="--model-arg", metavar="NAME=VALUE"),
+    ] = field(default_factory=dict)
+    inputs: Annotated[
+        Mapping[str, str],
+        _compared("With --unmatched: an input of a .meta's graph.", name="--input", metavar="NAME=TENSOR"),
+    ] = field(default_factory=dict)
+    outputs: Annotated[
+        Mapping[str, str],
+        _compared("With --unmatched: an output of a .meta's graph.", name="--output", metavar="NAME=TENSOR"),
+    ] = field(default_factory=dict)
     rename_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            parser=path_parser("--rename-file"),
-            help="With --unmatched: the table of names so far.",
-        ),
+        Path | None, _compared("With --unmatched: the table of names so far.", metavar="FILE")
     ] = None
 
     def request(self, ckpt_dir: Path) -> ExportRequest | None:
-        """The export whose names are compared; None if none is asked for.
-
-        Raises:
-            UsageError: an option goes with --unmatched, which is not there.
-        """
-        if self.unmatched is not None:
-            return ExportRequest(
-                ckpt_dir=ckpt_dir,
-                out=Path(),
-                model=self.unmatched,
-                model_args=pairs("--model-arg", self.model_arg),
-                inputs=pairs("--input", self.input),
-                outputs=pairs("--output", self.output),
-                rename_file=self.rename_file,
-            )
-        if self != ComparisonFlags():
-            raise UsageError("--model-arg, --input, --output and --rename-file go with --unmatched")
-        return None
+        """The export whose names are compared; None if none is asked for."""
+        if self.unmatched is None:
+            return None
+        return ExportRequest(
+            ckpt_dir,
+            Path(),
+            model=self.unmatched,
+            model_args=self.model_args,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            rename_file=self.rename_file,
+        )
 
 
 NOT_COMPARED = ComparisonFlags()

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from exporter.cli.documents import logs as documents
-from exporter.cli.export_flags import LOCALLY, JobFlags
 from exporter.errors import Exit, UsageError
 from exporter.local_paths import checkpoint_parser, quoted
+from exporter.options import LOCALLY, Jobs
 from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import Output, labelled
@@ -57,7 +57,7 @@ def merge(
         bool,
         typer.Option("--despite-hold", help="With --rebase: publish the base although the model is held."),
     ] = False,
-    job_flags: JobFlags = LOCALLY,
+    jobs: Jobs = LOCALLY,
     dry_run: DryRunFlag = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
@@ -80,7 +80,7 @@ def merge(
             raise UsageError("--keep and --despite-hold go with --rebase: a merged delta replaces no version")
         if rebase and (from_ is not None or to is not None):
             raise UsageError("--from and --to choose deltas: --rebase merges all of them with the base")
-        path, jobs, bar = target.path, job_flags.jobs(), sink.progress
+        path, bar = target.path, sink.progress
         if rebase and dry_run:
             planned = target.carry(lambda: bases.plan_rebase(path, despite_hold=despite_hold, jobs=jobs))
             render_log.rebasing(planned, sink)
@@ -183,7 +183,7 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint, version, MODEL or MODEL@POSITION.")],
     b: Annotated[str, typer.Argument(metavar="B", help="What to compare A with.")],
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 10 if A and B differ.")] = False,
-    job_flags: JobFlags = LOCALLY,
+    jobs: Jobs = LOCALLY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Show what differs between two states: variables, rows, norms.
@@ -202,7 +202,6 @@ def diff(
         from exporter.jobs.runner import Runner
         from exporter.pipeline import comparison
 
-        jobs = job_flags.jobs()
         runner = Runner.of(jobs) if jobs.engine else None
 
         def compared() -> comparison.Differences:
@@ -235,7 +234,7 @@ def _side(text: str, models: dict[str, OpenModel], stack: ExitStack) -> str:
 def verify(
     model: ModelArgument,
     bytes_: Annotated[bool, typer.Option("--bytes", help="Also read all values of the versions.")] = False,
-    job_flags: JobFlags = LOCALLY,
+    jobs: Jobs = LOCALLY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Check everything that is published: files, checksums, and that each base reaches the newest position.
@@ -251,7 +250,7 @@ def verify(
         from exporter.jobs.runner import Runner
         from exporter.verify import log as verify_log
 
-        runner = Runner.of(job_flags.jobs())
+        runner = Runner.of(jobs)
         found = target.carry(lambda: verify_log.verify_model(target.path, bytes_=bytes_, runner=runner))
         render_log.verified(found, sink)
         if found.problems:
@@ -285,7 +284,7 @@ def told(found: Timeline, sink: Output, last: int | None) -> None:
         model=str(found.model),
         position=found.at.position if found.at else None,
         step=found.at.step if found.at else None,
-        log=found.log.number if found.log else None,
+        log=found.log,
         hold=found.hold,
         events=[_document(event) for event in events],
     )
@@ -320,14 +319,13 @@ def _document(event: Event) -> documents.Event:
 
 def _lines(found: Timeline, shown: int) -> Iterator[str]:
     yield labelled("model", str(found.model))
-    began = f"; its log of deltas began with version {found.log.number}" if found.log else ""
+    began = f"; its log of deltas began with version {found.log}" if found.log is not None else ""
     yield labelled("position", f"{found.at or 'unknown'}{began}")
     if found.hold is not None:
         waiting = sum(event.is_past_hold for event in found.events)
-        is_canary = found.log is not None and found.log.held.is_canary
-        who = ", by the agent's canary" if is_canary else ""
+        who = ", by the agent's canary" if found.is_canary else ""
         yield labelled("hold", f"at {found.hold}{who}; {waiting or 'nothing'} published beyond it")
-        more = " --lift-canary" if is_canary else ""
+        more = " --lift-canary" if found.is_canary else ""
         yield labelled("next", f"to lift it: export-model resume {quoted(found.model)}{more}")
     if shown < len(found.events):
         yield labelled("shown", f"the last {shown} of {len(found.events)} events")

@@ -113,7 +113,7 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
         BuilderError: it cannot be imported, raised, or returned something else.
         UsageError: its arguments do not fit, or tensors are named beside a builder.
     """
-    if request.inputs or request.outputs or request.signatures_file:
+    if request.inputs or request.outputs or request.signatures:
         raise UsageError(
             "--input, --output and --signatures name tensors of a .meta file or a SavedModel",
             cause="a builder returns its signatures itself",

@@ -1,6 +1,6 @@
 """The entry of the graph stage: from what `--model` names to the graph that is served.
 
-    source = load_source(GraphRequest("train/model.meta", inputs={"image": "x:0"}, outputs={"scores": "y:0"}))
+    source = load_source(GraphRequest(model="train/model.meta", inputs={"x": "x:0"}, outputs={"y": "y:0"}))
     graph = clean(source)
 
 Only a builder needs TensorFlow; a `.meta` file and a SavedModel are read as protocol buffers.

@@ -125,7 +125,7 @@ def graph_options(request: GraphRequest) -> dict[str, Any]:
         "--input": dict(request.inputs),
         "--output": dict(request.outputs),
         "--tag": request.tag,
-        "--signatures": None if request.signatures_file is None else _signatures(request.signatures_file),
+        "--signatures": None if request.signatures is None else _signatures(request.signatures),
         "--custom-objects": {Path(name).name: code_digest(name) for name in request.custom_objects},
     }
     return {name: value for name, value in given.items() if value}

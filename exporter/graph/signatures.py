@@ -163,10 +163,10 @@ def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
         UsageError: outputs are missing, both ways are used at once, or the file is not what it should be.
     """
     by_hand = bool(request.inputs or request.outputs)
-    if request.signatures_file is not None:
+    if request.signatures is not None:
         if by_hand:
             raise UsageError("--signatures and --input/--output exclude each other")
-        return read_signatures_file(request.signatures_file)
+        return read_signatures_file(request.signatures)
     if not by_hand:
         return []
     if not request.outputs:

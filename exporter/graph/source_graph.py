@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph
@@ -15,6 +15,7 @@ from exporter.errors import AccessRefused
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.sources import SourceFile
 from exporter.local_paths import quoted
+from exporter.options import GraphOptions
 from exporter.wire.protos import Proto
 
 
@@ -51,29 +52,33 @@ class Trust(Struct, frozen=True):
 ANY_FILES = Trust()
 
 
-class GraphRequest(Struct, frozen=True):
-    """What the user asks to serve.
+class GraphRequest(GraphOptions, frozen=True):
+    """What the graph stage is asked for: the options about the graph, and whether somebody named one.
 
-    `model` is `pkg.mod:fn`, `path/file.py:fn`, a `.meta` file, a SavedModel directory, a Keras archive, or a
-    builder itself. `tag` lists by commas the tags of the SavedModel's graph that is meant. `allow_code` and
-    `custom_objects` (modules) say which code an archive may ask for.
     `inputs` and `outputs` map signature names to tensor names and make the signature `serving_default`;
-    `signatures_file` is JSON with several (see `exporter.graph.signatures`). `feeds` fixes placeholders to
-    constants, `model_args` are a builder's keyword arguments; both hold text as typed. `absent_keys` says
-    what a key reads that a dynamic table does not hold: numbers by regular expressions for tables' names.
+    `signatures` is JSON with several (see `exporter.graph.signatures`).
     """
 
-    model: str | Callable[..., Any] | None
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    outputs: Mapping[str, str] = field(default_factory=dict)
-    signatures_file: Path | None = None
-    model_args: Mapping[str, str] = field(default_factory=dict)
-    feeds: Mapping[str, str] = field(default_factory=dict)
-    allow_code: bool = False
-    custom_objects: tuple[str, ...] = ()
-    tag: str | None = None
-    trust: Trust = Trust()
-    absent_keys: Mapping[str, str] = field(default_factory=dict)
+    is_found: bool = False
+    """Nobody named the graph: it lay beside the checkpoint."""
+
+    @classmethod
+    def of(cls, options: GraphOptions, beside: str | None = None) -> GraphRequest:
+        """The graph that options name or, if they name none, the one that lies `beside` the checkpoint."""
+        asked = cls(**{name: getattr(options, name) for name in GraphOptions.__struct_fields__})
+        is_found = options.model is None
+        return replace(asked, model=beside if is_found else options.model, is_found=is_found)
+
+    @property
+    def trust(self) -> Trust:
+        """What the options allow to the graph."""
+        return Trust(
+            foreign_ops=self.allow_foreign_ops,
+            file_ops=self.allow_file_ops,
+            code=self.allow_code,
+            files=self.allow_files,
+            is_found=self.is_found,
+        )
 
 
 class VariableKey(Struct, frozen=True):

@@ -21,7 +21,7 @@ from exporter.errors import AmbiguousRename, MappingError, SchemaChanged
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.mapping.build import TensorSource, VariableMapping, build_mapping, cast_for, stored_names
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule
-from exporter.options import option_of
+from exporter.options import ExportRequest, option_of
 from exporter.tables.geometry import PARTS
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import Count, DocumentError, DtypeLabel, Shape, Text, doc
@@ -150,9 +150,7 @@ class MappingSpec(Struct, frozen=True):
         if differing:
             raise SchemaChanged(
                 "the base was exported with other rules",
-                cause="; ".join(
-                    f"{option_of(name)} was {was[name]!r}, is {now[name]!r}" for name in differing
-                ),
+                cause="; ".join(f"{_option(name)} was {was[name]!r}, is {now[name]!r}" for name in differing),
             )
 
     def document(self) -> MappingSpecDocument:
@@ -253,6 +251,10 @@ class CastDocument(Struct, frozen=True):
 
     pattern: Annotated[Text, doc("a regular expression of variables' names")]
     dtype: Annotated[DtypeLabel, doc("what they are stored as")]
+
+
+def _option(rule: str) -> str:
+    return option_of(ExportRequest, "partition_strategies" if rule == "strategies" else rule)
 
 
 class RulesDocument(Struct, frozen=True, kw_only=True):

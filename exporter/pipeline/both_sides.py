@@ -12,10 +12,10 @@ from exporter.errors import UsageError
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphSource, SourceGraph, clean, load_source
 from exporter.graph.origin import GraphOrigin
+from exporter.graph.source_graph import GraphRequest
 from exporter.mapping.mapping_rules import MappingRules, parse_rules, read_renames
 from exporter.mapping.unmatched import Unmatched
 from exporter.options import ExportRequest
-from exporter.pipeline.same_graph import graph_request
 from exporter.pipeline.table_layout import unmatched_with
 from exporter.pipeline.trainer_graph import model_beside, with_trained
 
@@ -48,9 +48,9 @@ def read_both(
             f"{catalog.prefix} is not a tensor bundle: what changes in it cannot be followed",
             hint="leave --incr or --updatable out, or let the trainer save a tf.train.Checkpoint",
         )
-    asked = graph_request(request, model_beside(catalog) if request.model is None else request.model)
+    asked = GraphRequest.of(request, model_beside(catalog))
     # Before it is loaded: what is edited meanwhile is refused later, not taken for what was loaded.
-    origin = GraphOrigin.of(asked, is_beside=request.model is None) if request.updates else None
+    origin = GraphOrigin.of(asked, is_beside=asked.is_found) if request.updates else None
     source = load(asked)
     if origin is not None and source.code:
         origin = replace(origin, files=source.code)

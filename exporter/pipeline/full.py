@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from exporter.bundle.saved_model_writer import keep_pair_alone, write_pair, write_saved_model
 from exporter.bundle.variables import VariablesReport, as_rewritten, size_of_work, write_variables
@@ -63,7 +63,7 @@ from exporter.mapping.build import Extra, VariableMapping, check_casts, classify
 from exporter.mapping.mapping_rules import MappingRules, parse_rules
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.training_variables import check_batch_statistics, with_training
-from exporter.options import DataMode, ExportFormat, ExportRequest, Verify
+from exporter.options import DataMode, ExportFormat, ExportRequest, Verify, told_in_digest
 from exporter.pipeline.both_sides import read_both
 from exporter.pipeline.newest_base import (
     BaseState,
@@ -79,8 +79,10 @@ from exporter.pipeline.table_layout import lay_out_tables, map_laid_out, write_t
 from exporter.pipeline.trainer_graph import training_graph
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import (
+    TAKING_THE_LOCK,
     Published,
     Staging,
+    UnderLock,
     VersionRule,
     publish_version,
     reserve_position,
@@ -165,7 +167,7 @@ def plan_digest(
     Raises:
         MissingAsset: a file of the graph's tables is gone.
     """
-    told: dict[str, object] = {
+    told: dict[str, object] = told_in_digest(request) | {
         "graph": _graph(graph),
         "assets": [[asset.file_name, _file(asset.source)] for asset in graph.assets],
         "variables": [
@@ -173,13 +175,8 @@ def plan_digest(
         ],
         "training": None if training is None else [training.tag, _proto(training.meta_graph)],
         "warmup": [hashlib.sha256(line.record).hexdigest() for line in warmup],
-        "no_warmup": request.no_warmup,
-        "updates": None if request.updates is None else asdict(request.updates),
-        "format": request.format.value,
-        "data": request.data.value,
-        "verify": request.verify.value,
     }
-    if request.min_freq or request.max_age_steps is not None:
+    if request.min_freq or request.max_age_steps is not None:  # so spelt since the first release
         told["admission"] = [request.min_freq, request.max_age_steps]
     if graph.dynamic_tables:
         tables = {variable.key for table in graph.dynamic_tables for variable in table.variables}
@@ -438,7 +435,7 @@ def execute(
             base.place if base else planned.version,
             keep=request.keep,
             permission=permission(request),
-            permit=(lambda: None) if request.again else permit,
+            under_lock=TAKING_THE_LOCK if request.again else UnderLock(permit=permit),
         )
     if base is not None:
         places = {asset.file_name: asset.source for asset in planned.graph.assets}

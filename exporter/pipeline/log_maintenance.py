@@ -60,7 +60,7 @@ from exporter.errors import (
 from exporter.files import remove_tree, writing
 from exporter.layout import CANARY_LOCK_FILE, DELTA_NAME
 from exporter.local_paths import quoted
-from exporter.options import DeltaDtype, Jobs
+from exporter.options import LOCALLY, DeltaDtype, Jobs
 from exporter.pipeline import republish
 from exporter.pipeline.republish import RollbackPlan, RollbackResult, rollback_accepted
 from exporter.pipeline.undisturbed import past_given_up, position_of_merger, runner_for, undisturbed
@@ -224,9 +224,6 @@ def delta_path(log: DeltaLog, span: Span) -> Path:
     return log.path / span_name(span.start, span.end)
 
 
-LOCALLY = Jobs()
-
-
 class Merged(Struct, frozen=True):
     """A merger: the deltas that became one, and that one."""
 
@@ -297,7 +294,7 @@ def plan_merge(
         for delta in run:
             log.open(delta)
         span = merged(run)
-        _require_on_way(log, span)
+        _require_on_way(model, span)
         path = delta_path(log, span)
         if path.exists():
             return None
@@ -327,7 +324,7 @@ def merge_run(
         merger, what = _merger(log, run, staging.path, jobs)
         with progress("merging", merger.bytes_) as bar:
             rows = merger.write(stack, runner_for(jobs, log.model, merger.tasks), bar)
-        how = UnderLock(permit=lambda now: _require_on_way(now, what.span))
+        how = UnderLock(permit=lambda: _require_on_way(log.model, what.span))
         try:
             published = publish_written(log, staging, rows, what, last=None, under_lock=how)
         except PositionMoved:
@@ -361,12 +358,13 @@ def _require_finite(log: DeltaLog, run: Sequence[LogDelta]) -> None:
     require_merger_finite(log, run, merged(run), hint)
 
 
-def _require_on_way(log: DeltaLog, span: Span) -> None:
+def _require_on_way(model: Path, span: Span) -> None:
     """Refuse a merger that would lead servers to a position which a hold and a rollback lead them past.
 
     Raises:
         ModelHeld: it would.
     """
+    log = read_log(model)
     try:
         hold = log.hold()
     except ManifestError:
@@ -389,15 +387,9 @@ def _passed(spans: Sequence[SpanLike], start: int) -> set[int]:
 
 
 def tidy(
-    model: Path,
-    log: DeltaLog | None = None,
-    *,
-    removes: bool = True,
-    clock: Callable[[], float] = time.time,
+    model: Path, *, removes: bool = True, clock: Callable[[], float] = time.time
 ) -> tuple[tuple[Merged, ...], RetiredDeltas]:
     """Merge what is due and, if it `removes`, remove what is not needed; neither while the log is held.
-
-    `log` is the model's as it was read last, under the lock.
 
     Under a canary's hold, what it has yet to approve stays as it is: it may be taken back, and servers that
     start now go as far as the hold.
@@ -410,7 +402,7 @@ def tidy(
         PublishError: see errors.py.
     """
     done: list[Merged] = []
-    log = read_log(model) if log is None else log
+    log = read_log(model)
     if log.held.binds:  # what is held may still be taken back, delta by delta
         return (), RetiredDeltas()
     while run := merge_due(_approved(log)):
@@ -421,7 +413,7 @@ def tidy(
         if merger is None:
             break
         done.append(merger)
-        log = merger.published.log
+        log = read_log(model)
     if not removes:
         return tuple(done), RetiredDeltas()
     with suppress(ModelHeld, NotFinite):
@@ -429,7 +421,6 @@ def tidy(
         if len(run) > 1 and (merger := merge_run(log, run)) is not None:
             done.append(merger)
     with model_lock(model):
-        # Again: a hold, a rollback or a base that came meanwhile needs deltas that were spare before.
         log, now = read_log(model), clock()
         if log.held.binds:
             return tuple(done), RetiredDeltas()

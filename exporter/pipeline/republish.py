@@ -26,6 +26,7 @@ from exporter.publish.commit import (
     Published,
     PublishedDelta,
     Staging,
+    UnderLock,
     VersionRule,
     model_lock,
     publish_version,
@@ -266,7 +267,7 @@ def _publish(
         plan_digest=manifest.plan_digest,
     )
     allowed = Permission(despite_hold=True)
-    return publish_version(staging, draft, permission=allowed, is_locked=True)
+    return publish_version(staging, draft, permission=allowed, under_lock=UnderLock(is_ours=True))
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

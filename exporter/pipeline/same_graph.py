@@ -26,7 +26,7 @@ from exporter.graph.origin import GraphOrigin, changed_assets
 from exporter.graph.source_graph import GraphRequest
 from exporter.layout import ASSETS_DIRECTORY, CACHES_DIRECTORY, SOURCES_FILE
 from exporter.options import ExportRequest, Verify
-from exporter.pipeline.trainer_graph import model_beside, trust_of
+from exporter.pipeline.trainer_graph import model_beside
 from exporter.publish.delta_log import DeltaLog
 
 
@@ -90,9 +90,8 @@ def check_same_graph(log: DeltaLog, request: ExportRequest, catalog: Catalog) ->
             hint="give --verify files or bytes; compare values by export-model diff MODEL CHECKPOINT",
         )
     base, origin = f"of base {log.base.at.position}", log.base.entry.origin
-    asked = graph_request(request, request.model)
-    if origin is not None and origin.is_beside and request.model is None:
-        asked = replace(asked, model=model_beside(catalog))
+    is_beside = origin is not None and origin.is_beside
+    asked = GraphRequest.of(request, model_beside(catalog) if is_beside else None)
     differences = [*(origin or GraphOrigin()).differences(asked)]
     if origin is None and request.check_graph:
         raise UsageError(
@@ -131,23 +130,6 @@ def _mismatch(base: str, differences: list[str]) -> SchemaChanged:
         f"the graph or its files are not those {base}",
         cause="; ".join(dict.fromkeys(differences)),
         hint="publish a new base: the same export with --full-on-mismatch",
-    )
-
-
-def graph_request(request: ExportRequest, model: object) -> GraphRequest:
-    """What an export asks of the graph stage."""
-    return GraphRequest(
-        model=model,  # type: ignore[arg-type]  # a name or a builder, as in the request
-        inputs=request.inputs,
-        outputs=request.outputs,
-        signatures_file=request.signatures,
-        model_args=request.model_args,
-        feeds=request.feeds,
-        absent_keys=request.absent_keys,
-        allow_code=request.allow_code,
-        custom_objects=request.custom_objects,
-        tag=request.tag,
-        trust=trust_of(request),
     )
 
 
@@ -203,7 +185,7 @@ def _compare_built(
 
 def _completed(asked: GraphRequest, options: Mapping[str, Any], scratch: Path) -> GraphRequest:
     """The request with the base's options, which need not be given again."""
-    signatures = asked.signatures_file
+    signatures = asked.signatures
     if signatures is None and "--signatures" in options:
         signatures = scratch / "signatures.json"
         signatures.write_text(json.dumps(options["--signatures"]))
@@ -215,5 +197,5 @@ def _completed(asked: GraphRequest, options: Mapping[str, Any], scratch: Path) -
         feeds=asked.feeds or options.get("--feed", {}),
         absent_keys=asked.absent_keys or options.get("--absent-key", {}),
         tag=asked.tag or options.get("--tag"),
-        signatures_file=signatures,
+        signatures=signatures,
     )

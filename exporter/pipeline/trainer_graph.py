@@ -17,7 +17,7 @@ from exporter.graph.keys import trained_strategies, variable_keys
 from exporter.graph.metagraph import is_autodist, read_metagraph
 from exporter.graph.nodes import GraphIndex
 from exporter.graph.saved_model import SERVE_TAG, is_saved_model, load_training_graph, read_saved_model
-from exporter.graph.source_graph import SourceGraph, Trust
+from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.graph.training_graph import TrainingGraph
 from exporter.layout import VARIABLES_DIRECTORY
 from exporter.mapping.mapping_rules import MappingRules
@@ -31,17 +31,6 @@ def model_beside(catalog: Catalog) -> str | None:
         if path is not None and path.exists():
             return str(path)
     return str(catalog.prefix) if describes_model(catalog.prefix) else None
-
-
-def trust_of(request: ExportRequest) -> Trust:
-    """What a request allows to its graph."""
-    return Trust(
-        foreign_ops=request.allow_foreign_ops,
-        file_ops=request.allow_file_ops,
-        code=request.allow_code,
-        files=request.allow_files,
-        is_found=request.model is None,
-    )
 
 
 def require_graph(request: ExportRequest, catalog: Catalog) -> None:
@@ -122,4 +111,4 @@ def training_graph(request: ExportRequest, catalog: Catalog) -> TrainingGraph | 
             f"--train-tag {request.train_tag}: neither the model nor the checkpoint is a SavedModel",
             hint="name the trainer's SavedModel with --model, or with --ckpt-dir",
         )
-    return load_training_graph(path, request.train_tag, trust_of(request))
+    return load_training_graph(path, request.train_tag, GraphRequest.of(request).trust)

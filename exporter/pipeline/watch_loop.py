@@ -20,8 +20,9 @@ import re
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -41,6 +42,7 @@ from exporter.errors import (
     VersionExists,
 )
 from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY, INCREMENTS_DIRECTORY
+from exporter.options import FOLLOWING, Option
 
 _MOVED_TO = 0x80  # IN_MOVED_TO of <sys/inotify.h>
 _QUIET_S = 0.003
@@ -128,6 +130,21 @@ class WatchProgress(Struct, frozen=True):
     idle_seconds: float = 0.0
 
 
+def parse_duration(option: str, text: str) -> float:
+    """Seconds from `90`, `90s`, `15m`, `2h` or `1d`.
+
+    Raises:
+        UsageError: anything else.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{option} {text!r} is not a duration", hint="as in 90 (seconds), 15m, 2h, 1d")
+    return float(match[1]) * _UNIT_SECONDS[match[2]]
+
+
+_stops = partial(Option, heading=FOLLOWING, goes_with="--watch")
+
+
 class StopWhen(Struct, frozen=True):
     """When a watch ends; whatever comes first, never if nothing is said.
 
@@ -135,10 +152,34 @@ class StopWhen(Struct, frozen=True):
     to end; once nothing was left to publish for a while, which is how a training that died looks.
     """
 
-    after_seconds: float = math.inf
-    count: float = math.inf
-    step: float = math.inf
-    idle_seconds: float = math.inf
+    after_seconds: Annotated[
+        float,
+        _stops(
+            "End --watch after this time: 90 (seconds), 15m, 2h, 1d.",
+            name="--stop-after",
+            metavar="DURATION",
+            parse=parse_duration,
+        ),
+    ] = math.inf
+    count: Annotated[
+        float,
+        _stops("End --watch after N publications.", name="--stop-count", metavar="N", least=1, typed=int),
+    ] = math.inf
+    step: Annotated[
+        float,
+        _stops(
+            "End --watch once this step is published.", name="--stop-step", metavar="STEP", least=0, typed=int
+        ),
+    ] = math.inf
+    idle_seconds: Annotated[
+        float,
+        _stops(
+            "End --watch after this time without news.",
+            name="--stop-idle",
+            metavar="DURATION",
+            parse=parse_duration,
+        ),
+    ] = math.inf
 
     def is_met(self, progress: WatchProgress) -> bool:
         """True if the watch ends here."""
@@ -163,7 +204,16 @@ class StopWhen(Struct, frozen=True):
 class Watching(Struct, frozen=True):
     """How to watch: look every `interval_seconds`, until `stop`."""
 
-    interval_seconds: float = 1.0
+    interval_seconds: Annotated[
+        float,
+        Option(
+            "Longest pause of --watch between looks.",
+            FOLLOWING,
+            name="--interval",
+            metavar="SECONDS",
+            least=0.05,
+        ),
+    ] = 1.0
     stop: StopWhen = StopWhen()
 
     def pause_seconds(self, progress: WatchProgress, failures: int) -> float:
@@ -238,15 +288,3 @@ def follow(
             ended(watching.stop.why(progress))
             return
         sleep(watching.pause_seconds(progress, failures))
-
-
-def parse_duration(option: str, text: str) -> float:
-    """Seconds from `90`, `90s`, `15m`, `2h` or `1d`.
-
-    Raises:
-        UsageError: anything else.
-    """
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        raise UsageError(f"{option} {text!r} is not a duration", hint="as in 90 (seconds), 15m, 2h, 1d")
-    return float(match[1]) * _UNIT_SECONDS[match[2]]

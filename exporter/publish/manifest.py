@@ -110,7 +110,9 @@ class BaseEntry(Struct, frozen=True):
         if differing:
             raise SchemaChanged(
                 "the base was exported with other update options",
-                cause="; ".join(f"{option_of(name)} was {was[name]}, is {now[name]}" for name in differing),
+                cause="; ".join(
+                    f"{option_of(Updates, name)} was {was[name]}, is {now[name]}" for name in differing
+                ),
             )
 
     def document(self) -> BaseDocument:

@@ -31,8 +31,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
-from msgspec import NODEFAULT, Struct
-from msgspec.structs import fields, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter import roles
 from exporter.checkpoint.locate import candidates
@@ -41,7 +41,7 @@ from exporter.errors import CheckpointError, Exit, ExportFailed, UsageError
 from exporter.files import FileIdentity, identity_of
 from exporter.layout import CHECKPOINT_STATE_FILE
 from exporter.local_paths import checkpoint_path, local_path
-from exporter.options import ExportRequest, Jobs, require_exact
+from exporter.options import ExportRequest, arguments, require_exact
 from exporter.training.chief import callback_base, is_multi_worker
 from exporter.training.chief import is_chief as is_chief_of
 
@@ -49,23 +49,6 @@ What = ExportRequest | Sequence[str | os.PathLike[str]]
 """What to export: a request, or the command's own arguments."""
 
 _CKPT_DIR, _OUT, _WATCH = "--ckpt-dir", "--out", "--watch"
-_NAMES = {
-    "model_args": "--model-arg",
-    "inputs": "--input",
-    "outputs": "--output",
-    "feeds": "--feed",
-    "absent_keys": "--absent-key",
-    "renames": "--rename",
-    "casts": "--cast",
-    "partition_strategies": "--partition-strategy",
-}
-"""Fields that are not called like their options, which are repeated for each value."""
-
-_NOT_PASSED = ("ckpt_dir", "updates", "jobs", "again")
-"""Fields that are no arguments of their own; a training that is restarted publishes no checkpoint again."""
-
-_UPDATE_NAMES = {"digest": "--with-digest", "finite": "--require-finite"}
-_JOB_NAMES = {"address": "--engine-address", "settings": "--engine-option", "directory": "--job-dir"}
 
 
 class ExportArguments(Struct, frozen=True):
@@ -131,38 +114,10 @@ def _options(request: ExportRequest) -> Iterator[str]:
             "an export in a process of its own needs the builder's name, found a function",
             hint='model="my_model.py:serving", or "package.module:serving"',
         )
-    yield from _fields(request, _NAMES, _NOT_PASSED)
+    yield f"{_OUT}={request.out}"
     if request.updates is not None:
         yield "--updatable"
-        yield from _fields(request.updates, _UPDATE_NAMES)
-    yield from _fields(request.jobs, _JOB_NAMES, ("task_bytes",))
-    if request.jobs.task_bytes != Jobs().task_bytes:
-        yield f"--task-size={request.jobs.task_bytes}B"
-
-
-def _fields(struct: Struct, names: Mapping[str, str], left_out: Sequence[str] = ()) -> Iterator[str]:
-    """The fields that are not as by default; `names` are of those that are not called like options."""
-    for field in fields(struct):
-        value = getattr(struct, field.name)
-        if field.name not in left_out and value != _default(field):
-            yield from _option(names.get(field.name) or f"--{field.name.replace('_', '-')}", value)
-
-
-def _default(field: Any) -> Any:
-    return field.default_factory() if field.default_factory is not NODEFAULT else field.default
-
-
-def _option(option: str, value: Any) -> Iterator[str]:
-    """One option as `--name=value`, so that a value may begin with a dash."""
-    match value:
-        case True:
-            yield option
-        case Mapping():
-            yield from (f"{option}={name}={text}" for name, text in value.items())
-        case tuple():
-            yield from (f"{option}={text}" for text in value)
-        case _:
-            yield f"{option}={value}"
+    yield from arguments(request)
 
 
 log = logging.getLogger(__name__)

@@ -198,7 +198,7 @@ def written(place: Path, name: str, text: str, imports: str = "") -> Path:
 
 def refused(path: Path, function: str) -> BuilderError:
     with pytest.raises(BuilderError) as caught:
-        load_graph(GraphRequest(f"{path}:{function}"))
+        load_graph(GraphRequest(model=f"{path}:{function}"))
     return caught.value
 
 
@@ -257,7 +257,7 @@ def test_a_function_without_a_signature_is_told_how_to_get_one(place: Path) -> N
 def test_a_refusal_of_this_program_is_not_wrapped(place: Path) -> None:
     path = written(place, "module", MODULE)
     with pytest.raises(UsageError, match="default of shape"):
-        load_graph(GraphRequest(f"{path}:own_refusal"))
+        load_graph(GraphRequest(model=f"{path}:own_refusal"))
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_the_size_of_a_vocabulary_is_a_number(place: Path, keras: str, function:
     path = written(place, f"sizes_{len(keras)}", SIZES, keras)
     (place / "words.txt").write_text("a\nb\nc\n")
     arguments = {"path": str(place / "words.txt")} if function == "in_a_file" else {}
-    graph = load_graph(GraphRequest(f"{path}:{function}", model_args=arguments))
+    graph = load_graph(GraphRequest(model=f"{path}:{function}", model_args=arguments))
     assert (rows, 4) in [variable.shape for variable in graph.variables]
 
 
@@ -373,9 +373,9 @@ def test_what_is_foreign_in_an_archive_is_named(
     defines = saved(tmp_path, keras, kind, f"model{suffix}")
     path = str(tmp_path / f"model{suffix}")
     with pytest.raises(CodeRefused, match=rf"asks for (.+\.)?{name} at /config/layers/[12]") as caught:
-        load_graph(GraphRequest(path))
+        load_graph(GraphRequest(model=path))
     assert "--custom-objects" in caught.value.hint
-    load_graph(GraphRequest(path, custom_objects=(str(defines),)))
+    load_graph(GraphRequest(model=path, custom_objects=(str(defines),)))
 
 
 def saved(tmp_path: Path, keras: str, kind: str, name: str) -> Path:
@@ -390,7 +390,7 @@ def saved(tmp_path: Path, keras: str, kind: str, name: str) -> Path:
 def test_a_class_that_fails_to_be_made_names_its_line(tmp_path: Path) -> None:
     defines = saved(tmp_path, "keras", "fails", "model.keras")
     with pytest.raises(BuilderError, match="cannot make the model") as caught:
-        load_graph(GraphRequest(str(tmp_path / "model.keras"), custom_objects=(str(defines),)))
+        load_graph(GraphRequest(model=str(tmp_path / "model.keras"), custom_objects=(str(defines),)))
     assert caught.value.cause == f"KeyError: 'factor' ({defines}:{line_of(defines, 'factor')} in from_config)"
 
 
@@ -401,12 +401,12 @@ def test_classes_of_the_other_keras_are_refused(tmp_path: Path, monkeypatch: pyt
     two, three = (str(tmp_path / name) for name in ("two.h5", "three.h5"))
     by_tensorflow = written(tmp_path, "by_tensorflow", LAYERS, "keras = tf.keras")
     with pytest.raises(BuilderError, match=r"saved by Keras 2\..* Scale is a class of Keras 3\.") as caught:
-        load_graph(GraphRequest(two, custom_objects=(str(by_tensorflow),)))
+        load_graph(GraphRequest(model=two, custom_objects=(str(by_tensorflow),)))
     assert KERAS_2 in caught.value.hint
     by_keras = written(tmp_path, "by_keras", LAYERS, "import keras")
     with pytest.raises(BuilderError, match=r"saved by Keras 2\.") as caught:
-        load_graph(GraphRequest(two, custom_objects=(str(by_keras),)))
+        load_graph(GraphRequest(model=two, custom_objects=(str(by_keras),)))
     assert "derive it from a class of tf_keras" in caught.value.hint
     by_tf_keras = written(tmp_path, "by_tf_keras", LAYERS, "import tf_keras as keras")
     with pytest.raises(BuilderError, match=r"saved by Keras 3\..* Scale is a class of Keras 2\."):
-        load_graph(GraphRequest(three, custom_objects=(str(by_tf_keras),)))
+        load_graph(GraphRequest(model=three, custom_objects=(str(by_tf_keras),)))

@@ -46,18 +46,20 @@ def test_what_was_edited_is_imported_anew(code: Path, where: str) -> None:
 
 
 def origin(model: Any) -> GraphOrigin:
-    return GraphOrigin.of(GraphRequest(model))
+    return GraphOrigin.of(GraphRequest(model=model))
 
 
 def test_a_function_is_known_by_its_file_while_that_holds_it(code: Path) -> None:
     serving = import_code("ranking.model").serving
     known = origin(serving)
     assert (known.function, known.files) == ("serving", code_behind("ranking.model:serving"))
-    assert [*known.differences(GraphRequest("ranking.model:serving"))] == []
+    assert [*known.differences(GraphRequest(model="ranking.model:serving"))] == []
     assert origin(functools.partial(serving)) == known
     (code / "ranking/model.py").write_text("def serving():\n    return 1\n")
     assert origin(serving).files == ()  # what runs is not in the file any more
-    assert [*known.differences(GraphRequest("ranking.model:serving"))] == ["ranking/model.py has changed"]
+    assert [*known.differences(GraphRequest(model="ranking.model:serving"))] == [
+        "ranking/model.py has changed"
+    ]
 
 
 def test_builders_without_a_file_are_not_known() -> None:

@@ -106,7 +106,7 @@ def test_components_are_named_and_answer_as_stock_tensorflow(
 
 def test_a_name_that_a_component_needs_is_told() -> None:
     with pytest.raises(BuilderError, match="'ids_1' is taken"):
-        load_graph(GraphRequest(name_taken))
+        load_graph(GraphRequest(model=name_taken))
 
 
 def layers_of_keras_2() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -116,7 +116,7 @@ def layers_of_keras_2() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_code_for_keras_2_names_the_way_to_run_it() -> None:
     with pytest.raises(BuilderError) as error:
-        load_graph(GraphRequest(layers_of_keras_2))
+        load_graph(GraphRequest(model=layers_of_keras_2))
     assert "TF_USE_LEGACY_KERAS=1" in error.value.hint
 
 
@@ -140,5 +140,5 @@ def undeclared() -> Any:
 
 
 def test_a_guessed_type_of_inputs_is_told() -> None:
-    graph = load_graph(GraphRequest(undeclared))
+    graph = load_graph(GraphRequest(model=undeclared))
     assert "they are served as float32: if it takes integers" in "; ".join(graph.notes)

@@ -60,7 +60,7 @@ def trained_and_loaded(
     trained = train(tmp_path, graph)
     if not shapes:
         forget_shapes(Path(trained.meta))
-    request = GraphRequest(trained.meta, inputs={"x": "IteratorGetNext"}, outputs={"scores": "scores"})
+    request = GraphRequest(model=trained.meta, inputs={"x": "IteratorGetNext"}, outputs={"scores": "scores"})
     return trained, load_graph(request)
 
 
@@ -324,5 +324,5 @@ def test_a_damaged_constant_is_no_reason_to_fall_over(tmp_path: Path) -> None:
         if node.op == "Const" and node.name.startswith("strided_slice"):
             node.attr["value"].tensor.tensor_shape.dim.add(size=2**62)
     Path(trained.meta).write_bytes(meta_graph.SerializeToString())
-    request = GraphRequest(trained.meta, inputs={"x": "IteratorGetNext"}, outputs={"scores": "scores"})
+    request = GraphRequest(model=trained.meta, inputs={"x": "IteratorGetNext"}, outputs={"scores": "scores"})
     assert load_graph(request).notes is not None

@@ -28,7 +28,7 @@ WEIGHTS = np.arange(8, dtype=np.float32).reshape(4, 2)
 
 
 def test_a_builder_is_served() -> None:
-    graph = load_graph(GraphRequest(linear))
+    graph = load_graph(GraphRequest(model=linear))
 
     x = np.ones((3, 4), np.float32)
     assert np.array_equal(serve(graph, {"w": WEIGHTS}.__getitem__, {"x": x})["y"], x @ WEIGHTS)
@@ -74,7 +74,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_modules_and_files_are_found_from_the_working_directory(
     module: str, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    graph = load_graph(GraphRequest(form.format(module), model_args={"width": "3", "scale": "2.0"}))
+    graph = load_graph(GraphRequest(model=form.format(module), model_args={"width": "3", "scale": "2.0"}))
 
     assert [variable.shape for variable in graph.variables] == [(4, 3)]
     captured = capsys.readouterr()
@@ -98,12 +98,12 @@ def test_calls_that_cannot_work(
     module: str, function: str, args: dict[str, str], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        load_graph(GraphRequest(f"{module}:{function}", model_args=args))
+        load_graph(GraphRequest(model=f"{module}:{function}", model_args=args))
 
 
 def test_an_exception_is_told_with_the_users_line(module: str) -> None:
     with pytest.raises(BuilderError) as caught:
-        load_graph(GraphRequest(f"{module}:raises"))
+        load_graph(GraphRequest(model=f"{module}:raises"))
 
     assert f"{module}.py:" in caught.value.cause
     assert "in raises" in caught.value.cause
@@ -114,18 +114,18 @@ def test_an_exception_is_told_with_the_users_line(module: str) -> None:
 @pytest.mark.parametrize("model", ["no_such_module:fn", "no_such_file.py:fn", "json:nothing"])
 def test_models_that_are_not_there(model: str) -> None:
     with pytest.raises(BuilderError):
-        load_graph(GraphRequest(model))
+        load_graph(GraphRequest(model=model))
 
 
 def test_a_slip_in_a_name_is_answered_with_the_nearest(module: str) -> None:
     with pytest.raises(BuilderError) as caught:
-        load_graph(GraphRequest(f"{module}:riases"))
+        load_graph(GraphRequest(model=f"{module}:riases"))
     assert f"--model {module}:raises" in caught.value.hint
 
 
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(BuilderError, match=r"there is no file no_such_file\.py") as caught:
-        load_graph(GraphRequest("no_such_file.py:fn"))
+        load_graph(GraphRequest(model="no_such_file.py:fn"))
     assert "file.py:fn" in caught.value.hint
 
 
@@ -133,7 +133,7 @@ def test_a_file_without_a_function_asks_for_one(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.touch()
     with pytest.raises(UsageError) as caught:
-        load_graph(GraphRequest(str(path)))
+        load_graph(GraphRequest(model=str(path)))
     assert f"--model {path}:FUNCTION" in caught.value.hint
 
 
@@ -141,7 +141,7 @@ def test_a_module_that_fails_to_import_names_its_line(tmp_path: Path) -> None:
     path = write_module(tmp_path, "broken", "import json\nx = 1 / 0\n")
 
     with pytest.raises(BuilderError, match="importing") as caught:
-        load_graph(GraphRequest(f"{path}:fn"))
+        load_graph(GraphRequest(model=f"{path}:fn"))
     assert "broken.py:2" in caught.value.cause
 
 
@@ -175,13 +175,13 @@ def foreign() -> Any:
 )
 def test_results_that_are_no_signature(result: Any) -> None:
     with pytest.raises(BuilderError) as caught:
-        load_graph(GraphRequest(result))
+        load_graph(GraphRequest(model=result))
     assert caught.value.cause or caught.value.hint
 
 
 def test_tensors_cannot_be_named_beside_a_builder() -> None:
     with pytest.raises(UsageError, match="--input"):
-        load_graph(GraphRequest(linear, outputs={"y": "y"}))
+        load_graph(GraphRequest(model=linear, outputs={"y": "y"}))
 
 
 def three_methods() -> Any:
@@ -201,7 +201,7 @@ def three_methods() -> Any:
 def test_methods_of_tensorflow_serving() -> None:
     import tensorflow as tf
 
-    graph = load_graph(GraphRequest(three_methods))
+    graph = load_graph(GraphRequest(model=three_methods))
 
     methods = {name: s.method_name for name, s in graph.meta_graph.signature_def.items()}
     assert methods == {
@@ -228,7 +228,7 @@ def test_signatures_that_tensorflow_serving_would_refuse(inputs: str, outputs: s
         return {"s": ({inputs: tf.compat.v1.placeholder(tf.string, [None])}, {outputs: tf.ones([1])}, method)}
 
     with pytest.raises(UsageError, match=method):
-        load_graph(GraphRequest(build))
+        load_graph(GraphRequest(model=build))
 
 
 def test_sparse_inputs_and_variables_as_outputs() -> None:
@@ -240,7 +240,7 @@ def test_sparse_inputs_and_variables_as_outputs() -> None:
         w = v1.get_variable("w", [4, 2])
         return {"x": sparse}, {"y": v1.sparse_tensor_dense_matmul(sparse, w), "w": w}
 
-    graph = load_graph(GraphRequest(build))
+    graph = load_graph(GraphRequest(model=build))
 
     inputs = graph.meta_graph.signature_def["serving_default"].inputs
     assert {key: inputs[key].name for key in ("x", "x_1")} == {
@@ -274,7 +274,7 @@ def test_functions_loops_and_library_are_pruned_to_what_is_called() -> None:
         return {"ids": x}, {"rows": looked_up(x)}
 
     with v1_graph(control_flow_v2=True):
-        graph = load_graph(GraphRequest(build))
+        graph = load_graph(GraphRequest(model=build))
 
     rows = np.arange(18, dtype=np.float32).reshape(9, 2)
     values = {"table": rows, "counter": np.float32(0)}
@@ -298,7 +298,7 @@ def test_a_function_that_reads_its_own_change_is_refused() -> None:
         return {}, {"count": counted()}
 
     with pytest.raises(NotServable, match="has just changed in function"):
-        load_graph(GraphRequest(build))
+        load_graph(GraphRequest(model=build))
 
 
 @pytest.mark.parametrize("strategy", ["mod", "div"])
@@ -315,7 +315,7 @@ def test_partitioned_tables(strategy: str, resource: bool) -> None:
         weights = v1.get_variable("weights", [4, 6], partitioner=parts, use_resource=resource)
         return {"ids": ids}, {"rows": rows, "y": tf.matmul(rows, tf.convert_to_tensor(weights))}
 
-    graph = load_graph(GraphRequest(build))
+    graph = load_graph(GraphRequest(model=build))
 
     assert graph.lookups == {"table": PartitionStrategy(strategy), "weights": PartitionStrategy.NONE}
     spans = sorted(v.part.starts[0] for v in graph.variables if v.key == "table" and v.part)
@@ -332,4 +332,4 @@ def test_signatures_files_are_for_graphs_from_files(tmp_path: Path) -> None:
     file.write_text(json.dumps({"s": {"outputs": {"y": "y"}}}))
 
     with pytest.raises(UsageError):
-        load_graph(GraphRequest(linear, signatures_file=file))
+        load_graph(GraphRequest(model=linear, signatures=file))

@@ -101,7 +101,7 @@ def test_a_training_graph_is_served_bit_for_bit(trained: Trained) -> None:
     feeds = {"image:0": images, "keep_prob:0": 1.0, "is_training:0": False, "label:0": np.zeros(5)}
     expected = trained.run("scores:0", feeds)
 
-    graph = load_graph(GraphRequest(trained.meta, **REQUEST))
+    graph = load_graph(GraphRequest(model=trained.meta, **REQUEST))
 
     served = serve(graph, trained.value, {"image": images})
     assert np.array_equal(served["scores"], expected)
@@ -112,7 +112,7 @@ def test_a_training_graph_is_served_bit_for_bit(trained: Trained) -> None:
 
 
 def test_variables_are_resources_with_the_checkpoints_keys(trained: Trained) -> None:
-    graph = load_graph(GraphRequest(trained.meta, **REQUEST))
+    graph = load_graph(GraphRequest(model=trained.meta, **REQUEST))
 
     by_node = {variable.node: variable for variable in graph.variables}
     assert {v.key for v in graph.variables} == {
@@ -129,7 +129,9 @@ def test_variables_are_resources_with_the_checkpoints_keys(trained: Trained) -> 
 
 
 def test_the_signature_is_complete(trained: Trained) -> None:
-    signature = load_graph(GraphRequest(trained.meta, **REQUEST)).meta_graph.signature_def["serving_default"]
+    signature = load_graph(GraphRequest(model=trained.meta, **REQUEST)).meta_graph.signature_def[
+        "serving_default"
+    ]
 
     image, scores = signature.inputs["image"], signature.outputs["scores"]
     assert (image.name, image.dtype, [d.size for d in image.tensor_shape.dim]) == (
@@ -142,7 +144,7 @@ def test_the_signature_is_complete(trained: Trained) -> None:
 
 
 def test_an_unfed_placeholder_is_named_with_the_ways_out(trained: Trained) -> None:
-    request = GraphRequest(trained.meta, inputs=REQUEST["inputs"], outputs=REQUEST["outputs"])
+    request = GraphRequest(model=trained.meta, inputs=REQUEST["inputs"], outputs=REQUEST["outputs"])
 
     with pytest.raises(NotServable, match=r"'(keep_prob|is_training)'.*so do") as caught:
         load_graph(request)
@@ -163,27 +165,29 @@ def test_an_unfed_placeholder_is_named_with_the_ways_out(trained: Trained) -> No
     ],
 )
 def test_feeds_that_do_not_fit(trained: Trained, feed: dict[str, str], message: str) -> None:
-    request = GraphRequest(trained.meta, **(REQUEST | {"feeds": REQUEST["feeds"] | feed}))
+    request = GraphRequest(model=trained.meta, **(REQUEST | {"feeds": REQUEST["feeds"] | feed}))
 
     with pytest.raises(UsageError, match=message):
         load_graph(request)
 
 
 def test_a_tensor_is_fed_or_fixed_and_not_both(trained: Trained) -> None:
-    request = GraphRequest(trained.meta, **(REQUEST | {"inputs": {"image": "image", "keep": "keep_prob"}}))
+    request = GraphRequest(
+        model=trained.meta, **(REQUEST | {"inputs": {"image": "image", "keep": "keep_prob"}})
+    )
 
     with pytest.raises(UsageError, match="fixed by --feed"):
         load_graph(request)
 
 
 def test_a_variable_itself_can_be_an_output(trained: Trained) -> None:
-    request = GraphRequest(trained.meta, outputs={"step": "global_step:0"})
+    request = GraphRequest(model=trained.meta, outputs={"step": "global_step:0"})
 
     if trained.graph.get_operation_by_name("global_step").type == "VarHandleOp":
         with pytest.raises(UsageError, match="a resource") as caught:
             load_graph(request)
         value = caught.value.hint.removeprefix("its value is the tensor ")
-        request = GraphRequest(trained.meta, outputs={"step": value})
+        request = GraphRequest(model=trained.meta, outputs={"step": value})
     assert serve(load_graph(request), trained.value, {})["step"] == 5
 
 
@@ -205,9 +209,11 @@ def test_a_queue_is_cut_at_the_tensor_named_as_input(tmp_path: Path) -> None:
     rows = np.arange(12, dtype=np.float32).reshape(3, 4)
 
     with pytest.raises(NotServable, match="QueueDequeueManyV2 'batch_DequeueMany'") as caught:
-        load_graph(GraphRequest(trained.meta, outputs={"logits": "logits"}))
+        load_graph(GraphRequest(model=trained.meta, outputs={"logits": "logits"}))
     assert "--input NAME=batch_DequeueMany:0" in caught.value.hint
-    graph = load_graph(GraphRequest(trained.meta, inputs={"rows": dequeued}, outputs={"logits": "logits"}))
+    graph = load_graph(
+        GraphRequest(model=trained.meta, inputs={"rows": dequeued}, outputs={"logits": "logits"})
+    )
 
     assert np.array_equal(serve(graph, trained.value, {"rows": rows})["logits"], rows @ trained.value("w"))
     signature = graph.meta_graph.signature_def["serving_default"]
@@ -233,9 +239,9 @@ def test_an_iterator_is_cut_at_the_tensor_named_as_input(tmp_path: Path) -> None
     rows = np.arange(12, dtype=np.float32).reshape(3, 4)
 
     with pytest.raises(NotServable, match="IteratorGetNext"):
-        load_graph(GraphRequest(trained.meta, outputs={"logits": "logits"}))
+        load_graph(GraphRequest(model=trained.meta, outputs={"logits": "logits"}))
     graph = load_graph(
-        GraphRequest(trained.meta, inputs={"rows": "IteratorGetNext"}, outputs={"y": "logits"})
+        GraphRequest(model=trained.meta, inputs={"rows": "IteratorGetNext"}, outputs={"y": "logits"})
     )
 
     assert np.array_equal(serve(graph, trained.value, {"rows": rows})["y"], rows @ trained.value("w"))
@@ -274,7 +280,7 @@ def looping(v1: Any) -> Any:
 def test_loops_and_conditionals_survive(tmp_path: Path, control_flow_v2: bool, resource: bool) -> None:
     trained = train(tmp_path, looping, control_flow_v2=control_flow_v2, resource=resource)
 
-    graph = load_graph(GraphRequest(trained.meta, inputs={"x": "x"}, outputs={"y": "y"}))
+    graph = load_graph(GraphRequest(model=trained.meta, inputs={"x": "x"}, outputs={"y": "y"}))
 
     for seed in range(6):
         x = np.random.default_rng(seed).normal(size=(2, 3)).astype(np.float32) * (1 if seed % 2 else 5)
@@ -299,7 +305,7 @@ def test_rows_are_gathered_without_reading_the_table(tmp_path: Path) -> None:
 
     trained = train(tmp_path, build, resource=False)
 
-    graph = load_graph(GraphRequest(trained.meta, inputs={"ids": "ids"}, outputs={"y": "y"}))
+    graph = load_graph(GraphRequest(model=trained.meta, inputs={"ids": "ids"}, outputs={"y": "y"}))
 
     ids = np.array([0, 3, 2, 3])
     assert np.array_equal(serve(graph, trained.value, {"ids": ids})["y"], trained.run("y:0", {"ids:0": ids}))
@@ -322,7 +328,7 @@ def test_a_change_as_an_output_is_refused(tmp_path: Path, resource: bool) -> Non
     trained = train(tmp_path, build, resource=resource)
 
     with pytest.raises(NotServable, match="Assign"):
-        load_graph(GraphRequest(trained.meta, outputs={"y": "y"}))
+        load_graph(GraphRequest(model=trained.meta, outputs={"y": "y"}))
 
 
 def test_python_in_the_graph_is_refused(tmp_path: Path) -> None:
@@ -336,7 +342,7 @@ def test_python_in_the_graph_is_refused(tmp_path: Path) -> None:
     trained = train(tmp_path, build)
 
     with pytest.raises(NotServable, match="calls Python") as caught:
-        load_graph(GraphRequest(trained.meta, inputs={"x": "x"}, outputs={"y": "y"}))
+        load_graph(GraphRequest(model=trained.meta, inputs={"x": "x"}, outputs={"y": "y"}))
     assert caught.value.cause == "y <- PyFunc"
 
 
@@ -351,11 +357,13 @@ def test_training_left_on_is_noted(tmp_path: Path) -> None:
 
     trained = train(tmp_path, build)
 
-    graph = load_graph(GraphRequest(trained.meta, inputs={"x": "x"}, outputs={"y": "y"}))
+    graph = load_graph(GraphRequest(model=trained.meta, inputs={"x": "x"}, outputs={"y": "y"}))
 
     assert any("RandomUniform" in note for note in graph.notes)
     assert any("'keep' keeps its default" in note for note in graph.notes)
-    fixed = load_graph(GraphRequest(trained.meta, inputs={"x": "x"}, outputs={"y": "y"}, feeds={"keep": "1"}))
+    fixed = load_graph(
+        GraphRequest(model=trained.meta, inputs={"x": "x"}, outputs={"y": "y"}, feeds={"keep": "1"})
+    )
     assert not any("'keep'" in note for note in fixed.notes)
 
 
@@ -375,7 +383,7 @@ def test_the_savers_names_win_over_the_graphs(tmp_path: Path) -> None:
         directory = tmp_path / str(resource)
         directory.mkdir()
         trained = train(directory, build, resource=resource, saver=renaming)
-        graph = load_graph(GraphRequest(trained.meta, inputs={"x": "x"}, outputs={"y": "y"}))
+        graph = load_graph(GraphRequest(model=trained.meta, inputs={"x": "x"}, outputs={"y": "y"}))
         assert [(variable.node, variable.key) for variable in graph.variables] == [("w", "old/w")]
 
 
@@ -391,6 +399,6 @@ def test_deep_graphs_need_no_deep_stack(tmp_path: Path) -> None:
 
     trained = train(tmp_path, build)
 
-    graph = load_graph(GraphRequest(trained.meta, inputs={"x": "x"}, outputs={"y": "y"}))
+    graph = load_graph(GraphRequest(model=trained.meta, inputs={"x": "x"}, outputs={"y": "y"}))
 
     assert len(graph.meta_graph.graph_def.node) > 7500

@@ -42,7 +42,7 @@ def rows(seed: int = 0, keys: Any = KEYS, dtype: Any = np.float32) -> Rows:
 
 def converted(program: DeepRecGraph, tmp_path: Path, **ends: dict[str, str]) -> InferenceGraph:
     meta = program.save_meta(tmp_path / "model.ckpt-7.meta")
-    return load_graph(GraphRequest(str(meta), ends["inputs"], ends["outputs"]))
+    return load_graph(GraphRequest(model=str(meta), inputs=ends["inputs"], outputs=ends["outputs"]))
 
 
 def answers(
@@ -143,7 +143,7 @@ def test_stages_are_read_through(tmp_path: Path, fed: str) -> None:
     meta = tmp_path / "m.meta"
     meta.write_bytes(meta_graph.SerializeToString())
 
-    graph = load_graph(GraphRequest(str(meta), {"ids": fed}, IDS["outputs"]))
+    graph = load_graph(GraphRequest(model=str(meta), inputs={"ids": fed}, outputs=IDS["outputs"]))
     assert all(is_stock(op) for op in ops(graph))
     table = rows()
     asked = np.array([1, 3, 500, 7])
@@ -313,12 +313,16 @@ def test_random_initializers_are_noted(tmp_path: Path, generation: Generation) -
         found = answers(graph, {"user": rows()}, {"ids": np.array([424_242])})["rows"]
         assert np.array_equal(found, np.full((1, DIM), 0.125, np.float32))
         meta = str(tmp_path / "model.ckpt-7.meta")
-        said = load_graph(GraphRequest(meta, IDS["inputs"], IDS["outputs"], absent_keys={"us.*": "-3"}))
+        said = load_graph(
+            GraphRequest(model=meta, inputs=IDS["inputs"], outputs=IDS["outputs"], absent_keys={"us.*": "-3"})
+        )
         assert not said.notes
         assert said.dynamic_tables[0].defaults.tolist() == [[-3.0] * DIM]
         for wrong in ({"nobody": "0"}, {"user": "much"}, {"us[er": "0"}):
             with pytest.raises(UsageError, match="--absent-key"):
-                load_graph(GraphRequest(meta, IDS["inputs"], IDS["outputs"], absent_keys=wrong))
+                load_graph(
+                    GraphRequest(model=meta, inputs=IDS["inputs"], outputs=IDS["outputs"], absent_keys=wrong)
+                )
 
 
 def test_the_trainers_graph_stays_behind(tmp_path: Path) -> None:
@@ -331,7 +335,7 @@ def test_the_trainers_graph_stays_behind(tmp_path: Path) -> None:
     meta = tmp_path / "model.ckpt-9.meta"
     meta.write_bytes(meta_graph.SerializeToString())
 
-    source = load_source(GraphRequest(str(meta), IDS["inputs"], IDS["outputs"]))
+    source = load_source(GraphRequest(model=str(meta), inputs=IDS["inputs"], outputs=IDS["outputs"]))
     kept = {node.op for node in runnable_graph(source).node}
     assert all(map(is_stock, kept)), "what only DeepRec knows cannot be imported for a comparison"
     assert "ResourceGather" in kept
@@ -350,7 +354,7 @@ def test_a_graph_without_embedding_variables(tmp_path: Path) -> None:
             )
         )
         meta = program.save_meta(tmp_path / "model.ckpt-1.meta")
-    source = load_source(GraphRequest(str(meta), {"x": "x"}, {"rows": "rows"}))
+    source = load_source(GraphRequest(model=str(meta), inputs={"x": "x"}, outputs={"rows": "rows"}))
     import_stock(runnable_graph(source))
 
 
@@ -373,7 +377,7 @@ def test_saved_model(tmp_path: Path) -> None:
 
     table = rows()
     for path in (directory, train):
-        graph = load_graph(GraphRequest(str(path)))
+        graph = load_graph(GraphRequest(model=str(path)))
         found = answers(graph, {"user": table}, {"ids": PROBES})["rows"]
         assert np.array_equal(found, table.read(PROBES, np.full((1, DIM), 0.5, np.float32)))
 
@@ -391,7 +395,7 @@ def test_group_lookups_are_refused_by_name(tmp_path: Path) -> None:
     meta.write_bytes(meta_graph.SerializeToString())
 
     with pytest.raises(ForeignOperations) as caught:
-        load_graph(GraphRequest(str(meta), {"ids": "ids"}, {"rows": "fast"}))
+        load_graph(GraphRequest(model=str(meta), inputs={"ids": "ids"}, outputs={"rows": "fast"}))
     for told in ("GroupEmbeddingVarLookup 'group'", "KvVariableShape 'shape'", "MyVendorsFusedLayer 'fast'"):
         assert told in caught.value.message
     assert "embedding_lookup_sparse" in caught.value.hint
@@ -411,7 +415,7 @@ def test_attributes_that_stock_operations_lack(tmp_path: Path, value: bool) -> N
     identity.attr.add(name="in_a_hurry", type="bool").default_value.b = False
     meta = tmp_path / "m.meta"
     meta.write_bytes(meta_graph.SerializeToString())
-    asked = GraphRequest(str(meta), IDS["inputs"], IDS["outputs"])
+    asked = GraphRequest(model=str(meta), inputs=IDS["inputs"], outputs=IDS["outputs"])
     if value:
         with pytest.raises(ForeignOperations, match=r"Identity 'rows'.*in_a_hurry"):
             load_graph(asked)
@@ -438,7 +442,7 @@ def test_a_signature_that_cannot_be_served_is_left_out(tmp_path: Path) -> None:
     signature.outputs["rows"].name = "fast:0"
     (directory / "saved_model.pb").write_bytes(model.SerializeToString())
 
-    graph = load_graph(GraphRequest(str(directory)))
+    graph = load_graph(GraphRequest(model=str(directory)))
     assert [*graph.meta_graph.signature_def] == ["serving_default"]
     assert [note for note in graph.notes if "'group'" in note and "VendorsLookup" in note]
 
@@ -461,7 +465,7 @@ def test_kinds_that_no_table_has(tmp_path: Path, change: Any, message: str) -> N
     meta = tmp_path / "m.meta"
     meta.write_bytes(meta_graph.SerializeToString())
     with pytest.raises(NotServable, match=message):
-        load_graph(GraphRequest(str(meta), IDS["inputs"], IDS["outputs"]))
+        load_graph(GraphRequest(model=str(meta), inputs=IDS["inputs"], outputs=IDS["outputs"]))
 
 
 def test_blocks_are_refused_by_name(tmp_path: Path) -> None:
@@ -484,8 +488,10 @@ def test_parts_of_different_initial_values_are_refused(tmp_path: Path) -> None:
     meta = tmp_path / "m.meta"
     meta.write_bytes(meta_graph.SerializeToString())
     with pytest.raises(NotServable, match="different values"):
-        load_graph(GraphRequest(str(meta), IDS["inputs"], IDS["outputs"]))
-    said = GraphRequest(str(meta), IDS["inputs"], IDS["outputs"], absent_keys={"user": "0"})
+        load_graph(GraphRequest(model=str(meta), inputs=IDS["inputs"], outputs=IDS["outputs"]))
+    said = GraphRequest(
+        model=str(meta), inputs=IDS["inputs"], outputs=IDS["outputs"], absent_keys={"user": "0"}
+    )
     assert load_graph(said).dynamic_tables[0].defaults.tolist() == [[0.0] * DIM]
 
 
@@ -500,7 +506,7 @@ def test_nothing_tells_what_an_absent_key_reads(tmp_path: Path) -> None:
     meta = tmp_path / "m.meta"
     meta.write_bytes(bare.SerializeToString())
     with pytest.raises(NotServable, match="nothing in the graph tells") as caught:
-        load_graph(GraphRequest(str(meta), IDS["inputs"], IDS["outputs"]))
+        load_graph(GraphRequest(model=str(meta), inputs=IDS["inputs"], outputs=IDS["outputs"]))
     assert "--absent-key" in caught.value.hint
 
 
@@ -513,7 +519,7 @@ def test_part_names_without_collections(tmp_path: Path) -> None:
     meta_graph.ClearField("collection_def")
     meta = tmp_path / "m.meta"
     meta.write_bytes(meta_graph.SerializeToString())
-    graph = load_graph(GraphRequest(str(meta), IDS["inputs"], IDS["outputs"]))
+    graph = load_graph(GraphRequest(model=str(meta), inputs=IDS["inputs"], outputs=IDS["outputs"]))
     assert [table.name for table in graph.dynamic_tables] == ["user"]
 
 

@@ -110,7 +110,9 @@ def request(tmp_path: Path, meta_graph: Proto, inputs: Any, outputs: Any = None)
     meta = tmp_path / "m.meta"
     meta.write_bytes(meta_graph.SerializeToString())
     return GraphRequest(
-        str(meta), {name: name for name in inputs}, outputs or {n: f"{n}_rows" for n in TABLES}
+        model=str(meta),
+        inputs={name: name for name in inputs},
+        outputs=outputs or {n: f"{n}_rows" for n in TABLES},
     )
 
 

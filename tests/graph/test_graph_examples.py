@@ -48,7 +48,7 @@ IDS = {"sparse": ["in/ids/indices", "in/ids/values", "in/ids/shape"]}
 def load(trained: Trained, directory: Path, signatures: Any) -> InferenceGraph:
     file = directory / "signatures.json"
     file.write_text(json.dumps(signatures))
-    return load_graph(GraphRequest(trained.meta, signatures_file=file))
+    return load_graph(GraphRequest(model=trained.meta, signatures=file))
 
 
 def load_examples(trained: Trained, directory: Path, examples: Any, **entry: Any) -> InferenceGraph:

@@ -57,7 +57,7 @@ X: Node = ("x", "Placeholder", [])
 )  # fmt: skip
 def test_broken_graphs(tmp_path: Path, nodes: list[Node], message: str | None) -> None:
     path = meta(tmp_path / "model.meta", nodes)
-    request = GraphRequest(path, {"x": "x"}, {"y": "y"})
+    request = GraphRequest(model=path, inputs={"x": "x"}, outputs={"y": "y"})
 
     if message is None:  # nobody checks an operation's arity here, but nothing may crash
         try:
@@ -73,7 +73,7 @@ def test_twenty_thousand_nodes_deep(tmp_path: Path) -> None:
     chain = [("n0", "Relu", ["x"]), *((f"n{i}", "Relu", [f"n{i - 1}"]) for i in range(1, 20_000))]
     path = meta(tmp_path / "model.meta", [X, *chain, ("y", "Relu", ["n19999"])])
 
-    graph = load_graph(GraphRequest(path, {"x": "x"}, {"y": "y"}))
+    graph = load_graph(GraphRequest(model=path, inputs={"x": "x"}, outputs={"y": "y"}))
 
     assert len(graph.meta_graph.graph_def.node) == 20_002
 
@@ -84,7 +84,7 @@ def test_merges_nested_without_end(tmp_path: Path) -> None:
     path = meta(tmp_path / "model.meta", [*nodes, ("y", "Add", ["c", "s"])])
 
     with pytest.raises(GraphError, match="nests conditionals"):
-        load_graph(GraphRequest(path, {"x": "x"}, {"y": "y"}))
+        load_graph(GraphRequest(model=path, inputs={"x": "x"}, outputs={"y": "y"}))
 
 
 def test_identities_in_a_ring_around_a_table(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_identities_in_a_ring_around_a_table(tmp_path: Path) -> None:
     ]
     path = meta(tmp_path / "model.meta", [*nodes, ("y", "Relu", ["x"])])
 
-    assert load_graph(GraphRequest(path, {"x": "x"}, {"y": "y"})).init_op is None
+    assert load_graph(GraphRequest(model=path, inputs={"x": "x"}, outputs={"y": "y"})).init_op is None
 
 
 def test_functions_that_call_each_other_for_ever(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_functions_that_call_each_other_for_ever(tmp_path: Path) -> None:
 
     path = meta(tmp_path / "model.meta", [X, ("y", "f", ["x"])], add)
 
-    graph = load_graph(GraphRequest(path, {"x": "x"}, {"y": "y"}))
+    graph = load_graph(GraphRequest(model=path, inputs={"x": "x"}, outputs={"y": "y"}))
     assert len(graph.meta_graph.graph_def.library.function) == 2
 
 
@@ -126,7 +126,7 @@ def test_a_functions_body_that_reads_nothing_known(tmp_path: Path) -> None:
     path = meta(tmp_path / "model.meta", [X, ("y", "f", ["x"])], add)
 
     with pytest.raises(GraphError, match=r"function 'f' reads 'gone:0'"):
-        load_graph(GraphRequest(path, {"x": "x"}, {"y": "y"}))
+        load_graph(GraphRequest(model=path, inputs={"x": "x"}, outputs={"y": "y"}))
 
 
 def test_python_inside_a_function_is_refused(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_python_inside_a_function_is_refused(tmp_path: Path) -> None:
     path = meta(tmp_path / "model.meta", [X, ("y", "f", ["x"])], add)
 
     with pytest.raises(NotServable, match="function 'f' needs PyFunc"):
-        load_graph(GraphRequest(path, {"x": "x"}, {"y": "y"}))
+        load_graph(GraphRequest(model=path, inputs={"x": "x"}, outputs={"y": "y"}))
 
 
 @pytest.mark.parametrize("count", [-1, 1 << 62])
@@ -175,7 +175,9 @@ def test_a_graph_of_64_gigabytes_is_not_read(name: str, updatable: bool, tmp_pat
     path = tmp_path / name
     with path.open("wb") as file:
         file.truncate(64 << 30)
-    request = GraphRequest(str(tmp_path if "saved" in name else path), {"x": "x"}, {"y": "y"})
+    request = GraphRequest(
+        model=str(tmp_path if "saved" in name else path), inputs={"x": "x"}, outputs={"y": "y"}
+    )
     if updatable:
         assert not GraphOrigin.of(request).files
     with pytest.raises(CorruptFile, match="more than 2 GiB"):

@@ -48,15 +48,21 @@ IMAGES = np.arange(8, dtype=np.float32).reshape(2, 4)
     ("request_", "outputs"),
     [
         (
-            GraphRequest("", {"image": "cnn/image:0"}, {"scores": "cnn/Softmax:0"}),
+            GraphRequest(model="", inputs={"image": "cnn/image:0"}, outputs={"scores": "cnn/Softmax:0"}),
             {"scores": "cnn/Softmax:0"},
         ),
-        (GraphRequest("", {"image": "cnn/image"}, {"scores": "cnn/Softmax"}), {"scores": "cnn/Softmax:0"}),
-        (GraphRequest("", {"image": "cnn/image"}, {"ids": "cnn/best:1"}), {"ids": "cnn/best:1"}),
+        (
+            GraphRequest(model="", inputs={"image": "cnn/image"}, outputs={"scores": "cnn/Softmax"}),
+            {"scores": "cnn/Softmax:0"},
+        ),
+        (
+            GraphRequest(model="", inputs={"image": "cnn/image"}, outputs={"ids": "cnn/best:1"}),
+            {"ids": "cnn/best:1"},
+        ),
     ],
 )
 def test_tensors_by_name(trained: Trained, request_: GraphRequest, outputs: dict[str, str]) -> None:
-    graph = load_graph(GraphRequest(trained.meta, request_.inputs, request_.outputs))
+    graph = load_graph(GraphRequest(model=trained.meta, inputs=request_.inputs, outputs=request_.outputs))
 
     served = serve(graph, trained.value, {"image": IMAGES})
     for alias, name in outputs.items():
@@ -79,7 +85,7 @@ def test_unknown_tensors_are_told_with_their_neighbours(
     trained: Trained, name: str, message: str, nearest: str
 ) -> None:
     with pytest.raises(UnknownTensor, match=message) as caught:
-        load_graph(GraphRequest(trained.meta, {"image": "cnn/image"}, {"scores": name}))
+        load_graph(GraphRequest(model=trained.meta, inputs={"image": "cnn/image"}, outputs={"scores": name}))
     assert nearest in caught.value.cause
     assert caught.value.exit_code == 2
 
@@ -96,7 +102,7 @@ def test_a_signatures_file_gives_several(trained: Trained, tmp_path: Path) -> No
     }
     file.write_text(json.dumps(both))
 
-    graph = load_graph(GraphRequest(trained.meta, signatures_file=file))
+    graph = load_graph(GraphRequest(model=trained.meta, signatures=file))
 
     expected = trained.run("cnn/best:1", {"cnn/image:0": IMAGES})
     logits = trained.run("cnn/logits:0", {"cnn/image:0": IMAGES})
@@ -128,7 +134,7 @@ def test_signatures_files_that_are_none(trained: Trained, tmp_path: Path, text: 
     file.write_text(text)
 
     with pytest.raises(UsageError, match=r"signatures\.json"):
-        load_graph(GraphRequest(trained.meta, signatures_file=file))
+        load_graph(GraphRequest(model=trained.meta, signatures=file))
 
 
 def rewritten(trained: Trained, path: Path, change: Any) -> str:
@@ -143,7 +149,7 @@ def test_collections_that_hold_json_are_a_signature(trained: Trained, tmp_path: 
         for name, tensors in (("inputs", {"image": "cnn/image:0"}), ("outputs", {"scores": "cnn/Softmax:0"})):
             meta_graph.collection_def[name].bytes_list.value.append(json.dumps(tensors).encode())
 
-    graph = load_graph(GraphRequest(rewritten(trained, tmp_path / "ml.meta", add)))
+    graph = load_graph(GraphRequest(model=rewritten(trained, tmp_path / "ml.meta", add)))
 
     signature = graph.meta_graph.signature_def["serving_default"]
     assert (dict(signature.inputs)["image"].name, signature.outputs["scores"].name) == (
@@ -159,25 +165,27 @@ def test_collections_that_hold_something_else(trained: Trained, tmp_path: Path, 
         meta_graph.collection_def["outputs"].bytes_list.value.append(b'{"scores": "cnn/Softmax"}')
 
     with pytest.raises(GraphError, match="'inputs'"):
-        load_graph(GraphRequest(rewritten(trained, tmp_path / "ml.meta", add)))
+        load_graph(GraphRequest(model=rewritten(trained, tmp_path / "ml.meta", add)))
 
 
 def test_a_graph_without_signatures_says_how_to_find_names(trained: Trained) -> None:
     with pytest.raises(UsageError, match="nothing says what to serve") as caught:
-        load_graph(GraphRequest(trained.meta))
+        load_graph(GraphRequest(model=trained.meta))
     assert "cnn/image" in caught.value.cause
     assert "cnn/Softmax" in caught.value.cause
     assert "inspect" in caught.value.hint
 
 
 def test_a_graphs_own_signatures_are_taken(trained: Trained, tmp_path: Path) -> None:
-    request = GraphRequest(trained.meta, {"image": "cnn/image"}, {"scores": "cnn/Softmax"})
+    request = GraphRequest(
+        model=trained.meta, inputs={"image": "cnn/image"}, outputs={"scores": "cnn/Softmax"}
+    )
     own = load_source(request).meta_graph.signature_def["serving_default"]
 
     def add(meta_graph: Any) -> None:
         meta_graph.signature_def["mine"].CopyFrom(own)
 
-    graph = load_graph(GraphRequest(rewritten(trained, tmp_path / "own.meta", add)))
+    graph = load_graph(GraphRequest(model=rewritten(trained, tmp_path / "own.meta", add)))
     assert list(graph.meta_graph.signature_def) == ["mine"]
 
     def break_it(meta_graph: Any) -> None:
@@ -185,14 +193,16 @@ def test_a_graphs_own_signatures_are_taken(trained: Trained, tmp_path: Path) -> 
         meta_graph.signature_def["mine"].outputs["scores"].name = "gone:0"
 
     with pytest.raises(UnknownTensor, match="gone"):
-        load_graph(GraphRequest(rewritten(trained, tmp_path / "own.meta", break_it)))
+        load_graph(GraphRequest(model=rewritten(trained, tmp_path / "own.meta", break_it)))
 
 
 def test_text_graphs_are_read(trained: Trained, tmp_path: Path) -> None:
     path = tmp_path / "graph.pbtxt"
     path.write_text(text_format.MessageToString(read_metagraph(Path(trained.meta))))
 
-    graph = load_graph(GraphRequest(str(path), {"image": "cnn/image"}, {"scores": "cnn/Softmax"}))
+    graph = load_graph(
+        GraphRequest(model=str(path), inputs={"image": "cnn/image"}, outputs={"scores": "cnn/Softmax"})
+    )
 
     assert [variable.key for variable in graph.variables] == ["w"]
 
@@ -203,7 +213,7 @@ def test_files_that_hold_no_graph(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
     with pytest.raises(CorruptFile):
-        load_graph(GraphRequest(str(path), outputs={"y": "y"}))
+        load_graph(GraphRequest(model=str(path), outputs={"y": "y"}))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -220,7 +230,9 @@ def test_damage_ends_in_a_named_error_or_in_a_graph(
     path.write_bytes(bytes(damaged))
 
     try:
-        graph = load_graph(GraphRequest(str(path), {"image": "cnn/image"}, {"scores": "cnn/Softmax"}))
+        graph = load_graph(
+            GraphRequest(model=str(path), inputs={"image": "cnn/image"}, outputs={"scores": "cnn/Softmax"})
+        )
     except ExportError as error:
         assert error.message
     else:
@@ -230,11 +242,11 @@ def test_damage_ends_in_a_named_error_or_in_a_graph(
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (GraphRequest(None), "nothing says what to serve"),
-        (GraphRequest("gone.meta"), "cannot be read"),
-        (GraphRequest("gone"), "expected pkg.mod:fn"),
-        (GraphRequest("."), "no saved_model.pb"),
-        (GraphRequest("model.meta", model_args={"a": "1"}), "--model-arg"),
+        (GraphRequest(model=None), "nothing says what to serve"),
+        (GraphRequest(model="gone.meta"), "cannot be read"),
+        (GraphRequest(model="gone"), "expected pkg.mod:fn"),
+        (GraphRequest(model="."), "no saved_model.pb"),
+        (GraphRequest(model="model.meta", model_args={"a": "1"}), "--model-arg"),
     ],
 )
 def test_requests_that_name_nothing(request_: GraphRequest, message: str) -> None:
@@ -244,15 +256,16 @@ def test_requests_that_name_nothing(request_: GraphRequest, message: str) -> Non
 
 def test_inputs_need_outputs_and_one_way(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="without --output"):
-        load_graph(GraphRequest(trained.meta, {"image": "cnn/image"}))
+        load_graph(GraphRequest(model=trained.meta, inputs={"image": "cnn/image"}))
     with pytest.raises(UsageError, match="exclude"):
-        load_graph(GraphRequest(trained.meta, outputs={"y": "y"}, signatures_file=tmp_path / "s.json"))
+        load_graph(GraphRequest(model=trained.meta, outputs={"y": "y"}, signatures=tmp_path / "s.json"))
 
 
 def test_loading_imports_no_tensorflow(trained: Trained) -> None:
     program = (
         "import sys; from exporter.graph.load import GraphRequest, load_graph; "
-        f"load_graph(GraphRequest({trained.meta!r}, {{'image': 'cnn/image'}}, {{'scores': 'cnn/Softmax'}})); "
+        f"load_graph(GraphRequest(model={trained.meta!r}, inputs={{'image': 'cnn/image'}}, "
+        "outputs={'scores': 'cnn/Softmax'})); "
         "sys.exit('tensorflow' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
@@ -277,7 +290,9 @@ def test_slice_specs_as_a_saver_writes_them(text: str, spec: SliceSpec | None) -
 
 
 def test_the_source_keeps_the_graph_as_it_was(trained: Trained) -> None:
-    request = GraphRequest(trained.meta, {"image": "cnn/image"}, {"scores": "cnn/Softmax"})
+    request = GraphRequest(
+        model=trained.meta, inputs={"image": "cnn/image"}, outputs={"scores": "cnn/Softmax"}
+    )
     source = load_source(request)
     before = source.meta_graph.SerializeToString(deterministic=True)
 

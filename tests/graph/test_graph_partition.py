@@ -62,7 +62,7 @@ def test_training_and_inference_graphs_tell_the_same(
     meta_graph = read_metagraph(Path(trained.meta))
 
     of_trainer = trained_strategies(meta_graph)
-    graph = load_graph(GraphRequest(trained.meta, {"ids": "ids"}, {"scores": "scores"}))
+    graph = load_graph(GraphRequest(model=trained.meta, inputs={"ids": "ids"}, outputs={"scores": "scores"}))
 
     assert {key: value for key, value in of_trainer.items() if "Adagrad" not in key} == EXPECTED
     partitioned = {variable.key for variable in graph.variables if variable.part}
@@ -82,5 +82,5 @@ def test_a_whole_table_has_one_part(tmp_path: Path) -> None:
     trained = train(tmp_path, build)
 
     assert trained_strategies(read_metagraph(Path(trained.meta))) == {}
-    graph = load_graph(GraphRequest(trained.meta, {"ids": "ids"}, {"y": "y"}))
+    graph = load_graph(GraphRequest(model=trained.meta, inputs={"ids": "ids"}, outputs={"y": "y"}))
     assert graph.lookups == {"table": DIV, "dense": NONE}

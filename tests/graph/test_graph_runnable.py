@@ -41,7 +41,7 @@ def test_what_only_training_can_do_is_not_done(tmp_path: Path) -> None:
             tf.add(x, mean.read_value(), name="y")
 
     trained = train(tmp_path, build)
-    source = load_source(GraphRequest(trained.meta, {"x": "x"}, {"y": "y"}))
+    source = load_source(GraphRequest(model=trained.meta, inputs={"x": "x"}, outputs={"y": "y"}))
 
     first, second = run(source, {"x:0": [2.0]}, "y:0", twice=True)
 
@@ -60,7 +60,9 @@ def test_a_fed_tensor_needs_nothing_behind_it(tmp_path: Path) -> None:
             tf.multiply(rows, scale, name="y")
 
     trained = train(tmp_path, build)
-    source = load_source(GraphRequest(trained.meta, {"rows": "queue_DequeueMany"}, {"y": "y"}))
+    source = load_source(
+        GraphRequest(model=trained.meta, inputs={"rows": "queue_DequeueMany"}, outputs={"y": "y"})
+    )
 
     assert np.array_equal(run(source, {"queue_DequeueMany:0": [[1, 2], [3, 4]]}, "y:0"), [[3, 6], [9, 12]])
 
@@ -85,7 +87,7 @@ def test_an_object_based_model_initialises_its_tables(tmp_path: Path) -> None:
 
     model = Words()
     tf.saved_model.save(model, str(tmp_path / "1"), signatures=model.__call__.get_concrete_function())
-    source = load_source(GraphRequest(str(tmp_path / "1")))
+    source = load_source(GraphRequest(model=str(tmp_path / "1")))
 
     signature = source.meta_graph.signature_def["serving_default"]
     ids = run(source, {signature.inputs["words"].name: [b"b", b"?"]}, signature.outputs["ids"].name)

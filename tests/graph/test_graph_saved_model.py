@@ -69,7 +69,7 @@ VALUES = {
 
 
 def test_an_object_based_model_gets_new_weights(object_based: Path) -> None:
-    graph = load_graph(GraphRequest(str(object_based)))
+    graph = load_graph(GraphRequest(model=str(object_based)))
 
     served = serve(graph, VALUES.__getitem__, {"words": [b"plum", b"apple", b"?"]})["scores"]
     rows = VALUES["ranker/rows"][[2, 0, 0]]
@@ -80,7 +80,7 @@ def test_an_object_based_model_gets_new_weights(object_based: Path) -> None:
 
 
 def test_it_is_clean_inside_functions_too(object_based: Path) -> None:
-    graph = load_graph(GraphRequest(str(object_based)))
+    graph = load_graph(GraphRequest(model=str(object_based)))
 
     assert not ops(graph) & {"RestoreV2", "SaveV2", "AssignAddVariableOp", "AssignVariableOp", "GatherV2"}
     assert "ResourceGather" in ops(graph)
@@ -89,7 +89,7 @@ def test_it_is_clean_inside_functions_too(object_based: Path) -> None:
 
 
 def test_its_assets_are_found_inside_it(object_based: Path, vocabulary: Path) -> None:
-    graph = load_graph(GraphRequest(str(object_based)))
+    graph = load_graph(GraphRequest(model=str(object_based)))
 
     (asset,) = graph.assets
     assert asset.source == object_based / "assets" / "words.txt"
@@ -104,7 +104,7 @@ def test_a_missing_asset_is_named(object_based: Path, tmp_path: Path) -> None:
     (copy / "assets" / "words.txt").unlink()
 
     with pytest.raises(MissingAsset, match=r"words\.txt"):
-        load_graph(GraphRequest(str(copy)))
+        load_graph(GraphRequest(model=str(copy)))
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def session_based(tmp_path_factory: pytest.TempPathFactory, vocabulary: Path) ->
 
 
 def test_a_session_based_model_gets_new_weights(session_based: Path) -> None:
-    graph = load_graph(GraphRequest(str(session_based)))
+    graph = load_graph(GraphRequest(model=str(session_based)))
 
     served = serve(graph, VALUES.__getitem__, {"words": [b"plum", b"apple"]})["scores"]
     assert np.array_equal(served, VALUES["ranker/rows"][[2, 0]])
@@ -150,7 +150,9 @@ def test_other_signatures_can_be_named(session_based: Path) -> None:
     source = protos.SavedModel.FromString((session_based / "saved_model.pb").read_bytes())
     scores = source.meta_graphs[0].signature_def["serving_default"].outputs["scores"].name
 
-    graph = load_graph(GraphRequest(str(session_based), {"text": "words"}, {"rows": scores}))
+    graph = load_graph(
+        GraphRequest(model=str(session_based), inputs={"text": "words"}, outputs={"rows": scores})
+    )
 
     assert list(graph.meta_graph.signature_def["serving_default"].inputs) == ["text"]
 
@@ -191,7 +193,7 @@ def test_a_graph_is_chosen_by_its_tags(
     session_based: Path, tmp_path: Path, tags: list[str], asked: str | None
 ) -> None:
     model = tagged(session_based, tmp_path / "1", *tags)
-    assert load_graph(GraphRequest(model, tag=asked)).variables
+    assert load_graph(GraphRequest(model=model, tag=asked)).variables
 
 
 @pytest.mark.parametrize(
@@ -208,14 +210,14 @@ def test_tags_are_listed_if_they_do_not_tell(
     session_based: Path, tmp_path: Path, tags: list[str], asked: str | None, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        load_graph(GraphRequest(tagged(session_based, tmp_path / "1", *tags), tag=asked))
+        load_graph(GraphRequest(model=tagged(session_based, tmp_path / "1", *tags), tag=asked))
     assert "; ".join(tags) in caught.value.cause
     assert "--tag" in caught.value.hint
 
 
 def test_tags_are_for_saved_models(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--tag"):
-        load_graph(GraphRequest(str(tmp_path / "model.meta"), tag="serve"))
+        load_graph(GraphRequest(model=str(tmp_path / "model.meta"), tag="serve"))
 
 
 def test_the_plainest_of_several_graphs_is_taken(session_based: Path, tmp_path: Path) -> None:
@@ -223,7 +225,7 @@ def test_the_plainest_of_several_graphs_is_taken(session_based: Path, tmp_path: 
         model.meta_graphs.insert(0, protos.MetaGraphDef())
         model.meta_graphs[0].meta_info_def.tags.extend(["serve", "tpu"])
 
-    assert load_graph(GraphRequest(changed(session_based, tmp_path / "1", add))).variables
+    assert load_graph(GraphRequest(model=changed(session_based, tmp_path / "1", add))).variables
 
 
 def test_damage_and_other_versions_are_named(session_based: Path, tmp_path: Path) -> None:
@@ -231,20 +233,20 @@ def test_damage_and_other_versions_are_named(session_based: Path, tmp_path: Path
         model.saved_model_schema_version = 2
 
     with pytest.raises(UnsupportedFormat, match="schema version 2"):
-        load_graph(GraphRequest(changed(session_based, tmp_path / "v2", version)))
+        load_graph(GraphRequest(model=changed(session_based, tmp_path / "v2", version)))
 
     cut = tmp_path / "cut"
     cut.mkdir()
     whole = (session_based / "saved_model.pb").read_bytes()
     (cut / "saved_model.pb").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CorruptFile):
-        load_graph(GraphRequest(str(cut)))
+        load_graph(GraphRequest(model=str(cut)))
 
     chunked = tmp_path / "chunked"
     chunked.mkdir()
     (chunked / "saved_model.cpb").write_bytes(b"x")
     with pytest.raises(UnsupportedFormat, match="chunks"):
-        load_graph(GraphRequest(str(chunked)))
+        load_graph(GraphRequest(model=str(chunked)))
 
 
 def test_an_asset_outside_the_directory_is_refused(session_based: Path, tmp_path: Path) -> None:
@@ -254,7 +256,7 @@ def test_an_asset_outside_the_directory_is_refused(session_based: Path, tmp_path
         asset.tensor_info.name = "words:0"
 
     with pytest.raises(CorruptFile, match="outside"):
-        load_graph(GraphRequest(changed(session_based, tmp_path / "1", escape)))
+        load_graph(GraphRequest(model=changed(session_based, tmp_path / "1", escape)))
 
 
 def test_a_missing_function_is_named(object_based: Path, tmp_path: Path) -> None:
@@ -266,7 +268,7 @@ def test_a_missing_function_is_named(object_based: Path, tmp_path: Path) -> None
         library.function.extend(copies)
 
     with pytest.raises(GraphError, match="calls function"):
-        load_graph(GraphRequest(changed(object_based, tmp_path / "1", drop)))
+        load_graph(GraphRequest(model=changed(object_based, tmp_path / "1", drop)))
 
 
 def test_a_table_without_its_initialiser_is_refused(object_based: Path, tmp_path: Path) -> None:
@@ -275,7 +277,7 @@ def test_a_table_without_its_initialiser_is_refused(object_based: Path, tmp_path
         model.meta_graphs[0].collection_def.clear()
 
     with pytest.raises(NotServable, match="nothing in the graph fills table"):
-        load_graph(GraphRequest(changed(object_based, tmp_path / "1", drop)))
+        load_graph(GraphRequest(model=changed(object_based, tmp_path / "1", drop)))
 
 
 @pytest.mark.parametrize("model", ["object_based", "session_based"])
@@ -283,7 +285,7 @@ def test_loading_imports_no_tensorflow(model: str, request: pytest.FixtureReques
     path = str(request.getfixturevalue(model))
     program = (
         "import sys; from exporter.graph.load import GraphRequest, load_graph; "
-        f"load_graph(GraphRequest({path!r})); sys.exit('tensorflow' in sys.modules)"
+        f"load_graph(GraphRequest(model={path!r})); sys.exit('tensorflow' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
@@ -302,7 +304,7 @@ def test_objects_of_one_name_stay_apart(tmp_path: Path) -> None:
     model = Pair()
     tf.saved_model.save(model, str(tmp_path / "1"), signatures=model.__call__.get_concrete_function())
 
-    graph = load_graph(GraphRequest(str(tmp_path / "1")))
+    graph = load_graph(GraphRequest(model=str(tmp_path / "1")))
 
     assert {variable.key for variable in graph.variables} == {"w", "w_1"}
 
@@ -316,7 +318,7 @@ def test_a_keras_model_as_exported(tmp_path: Path) -> None:
     model = keras.Model(inputs, keras.layers.Dense(2, name="out")(hidden))
     model.export(str(tmp_path / "1"), verbose=False)
 
-    graph = load_graph(GraphRequest(str(tmp_path / "1")))
+    graph = load_graph(GraphRequest(model=str(tmp_path / "1")))
 
     values = {variable.path: np.asarray(variable) for variable in model.variables}
     ids = np.array([[1, 2, 10], [0, 0, 4]])

@@ -54,7 +54,7 @@ def test_tables_are_filled_by_the_init_op_alone(tmp_path: Path) -> None:
     path = vocabulary(tmp_path / "words.txt", ["a", "b", "c"])
     trained = train(tmp_path, looks_up(path))
 
-    graph = load_graph(GraphRequest(trained.meta, **REQUEST))
+    graph = load_graph(GraphRequest(model=trained.meta, **REQUEST))
 
     words = np.array([b"b", b"?", b"c", b"a"], dtype=object)
     served = serve(graph, trained.value, {"words": words})["y"]
@@ -73,7 +73,7 @@ def test_vocabularies_are_assets_without_the_trainers_paths(tmp_path: Path) -> N
     second = vocabulary(tmp_path / "b" / "words.txt", ["b"])
     trained = train(tmp_path, looks_up(first, second))
 
-    graph = load_graph(GraphRequest(trained.meta, **REQUEST))
+    graph = load_graph(GraphRequest(model=trained.meta, **REQUEST))
 
     assert {(str(asset.source), asset.file_name) for asset in graph.assets} == {
         (first, "words.txt"),
@@ -88,7 +88,7 @@ def test_a_vocabulary_that_two_tables_read_is_one_file(tmp_path: Path) -> None:
     path = vocabulary(tmp_path / "words.txt", ["a"])
     trained = train(tmp_path, looks_up(path, path))
 
-    graph = load_graph(GraphRequest(trained.meta, **REQUEST))
+    graph = load_graph(GraphRequest(model=trained.meta, **REQUEST))
 
     assert {asset.file_name for asset in graph.assets} == {"words.txt"}
 
@@ -102,7 +102,7 @@ def test_a_relative_vocabulary_is_found_beside_the_meta(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
 
-    graph = load_graph(GraphRequest(trained.meta, **REQUEST))
+    graph = load_graph(GraphRequest(model=trained.meta, **REQUEST))
 
     assert [asset.source for asset in graph.assets] == [tmp_path / "words.txt"]
 
@@ -113,7 +113,7 @@ def test_a_missing_vocabulary_is_named(tmp_path: Path) -> None:
     Path(path).unlink()
 
     with pytest.raises(MissingAsset, match=r"words\.txt"):
-        load_graph(GraphRequest(trained.meta, **REQUEST))
+        load_graph(GraphRequest(model=trained.meta, **REQUEST))
 
 
 @pytest.mark.parametrize("path", ["w" * 300, "/" + "w" * 300, "a\0b"], ids=["relative", "absolute", "zero"])
@@ -147,7 +147,7 @@ def test_a_table_that_no_checkpoint_holds_is_refused_and_not_served_empty(tmp_pa
     trained = train(tmp_path, build)
 
     with pytest.raises(NotServable, match=r"'seen.*Mutable.*empty when served"):
-        load_graph(GraphRequest(trained.meta, **REQUEST))
+        load_graph(GraphRequest(model=trained.meta, **REQUEST))
 
 
 def test_a_computed_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_computed_vocabulary_is_refused(tmp_path: Path) -> None:
     trained = train(tmp_path, build)
 
     with pytest.raises(NotServable, match="StringJoin"):
-        load_graph(GraphRequest(trained.meta, **REQUEST))
+        load_graph(GraphRequest(model=trained.meta, **REQUEST))
 
 
 def test_the_source_graph_can_fill_its_own_tables(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_the_source_graph_can_fill_its_own_tables(tmp_path: Path) -> None:
     path = vocabulary(tmp_path / "words.txt", ["a", "b"])
     trained = train(tmp_path, looks_up(path))
 
-    source = load_source(GraphRequest(trained.meta, **REQUEST))
+    source = load_source(GraphRequest(model=trained.meta, **REQUEST))
 
     v1 = tf.compat.v1
     with tf.Graph().as_default() as graph, v1.Session(graph=graph) as session:
@@ -197,6 +197,6 @@ def test_a_builders_table(tmp_path: Path) -> None:
         words = tf.compat.v1.placeholder(tf.string, [None])
         return {"words": words}, {"ids": file_table(path).lookup(words)}
 
-    graph = load_graph(GraphRequest(build))
+    graph = load_graph(GraphRequest(model=build))
 
     assert serve(graph, {}.__getitem__, {"words": [b"b"]})["ids"].tolist() == [1]

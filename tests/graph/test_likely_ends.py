@@ -93,5 +93,5 @@ def test_inputs_and_likely_outputs(
     assert f"output?     {expected[0]}:0" in export_model("inspect", meta).out
     assert len(export_model("inspect", meta, "--json").document["likely_outputs"]) == len(expected)
     with pytest.raises(UsageError) as caught:
-        load_source(GraphRequest(str(meta)))
+        load_source(GraphRequest(model=str(meta)))
     assert f"placeholders are x, labels; likely outputs are {', '.join(expected)}" in caught.value.cause

@@ -26,7 +26,7 @@ KERASES = [pytest.param(keras, id="keras3"), pytest.param(tf_keras, id="keras2")
 
 
 def loaded(builder: Callable[[], Any]) -> InferenceGraph:
-    return load_graph(GraphRequest(builder))
+    return load_graph(GraphRequest(model=builder))
 
 
 def signatures(graph: InferenceGraph) -> list[str]:

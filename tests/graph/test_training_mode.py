@@ -323,10 +323,10 @@ def test_dropout_that_is_on_is_told_with_its_rate_and_one_that_is_off_is_not(
         "cond": {"is_training": "false"},
     }
 
-    on = load_graph(GraphRequest(trained.meta, **ENDS))
+    on = load_graph(GraphRequest(model=trained.meta, **ENDS))
     assert any("drops a random 0.25 of its input" in note for note in on.notes), on.notes
     if kind in off:
-        assert load_graph(GraphRequest(trained.meta, feeds=off[kind], **ENDS)).notes == ()
+        assert load_graph(GraphRequest(model=trained.meta, feeds=off[kind], **ENDS)).notes == ()
 
 
 def test_dropout_inside_of_a_function_is_told(tmp_path: Path) -> None:
@@ -352,5 +352,5 @@ def test_dropout_inside_of_a_function_is_told(tmp_path: Path) -> None:
         return made
 
     for is_on in (True, False):
-        notes = load_graph(GraphRequest(module)).notes
+        notes = load_graph(GraphRequest(model=module)).notes
         assert any("drops a random 0.25" in note for note in notes) == is_on, notes

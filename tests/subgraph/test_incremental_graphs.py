@@ -103,7 +103,7 @@ class Ranker(tf.Module):
 def test_functions_of_a_module(tmp_path: Path) -> None:
     module = Ranker()
     tf.saved_model.save(module, str(tmp_path / "saved"), signatures={"serving_default": module.serve})
-    graph = load_graph(GraphRequest(str(tmp_path / "saved")))
+    graph = load_graph(GraphRequest(model=str(tmp_path / "saved")))
     values = {v.name.removesuffix(":0"): v.numpy() for v in module.variables}
     model = updatable_base(tmp_path, graph, saved_by_stock(tmp_path, values, graph))
     assert kinds(model) == {"rows": "table", "by_value": "table", "weights": "dense", "bias": "dense"}
@@ -131,7 +131,7 @@ def test_a_keras_model_with_embeddings(tmp_path: Path) -> None:
     x = keras.layers.Dense(16, activation="relu", name="hidden")(x)
     network = keras.Model([user, items], keras.layers.Dense(1, name="out")(x))
     network.export(str(tmp_path / "saved"), verbose=False)
-    graph = load_graph(GraphRequest(str(tmp_path / "saved")))
+    graph = load_graph(GraphRequest(model=str(tmp_path / "saved")))
     values = {variable.path: variable.numpy() for variable in network.variables}
     model = updatable_base(tmp_path, graph, saved_by_stock(tmp_path, values, graph))
     assert {name for name, kind in kinds(model).items() if kind == "table"} == {
@@ -190,7 +190,7 @@ def test_v1_loops_conditions_lookups_strings_and_sparse_tensors(tmp_path: Path) 
             n: session.run([scores, outputs["text"]], {steps: n, words: ["a", "zz"], bags: bag})
             for n in (0, 3)
         }
-    graph = load_graph(GraphRequest(str(tmp_path / "saved")))
+    graph = load_graph(GraphRequest(model=str(tmp_path / "saved")))
     model = updatable_base(tmp_path, graph, tmp_path / "saved" / "variables" / "variables")
     assert kinds(model) == {"rows": "table", "weights": "dense", "bias": "dense"}
     with loaded(model) as server:

@@ -15,7 +15,7 @@ from msgspec import inspect as types
 from exporter.increments.history import MarkerDocument
 from exporter.increments.increment import IncrementDocument
 from exporter.mapping.mapping_spec import MappingSpecDocument
-from exporter.options import Updates
+from exporter.options import Updates, declared
 from exporter.publish.manifest import DeltaDocument, VersionDocument
 from tools.reference.documents import texts_under_fields
 from tools.reference.markdown import code, table, text
@@ -50,9 +50,9 @@ def schema() -> str:
     """The JSON schema of every file, as one."""
     documents = [document for kinds in FILES.values() for document in kinds]
     _, definitions = msgspec.json.schema_components(documents, ref_template="#/$defs/{name}")
-    for kind in (Updates,):  # whose fields are described by the texts below them
+    for kind in (Updates,):  # whose fields are described by the help of their options
         properties = definitions[kind.__name__]["properties"]
-        for name, meaning in texts_under_fields(kind).items():
+        for name, meaning in _helps(kind).items():
             properties[name] = {"description": meaning, **properties[name]}
     whole = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -74,7 +74,7 @@ def _tables(kind: type, told: set[type]) -> Iterator[str]:
     yield f"*{_title(kind)}.* {text(summary)}\n"
     tag_field, tag = getattr(found, "tag_field", None), getattr(found, "tag", None)
     first = [(code(tag_field), code(json.dumps(tag)), "what the document is")] if tag_field else []
-    below = texts_under_fields(kind)
+    below = {**texts_under_fields(kind), **_helps(kind)}
     rows = (
         (
             code(field.encode_name),
@@ -88,6 +88,11 @@ def _tables(kind: type, told: set[type]) -> Iterator[str]:
         for inner in _structs(field.type):
             if inner not in _FOR_THE_EXPORTER:
                 yield from _tables(inner, told)
+
+
+def _helps(kind: type) -> dict[str, str]:
+    """The help of fields that are options."""
+    return {one.path[0]: one.option.help for one in declared(kind) if len(one.path) == 1}
 
 
 def _title(kind: type) -> str:

@@ -1,0 +1,132 @@
+"""An option is declared once, and stands wherever options stand: here one that is made up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.errors import UsageError
+from exporter.options import (
+    STORAGE,
+    DataMode,
+    ExportRequest,
+    Jobs,
+    Option,
+    Updates,
+    Verify,
+    arguments,
+    declared,
+    option_of,
+    require_company,
+    told_in_digest,
+)
+
+PLAIN = ExportRequest(Path("train"), Path("model"))
+
+MADE_UP = """
+import json, sys
+from typing import Annotated
+from exporter import options
+
+class ExportRequest(options.ExportRequest, frozen=True):
+    sparkle: Annotated[int, options.Option("Made up.", options.STORAGE, metavar="N", digest="if given")] = 0
+
+options.ExportRequest = ExportRequest
+import typer
+from exporter.cli import app, export_commands
+from exporter.training.exports import ExportArguments
+from tools.reference import commands
+
+seen = []
+export_commands.run_full = lambda request, *_, **__: seen.append(request)
+try:
+    app.main(["--ckpt-dir", "train", "--out", "model", "--model", "m.py:f", "--sparkle", "3"])
+except SystemExit:
+    pass
+(request,) = seen
+root = typer.main.get_command(app.app)
+(option,) = [one for one in root.params if one.name == "sparkle"]
+print(json.dumps({
+    "field": request.sparkle,
+    "help": [option.help, option.rich_help_panel, option.metavar],
+    "page": commands.page(app.app, "export-model"),
+    "digest": options.told_in_digest(request),
+    "argv": ExportArguments.of(request).rest,
+    "plain": options.told_in_digest(ExportRequest(request.ckpt_dir, request.out)),
+}))
+"""
+
+
+def test_an_option_that_is_declared_once_stands_everywhere(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MADE_UP],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=Path(__file__).parent.parent.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["field"] == 3
+    assert found["help"] == ["Made up.", STORAGE, "N"]
+    assert "`--sparkle N`" in found["page"] or "--sparkle" in found["page"]
+    assert "Made up." in found["page"]
+    assert "--sparkle=3" in found["argv"]
+    assert found["digest"]["sparkle"] == 3
+    assert found["plain"] == told_in_digest(PLAIN), "what was published before it was there is not recognised"
+
+
+def test_digests_of_earlier_releases_are_told_the_same() -> None:
+    told = {"format": "saved_model", "data": "auto", "no_warmup": False, "verify": "files"}
+    assert told_in_digest(PLAIN) == {**told, "updates": None}
+    baked = {
+        "isolation": "snapshot",
+        "snapshot_max_rows": 5,
+        "stamp": True,
+        "digest": False,
+        "finite": False,
+    }
+    takes = replace(PLAIN, updates=Updates(snapshot_max_rows=5, stamp=True), verify=Verify.BYTES)
+    assert told_in_digest(takes) == {**told, "updates": baked, "verify": "bytes"}
+
+
+def test_no_two_options_have_one_name() -> None:
+    names = [one.name for one in declared(ExportRequest)]
+    assert len(set(names)) == len(names) > 45
+
+
+def test_options_say_what_a_request_says() -> None:
+    request = replace(PLAIN, renames=("-a=b", "c=d"), inputs={"x": "X:0"}, data=DataMode.COPY, by_order=True)
+    assert [*arguments(request)] == [
+        "--rename=-a=b",
+        "--rename=c=d",
+        "--by-order",
+        "--data=copy",
+        "--input=x=X:0",
+    ]
+    assert [*arguments(Jobs(task_bytes=1 << 20))] == ["--task-size=1048576B"]
+    assert option_of(Updates, "finite") == "--require-finite"
+
+
+class Twin(Struct, frozen=True):
+    alone: Annotated[bool, Option("Alone.")] = False
+    either: Annotated[bool, Option("Either.", goes_with="--alone and --other")] = False
+    other: Annotated[bool, Option("Other.")] = False
+
+
+@pytest.mark.parametrize("given", [Twin(), Twin(alone=True, either=True), Twin(other=True, either=True)])
+def test_company_is_what_one_of_several_options_gives(given: Twin) -> None:
+    require_company([given])
+
+
+def test_an_option_without_company_is_refused() -> None:
+    with pytest.raises(UsageError, match="--either goes with --alone and --other"):
+        require_company([Twin(either=True)])
