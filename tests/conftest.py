@@ -14,6 +14,7 @@ from tests.support.budget import times
 from tests.support.commands import export_model
 from tests.support.forks import run_warm
 from tests.support.longest_first import longest_first
+from tests.support.machines import Machine, machine_in
 from tests.support.object_stores import (
     AZURITE,
     BASE,
@@ -96,6 +97,12 @@ def bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
 def url(bucket: Bucket) -> str:
     """Where a model goes in a new bucket."""
     return bucket.url(BASE)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A trainer at step 30 and its model, from which other machines push and pull."""
+    return machine_in(tmp_path / "one")
 
 
 @pytest.fixture(scope="session")

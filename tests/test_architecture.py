@@ -198,6 +198,22 @@ def test_a_name_stands_for_one_thing() -> None:
     assert not doubled, "two rooms have a file of the same name"
 
 
+def test_no_tests_import_other_tests() -> None:
+    """What several of them need stands once, in tests/support."""
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    assert len(paths) > 200
+    wrong = [
+        f"{module_of(path)} imports {imported}"
+        for path in paths
+        for imported, _ in imports_of(path)
+        if _A_TEST.match(imported)
+    ]
+    assert not wrong
+
+
+_A_TEST = re.compile(r"tests\.(?:\w+\.)*test_")
+
+
 def strings_of(tree: ast.Module) -> Iterator[tuple[str, bool]]:
     """(string, is it part of a path) for every string that is no documentation."""
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

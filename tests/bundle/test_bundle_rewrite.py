@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from exporter.bundle import variables
 from exporter.bundle.variables import ShardOrigin, write_variables
-from exporter.catalog import Catalog, SliceSpec
+from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError, UsageError
-from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
+from exporter.graph.inference_graph import PartitionStrategy
 from exporter.jobs import write_shard
 from exporter.jobs.runner import Runner
-from exporter.mapping.build import TensorSource, VariableMapping
-from exporter.mapping.mapping_rules import CastRule, MappingRules, mod_lengths
+from exporter.mapping.build import VariableMapping
+from exporter.mapping.mapping_rules import CastRule, MappingRules
 from exporter.options import DataMode
 from exporter.wire.dtypes import DType
 from tests.support.trained import (
@@ -36,7 +36,7 @@ from tests.support.trained import (
     train,
     uneven_ids,
 )
-from tests.support.values import boxes, parts
+from tests.support.values import boxes, in_parts, mapping_of
 
 MOD, DIV = PartitionStrategy.MOD, PartitionStrategy.DIV
 
@@ -281,13 +281,6 @@ def test_more_shards_than_a_reader_takes_are_refused_before_the_work(
     assert not list((tmp_path / "1").rglob("variables.*"))
 
 
-def in_parts(table: np.ndarray, count: int, by_mod: bool) -> list[np.ndarray]:
-    lengths = mod_lengths(len(table), count)
-    if by_mod:
-        return [table[part::count] for part in range(count)]
-    return np.split(table, np.cumsum(lengths)[:-1])
-
-
 def write_parts(prefix: Path, pieces: list[np.ndarray], shape: tuple[int, ...], seed: int = 0) -> None:
     """Write the parts of a table, in an order of their own: savers list slices as their servers end."""
     with BundleWriter(prefix) as writer:
@@ -298,24 +291,6 @@ def write_parts(prefix: Path, pieces: list[np.ndarray], shape: tuple[int, ...], 
         specs = boxes(shape, [len(piece) for piece in pieces])
         for number in np.random.default_rng(seed).permutation(len(pieces)):
             writer.add("w", pieces[number], specs[number])
-
-
-def mapping_of(
-    catalog: Catalog,
-    *,
-    cast: DType | None = None,
-    gather_parts: int = 0,
-    served_parts: int = 1,
-    scatter: bool = False,
-) -> VariableMapping:
-    ref = catalog.tensors["w"]
-    if served_parts > 1:
-        variables = parts("w", *ref.shape, rows=mod_lengths(ref.shape[0], served_parts))
-    else:
-        variables = (GraphVariable("w", "w", ref.dtype, ref.shape),)
-    scatter_parts = served_parts if scatter and served_parts > 1 else 0
-    source = TensorSource("w", variables, ref, "name", cast, gather_parts, scatter_parts)
-    return VariableMapping(catalog, (source,), ())
 
 
 def one_source(tmp_path: Path, values: np.ndarray, *, cast: DType) -> VariableMapping:

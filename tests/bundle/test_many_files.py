@@ -23,7 +23,7 @@ from exporter.jobs.task import FewFiles
 from exporter.pipeline import comparison
 from exporter.wire.crc32c import masked_crc
 from exporter.wire.dtypes import DType
-from tests.bundle.test_bundle_rewrite import in_parts, mapping_of
+from tests.support.values import in_parts, mapping_of
 
 SHARDS, ROWS = 150, 300
 

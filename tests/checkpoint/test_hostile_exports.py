@@ -16,21 +16,11 @@ import numpy as np
 import pytest
 
 from exporter.errors import Exit
-from tests.support.archives import keras_archive, npy, patched, weights_file, zip_of
+from tests.support.archives import Trap, keras_archive, npy, patched, weights_file, zip_of
 from tests.support.commands import export_model
 
 ARRAY = npy(np.arange(4, dtype=np.float32))
 SECRET = b"not for you"
-
-
-class _Trap:
-    """Unpickling it would leave a file behind."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self._path,))
 
 
 def bomb(directory: Path) -> Path:
@@ -76,7 +66,7 @@ def symlink(directory: Path) -> Path:
 
 def pickled(directory: Path) -> Path:
     trap = np.empty(1, object)
-    trap[0] = _Trap(directory / "sprung")
+    trap[0] = Trap(directory / "sprung")
     return zip_of(directory / "m.npz", [("w.npy", npy(trap))])
 
 

@@ -23,7 +23,7 @@ from exporter.errors import (
     UnsafeArchive,
     UnsupportedFormat,
 )
-from tests.support.archives import npy, npy_header, patched, values, zip_of
+from tests.support.archives import Trap, npy, npy_header, patched, values, zip_of
 
 LAYER = {"dense/W:0": np.arange(6, dtype=np.float32).reshape(2, 3), "dense/b:0": np.ones(3, np.float32)}
 
@@ -130,19 +130,9 @@ def test_the_hint_for_pickles_helps(tmp_path: Path) -> None:
     assert list(values(read_npz(tmp_path / "new.npz"), tmp_path)["arr_1"]) == [1, 1, 1]
 
 
-class _Trap:
-    """Unpickling it would leave a file behind."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self._path,))
-
-
 def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
     trap = np.empty(1, object)
-    trap[0] = _Trap(tmp_path / "sprung")
+    trap[0] = Trap(tmp_path / "sprung")
     zip_of(tmp_path / "m.npz", [("w.npy", npy(trap))])
     with pytest.raises(UnsafeArchive):
         read_npz(tmp_path / "m.npz")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from exporter.delta.spans import FANOUT
-from tests.cli.test_incremental_commands import SHARD, flip, truncate
 from tests.support.commands import export_model
+from tests.support.damage import SHARD, flip, truncate
 from tests.support.logs import damage_tensor
 from tests.support.setting import Setting, followed
 

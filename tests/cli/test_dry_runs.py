@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from exporter.publish.delta_log import read_log
-from tests.publish.test_holds import MODEL, save
 from tests.support.commands import export_model
 from tests.support.logs import set_hold
 from tests.support.remote_models import published_log
+from tests.support.step_models import MODEL, save
 
 
 @pytest.fixture(scope="module")

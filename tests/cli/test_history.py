@@ -15,8 +15,8 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
-from tests.publish.test_holds import MODEL, request_of, save
 from tests.support.commands import export_model
+from tests.support.step_models import MODEL, request_of, save
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exporter.checkpoint.tensor_bundle import BundleWriter, shard_path
+from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta.delta_files import write_delta
 from exporter.delta.format import DeltaHeader
 from exporter.publish.delta_log import list_deltas, read_log
 from exporter.publish.staging import remove_leftovers
 from tests.support.commands import Ran, export_model
+from tests.support.damage import INDEX, SHARD, flip, truncate
 from tests.support.logs import (
     Serving,
     Trainer,
@@ -138,16 +139,6 @@ def test_diff_shows_rows_and_norms_of_checkpoints(setting: Log, tmp_path: Path) 
 # --- bad input ---------------------------------------------------------------------------------------------
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-5])
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
-
-
 def other_shape(setting: Log) -> None:
     trainer = Trainer(setting.train, parts=3, step=50)
     for name in [name for name in trainer.values if name.startswith("net/users")]:
@@ -187,9 +178,6 @@ def damaged_delta(damage: Callable[[Path], None], name: str) -> Callable[[Log], 
         damage(setting.delta / name)
 
     return spoil
-
-
-SHARD, INDEX = shard_path(Path("delta"), 0, 1).name, "delta.index"
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from exporter.transfer.push import plan_push, push
 from exporter.verify.log import verify_model
 from exporter.wire.crc32c import masked_crc
 from exporter.wire.dtypes import DType
-from tests.jobs.test_jobs import Noted
 from tests.support import logs
 from tests.support.commands import Ran, export_model
+from tests.support.engine_runs import Noted
 from tests.support.http_proxy import Traffic, counting
 from tests.support.logs import Serving, Trainer, publish_base
 from tests.support.object_stores import Bucket

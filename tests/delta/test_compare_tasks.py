@@ -2,67 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from exporter.catalog import SliceSpec
-from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta.diff import Comparison, diff
-from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
+from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.row_hashes import BlockHasher
-from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.delta.snapshot import Snapshot
 from exporter.errors import CheckpointChanged, CorruptFile, EngineFailed
 from exporter.jobs.runner import Runner
 from exporter.wire.dtypes import DType
-from tests.delta.test_diff_layouts import LAYOUTS, write
-from tests.jobs.test_jobs import Noted
 from tests.support.commands import export_model
+from tests.support.engine_runs import Noted
 from tests.support.object_stores import Bucket
-
-ROWS, WIDTH = 5000, 6
-LAYOUT_ORDERS = ["whole", "slices", "columns", "mod", "to mod", "mod to mod", "cast"]
-
-
-def stored(prefix: Path, layout: str, table: np.ndarray) -> RowReader:
-    """A table, stored so that its served rows are those of `table` (of a part of it, for `to mod`)."""
-    order, box, part = SliceOrder(), SliceSpec.whole(table.shape), 0
-    with BundleWriter(prefix) as writer:
-        match layout:
-            case "whole" | "cast":
-                writer.add("t", table)
-            case "slices" | "to mod":
-                cuts = [0, 1300, 1301, 4000, ROWS]
-                for start, stop in pairwise(cuts):
-                    spec = SliceSpec(table.shape, (start, 0), (stop - start, WIDTH))
-                    writer.add("t", table[start:stop], spec)
-            case "columns":
-                for column in range(0, WIDTH, 2):
-                    spec = SliceSpec(table.shape, (0, column), (ROWS, 2))
-                    writer.add("t", table[:, column : column + 2], spec)
-            case _:
-                starts = np.cumsum([0, *(len(table[part::3]) for part in range(3))])
-                for number in range(3):
-                    rows = table[number::3]
-                    spec = SliceSpec(table.shape, (int(starts[number]), 0), rows.shape)
-                    writer.add("t", rows, spec)
-    if layout in ("to mod", "mod to mod"):
-        part, rows = 1, table[1::2]
-        box = SliceSpec(table.shape, (len(table[::2]), 0), rows.shape)
-    order = SliceOrder(3 if layout.startswith("mod") else 0, 2 if layout.endswith("to mod") else 0)
-    catalog = read_catalog(prefix)
-    dtype = DType.BFLOAT16 if layout == "cast" else DType.FLOAT
-    return RowReader("t", catalog, catalog.tensors["t"], box, dtype, order, part)
-
-
-def layer(seed: int, rows: int, dtype: type) -> dict[str, Change]:
-    random = np.random.default_rng(seed)
-    ids = np.sort(random.choice(rows, 40, replace=False)).astype(np.int64)
-    return {"t": Rows(ids, random.normal(size=(40, WIDTH)).astype(dtype))}
+from tests.support.table_layouts import LAYOUT_ORDERS, LAYOUTS, ROWS, WIDTH, layer, stored, write
 
 
 @pytest.mark.parametrize("layers", [(0, 0), (2, 0), (1, 2)], ids=["bundles", "deltas", "both"])

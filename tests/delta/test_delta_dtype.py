@@ -25,9 +25,8 @@ from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.manifest import BaseDocument, DeltaEntry, DeltaOrigin
 from exporter.wire.json_documents import DocumentError, decode, encode
-from tests.delta.test_min_change import World, drift, servings
-from tests.increments.test_delta_deeprec import save_increment
 from tests.support.commands import export_model
+from tests.support.drifting import World, drift, servings
 from tests.support.logs import (
     Serving,
     Trainer,
@@ -35,6 +34,7 @@ from tests.support.logs import (
     assert_same_bits,
     publish_base,
     request,
+    save_increment,
     served_now,
     values_at,
 )

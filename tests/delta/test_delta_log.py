@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -24,9 +23,10 @@ from exporter.delta.spans import (
 )
 from exporter.errors import DeltaGap, ForeignLineage, PositionUnknown, SchemaChanged, StaleDelta
 from exporter.increments.history import CheckpointMarker, History
-from exporter.increments.increment import CheckpointId, Increment, StoredIncrement
+from exporter.increments.increment import CheckpointId, StoredIncrement
 from exporter.increments.plan import plan_changes
 from exporter.increments.trained import TrainerVersion
+from tests.support.increments import A, checkpoint, increment
 
 HEADER = DeltaHeader("a", "digest", 10, 20, 200)
 
@@ -205,29 +205,6 @@ def test_the_nearest_base_is_the_one_with_the_fewest_deltas() -> None:
 # --- the way from what was published to what the trainer has ------------------------------------------------
 
 
-def checkpoint(step: int, content: str = "0") -> CheckpointId:
-    return CheckpointId(f"model.ckpt-{step}", step, content * 64)
-
-
-def increment(
-    name: str, parent: str | CheckpointId, start: int, end: int, generation: int = 1
-) -> StoredIncrement:
-    return StoredIncrement(
-        Path(name),
-        Increment(
-            id=name * 16,
-            run="f" * 16,
-            generation=generation,
-            parent=parent,
-            from_step=start,
-            to_step=end,
-            variables=(),
-            session=str(generation) * 32,
-        ),
-    )
-
-
-A = increment("a", checkpoint(10), 10, 20)
 B = increment("b", A.increment.id, 20, 30)
 C = increment("c", checkpoint(10), 10, 15, generation=2)
 F25 = CheckpointMarker(checkpoint(25), "f" * 16, A.increment.id, is_equal=False, session="1" * 32)

@@ -4,38 +4,14 @@ from __future__ import annotations
 
 from itertools import permutations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from exporter.catalog import SliceSpec
-from exporter.checkpoint.tensor_bundle import BundleWriter
 from tests.support.commands import export_model
-from tests.support.logs import boxes
+from tests.support.table_layouts import LAYOUTS, write
 
 TABLE = np.arange(22, dtype=np.float32).reshape(11, 2)
-LAYOUTS = ["whole", "2 slices", "3 slices", "columns", "2 parts", "3 parts"]
-
-
-def write(prefix: Path, layout: str, table: np.ndarray[Any, Any]) -> Path:
-    """A table and its slot in a layout."""
-    with BundleWriter(prefix) as writer:
-        for name, values in (("emb", table), ("emb/Adagrad", table + 1)):
-            count, _, kind = layout.partition(" ")
-            if layout == "whole":
-                writer.add(name, values)
-            elif layout == "columns":
-                for column in range(2):
-                    box = SliceSpec(values.shape, (0, column), (len(values), 1))
-                    writer.add(name, values[:, column : column + 1], box)
-            else:
-                for number, box in enumerate(boxes(values.shape, int(count))):
-                    rows = values[box.starts[0] : box.starts[0] + box.lengths[0]]
-                    part = name.replace("emb", f"emb/part_{number}")
-                    writer.add(*((name, rows, box) if kind == "slices" else (part, rows)))
-        writer.add("bias", np.zeros(3, np.float32))
-    return prefix
 
 
 @pytest.mark.parametrize(("a", "b"), permutations(LAYOUTS, 2))

@@ -31,9 +31,9 @@ from exporter.jobs import task
 from exporter.progress import NoProgress
 from exporter.storage import mirror
 from exporter.wire.dtypes import DType
-from tests.delta.test_compare_tasks import LAYOUT_ORDERS, layer, stored
 from tests.support.directory_store import BUCKET, directory_store
 from tests.support.http_proxy import Traffic
+from tests.support.table_layouts import LAYOUT_ORDERS, layer, stored
 
 ROWS, WIDTH = 5000, 6
 HASHER = BlockHasher(7)

@@ -14,9 +14,9 @@ from exporter.doctor.examination import Answer, Check, Level, Replica, judge
 from exporter.verify.log import VerifiedModel, verify_model
 from serving.cli import app as serve_model
 from serving.server import ModelServer
-from tests.publish.test_holds import MODEL, save
 from tests.support.commands import Ran, export_model, run_app
 from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.step_models import MODEL, save
 
 
 @pytest.fixture(scope="module")

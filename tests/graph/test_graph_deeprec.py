@@ -25,34 +25,17 @@ from tests.support.deeprec_graphs import (
     deeprec_graph,
     train_op,
 )
-from tests.support.dynamic_values import Rows, table_values
-from tests.support.graph_runs import ops, serve
+from tests.support.deeprec_rows import DIM, INT64, answers, rows
+from tests.support.dynamic_values import table_values
+from tests.support.graph_runs import ops
 
-DIM = 4
 GENERATIONS = pytest.mark.parametrize("generation", [*Generation], ids=lambda one: one.name.lower())
-INT64 = np.iinfo(np.int64)
-KEYS = np.array([0, 1, -1, -2, 7, 1000, 1_000_007, -1_000_003, INT64.max, INT64.min, 3, 5, 11])
 PROBES = np.array([7, 7, 2, INT64.max, -1, -2, 0, 424_242, INT64.min, -1_000_003, INT64.max - 1, 5])
-
-
-def rows(seed: int = 0, keys: Any = KEYS, dtype: Any = np.float32) -> Rows:
-    random = np.random.default_rng(seed)
-    return Rows(np.asarray(keys), random.standard_normal((len(keys), DIM)).astype(dtype))
 
 
 def converted(program: DeepRecGraph, tmp_path: Path, **ends: dict[str, str]) -> InferenceGraph:
     meta = program.save_meta(tmp_path / "model.ckpt-7.meta")
     return load_graph(GraphRequest(model=str(meta), inputs=ends["inputs"], outputs=ends["outputs"]))
-
-
-def answers(
-    graph: InferenceGraph, tables: dict[str, Rows], feeds: dict[str, Any], dense: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    values = dict(dense or {})
-    for table in graph.dynamic_tables:
-        values |= table_values(table, tables[table.name])
-    shaped = with_table_shapes(graph, {name: value.shape for name, value in values.items()})
-    return serve(shaped, values.__getitem__, feeds)
 
 
 def placeholder(name: str, dtype: Any = np.int64) -> Any:

@@ -10,8 +10,8 @@ import pytest
 
 from exporter.graph.saved_model import read_saved_model
 from exporter.wire.protos import Proto
-from tests.pipeline.test_same_graph import Job, begun, refused
 from tests.support.commands import Ran, export_model
+from tests.support.edited_jobs import Job, begun, refused
 
 __all__ = ["begun"]
 

@@ -19,9 +19,9 @@ from exporter.options import ExportRequest
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
-from tests.delta.test_delta_log import A, checkpoint
 from tests.support.agents import Published
 from tests.support.commands import export_model
+from tests.support.increments import A, checkpoint
 
 NOON = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
 LONG_S, SHORT_S = 60.0, 0.3

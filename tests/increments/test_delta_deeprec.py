@@ -22,37 +22,12 @@ from tests.support.logs import (
     Serving,
     Trainer,
     assert_same_bits,
-    boxes,
     publish_base,
     request,
+    save_increment,
     served_now,
     values_at,
 )
-
-
-def save_increment(trainer: Trainer, *, keys: type = np.int64) -> Path:
-    """Everything since the last full save; rows in the order in which a hash table might give them."""
-    prefix = trainer.directory / DEEPREC_INCREMENTS_DIRECTORY / f"incremental_model.ckpt-{trainer.step}"
-    prefix.parent.mkdir(exist_ok=True)
-    with BundleWriter(prefix) as writer:
-        writer.add("global_step", np.array(trainer.step, np.int64))
-        for name, value in trainer.values.items():
-            if not trainer.is_table(name):
-                writer.add(name, value)
-            elif trainer.touched.get(name):
-                save_rows(writer, trainer, name, np.array(list(trainer.touched[name]), np.int64), keys)
-    return prefix
-
-
-def save_rows(writer: BundleWriter, trainer: Trainer, name: str, ids: np.ndarray, keys: type) -> None:
-    value = trainer.values[name]
-    parts = boxes(value.shape, trainer.parts) if trainer.parts > 1 else [None]
-    for number, box in enumerate(parts):
-        start, count = (box.starts[0], box.lengths[0]) if box else (0, len(value))
-        local = ids[(ids >= start) & (ids < start + count)] - start
-        prefix = f"{name}/part_{number}" if box else name
-        writer.add(f"{prefix}-sparse_incr_keys", local.astype(keys))
-        writer.add(f"{prefix}-sparse_incr_values", value[local + start])
 
 
 @settings(max_examples=25)

@@ -21,16 +21,12 @@ from tests.support.keyed_training import (
     KeyedSession,
     KeyedTraining,
     Served,
+    come_and_go,
+    newest,
     overlaid,
     serving,
     stored_rows,
 )
-
-
-def newest(directory: Path) -> Path:
-    found = tf.train.latest_checkpoint(str(directory))
-    assert found is not None
-    return Path(found)
 
 
 def request(training: KeyedTraining) -> ExportRequest:
@@ -46,14 +42,6 @@ def made_by(done: Any) -> DeltaOrigin | None:
     entry = done.published.manifest.incremental
     assert isinstance(entry, DeltaEntry)
     return entry.made
-
-
-def come_and_go(session: KeyedSession, seed: int, steps: int) -> None:
-    """Train with keys of which some are new, and take some away."""
-    random = np.random.default_rng(seed)
-    for _ in range(steps):
-        session.train(random.choice(SEEN, 20, replace=False))
-        session.remove(random.choice(SEEN, 12, replace=False))
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam", "ftrl", "sgd"])

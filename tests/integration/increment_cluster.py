@@ -128,3 +128,11 @@ def _logged(run: Any, job: Job, name: str, tf_config: str) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ["TF_CONFIG"] = tf_config
     run(job, name)
+
+
+def newest(directory: Path) -> Path:
+    return max(directory.glob("model.ckpt-*.index"), key=step_of).with_suffix("")
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.partition("-")[2].partition(".")[0])

@@ -27,8 +27,7 @@ import pytest
 from exporter import ExportRequest, export_incremental
 from exporter.increments.history import read_history
 from tests.integration import increment_nodes
-from tests.integration.increment_cluster import Cluster, Job, log
-from tests.integration.test_increments_cluster import newest
+from tests.integration.increment_cluster import Cluster, Job, log, newest
 from tests.support.increments import differing, starts, values_of
 from tests.support.updatable import Loaded, loaded
 

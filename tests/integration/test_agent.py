@@ -12,13 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import tensorflow as tf
 
 from exporter.publish.delta_log import read_log
-from tests.support import bundles
-from tests.support.agents import DEADLINE_S, Published, Server, agent, process, wait
+from tests.support.agents import DEADLINE_S, Published, Server, agent, give_other_values, process, wait
 from tests.support.commands import export_model
 
 
@@ -190,18 +187,6 @@ def test_a_replica_that_holds_something_else_is_to_be_started_anew(tmp_path: Pat
             bad.kill()
             bad.start()
             wait(lambda: running.get("/livez")[0] == 200)
-
-
-def give_other_values(version: Path) -> None:
-    """Another variable is as good as any, in a bundle whose checksums are right."""
-    prefix = version / "variables" / "variables"
-    reader = tf.train.load_checkpoint(str(prefix))
-    tensors = {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
-    name = next(name for name, value in tensors.items() if value.shape == (23, 3))
-    tensors[name] = tensors[name] + np.float32(1)
-    shutil.rmtree(version / "variables")
-    (version / "variables").mkdir()
-    bundles.save(prefix, tensors)
 
 
 def test_what_is_not_mounted_is_said_and_found_again(published: Published, servers: list[Server]) -> None:

@@ -14,8 +14,16 @@ from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.publish.delta_log import read_log
 from serving.client import ModelClient
 from serving.status import VersionState
-from tests.integration.test_agent import give_other_values
-from tests.support.agents import DEADLINE_S, Agent, Published, agent, document, process, wait
+from tests.support.agents import (
+    DEADLINE_S,
+    Agent,
+    Published,
+    agent,
+    document,
+    give_other_values,
+    process,
+    wait,
+)
 from tests.support.budget import thorough
 from tests.support.forks import started_warm
 

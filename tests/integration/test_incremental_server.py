@@ -23,8 +23,7 @@ from serving.client import ModelClient
 from serving.server import ModelServer
 from serving.server_options import ServerOptions
 from serving.updates import update
-from tests.subgraph.test_incremental_isolation import constant_everywhere, filled
-from tests.support.updatable import Model, updatable_model
+from tests.support.updatable import Model, constant_everywhere, filled, updatable_model
 
 
 @pytest.fixture(scope="module")

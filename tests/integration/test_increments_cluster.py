@@ -11,19 +11,11 @@ import numpy as np
 from exporter.increments.history import History, read_history
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
-from tests.integration.increment_cluster import Cluster, Job, log
+from tests.integration.increment_cluster import Cluster, Job, log, newest, step_of
 from tests.integration.increment_nodes import keyed_serving
 from tests.support.budget import thorough
 from tests.support.increments import differing, full, starts
 from tests.support.keyed_training import Served, stored_rows
-
-
-def newest(directory: Path) -> Path:
-    return max(directory.glob("model.ckpt-*.index"), key=step_of).with_suffix("")
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.partition("-")[2].partition(".")[0])
 
 
 def assert_exact(job: Job, since: int = 0) -> History:

@@ -23,8 +23,8 @@ from exporter.errors import CallFailed
 from exporter.terminal.server_access import ServerAccess
 from serving.client import ModelClient
 from serving.server import NOT_SERVING, SERVING, messages
-from tests.integration.test_server_process import DEADLINE_SECONDS, end, running
 from tests.support.certificates import Certified, Pair
+from tests.support.server_processes import DEADLINE_SECONDS, end, running
 from tests.support.serving_models import write_saved_model
 
 X = [[1.0, 2.0]]

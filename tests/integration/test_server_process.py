@@ -10,8 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ import pytest
 
 from serving.client import ModelClient
 from serving.status import VersionState
+from tests.support.server_processes import DEADLINE_SECONDS, ROOT, end, running
 from tests.support.serving_models import write_saved_model
 
-ROOT = Path(__file__).parent.parent.parent
-DEADLINE_SECONDS = 60.0
 X = np.float32([[1, 2]])
 
 
@@ -37,32 +35,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 def base(tmp_path: Path, made: dict[int, Path]) -> Path:
     shutil.copytree(made[1], tmp_path / "ranker" / "1")
     return tmp_path / "ranker"
-
-
-@contextmanager
-def running(base: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    arguments = [
-        sys.executable,
-        "-m",
-        "serving.cli",
-        "run",
-        str(base),
-        "--port",
-        "0",
-        "--poll-seconds",
-        "0.05",
-    ]
-    process = subprocess.Popen(
-        [*arguments, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
-            stream.close()
 
 
 def ready_line(process: subprocess.Popen[str]) -> str:
@@ -87,14 +59,6 @@ def publish(base: Path, source: Path, version: int) -> None:
     staged = base / f".staging-{version}"
     shutil.copytree(source, staged)
     staged.rename(base / str(version))
-
-
-def end(process: subprocess.Popen[str], number: signal.Signals) -> tuple[str, str]:
-    """What it still said on stdout, and all it said on stderr."""
-    process.send_signal(number)
-    out, talk = process.communicate(timeout=DEADLINE_SECONDS)
-    assert "Traceback" not in talk
-    return out, talk
 
 
 def test_a_life_of_a_server(base: Path, made: dict[int, Path]) -> None:

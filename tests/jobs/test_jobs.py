@@ -33,24 +33,7 @@ from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.verify.version_files import Checksum
 from exporter.wire.crc32c import extend
 from exporter.wire.dtypes import DType
-
-
-class Noted:
-    """The engine of this process, which notes what it does and may end early or do everything twice."""
-
-    name = "noted"
-
-    def __init__(self, *, stop_after: int = 1 << 30, times: int = 1) -> None:
-        self.done: list[bytes] = []
-        self._stop, self._times = stop_after, times
-
-    def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
-        for work in works:
-            if len(self.done) == self._stop:
-                return
-            self.done.append(work)
-            for _ in range(self._times):
-                yield execute(work)
+from tests.support.engine_runs import Noted
 
 
 @pytest.fixture

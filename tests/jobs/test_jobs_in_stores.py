@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from exporter.bundle.variables import Move
-from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
+from exporter.checkpoint.tensor_bundle import read_array, read_catalog
 from exporter.errors import CheckpointChanged, DiskFull
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range
@@ -40,6 +40,7 @@ from tests.support.deeprec import Ev, write_full
 from tests.support.deeprec_models import INPUTS, OUTPUTS, Trainer
 from tests.support.engine_runs import python_of, wait_until
 from tests.support.object_stores import Bucket
+from tests.support.stored_tables import ROWS, TABLES, WIDTH, assert_right, table, train
 
 BY_KEYS = """
 import tensorflow as tf
@@ -49,21 +50,7 @@ def serving():
     ids = tf.compat.v1.placeholder(tf.int64, [None], name="ids")
     return {"ids": ids}, {"rows": DynamicTable("emb", 4).lookup(ids)}
 """
-ROWS, WIDTH, TABLES = 4000, 16, 6
 BASE = "models/tables"
-MODEL = f"""
-import tensorflow as tf
-
-def serving():
-    ids = tf.compat.v1.placeholder(tf.int64, [None])
-    tables = [tf.compat.v1.get_variable(f"t{{n}}", [{ROWS}, {WIDTH}]) for n in range({TABLES})]
-    rows = [tf.cast(tf.nn.embedding_lookup(table, ids), tf.float32) for table in tables]
-    return {{"ids": ids}}, {{"rows": tf.concat(rows, 1)}}
-"""
-
-
-def table(number: int) -> np.ndarray:
-    return np.random.default_rng(number).normal(size=(ROWS, WIDTH)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -72,26 +59,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("trained"))
 
 
-def train(directory: Path) -> Path:
-    with BundleWriter(directory / "model.ckpt-7") as writer:
-        for number in range(TABLES):
-            writer.add(f"t{number}", table(number))
-    (directory / "model.py").write_text(MODEL)
-    return directory
-
-
 @pytest.fixture
 def command(trained: Path, bucket: Bucket) -> list[str]:
     """An export of 24 tasks that reads 64 KiB a task."""
     places = ["--ckpt-dir", trained / "model.ckpt-7", "--model", f"{trained / 'model.py'}:serving"]
     return [*map(str, places), "--out", bucket.url(BASE), "--task-size", "64KiB", "--json"]
-
-
-def assert_right(directory: Path, dtype: type = np.float32) -> None:
-    catalog = read_catalog(directory / "7" / VARIABLES_PREFIX)
-    for number in range(TABLES):
-        found = read_array(catalog, catalog.tensors[f"t{number}"])
-        np.testing.assert_array_equal(found, table(number).astype(dtype), strict=True)
 
 
 @pytest.mark.parametrize(

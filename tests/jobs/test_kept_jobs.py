@@ -22,10 +22,10 @@ from exporter.layout import JOBS_DIRECTORY, RECEIPTS_DIRECTORY
 from exporter.progress import Progress
 from exporter.publish.staging import Staging
 from exporter.verify.version_files import verify_bytes
-from tests.jobs.test_jobs_in_stores import TABLES, train
 from tests.support.commands import export_model
 from tests.support.forks import FORKS
 from tests.support.object_stores import Bucket
+from tests.support.stored_tables import TABLES, train
 
 WEEK = runner.ABANDONED_SECONDS
 PLAN = "0123456789abcdef" * 2

@@ -21,8 +21,8 @@ from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import StopWhen, Watching
 from exporter.publish.made_from import PublishedAlready
 from exporter.publish.versions import version_dirs
-from tests.publish.test_holds import MODEL, request_of, save
 from tests.support.commands import export_model
+from tests.support.step_models import MODEL, request_of, save
 
 EXPORT = ("--ckpt-dir", "train", "--model", "model.py:build", "--out", "models/ranker")
 

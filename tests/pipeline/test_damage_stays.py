@@ -22,7 +22,7 @@ from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import BROKEN_LOG_HINT, list_deltas, read_log
 from exporter.publish.versions import version_dirs
-from tests.delta.test_min_change import behind, drift
+from tests.support.drifting import behind, drift
 from tests.support.logs import (
     Serving,
     Trainer,

@@ -16,9 +16,9 @@ from exporter.wire.protos import Proto
 from serving.client import ModelClient
 from serving.server import ModelServer
 from serving.updates import update
-from tests.graph.test_graph_deeprec import DIM
-from tests.graph.test_graph_deeprec_groups import ABSENT, IDS, TABLES, combined, feeds, graph_with_group
 from tests.support.deeprec import Ev, write_full, write_increment
+from tests.support.deeprec_group import ABSENT, IDS, TABLES, combined, feeds, graph_with_group
+from tests.support.deeprec_rows import DIM
 from tests.support.dynamic_values import Rows
 from tests.support.updatable import Loaded, loaded
 

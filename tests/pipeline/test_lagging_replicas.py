@@ -25,7 +25,7 @@ from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
 from exporter.publish.retention import GRACE_SECONDS, ROLLBACK_POSITIONS, retire_deltas
-from tests.delta.test_min_change import drift
+from tests.support.drifting import drift
 from tests.support.logs import Serving, Trainer, Values, assert_same_bits, publish_base, request, values_at
 
 LATER = 1e12

@@ -15,13 +15,13 @@ from exporter.checkpoint.identity import Identity
 from exporter.errors import Exit, NothingChanged, NotUpdatable, UsageError
 from exporter.progress import NoProgress
 from exporter.publish.delta_log import LogBase, read_log
-from tests.increments.test_delta_deeprec import save_increment
 from tests.support.logs import (
     Serving,
     Trainer,
     assert_same_bits,
     publish_base,
     request,
+    save_increment,
     served_now,
     values_at,
 )

@@ -14,12 +14,12 @@ from exporter.options import ExportRequest, Updates
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.publish.hold import Hold
-from exporter.publish.versions import read_manifest, version_dirs
+from exporter.publish.versions import read_manifest
 from exporter.verify.log import verify_model
-from tests.publish.test_holds import MODEL, request_of, save
 from tests.support.commands import export_model
 from tests.support.kills import count_steps, killed_at
 from tests.support.publishing import hidden
+from tests.support.step_models import MODEL, request_of, save, versions
 
 SHARD = "variables/variables.data-00000-of-00001"
 
@@ -39,10 +39,6 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def request_(origin: Path, tmp_path: Path) -> ExportRequest:
     shutil.copytree(origin, tmp_path, dirs_exist_ok=True)
     return request_of(tmp_path)
-
-
-def versions(model: Path) -> list[int]:
-    return [child.version for child in version_dirs(model)]
 
 
 def holds(model: Path, version: int) -> int:

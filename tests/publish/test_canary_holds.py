@@ -20,9 +20,9 @@ from exporter.publish.commit import model_lock
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.retention import retire_deltas
-from tests.publish.test_holds import MODEL, request_of, save, versions
 from tests.support.commands import export_model
 from tests.support.logs import set_hold, values_at
+from tests.support.step_models import MODEL, request_of, save, versions
 from tests.support.updatable import loaded
 
 LATER = 1e12

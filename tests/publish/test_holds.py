@@ -21,31 +21,9 @@ from exporter.pipeline.rebase import rebase
 from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import StopWhen, Watching
 from exporter.publish.delta_log import read_log
-from exporter.publish.versions import version_dirs
 from tests.support.commands import export_model
 from tests.support.logs import set_hold
-
-MODEL = """
-import tensorflow as tf
-
-def build():
-    v1 = tf.compat.v1
-    ids = v1.placeholder(tf.int64, [None], "ids")
-    table = v1.get_variable("table", [6, 2])
-    return {"ids": ids}, {"rows": tf.gather(table, ids)}
-"""
-
-
-def save(train: Path, step: int) -> None:
-    import numpy as np
-
-    from exporter.checkpoint.tensor_bundle import BundleWriter
-
-    train.mkdir(exist_ok=True)
-    with BundleWriter(train / f"model.ckpt-{step}") as writer:
-        writer.add("table", np.full([6, 2], step, np.float32))
-        writer.add("global_step", np.array(step, np.int64))
-    (train / "checkpoint").write_text(f'model_checkpoint_path: "model.ckpt-{step}"\n')
+from tests.support.step_models import MODEL, request_of, save, versions
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +37,6 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def request_of(directory: Path) -> ExportRequest:
-    model = f"{directory / 'model.py'}:build"
-    return ExportRequest(directory / "train", directory / "served", model=model)
-
-
 @pytest.fixture
 def request_(origin: Path, tmp_path: Path) -> ExportRequest:
     """Held at 31, after a rollback to 20."""
@@ -71,10 +44,6 @@ def request_(origin: Path, tmp_path: Path) -> ExportRequest:
     given = request_of(tmp_path)
     log_maintenance.rollback(given.out, 20)
     return given
-
-
-def versions(model: Path) -> list[int]:
-    return [child.version for child in version_dirs(model)]
 
 
 PUBLISHERS: dict[str, Callable[[ExportRequest], object]] = {

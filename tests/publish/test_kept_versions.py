@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from exporter.publish.versions import lease
-from tests.publish.test_holds import MODEL, save
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.step_models import MODEL, save
 
 RECENT = "it was superseded less than 300 s ago"
 

@@ -21,10 +21,10 @@ from serving.cli import app
 from serving.server import ModelServer
 from serving.server_options import ServerOptions
 from serving.status import VersionState, VersionStatus
-from tests.publish.test_holds import MODEL, request_of, save
 from tests.support.object_stores import Bucket
 from tests.support.printed_documents import checked
 from tests.support.setting import Setting, followed
+from tests.support.step_models import MODEL, request_of, save
 
 
 @pytest.fixture

@@ -16,21 +16,13 @@ from exporter.publish.delta_log import read_log
 from exporter.storage.objects import ObjectReader, ObjectWriter, require_conditions
 from exporter.storage.url import Url
 from exporter.transfer.pull import pull
-from tests.jobs.test_jobs_in_stores import assert_right, trained  # noqa: F401  a fixture
 from tests.support.commands import export_model
 from tests.support.http_proxy import careless
 from tests.support.logs import Serving, assert_same_bits, served_now, values_at
+from tests.support.machines import Machine, files, pushed, race, stored, survives_kills
 from tests.support.object_stores import SECRET, Bucket, google_bucket
 from tests.support.setting import Setting, followed
-from tests.transfer.test_transfer import (
-    Machine,
-    files,
-    machine,  # noqa: F401  a fixture
-    pushed,
-    race,
-    stored,
-    survives_kills,
-)
+from tests.support.stored_tables import assert_right, train
 
 
 @pytest.fixture(params=["gs_bucket", "container"])
@@ -72,7 +64,7 @@ def test_what_sorts_after_a_name_is_listed(bucket: Bucket) -> None:
     assert store.directories("m/n/.jobs") == ["m/n/.jobs/5"]
 
 
-def test_there_and_back(machine: Machine, bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
+def test_there_and_back(machine: Machine, bucket: Bucket, tmp_path: Path) -> None:
     url = bucket.url("models/ranker")
     for step in (40, 50):  # the head is created, then replaced
         ran = export_model("push", machine.model, url, "--json")
@@ -87,10 +79,10 @@ def test_there_and_back(machine: Machine, bucket: Bucket, tmp_path: Path) -> Non
 
 def test_a_version_is_written_in_the_store_by_tasks(
     bucket: Bucket,
-    trained: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    bucket.upload(trained, "train")
+    (trained := tmp_path / "trained").mkdir()
+    bucket.upload(train(trained), "train")
     url = bucket.url("models/tables")
     model = ("--model", f"{trained / 'model.py'}:serving", "--task-size", "64KiB", "--verify", "bytes")
     ran = export_model("--ckpt-dir", bucket.url("train/model.ckpt-7"), "--out", url, *model, "--json")
@@ -101,12 +93,12 @@ def test_a_version_is_written_in_the_store_by_tasks(
     assert not [key for key, content in bucket.keys().items() if SECRET.encode() in content]
 
 
-def test_two_machines_at_once(machine: Machine, bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
+def test_two_machines_at_once(machine: Machine, bucket: Bucket, tmp_path: Path) -> None:
     race(machine, bucket.url("models/ranker"), tmp_path, range(40, 90, 10))
 
 
 def test_a_push_that_is_killed_anywhere(
-    machine: Machine,  # noqa: F811
+    machine: Machine,
     bucket: Bucket,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -130,14 +122,14 @@ def test_conditions_are_probed_for(bucket: Bucket) -> None:
     assert store.replace("m/x", b"5", second) is None
 
 
-def test_google_ignoring_conditions(machine: Machine, gs_bucket: Bucket) -> None:  # noqa: F811
+def test_google_ignoring_conditions(machine: Machine, gs_bucket: Bucket) -> None:
     with pytest.raises(PublishError, match="ignores conditional requests"):
         pushed(machine.model, f"gs://careless-{gs_bucket.name}/models/ranker")
     assert google_bucket(gs_bucket.environment, f"careless-{gs_bucket.name}").keys() == {}
 
 
 def test_azure_ignoring_conditions(
-    machine: Machine,  # noqa: F811
+    machine: Machine,
     container: Bucket,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,11 +15,12 @@ from exporter.options import ExportRequest
 from exporter.pipeline.incremental import export_incremental
 from exporter.storage.objects import ObjectWriter
 from exporter.transfer.push import plan_push, push
-from tests.publish.test_holds import MODEL, request_of, save
 from tests.support.commands import export_model
 from tests.support.gs_reader import Reader, reading
+from tests.support.machines import killed_at
 from tests.support.object_stores import Bucket
-from tests.transfer.test_transfer import Killed, killed_at
+from tests.support.publishers import Killed
+from tests.support.step_models import MODEL, request_of, save
 
 
 @pytest.fixture

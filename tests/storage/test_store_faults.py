@@ -30,8 +30,8 @@ from tests.support.budget import THOROUGH
 from tests.support.commands import export_model
 from tests.support.faulty_store import Fault, Weather, faulty
 from tests.support.http_proxy import Forwarding, serving
+from tests.support.machines import Machine, files, pushed
 from tests.support.object_stores import SECRET, Bucket
-from tests.transfer.test_transfer import Machine, files, machine, pushed  # noqa: F401  a fixture
 
 MOST_SECONDS = 60
 
@@ -72,7 +72,7 @@ def weather(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Weather
 class Commands:
     """Every command that reads or writes a store, on a model that has gone on since it was pushed."""
 
-    def __init__(self, machine: Machine, bucket: Bucket, here: Path) -> None:  # noqa: F811
+    def __init__(self, machine: Machine, bucket: Bucket, here: Path) -> None:
         self.machine, self.url, self.here = machine, bucket.url("models/ranker"), here
         assert export_model("push", machine.model, self.url).code == 0
         assert export_model("pull", self.url, here / "exported").code == 0
@@ -97,7 +97,7 @@ class Commands:
 
 
 @pytest.fixture
-def commands(machine: Machine, bucket: Bucket, tmp_path: Path) -> Commands:  # noqa: F811
+def commands(machine: Machine, bucket: Bucket, tmp_path: Path) -> Commands:
     return Commands(machine, bucket, tmp_path)
 
 
@@ -261,7 +261,7 @@ def _silent_about(
 
 @pytest.mark.parametrize("names", ["manifest.json$", "/deltas/.*(?<!manifest.json)$"])
 def test_a_command_ends_while_its_workers_wait_for_the_store(
-    machine: Machine,  # noqa: F811
+    machine: Machine,
     bucket: Bucket,
     names: str,
     tmp_path: Path,
@@ -278,7 +278,7 @@ WRITES = [".probe-", "head.json$", "manifest.json.", "delta.data", "20/manifest.
 
 @pytest.mark.parametrize("names", WRITES if THOROUGH else WRITES[1::2])
 def test_a_command_ends_while_the_store_does_not_answer_to_writing(
-    machine: Machine,  # noqa: F811
+    machine: Machine,
     bucket: Bucket,
     names: str,
     tmp_path: Path,
@@ -294,7 +294,7 @@ def test_a_command_ends_while_the_store_does_not_answer_to_writing(
 
 
 def test_an_agent_that_ends_leaves_nobody_who_fetches(
-    machine: Machine,  # noqa: F811
+    machine: Machine,
     bucket: Bucket,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

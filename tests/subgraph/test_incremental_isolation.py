@@ -14,34 +14,23 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter.delta.format import Change, ChangeKind, Rows
+from exporter.delta.format import ChangeKind
 from exporter.graph.saved_model import read_saved_model
 from exporter.options import Isolation
 from exporter.subgraph.state import sleep
-from tests.support.updatable import Loaded, Model, loaded, updatable_model
+from tests.support.updatable import (
+    DIM,
+    ROWS,
+    Loaded,
+    Model,
+    constant_everywhere,
+    filled,
+    loaded,
+    tf1,
+    updatable_model,
+)
 
-tf1 = tf.compat.v1
-
-ROWS, DIM = 20_000, 16
 PATIENCE_SECONDS = 0.3
-
-
-def constant_everywhere() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The smallest and the largest value in what two tables and a dense variable give."""
-    ids = tf1.placeholder(tf.int64, [None], name="ids")
-    left = tf1.get_variable("left", [ROWS, DIM], use_resource=True)
-    right = tf1.get_variable("right", [ROWS, DIM], use_resource=True)
-    bias = tf1.get_variable("bias", [DIM], use_resource=True)
-    read = tf.concat([tf.gather(left, ids), tf.gather(right, ids), tf.tile(bias[None], [tf.size(ids), 1])], 1)
-    return {"ids": ids}, {"low": tf.reduce_min(read, 1), "high": tf.reduce_max(read, 1)}
-
-
-def filled(model: Model, value: float) -> dict[str, Change]:
-    changes: dict[str, Change] = {}
-    for variable in model.schema.variables:
-        full = np.full(variable.shape, value, np.float32)
-        changes[variable.name] = Rows(np.arange(ROWS), full) if variable.kind is ChangeKind.TABLE else full
-    return changes
 
 
 @pytest.fixture(scope="module", params=list(Isolation))

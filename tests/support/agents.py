@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +15,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from exporter.errors import CallFailed
 from exporter.increments.history import read_history
@@ -207,3 +210,19 @@ def document(started: subprocess.Popen[str] | Warm) -> Any:
             return json.loads("".join(lines))
     assert started.stderr is not None
     raise AssertionError(started.stderr.read())
+
+
+def give_other_values(version: Path) -> None:
+    """Another variable is as good as any, in a bundle whose checksums are right."""
+    import tensorflow as tf
+
+    from tests.support import bundles
+
+    prefix = version / "variables" / "variables"
+    reader = tf.train.load_checkpoint(str(prefix))
+    tensors = {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+    name = next(name for name, value in tensors.items() if value.shape == (23, 3))
+    tensors[name] = tensors[name] + np.float32(1)
+    shutil.rmtree(version / "variables")
+    (version / "variables").mkdir()
+    bundles.save(prefix, tensors)

@@ -11,7 +11,7 @@ import sysconfig
 import time
 import tomllib
 import venv
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
+from exporter.jobs.execute import execute
 from exporter.jobs.task import Range
 from tests.support.once import once_a_run
 
@@ -199,3 +200,21 @@ def wait_until(is_so: Any, what: str, seconds: float = 120) -> None:
     while not is_so():
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
+
+
+class Noted:
+    """The engine of this process, which notes what it does and may end early or do everything twice."""
+
+    name = "noted"
+
+    def __init__(self, *, stop_after: int = 1 << 30, times: int = 1) -> None:
+        self.done: list[bytes] = []
+        self._stop, self._times = stop_after, times
+
+    def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
+        for work in works:
+            if len(self.done) == self._stop:
+                return
+            self.done.append(work)
+            for _ in range(self._times):
+                yield execute(work)

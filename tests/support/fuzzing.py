@@ -46,7 +46,6 @@ from serving.credentials import server_credentials
 from serving.rest import metrics_path
 from serving.server_options import ServerOptions
 from serving.stock_flags import check_batching_parameters
-from tests.increments.test_delta_deeprec import save_increment
 from tests.support import deeprec_logs
 from tests.support.archives import keras_archive, legacy_file, npy, weights_file, zip_of
 from tests.support.bundles import compressed, compressed_table, write
@@ -54,7 +53,7 @@ from tests.support.certificates import Certified
 from tests.support.commands import Bad, run_command
 from tests.support.deeprec_logs import DeepRecTrainer
 from tests.support.directory_store import BUCKET
-from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.logs import Serving, Trainer, publish_base, save_increment
 
 SECONDS = 30.0
 MORE_MEMORY_BYTES = 1 << 30

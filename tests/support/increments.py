@@ -12,7 +12,7 @@ from exporter.catalog import TensorRef
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, read_array, read_catalog
 from exporter.delta.format import Rows
 from exporter.increments.history import History, identify, read_history
-from exporter.increments.increment import CheckpointId, StoredIncrement
+from exporter.increments.increment import CheckpointId, Increment, StoredIncrement
 
 KeyedTable = dict[int, tuple[int, bytes]]
 
@@ -95,3 +95,28 @@ def starts(history: History, directory: Path) -> list[CheckpointId]:
     known = [marker.checkpoint for marker in history.markers]
     there = [checkpoint for checkpoint in known if (directory / f"{checkpoint.name}.index").exists()]
     return [checkpoint for checkpoint in there if full(directory, checkpoint.name) == checkpoint]
+
+
+def checkpoint(step: int, content: str = "0") -> CheckpointId:
+    return CheckpointId(f"model.ckpt-{step}", step, content * 64)
+
+
+def increment(
+    name: str, parent: str | CheckpointId, start: int, end: int, generation: int = 1
+) -> StoredIncrement:
+    return StoredIncrement(
+        Path(name),
+        Increment(
+            id=name * 16,
+            run="f" * 16,
+            generation=generation,
+            parent=parent,
+            from_step=start,
+            to_step=end,
+            variables=(),
+            session=str(generation) * 32,
+        ),
+    )
+
+
+A = increment("a", checkpoint(10), 10, 20)

@@ -173,3 +173,17 @@ class Served:
         absent = np.full(DIM, DEFAULT, np.float32).tobytes()
         pairs = zip(keys.tolist(), (row.tobytes() for row in values), strict=True)
         return {key: row for key, row in pairs if row != absent}
+
+
+def newest(directory: Path) -> Path:
+    found = tf.train.latest_checkpoint(str(directory))
+    assert found is not None
+    return Path(found)
+
+
+def come_and_go(session: KeyedSession, seed: int, steps: int) -> None:
+    """Train with keys of which some are new, and take some away."""
+    random = np.random.default_rng(seed)
+    for _ in range(steps):
+        session.train(random.choice(SEEN, 20, replace=False))
+        session.remove(random.choice(SEEN, 12, replace=False))

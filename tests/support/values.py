@@ -6,8 +6,12 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
+from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.mapping.mapping_rules import mod_lengths
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 
@@ -60,3 +64,28 @@ def graph(
     *variables: GraphVariable, lookups: Mapping[str, PartitionStrategy] | None = None
 ) -> InferenceGraph:
     return InferenceGraph("test", protos.MetaGraphDef(), variables, lookups=lookups or {})
+
+
+def in_parts(table: np.ndarray, count: int, by_mod: bool) -> list[np.ndarray]:
+    lengths = mod_lengths(len(table), count)
+    if by_mod:
+        return [table[part::count] for part in range(count)]
+    return np.split(table, np.cumsum(lengths)[:-1])
+
+
+def mapping_of(
+    catalog: Catalog,
+    *,
+    cast: DType | None = None,
+    gather_parts: int = 0,
+    served_parts: int = 1,
+    scatter: bool = False,
+) -> VariableMapping:
+    ref = catalog.tensors["w"]
+    if served_parts > 1:
+        variables = parts("w", *ref.shape, rows=mod_lengths(ref.shape[0], served_parts))
+    else:
+        variables = (GraphVariable("w", "w", ref.dtype, ref.shape),)
+    scatter_parts = served_parts if scatter and served_parts > 1 else 0
+    source = TensorSource("w", variables, ref, "name", cast, gather_parts, scatter_parts)
+    return VariableMapping(catalog, (source,), ())

@@ -23,8 +23,8 @@ from tests.support.agents import Server, agent, process, wait
 from tests.support.commands import export_model
 from tests.support.deeprec_logs import DeepRecTrainer, served
 from tests.support.logs import damage_tensor
+from tests.support.served_tables import DEFAULTS, LIMITS, assert_serves, request
 from tests.support.updatable import loaded
-from tests.tables.test_table_serving import DEFAULTS, LIMITS, assert_serves, request
 
 
 @pytest.fixture

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,38 +11,16 @@ import pytest
 from exporter.catalog import Catalog, SliceRef, TensorRef
 from exporter.checkpoint.tensor_bundle import check_values
 from exporter.errors import TableFull, TruncatedFile, UsageError
-from exporter.options import ExportRequest, Jobs, Updates
+from exporter.options import Jobs
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import Exported
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
-from exporter.tables import DynamicTable
 from tests.support.commands import export_model
-from tests.support.deeprec_logs import DIM, DeepRecTrainer, served
-from tests.support.updatable import Loaded, loaded
-
-DEFAULTS = np.arange(2 * DIM, dtype=np.float32).reshape(2, DIM)
-LIMITS = [0, -1, -2, 2**63 - 1, -(2**63)]
-
-
-def model() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Rows of both tables, and the ordinary variable."""
-    import tensorflow as tf
-
-    tf1 = tf.compat.v1
-    user, item = (tf1.placeholder(tf.int64, [None], name=name) for name in ("user", "item"))
-    kernel = tf1.get_variable("kernel", [2], use_resource=True)
-    users = DynamicTable("emb/user", DIM, "float32", DEFAULTS).lookup(user)
-    items = DynamicTable("item", DIM).lookup(item)
-    kernel_rows = tf.ones_like(users[:, :1]) * kernel
-    return {"user": user, "item": item}, {"users": users, "items": items, "kernel": kernel_rows}
-
-
-def request(trainer: DeepRecTrainer, **options: Any) -> ExportRequest:
-    out = trainer.directory.parent / "model"
-    given = {"model": model, "updates": Updates(stamp=True), **options}
-    return ExportRequest(trainer.directory, out, **given)
+from tests.support.deeprec_logs import DeepRecTrainer, served
+from tests.support.served_tables import DEFAULTS, LIMITS, assert_serves, request
+from tests.support.updatable import loaded
 
 
 @pytest.fixture
@@ -54,23 +30,6 @@ def trainer(tmp_path: Path) -> DeepRecTrainer:
     trainer.upsert("item", range(100, 150))
     trainer.save()
     return trainer
-
-
-def assert_serves(server: Loaded, trainer: DeepRecTrainer, more: list[int] | None = None) -> None:
-    """Every key that was ever there, those beside them, and the limits."""
-    ever = {key for state in trainer.saved.values() for table in state[0].values() for key in table}
-    ever |= {key for table in trainer.tables.values() for key in table} | set(more or ()) | set(LIMITS)
-    keys = np.array(sorted(ever), np.int64)
-    keys = np.concatenate([keys, keys + 1, keys - 1])
-    found = server.predict(user=keys, item=keys)
-    for name, output, defaults in (
-        ("emb/user", "users", DEFAULTS),
-        ("item", "items", np.zeros((1, DIM), np.float32)),
-    ):
-        table = trainer.tables[name]
-        rows = [table.get(key, defaults[key % len(defaults)].tobytes()) for key in keys.tolist()]
-        assert found[output].tobytes() == b"".join(rows), name
-    assert (found["kernel"] == trainer.kernel).all()
 
 
 def test_a_server_follows_increments_and_full_checkpoints(trainer: DeepRecTrainer) -> None:
@@ -190,7 +149,7 @@ def test_a_full_table_is_an_error_by_hand_and_a_new_base_for_a_watch(trainer: De
 
 def test_a_watch_publishes_the_new_base_and_goes_on(trainer: DeepRecTrainer, tmp_path: Path) -> None:
     builder = tmp_path / "builder.py"
-    builder.write_text("from tests.tables.test_table_serving import model\n")
+    builder.write_text("from tests.support.served_tables import model\n")
     options = ("--ckpt-dir", trainer.directory, "--model", f"{builder}:model", "--out", tmp_path / "model")
     first = export_model(*options, "--incr", "--table-head-room", "0.1")
     assert first.code == 0, first.err

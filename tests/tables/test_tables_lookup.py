@@ -12,7 +12,7 @@ from exporter.tables.geometry import TableGeometry
 from exporter.tables.lookup import add_rows, set_sizes
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
-from tests.tables.test_tables_index import LIMITS, apply, new_table
+from tests.support.tables_index import LIMITS, apply, new_table
 
 Array = np.ndarray[Any, Any]
 DIM = 5

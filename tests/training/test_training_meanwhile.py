@@ -8,9 +8,8 @@ import pytest
 import tensorflow as tf
 
 from exporter.increments.history import read_history
-from tests.increments.test_trained_increments import come_and_go, newest
 from tests.support.increments import differing, starts
-from tests.support.keyed_training import KeyedSession, KeyedTraining, Work, stored_rows
+from tests.support.keyed_training import KeyedSession, KeyedTraining, Work, come_and_go, newest, stored_rows
 from tests.support.training_graphs import Training, two_towers
 
 RESTORES = {"incremental_save_restore": True}

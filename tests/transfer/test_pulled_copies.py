@@ -17,10 +17,10 @@ from exporter.storage.objects import ObjectReader
 from exporter.transfer.pull import LocalCopy, pull
 from tests.support.commands import export_model
 from tests.support.logs import Serving, assert_same_bits, served_now, values_at
+from tests.support.machines import Machine, files, killed_at, pushed
 from tests.support.object_stores import Bucket
+from tests.support.publishers import Killed
 from tests.support.setting import followed
-from tests.transfer.test_transfer import Killed, Machine, files, killed_at, pushed
-from tests.transfer.test_transfer import machine as machine
 
 LOG = f"deltas/{10:020d}"
 

@@ -7,10 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,6 @@ from exporter.errors import (
     CheckpointNotFound,
     ForeignLineage,
     NotUpdatable,
-    PositionMoved,
     PublishError,
     TargetBusy,
     TargetNotWritable,
@@ -39,50 +35,23 @@ from exporter.publish.staging import Staging
 from exporter.storage.objects import ObjectReader, ObjectWriter
 from exporter.transfer import pull as pulling
 from exporter.transfer.pull import pull
-from exporter.transfer.push import plan_push, push
+from exporter.transfer.push import plan_push
 from tests.support.commands import export_model
 from tests.support.http_proxy import careless
-from tests.support.logs import Serving, Trainer, assert_same_bits, request, served_now, values_at
+from tests.support.logs import Serving, assert_same_bits, request, served_now, values_at
+from tests.support.machines import (
+    Machine,
+    _at_once,
+    files,
+    killed_at,
+    pushed,
+    race,
+    stored,
+    survives_kills,
+)
 from tests.support.object_stores import Bucket
+from tests.support.publishers import Killed
 from tests.support.setting import Setting, followed
-
-OURS = {".lock", ".pull", ".pushed", HEAD_FILE}
-
-
-class Machine(Setting):
-    """A base at 10 and deltas to 20 and 30, as one machine has published them."""
-
-    trainer: Trainer
-
-    def go_on(self, step: int) -> None:
-        self.trainer.train()
-        self.trainer.step = step
-        self.trainer.increment()
-        export_incremental(request(self.trainer, self.model))
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    found = Machine(tmp_path / "one")
-    object.__setattr__(found, "trainer", followed(found.directory, (20, 30), published=30))
-    return found
-
-
-def pushed(model: Path, url: str, **options: Any) -> None:
-    push(plan_push(model, url, **options))
-
-
-def files(root: Path) -> dict[str, bytes]:
-    """All that readers may see of a local model."""
-    found = (path for path in root.rglob("*") if path.is_file())
-    names = {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
-    return {name: content for name, content in names.items() if not {*name.split("/")} & {*OURS, ".state"}}
-
-
-def stored(bucket: Bucket) -> dict[str, bytes]:
-    base = "models/ranker/"
-    names = {key.removeprefix(base): content for key, content in bucket.keys(base).items()}
-    return {name: content for name, content in names.items() if name != HEAD_FILE}
 
 
 def test_there_and_back(machine: Machine, bucket: Bucket, url: str, tmp_path: Path) -> None:
@@ -156,56 +125,10 @@ def test_a_store_that_something_else_filled(
         plan_push(machine.model, url)
 
 
-class Killed(BaseException):
-    """What ends a process."""
-
-
-@contextmanager
-def killed_at(
-    monkeypatch: pytest.MonkeyPatch, kind: type, names: tuple[str, ...], call: int
-) -> Iterator[list[str]]:
-    """The process dies right before the `call`-th of these methods' calls; what had been called."""
-    calls: list[str] = []
-    with monkeypatch.context() as patch:
-        for name in names:
-            method = getattr(kind, name)
-
-            def counted(
-                self: Any, *rest: Any, _method: Callable[..., Any] = method, _name: str = name
-            ) -> Any:
-                if len(calls) == call:
-                    raise Killed
-                calls.append(f"{_name} {rest[0]}")
-                return _method(self, *rest)
-
-            patch.setattr(kind, name, counted)
-        yield calls
-
-
 def test_a_push_that_is_killed_anywhere(
     machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     survives_kills(machine, url, tmp_path, monkeypatch)
-
-
-def survives_kills(machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A push is killed before its first request, its second, ..., until none is left."""
-    pushed(machine.model, url)
-    machine.go_on(40)
-    rounds = 0
-    while True:
-        with killed_at(monkeypatch, ObjectWriter, ("upload", "create", "replace", "put"), rounds) as calls:
-            try:
-                pushed(machine.model, url)
-                break
-            except Killed:
-                pass
-        done = pull(url, tmp_path / f"after-{rounds}")
-        assert done.position == 30 or any("manifest.json" in call for call in calls)
-        rounds += 1
-    assert rounds > 4
-    assert pull(url, tmp_path / "last").position == 40
-    assert files(tmp_path / "last") == files(machine.model)
 
 
 def test_a_pull_that_is_killed_anywhere(
@@ -232,44 +155,6 @@ def test_a_pull_that_is_killed_anywhere(
 
 def test_two_machines_at_once(machine: Machine, url: str, tmp_path: Path) -> None:
     race(machine, url, tmp_path, range(40, 160, 10))
-
-
-def race(machine: Machine, url: str, tmp_path: Path, steps: Iterable[int]) -> None:
-    """Each of two publishes its own next delta; in every round exactly one of them is in the store."""
-    pushed(machine.model, url)
-    models = [machine.model, tmp_path / "other"]
-    pull(url, models[1])
-    for step in steps:
-        machine.trainer.train()
-        machine.trainer.step = step
-        machine.trainer.increment()
-        for model in models:
-            export_incremental(request(machine.trainer, model))
-        outcomes = _at_once(lambda model: pushed(model, url), models)
-        winners = [model for model, error in zip(models, outcomes, strict=True) if error is None]
-        assert len(winners) == 1, outcomes
-        assert all(isinstance(error, PositionMoved | ForeignLineage) for error in outcomes if error)
-        loser = models[1 - models.index(winners[0])]
-        shutil.rmtree(loser)
-        assert pull(url, loser).position == step
-        assert files(loser) == files(winners[0])
-
-
-def _at_once(work: Callable[[Path], None], models: list[Path]) -> list[BaseException | None]:
-    outcomes: list[BaseException | None] = [None] * len(models)
-
-    def run(number: int) -> None:
-        try:
-            work(models[number])
-        except Exception as error:  # noqa: BLE001  to be looked at by the test
-            outcomes[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(models))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return outcomes
 
 
 def test_a_rollback_and_its_hold(machine: Machine, bucket: Bucket, url: str, tmp_path: Path) -> None:

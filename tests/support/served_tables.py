@@ -1,0 +1,52 @@
+"""A model with two dynamic tables, and that a server answers as its trainer's dicts do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from exporter.options import ExportRequest, Updates
+from exporter.tables import DynamicTable
+from tests.support.deeprec_logs import DIM, DeepRecTrainer
+from tests.support.updatable import Loaded
+
+DEFAULTS = np.arange(2 * DIM, dtype=np.float32).reshape(2, DIM)
+LIMITS = [0, -1, -2, 2**63 - 1, -(2**63)]
+
+
+def model() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Rows of both tables, and the ordinary variable."""
+    import tensorflow as tf
+
+    tf1 = tf.compat.v1
+    user, item = (tf1.placeholder(tf.int64, [None], name=name) for name in ("user", "item"))
+    kernel = tf1.get_variable("kernel", [2], use_resource=True)
+    users = DynamicTable("emb/user", DIM, "float32", DEFAULTS).lookup(user)
+    items = DynamicTable("item", DIM).lookup(item)
+    kernel_rows = tf.ones_like(users[:, :1]) * kernel
+    return {"user": user, "item": item}, {"users": users, "items": items, "kernel": kernel_rows}
+
+
+def request(trainer: DeepRecTrainer, **options: Any) -> ExportRequest:
+    out = trainer.directory.parent / "model"
+    given = {"model": model, "updates": Updates(stamp=True), **options}
+    return ExportRequest(trainer.directory, out, **given)
+
+
+def assert_serves(server: Loaded, trainer: DeepRecTrainer, more: list[int] | None = None) -> None:
+    """Every key that was ever there, those beside them, and the limits."""
+    ever = {key for state in trainer.saved.values() for table in state[0].values() for key in table}
+    ever |= {key for table in trainer.tables.values() for key in table} | set(more or ()) | set(LIMITS)
+    keys = np.array(sorted(ever), np.int64)
+    keys = np.concatenate([keys, keys + 1, keys - 1])
+    found = server.predict(user=keys, item=keys)
+    for name, output, defaults in (
+        ("emb/user", "users", DEFAULTS),
+        ("item", "items", np.zeros((1, DIM), np.float32)),
+    ):
+        table = trainer.tables[name]
+        rows = [table.get(key, defaults[key % len(defaults)].tobytes()) for key in keys.tolist()]
+        assert found[output].tobytes() == b"".join(rows), name
+    assert (found["kernel"] == trainer.kernel).all()
