@@ -93,6 +93,11 @@ class WrittenRun:
         self.crc = crc32c.extend(self.crc, view)
         self.put(view)
 
+    def skip(self, size: int) -> None:
+        """Leave a hole, which is read as zeros and takes no space on disk."""
+        self.crc = crc32c.combine(self.crc, crc32c.zeros_crc(size), size)
+        self.done += size
+
     def put(self, data: Array) -> None:
         """Append bytes, whose checksum is the caller's to take."""
         write_at(self._descriptor, self._offset + self.done, data.data)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import cache
@@ -39,11 +40,12 @@ from exporter.checkpoint.admission import Admission
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables
 from exporter.checkpoint.source_shard import open_shard
 from exporter.checkpoint.tensor_values import compare_checksum
-from exporter.errors import CheckpointChanged
+from exporter.errors import CheckpointChanged, CorruptFile
 from exporter.files import writing
 from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.runner import LOCAL, Job, Runner
 from exporter.jobs.task import ZEROS, Input, Receipt, Task, batches
+from exporter.jobs.write_shard import NewShard, WrittenRun
 from exporter.progress import Progress
 from exporter.storage import mirror
 from exporter.storage.open_files import write_at
@@ -60,7 +62,7 @@ from exporter.tables.geometry import (
     row_box,
 )
 from exporter.tables.place_keys import KEY_BYTES, KeyRanges, KeyRun, Partition, Place, RangeRun, Section
-from exporter.wire.crc32c import chunks_of, combine, extend, mask
+from exporter.wire.crc32c import chunks_of, combine, extend, mask, zeros_crc
 
 Array = np.ndarray[Any, Any]
 
@@ -290,28 +292,29 @@ def join_pieces(
     The shard is named by its contents. Whoever goes on with the job finds it there.
 
     Raises:
+        CheckpointChanged, CorruptFile: it is no longer what the tasks wrote.
         PublishError: the target cannot be written; DiskFull if there is no space.
     """
     number, size = len(catalog.shards) - 1, catalog.shard_sizes[-1]
-    new = {ref.name: _NewElements(ref, number) for table in tables for ref in _tensors(catalog, table)}
-    digest = hashlib.sha256()
-    for table in tables:
-        for part, first, tail in _tails(table):
-            new[f"{table.name}/{part}"].put(first, tail)
-            digest.update(tail.tobytes())
+    written = defaultdict[str, list[Piece]](list)
     for piece in pieces:
-        new[f"{piece.table}/{piece.part}"].join(piece)
-    tensors = {name: elements.with_crc() for name, elements in new.items()}
-    digest.update(msgspec.json.encode(list(tensors.values())))
-    name = f"tables-{digest.hexdigest()[:16]}.data"
-    if home.look(name) is None:
-        with new_file(home.scratch) as (descriptor, path):
-            with writing(path):
-                with _Objects(directory) as objects:
-                    for elements in new.values():
-                        elements.write(descriptor, objects)
-                os.ftruncate(descriptor, size)
-            home.put_new(name, path)
+        written[f"{piece.table}/{piece.part}"].append(piece)
+    tensors: dict[str, TensorRef] = {}
+    digest = hashlib.sha256()
+    with new_file(home.scratch) as (descriptor, path):
+        with writing(path), _Objects(directory) as objects:
+            shard = NewShard(descriptor, home.scratch)
+            for table in tables:
+                tails = {part: (first, elements) for part, first, elements in _tails(table)}
+                for _, elements in tails.values():
+                    digest.update(elements.tobytes())
+                for ref in _tensors(catalog, table):
+                    tail = tails.get(ref.name.rpartition("/")[2])
+                    tensors[ref.name] = _written(ref, number, shard, written[ref.name], tail, objects)
+            os.ftruncate(descriptor, size)
+        digest.update(msgspec.json.encode(list(tensors.values())))
+        name = f"tables-{digest.hexdigest()[:16]}.data"
+        home.put_new(name, path)
     known = {**catalog.tensors, **tensors}
     return replace(catalog, tensors=known, shards=(*catalog.shards[:-1], home.as_local() / name))
 
@@ -423,87 +426,52 @@ class _Objects:
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
-    def copy(self, piece: Piece, descriptor: int, offset: int) -> None:
-        """Copy a piece to an offset of an open file."""
+    def copy(self, piece: Piece, run: WrittenRun) -> None:
+        """Append a piece to a run of a shard, if it is as the task wrote it."""
         name = piece.object
         if name not in self._descriptors:
             self._descriptors[name] = self._open.enter_context(open_shard(self._root / name))
-        end = offset + piece.size
+        crc = done = 0
         for chunk in chunks_of(self._descriptors[name], piece.offset, piece.size):
-            write_at(descriptor, offset, chunk)
-            offset += len(chunk)
-        if offset != end:
+            run.put(data := np.frombuffer(chunk, np.uint8))
+            crc, done = extend(crc, data), done + len(chunk)
+        if done != piece.size:
             raise CheckpointChanged(f"{self._root / name} became shorter after it was written")
+        if crc != piece.crc:
+            raise CorruptFile(f"{self._root / name} is damaged: it is not what a task of the job wrote")
+        run.crc = combine(run.crc, crc, done)
 
 
-class _Written(Struct, frozen=True, eq=False):
-    """Bytes of a tensor: how many, their plain crc32c, and the bytes or where they are."""
-
-    size: int
-    crc: int
-    source: Array | Piece
-
-
-class _NewElements:
-    """The elements of a tensor that lie in the new shard; what nobody writes is a hole of zeros."""
-
-    def __init__(self, ref: TensorRef, shard: int) -> None:
-        self._ref = ref
-        (self._extent,) = (extent for extent in ref.extents if extent.shard == shard)
-        self._element_bytes = int(np.prod(ref.shape[1:])) * ref.dtype.numpy.itemsize
-        self._first = ref.shape[0] - self._extent.size // max(1, self._element_bytes)
-        self._written: dict[int, _Written] = {}
-
-    def put(self, first: int, elements: Array) -> None:
-        """Have some elements, once."""
-        raw = _raw(elements)
-        self._written[self._begin(first)] = _Written(raw.size, extend(0, raw), raw)
-
-    def join(self, piece: Piece) -> None:
-        """Have those that a task wrote, once."""
-        self._written[self._begin(piece.first)] = _Written(piece.size, piece.crc, piece)
-
-    def write(self, descriptor: int, objects: _Objects) -> None:
-        """Write them into the shard."""
-        for begin, each in self._written.items():
-            offset = self._extent.offset + begin
-            if isinstance(each.source, Piece):
-                objects.copy(each.source, descriptor, offset)
-            else:
-                write_at(descriptor, offset, each.source.data)
-
-    def with_crc(self) -> TensorRef:
-        """The tensor with the checksum of what is written."""
-        crc = end = 0
-        for begin, each in sorted(self._written.items()):
-            crc = combine(combine(crc, zeros_crc(begin - end), begin - end), each.crc, each.size)
-            end = begin + each.size
-        rest = self._extent.size - end
-        extent = replace(self._extent, crc32c=mask(combine(crc, zeros_crc(rest), rest)))
-        if self._ref.extent is not None:
-            return replace(self._ref, extent=extent)
-        known = self._extent
-        slices = (replace(item, extent=extent) if item.extent == known else item for item in self._ref.slices)
-        return replace(self._ref, slices=tuple(slices))
-
-    def _begin(self, first: int) -> int:
-        return (first - self._first) * self._element_bytes
+def _written(
+    ref: TensorRef,
+    number: int,
+    shard: NewShard,
+    pieces: Iterable[Piece],
+    tail: tuple[int, Array] | None,
+    objects: _Objects,
+) -> TensorRef:
+    """Write the elements of a tensor that lie in the new shard; what no task wrote stays a hole of zeros."""
+    (known,) = (extent for extent in ref.extents if extent.shard == number)
+    element = int(np.prod(ref.shape[1:])) * ref.dtype.numpy.itemsize
+    first = ref.shape[0] - known.size // max(1, element)
+    shard.size = known.offset
+    run = shard.reserve(known.size)
+    for piece in sorted(pieces, key=lambda each: each.first):
+        run.skip((piece.first - first) * element - run.done)
+        objects.copy(piece, run)
+    if tail is not None:
+        run.skip((tail[0] - first) * element - run.done)
+        run.write(tail[1])
+    run.skip(known.size - run.done)
+    extent = replace(known, crc32c=mask(run.crc))
+    if ref.extent is not None:
+        return replace(ref, extent=extent)
+    slices = (replace(item, extent=extent) if item.extent == known else item for item in ref.slices)
+    return replace(ref, slices=tuple(slices))
 
 
 def _raw(array: Array) -> Array:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def zeros_crc(size: int) -> int:
-    """The plain crc32c of `size` zeros; none of them is read."""
-    crc, done = 0, 0
-    block_crc, block = extend(0, b"\0"), 1
-    while size:
-        if size & 1:
-            crc, done = combine(crc, block_crc, block), done + block
-        block_crc, block = combine(block_crc, block_crc, block), block * 2
-        size >>= 1
-    return crc
 
 
 SHARD = "tables.data"

@@ -38,6 +38,18 @@ def combine(first: int, second: int, second_size: int) -> int:
     return _multiply(_power_of_x(8 * second_size), first) ^ second
 
 
+def zeros_crc(size: int) -> int:
+    """The plain crc32c of `size` zeros; none of them is read."""
+    crc, done = 0, 0
+    block_crc, block = extend(0, b"\0"), 1
+    while size:
+        if size & 1:
+            crc, done = combine(crc, block_crc, block), done + block
+        block_crc, block = combine(block_crc, block_crc, block), block * 2
+        size >>= 1
+    return crc
+
+
 def mask(crc: int) -> int:
     """The stored form of a plain crc32c."""
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & _WORD

@@ -30,7 +30,7 @@ from exporter.tables.geometry import (
     TablePlan,
     keys_of,
 )
-from exporter.tables.lay_out import TableLayout, lay_out
+from exporter.tables.lay_out import TableLayout, join_pieces, lay_out
 from exporter.tables.place_keys import Partition, Place
 from tests.support.budget import times
 from tests.support.deeprec import Ev, write_full
@@ -285,3 +285,15 @@ def test_a_flipped_bit_is_found_whatever_part_of_a_tensor_a_task_reads(
     damage_tensor(prefix, f"t/part_0-{what}")
     with pytest.raises(CorruptFile, match=f"damaged at 't/part_0-{what}': its checksum is"):
         laid_out(prefix).write(tmp_path, Admission(1), Runner(task_bytes=task_bytes))
+
+
+def test_damage_of_what_a_task_wrote_gets_no_checksum_of_its_own(layout: TableLayout, tmp_path: Path) -> None:
+    index = layout.index_job(EVERYONE, 30_000)
+    with LOCAL.job(index.plan, str(tmp_path / "job")) as job:
+        pieces = index.run(job)
+        damaged = job.directory.as_local() / pieces[0].object
+        content = bytearray(damaged.read_bytes())
+        content[pieces[0].offset] ^= 1
+        damaged.write_bytes(content)
+        with pytest.raises(CorruptFile, match="is damaged: it is not what a task of the job wrote"):
+            join_pieces(layout.catalog, layout.tables, pieces, job.directory, job.directory)
