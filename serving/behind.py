@@ -7,16 +7,14 @@ caller can read it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.errors import CallFailed, ManifestError, NotUpdatable, PositionError
-from exporter.publish.delta_log import DeltaLog, read_log
-from exporter.publish.timeline import Event, Timeline, read_timeline
+from exporter.errors import CallFailed, ManifestError, PositionError
+from exporter.publish.delta_log import DeltaLog
+from exporter.publish.timeline import Event, Timeline
 from serving.client import ModelClient
 from serving.status import VersionState, VersionStatus
 from serving.updates import read_incremental_status
@@ -52,26 +50,6 @@ class VersionStanding(Struct, frozen=True):
         return None if self.event_time is None else max(0.0, (now - self.event_time).total_seconds())
 
 
-class PublishedModel(Struct, frozen=True):
-    """What is published under a model base path; `log` is None where versions take no deltas."""
-
-    history: Timeline
-    log: DeltaLog | None
-
-    @classmethod
-    def read(cls, model: Path) -> PublishedModel:
-        """Read it.
-
-        Raises:
-            NotUpdatable: nothing is published.
-            ManifestError: what is published cannot be read.
-        """
-        history = read_timeline(model)
-        with suppress(NotUpdatable):
-            return cls(history, read_log(model))
-        return cls(history, None)
-
-
 def ask(client: ModelClient, statuses: Sequence[VersionStatus]) -> list[VersionStanding]:
     """Where each version that is available stands, as far as it tells."""
     return [_ask(client, status) for status in statuses]
@@ -89,7 +67,7 @@ def _ask(client: ModelClient, status: VersionStatus) -> VersionStanding:
     return VersionStanding(status, told.position, told.step, told.lineage, unsettled=told.unsettled)
 
 
-def compare(standings: Sequence[VersionStanding], target: PublishedModel) -> list[VersionStanding]:
+def compare(standings: Sequence[VersionStanding], target: Timeline) -> list[VersionStanding]:
     """The same, with how far each is behind what is published."""
     return [
         _compare(found, target) if found.status.state is VersionState.AVAILABLE else found
@@ -97,8 +75,8 @@ def compare(standings: Sequence[VersionStanding], target: PublishedModel) -> lis
     ]
 
 
-def _compare(found: VersionStanding, target: PublishedModel) -> VersionStanding:
-    events = target.history.events
+def _compare(found: VersionStanding, target: Timeline) -> VersionStanding:
+    events = target.events
     own = next((event for event in events if event.path.name == str(found.status.version)), None)
     if own is None:
         return replace(found, problem=f"version {found.status.version} is not published there")
@@ -109,7 +87,7 @@ def _compare(found: VersionStanding, target: PublishedModel) -> VersionStanding:
     since = _published_at(events, own.log, found.position)
     event_time = _event_time(events, own.log, found.position)
     log = target.log
-    if log is None or log.base.entry.log != own.log:
+    if log is None or log.number != own.log:
         problem = "" if newer is None else "its log has ended"
         return replace(found, since=since, event_time=event_time, newer_version=newer, problem=problem)
     if log.lineage != found.lineage:
@@ -117,7 +95,7 @@ def _compare(found: VersionStanding, target: PublishedModel) -> VersionStanding:
     steps = None
     if found.step is not None and log.at.step is not None:
         steps = log.at.step - found.step
-    deltas, problem = _deltas_left(log, found.position, target.history.hold)
+    deltas, problem = _deltas_left(log, found.position, target.hold)
     return replace(
         found,
         behind_deltas=deltas,
@@ -141,10 +119,7 @@ def _event_time(events: Sequence[Event], log: int | None, position: int) -> date
 
 
 def _deltas_left(log: DeltaLog, position: int, hold: int | None) -> tuple[int | None, str]:
-    goal = log.at.position if hold is None else min(hold, log.at.position)
-    if position >= goal:
-        return 0, ""
     try:
-        return len(log.chain(position, goal)), ""
+        return len(log.ahead_of(position, hold)), ""
     except (PositionError, ManifestError) as error:
         return None, error.message

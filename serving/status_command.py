@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from exporter.errors import ServerError
-from exporter.publish.timeline import Timeline
+from exporter.publish.timeline import Timeline, read_timeline
 from exporter.terminal.output import Output
 from exporter.transfer.opened import opened
-from serving.behind import PublishedModel, VersionStanding, ask, compare
+from serving.behind import VersionStanding, ask, compare
 from serving.client import ModelClient
 from serving.documents import ModelStatus, Published, ServedVersion
 from serving.status import VersionState, VersionStatus, error_text
@@ -28,13 +28,13 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     found, target = ask(client, statuses), None
     if published is not None:
         with opened(published, read_only=True) as model:
-            target = PublishedModel.read(model.path)
+            target = read_timeline(model.path)
             found = compare(found, target)
     now = datetime.now(UTC)
     document = ModelStatus(
         address=client.address,
         model=client.model,
-        published=None if target is None else _published(target.history),
+        published=None if target is None else _published(target),
         versions=[_document(one, now) for one in found],
     )
     sink.result(document)
@@ -91,11 +91,11 @@ def _document(one: VersionStanding, now: datetime) -> ServedVersion:
     )
 
 
-def _newest(target: PublishedModel | None) -> str:
+def _newest(target: Timeline | None) -> str:
     if target is None:
         return ""
-    held = "" if target.history.hold is None else f", held at {target.history.hold}"
-    return f"; published: position {target.history.at or 'unknown'}{held}"
+    held = "" if target.hold is None else f", held at {target.hold}"
+    return f"; published: position {target.at or 'unknown'}{held}"
 
 
 def _rows(found: Sequence[VersionStanding], now: datetime) -> list[dict[str, Any]]:

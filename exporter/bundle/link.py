@@ -55,10 +55,10 @@ def copy_ranges(
         CheckpointError: it cannot be read.
         PublishError: the target cannot be written; DiskFull if there is no space.
     """
-    if (remote := mirror.find(source)) is not None:
+    if mirror.is_remote(source):
         pieces = [(each.source, each.source + each.size, each.target) for each in ranges]
         with _target(target) as writer:
-            remote[0].copy(remote[1], writer, pieces, target, progress.advance)
+            mirror.copy_ranges(source, writer, pieces, target, progress.advance)
         return
     with open_shard(source) as reader, _target(target) as writer:
         before = os.fstat(reader)
@@ -214,7 +214,7 @@ def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> s
         CheckpointError: it cannot be reached.
         OSError: the target cannot be written.
     """
-    if mirror.find(source) is not None:
+    if mirror.is_remote(source):
         return "it is in an object store"
     before = shard_status(source)
     check_size(source, before.st_size, size)

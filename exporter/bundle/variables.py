@@ -339,7 +339,7 @@ def _require_few(shards: int, task_bytes: int) -> None:
 
 def _divided(mapping: VariableMapping, target: Path) -> tuple[list[TensorSource], list[TensorSource]]:
     """Sources whose shards are linked or copied, and those that tasks write: in a store, all."""
-    is_in_store = mirror.find(target) is not None
+    is_in_store = mirror.is_remote(target)
     verbatim: list[TensorSource] = []
     moved: list[TensorSource] = []
     for source in mapping.sources:
@@ -437,7 +437,7 @@ class _Writer:
         for places, receipt in zip(self._moves.places, shards.receipts, strict=True):
             target = self._prefix.parent / receipt.task
             is_verbatim = all(place.section.is_verbatim for place in places)
-            is_copied = is_verbatim and mirror.find(target) is not None
+            is_copied = is_verbatim and mirror.is_remote(target)
             how, why = (ShardOrigin.COMPACTED, _IN_STORE) if is_copied else (ShardOrigin.REWRITTEN, _WHY)
             reports.append(ShardReport(target, None, how, why, receipt.written))
         boxes = (box for placed in shards.placed for box in boxes_written(placed))

@@ -5,7 +5,6 @@ Values that lie in a file of another kind as they would in a bundle: one run of 
 
 from __future__ import annotations
 
-import io
 import os
 import stat
 import zlib
@@ -28,7 +27,7 @@ from exporter.errors import (
     UnsafeArchive,
 )
 from exporter.files import FileIdentity, below, open_regular
-from exporter.storage.open_files import read_at
+from exporter.storage.open_files import Window
 from exporter.wire.crc32c import chunks_of
 from exporter.wire.dtypes import DType
 
@@ -97,6 +96,16 @@ class FileRange(Struct, frozen=True):
         finally:
             os.close(descriptor)
 
+    @contextmanager
+    def opened(self) -> Iterator[Window]:
+        """The range as a binary file.
+
+        Raises:
+            CheckpointChanged, CheckpointError: as `open`.
+        """
+        with self.open() as descriptor:
+            yield Window(descriptor, self.offset, self.size)
+
     def chunks(self) -> Iterator[bytes]:
         """The bytes, a little at a time.
 
@@ -133,37 +142,6 @@ def verify(source: FileRange) -> None:
             f"{source.path} is damaged: bytes {source.offset} to {source.offset + source.size} have the "
             f"crc32 {crc:08x}, its directory says {source.crc32:08x}"
         )
-
-
-class RangeReader(io.RawIOBase):
-    """A range as a binary file; `descriptor` stays its owner's."""
-
-    def __init__(self, descriptor: int, source: FileRange) -> None:
-        self._descriptor = descriptor
-        self._source = source
-        self._position = 0
-
-    def readable(self) -> bool:
-        """Always."""
-        return True
-
-    def seekable(self) -> bool:
-        """Always."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move to a place in the range."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._source.size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer, /) -> int:  # type: ignore[no-untyped-def]  # the base class names no type either
-        """Fill a buffer as far as the range goes."""
-        view = memoryview(buffer).cast("B")
-        size = min(len(view), max(0, self._source.size - self._position))
-        done = read_at(self._descriptor, self._source.offset + self._position, view[:size])
-        self._position += done
-        return done
 
 
 def listed_shard(path: Path, name: object) -> Path:

@@ -13,7 +13,6 @@ import atexit
 import json
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from msgspec import Struct
 
 from exporter import errors
 from exporter.checkpoint.file_range import FileRange, PlainValues, verify
-from exporter.checkpoint.hdf5_process import FRAME
+from exporter.checkpoint.hdf5_process import REFUSED
 from exporter.errors import CheckpointError, CorruptFile, UnsafeArchive
 from exporter.wire.dtypes import DType
 
@@ -46,11 +45,12 @@ _MAX_RATIO = 1100  # gzip's 1032 to 1, and something for the other filters
 _PROGRAM = Path(__file__).with_name("hdf5_process.py")
 _MEMORY_BYTES = 768 << 20  # beyond what the process needs to start: two chunks, and the library's cache
 _STEP_CPU_SECONDS = 5  # for one object, or one block of values
-_SILENCE_SECONDS = 60.0
+_STEP_SECONDS = 60.0  # the same, also where it waits and computes nothing
 _IDLE_SECONDS = 5.0
-_MAX_FRAME_BYTES = 256 << 20
+_BLOCK_BYTES = 4 << 20  # a multiple of every item's size
+_MAX_LIST_BYTES = 256 << 20
 _SETTINGS = {"OPENBLAS_NUM_THREADS": "1", "HDF5_PLUGIN_PRELOAD": "::"}  # no threads, and no plug-ins
-_idle: list[_Process] = []
+_idle: list[_Library] = []
 """At most one process whose file is likely to be asked for again."""
 
 
@@ -88,14 +88,10 @@ class Packed(Struct, frozen=True):
         verify(self.archive)
         if not math.prod(self.shape):  # a dimension may be huge where another one is 0
             return
-        expected = math.prod(self.shape) * self.dtype.numpy.itemsize
-        with _process(self.archive) as process:
-            for kind, data in process.ask({"do": "values", "path": self.path}):
-                if kind == b"V":
-                    expected -= len(data)
-                    yield np.frombuffer(data, self.dtype.numpy)
-        if expected:
-            raise CorruptFile(f"{self.archive.path} is damaged as an HDF5 file", cause=f"at {self.path!r}")
+        size = math.prod(self.shape) * self.dtype.numpy.itemsize
+        with _library(self.archive) as library:
+            for data in library.values(self.path, size):
+                yield np.frombuffer(data, self.dtype.numpy)
 
 
 def read_hdf5(source: FileRange, attributes: Mapping[str, bool] | None = None) -> FileContents:
@@ -118,10 +114,8 @@ def read_hdf5(source: FileRange, attributes: Mapping[str, bool] | None = None) -
         "ratio_floor_bytes": _RATIO_FLOOR_BYTES,
         "ratio": _MAX_RATIO,
     }
-    with _process(source) as process:
-        request = {"do": "catalog", "attributes": attributes or {}, "limits": limits}
-        *_, (_, answer) = process.ask(request)
-    document = json.loads(answer)
+    with _library(source) as library:
+        document = library.contents({"attributes": attributes or {}, "limits": limits})
     datasets, skipped = [], document["skipped"]
     for found in document["datasets"]:
         dataset = _dataset(source, found)
@@ -153,21 +147,21 @@ def _dataset(source: FileRange, found: Mapping[str, Any]) -> Dataset | None:
 
 
 @contextmanager
-def _process(source: FileRange) -> Iterator[_Process]:
+def _library(source: FileRange) -> Iterator[_Library]:
     """A process with `source` open: one that is idle, or else a new one. It ends if the block fails."""
     with source.open() as descriptor:
-        process = next((one for one in _idle if one.is_for(source)), None)
-        if process is None:
-            process = _Process(source, descriptor)
+        library = next((one for one in _idle if one.is_for(source)), None)
+        if library is None:
+            library = _Library(source, descriptor)
         else:
-            _idle.remove(process)
+            _idle.remove(library)
     try:
-        yield process
+        yield library
     except BaseException:
-        process.end()
+        library.end()  # what it writes still answers a request that nobody waits for
         raise
-    process.idle_since = time.monotonic()
-    _idle.append(process)
+    library.idle_since = time.monotonic()
+    _idle.append(library)
     while len(_idle) > 1:
         _idle.pop(0).end()
 
@@ -178,20 +172,21 @@ def _end_idle() -> None:
         _idle.pop().end()
 
 
-class _Process:
-    """The HDF5 library with one file open, in a process with limits."""
+class _Library:
+    """The HDF5 library with one file open, in a process that limits itself: see `hdf5_process.py`."""
 
     def __init__(self, source: FileRange, descriptor: int) -> None:
         self.idle_since = 0.0
         self._source = source
         self._owner = os.getpid()  # a fork of this process has the same pipes: it must leave them alone
         config = {
-            "path": [path for path in sys.path if path],
+            "path": [*filter(None, sys.path), os.fspath(_PROGRAM.parents[2])],
             "descriptor": descriptor,
             "offset": source.offset,
             "size": source.size,
             "memory_bytes": _MEMORY_BYTES,
             "cpu_seconds": _STEP_CPU_SECONDS,
+            "step_seconds": _STEP_SECONDS,
             "idle_seconds": _IDLE_SECONDS,
         }
         try:
@@ -199,10 +194,9 @@ class _Process:
                 [sys.executable, "-I", "-S", os.fspath(_PROGRAM), json.dumps(config)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 pass_fds=(descriptor,),
                 env=os.environ | _SETTINGS,
-                bufsize=0,
             )
         except OSError as error:
             raise CheckpointError(
@@ -215,70 +209,64 @@ class _Process:
         is_ours = self._owner == os.getpid() and self._process.poll() is None
         return is_fresh and is_ours and self._source == source
 
-    def ask(self, request: Mapping[str, Any]) -> Iterator[tuple[bytes, bytearray]]:
-        """The frames of an answer, the last one `J`.
+    def contents(self, wanted: Mapping[str, Any]) -> Any:
+        """What `hdf5_process.Walk` finds.
 
         Raises:
-            CheckpointError: what the process answers, or how it ended.
+            CheckpointError: why the file cannot be read.
         """
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has said why, or its end tells
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        kind = b""
-        while kind != b"J":
-            kind, size = FRAME.unpack(self._read(FRAME.size))
-            if size > _MAX_FRAME_BYTES:
-                raise UnsafeArchive(
-                    f"{self._source.path} is refused as an HDF5 file: its list has {size} bytes"
-                )
-            data = self._read(size)
-            if kind == b"E":
-                raise self._error(json.loads(data))
-            if kind != b"P":
-                yield kind, data
+        self._ask({"list": wanted})
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline(_MAX_LIST_BYTES)
+        if len(line) == _MAX_LIST_BYTES:
+            raise UnsafeArchive(
+                f"{self._source.path} is refused as an HDF5 file: its list has more than {len(line)} bytes"
+            )
+        if not line.endswith(b"\n"):
+            raise self._ending()
+        return json.loads(line)
+
+    def values(self, path: str, size: int) -> Iterator[bytes]:
+        """The `size` bytes of a dataset.
+
+        Raises:
+            CheckpointError: why they cannot be read.
+        """
+        self._ask({"values": path})
+        assert self._process.stdout is not None
+        for start in range(0, size, _BLOCK_BYTES):
+            block = self._process.stdout.read(wanted := min(_BLOCK_BYTES, size - start))
+            if len(block) < wanted:
+                raise self._ending()
+            yield block
 
     def end(self) -> None:
         """Kill it: the library may be where no request reaches it."""
-        if self._owner != os.getpid():
-            return
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
+        if self._owner == os.getpid():
+            self._process.kill()
+            with suppress(BrokenPipeError):
+                self._process.communicate()
 
-    def _read(self, size: int) -> bytearray:
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        waiting = select.poll()
-        waiting.register(descriptor, select.POLLIN)
-        data = bytearray(size)
-        view, done = memoryview(data), 0
-        while done < size:
-            if not waiting.poll(_SILENCE_SECONDS * 1000):
-                raise self._endless(f"{_SILENCE_SECONDS:g} s")
-            got = os.readv(descriptor, [view[done:]])
-            if not got:
-                raise self._ending()
-            done += got
-        return data
+    def _ask(self, request: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has said why, or its end tells
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
 
     def _ending(self) -> CheckpointError:
-        code = self._process.wait()
-        if code == -signal.SIGXCPU:
-            return self._endless(f"{_STEP_CPU_SECONDS} s of computing")
+        """Why it ended without an answer."""
+        assert self._process.stderr is not None
+        said, code = self._process.stderr.read(), self._process.wait()
+        path = self._source.path
+        if code == REFUSED:
+            found = json.loads(said)
+            kind: type[CheckpointError] = getattr(errors, found["kind"])
+            return kind(f"{path}{found['message']}", cause=found["cause"], hint=found["hint"])
+        if code in (-signal.SIGXCPU, -signal.SIGALRM):
+            computing = code == -signal.SIGXCPU
+            limit = f"{_STEP_CPU_SECONDS} s of computing" if computing else f"{_STEP_SECONDS:g} s"
+            cause = f"the HDF5 library came to no end with one object of it in {limit}"
+            return UnsafeArchive(f"{path} is refused as an HDF5 file", cause=cause)
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return CorruptFile(
-            f"{self._source.path} is damaged as an HDF5 file", cause=f"the process that read it ended {how}"
-        )
-
-    def _endless(self, limit: str) -> UnsafeArchive:
-        return UnsafeArchive(
-            f"{self._source.path} is refused as an HDF5 file",
-            cause=f"the HDF5 library came to no end with one object of it in {limit}",
-        )
-
-    def _error(self, document: Mapping[str, str]) -> CheckpointError:
-        kind: type[CheckpointError] = getattr(errors, document["kind"])
-        message = f"{self._source.path}{document['message']}"
-        return kind(message, cause=document.get("cause", ""), hint=document.get("hint", ""))
+        cause = f"the process that read it ended {how}"
+        return CorruptFile(f"{path} is damaged as an HDF5 file", cause=cause)

@@ -1,26 +1,25 @@
 """Run the HDF5 library in a process of its own: `python hdf5_process.py CONFIG`.
 
 A damaged file can keep the library busy for ever, make it allocate without measure, or crash it. Here that
-ends this process alone: its memory and the CPU time of each step are limited, and the parent ends it when
-nothing has come for a while. It imports h5py and numpy only, and none of the exporter, so that it starts
-quickly; it opens no file, but reads the descriptor that it was given.
+ends this process alone, which limits its own memory and the time of each step: the kernel ends it when the
+library does not return. It starts quickly, because it imports little besides h5py and numpy; and it opens no
+file, but reads the descriptor that it was given.
 
-A request is one line of JSON on stdin, its answer frames on stdout: a kind (one byte), a length (uint64,
-little endian) and that many bytes. `P`: still at work. `V`: values. `J`: the end of the answer, in
-JSON. `E`: why there is none, in JSON. `hdf5.py` is the other side. Without a request for a while the process
-ends by itself.
+A request is one line of JSON on stdin. The answer is on stdout: to `{"list": ...}` one line of JSON, to
+`{"values": path}` the dataset's bytes, whose number the list told. A process that cannot answer writes the
+reason on stderr, in JSON, and ends with `REFUSED`. `hdf5.py` is the other side. Without a request for a while
+the process ends: it holds a file that its trainer may have removed.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import math
 import os
 import resource
 import select
-import struct
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -28,10 +27,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-FRAME = struct.Struct("<cQ")
+REFUSED = 3
+"""The exit code of a process that said why it cannot answer."""
 
 _LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, AttributeError)
-_HEARTBEAT_SECONDS = 0.5
 _BLOCK_BYTES = 4 << 20
 _CACHE_BYTES = 64 << 20
 _UNKNOWN_SIZE = 4 << 30
@@ -47,82 +46,29 @@ class Refused(Exception):
         self.document = {"kind": kind, "message": message, "cause": cause, "hint": hint}
 
 
-class Answers:
-    """The way back to the parent."""
+class Deadline:
+    """Ends the process by SIGXCPU or SIGALRM if one step in the library takes too long."""
 
-    def __init__(self, descriptor: int, cpu_seconds: int) -> None:
-        self._descriptor = descriptor
-        self._cpu_seconds = cpu_seconds
-        self._last = time.monotonic()
+    def __init__(self, cpu_seconds: int, seconds: float) -> None:
+        self._cpu_seconds, self._seconds = cpu_seconds, seconds
 
-    def send(self, kind: bytes, *parts: Any) -> None:
-        """One frame; `parts` are its bytes, or arrays of bytes."""
-        views = [memoryview(part) for part in parts]
-        for view in (memoryview(FRAME.pack(kind, sum(view.nbytes for view in views))), *views):
-            while view.nbytes:
-                view = view[os.write(self._descriptor, view) :]
-        self._last = time.monotonic()
-        self.allow()
+    def start(self) -> None:
+        """Give the next step its time: an object of the file, or a block of values."""
+        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + self._cpu_seconds)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)  # a library that waits for ever computes nothing
 
-    def step(self) -> None:
-        """One more object is done: the next one has as much CPU time again, and the parent hears of it."""
-        self.allow()
-        if time.monotonic() - self._last > _HEARTBEAT_SECONDS:
-            self.send(b"P")
-
-    def allow(self) -> None:
-        """Limit the CPU time from now on."""
-        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        used = math.ceil(time.process_time())
-        limit = used + self._cpu_seconds
-        resource.setrlimit(
-            resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
-        )
-
-
-class Window(io.RawIOBase):
-    """A range of the file as a file of its own."""
-
-    def __init__(self, descriptor: int, offset: int, size: int) -> None:
-        self._descriptor = descriptor
-        self._offset = offset
-        self._size = size
-        self._position = 0
-
-    def readable(self) -> bool:
-        """Always."""
-        return True
-
-    def seekable(self) -> bool:
-        """Always."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move to a place in the range."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer, /) -> int:  # type: ignore[no-untyped-def]  # the base class names no type either
-        """Fill a buffer as far as the range goes."""
-        view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
-        done = 0
-        while done < view.nbytes:
-            got = os.preadv(self._descriptor, [view[done:]], self._offset + self._position + done)
-            if not got:
-                break
-            done += got
-        self._position += done
-        return done
+    def stop(self) -> None:
+        """Wait for the parent for as long as it takes: it may do much with each block."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class Walk:
     """One pass over a file's groups, by hard links alone, each object once."""
 
-    def __init__(self, request: Mapping[str, Any], answers: Answers) -> None:
+    def __init__(self, request: Mapping[str, Any], deadline: Deadline) -> None:
         self._wanted: Mapping[str, bool] = request["attributes"]
         self._limits: Mapping[str, int] = request["limits"]
-        self._answers = answers
+        self._deadline = deadline
         self._seen: dict[int, str] = {}
         self._attribute_bytes = 0
         self.datasets: list[dict[str, Any]] = []
@@ -152,7 +98,7 @@ class Walk:
     def _enter(self, item: Any, path: str) -> None:
         import h5py
 
-        self._answers.step()
+        self._deadline.start()
         address = h5py.h5o.get_info(item.id).addr
         if address in self._seen:
             self._unsafe(path, f"it is {self._seen[address] or '/'} again, by a second link")
@@ -174,7 +120,7 @@ class Walk:
     def _texts(self, group: Any, name: str, path: str) -> list[str]:
         import numpy as np
 
-        self._answers.step()
+        self._deadline.start()
         attribute = group.attrs.get_id(name)
         if not attribute.get_space().get_select_npoints():  # the library takes its size for an error
             return []
@@ -262,14 +208,14 @@ def _dtype(dataset: Any) -> str | None:
     return str(stored.name) if stored.kind in "biufc" else None
 
 
-def send_values(dataset: Any, answers: Answers) -> None:
-    """A dataset in C order and little endian, in frames of bounded size."""
+def _blocks(dataset: Any) -> Iterator[memoryview]:
+    """A dataset's bytes in C order and little endian."""
     import numpy as np
 
     for box in _boxes(dataset.shape, dataset.dtype.itemsize):
         block = np.asarray(dataset[box])
         block = np.ascontiguousarray(block.astype(block.dtype.newbyteorder("<"), copy=False)).reshape(-1)
-        answers.send(b"V", block.view(np.uint8))
+        yield block.view(np.uint8).data
 
 
 def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int | slice, ...]]:
@@ -284,43 +230,51 @@ def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int | slice,
             yield (*outer, slice(start, min(start + rows, shape[axis])))
 
 
-def _answer(file: Any, request: Mapping[str, Any], answers: Answers) -> None:
-    if request["do"] == "values":
-        send_values(file[request["path"]], answers)
-        answers.send(b"J", b"{}")
+def _answer(file: Any, request: Mapping[str, Any], deadline: Deadline) -> Iterator[bytes | memoryview]:
+    if "values" in request:
+        yield from _blocks(file[request["values"]])
         return
-    walk = Walk(request, answers)
+    walk = Walk(request["list"], deadline)
     walk.group(file, "", 0)
     found = {"datasets": walk.datasets, "attributes": walk.attributes, "skipped": walk.skipped}
-    answers.send(b"J", json.dumps(found).encode())
+    yield json.dumps(found).encode() + b"\n"
 
 
-def _serve(config: Mapping[str, Any], answers: Answers) -> None:
+def _serve(config: Mapping[str, Any], answers: int) -> None:
     import h5py
 
+    from exporter.storage.open_files import Window
+
     _limit_memory(config["memory_bytes"])
-    answers.allow()
+    deadline = Deadline(config["cpu_seconds"], config["step_seconds"])
     window = Window(config["descriptor"], config["offset"], config["size"])
     waiting = select.poll()
     waiting.register(0, select.POLLIN)
-    try:
-        with h5py.File(window, "r", rdcc_nbytes=_CACHE_BYTES) as file:
-            while waiting.poll(config["idle_seconds"] * 1000) and (line := sys.stdin.buffer.readline()):
-                _answer(file, json.loads(line), answers)
-    except Refused as refused:
-        answers.send(b"E", json.dumps(refused.document).encode())
-    except MemoryError:
-        what = f"the HDF5 library asked for more than {config['memory_bytes'] >> 20} MiB of memory"
-        document = {"kind": "UnsafeArchive", "message": " is refused as an HDF5 file", "cause": what}
-        answers.send(b"E", json.dumps(document).encode())
-    except _LIBRARY_ERRORS as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        kind, what = (
-            ("TruncatedFile", "is an HDF5 file cut off")
-            if "truncated" in text
-            else ("CorruptFile", "is damaged as an HDF5 file")
-        )
-        answers.send(b"E", json.dumps({"kind": kind, "message": f" {what}", "cause": text}).encode())
+    deadline.start()
+    with h5py.File(window, "r", rdcc_nbytes=_CACHE_BYTES) as file:
+        deadline.stop()
+        while waiting.poll(config["idle_seconds"] * 1000) and (line := sys.stdin.buffer.readline()):
+            deadline.start()
+            for block in _answer(file, json.loads(line), deadline):
+                deadline.stop()
+                left = memoryview(block)
+                while left:
+                    left = left[os.write(answers, left) :]
+                deadline.start()
+            deadline.stop()
+
+
+def _reason(error: BaseException, memory_bytes: int) -> Refused:
+    """What an error of the library is to the parent."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, MemoryError):
+        what = f"the HDF5 library asked for more than {memory_bytes >> 20} MiB of memory"
+        return Refused("UnsafeArchive", " is refused as an HDF5 file", what)
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "truncated" in text:
+        return Refused("TruncatedFile", " is an HDF5 file cut off", text)
+    return Refused("CorruptFile", " is damaged as an HDF5 file", text)
 
 
 def _limit_memory(more_bytes: int) -> None:
@@ -329,12 +283,14 @@ def _limit_memory(more_bytes: int) -> None:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
         mapped = _UNKNOWN_SIZE
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = mapped + more_bytes
     with suppress(OSError, ValueError):  # a system that does not limit it
-        resource.setrlimit(
-            resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
-        )
+        _limit(resource.RLIMIT_AS, mapped + more_bytes)
+
+
+def _limit(what: int, most: int) -> None:
+    """Lower the limit of a resource; it may be raised again later, up to the limit that we began with."""
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def main() -> None:
@@ -342,9 +298,14 @@ def main() -> None:
     config = json.loads(sys.argv[1])
     sys.path[:] = config["path"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    answers = Answers(os.dup(1), config["cpu_seconds"])
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever a library prints is no answer
-    _serve(config, answers)
+    answers, reasons, nowhere = os.dup(1), os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)  # whatever a library prints is no answer
+    os.dup2(nowhere, 2)
+    try:
+        _serve(config, answers)
+    except (Refused, MemoryError, *_LIBRARY_ERRORS) as error:
+        os.write(reasons, json.dumps(_reason(error, config["memory_bytes"]).document).encode())
+        sys.exit(REFUSED)
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def _beside(named: Path, directory: Path) -> Path:
     One in a store means no file of this machine, whatever path its trainer had.
     """
     neighbour = directory / named.name
-    if mirror.find(directory) is not None and (named.is_absolute() or ".." in named.parts):
+    if mirror.is_remote(directory) and (named.is_absolute() or ".." in named.parts):
         return neighbour
     places = [neighbour, named] if named.is_absolute() else [directory / named, neighbour]
     return next((place for place in places if _exists(index_path(place))), neighbour)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from exporter.checkpoint.file_range import FileRange, RangeReader
+from exporter.checkpoint.file_range import FileRange
 from exporter.errors import CorruptFile, TruncatedFile, UnsafeArchive, UnsupportedFormat
 from exporter.files import below
 from exporter.wire.crc32c import CHUNK
@@ -105,9 +105,9 @@ def read_members(path: Path) -> dict[str, Member]:
         UnsupportedFormat: a member is encrypted or packed otherwise.
     """
     whole = FileRange.whole(path)
-    with whole.open() as descriptor:
+    with whole.opened() as file:
         try:
-            with zipfile.ZipFile(RangeReader(descriptor, whole)) as archive:
+            with zipfile.ZipFile(file) as archive:
                 infos = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, EOFError) as error:
             raise _unreadable(whole, error) from None
@@ -125,8 +125,7 @@ def read_members(path: Path) -> dict[str, Member]:
 
 
 def _unreadable(whole: FileRange, error: Exception) -> CorruptFile | TruncatedFile:
-    with whole.open() as descriptor:
-        begins = RangeReader(descriptor, whole).read(4)
+    begins = whole.part(0, min(4, whole.size)).read()
     if begins == _LOCAL_MAGIC:
         return TruncatedFile(f"{whole.path} is a zip archive without its end", cause=str(error))
     return CorruptFile(f"{whole.path} is not a zip archive", cause=str(error))

@@ -284,7 +284,7 @@ def told(found: Timeline, sink: Output, last: int | None) -> None:
         model=str(found.model),
         position=found.at.position if found.at else None,
         step=found.at.step if found.at else None,
-        log=found.log,
+        log=found.log.number if found.log else None,
         hold=found.hold,
         events=[_document(event) for event in events],
     )
@@ -319,13 +319,14 @@ def _document(event: Event) -> documents.Event:
 
 def _lines(found: Timeline, shown: int) -> Iterator[str]:
     yield labelled("model", str(found.model))
-    began = f"; its log of deltas began with version {found.log}" if found.log is not None else ""
+    began = f"; its log of deltas began with version {found.log.number}" if found.log else ""
     yield labelled("position", f"{found.at or 'unknown'}{began}")
     if found.hold is not None:
         waiting = sum(event.is_past_hold for event in found.events)
-        who = ", by the agent's canary" if found.is_canary else ""
+        is_canary = found.log is not None and found.log.held.is_canary
+        who = ", by the agent's canary" if is_canary else ""
         yield labelled("hold", f"at {found.hold}{who}; {waiting or 'nothing'} published beyond it")
-        more = " --lift-canary" if found.is_canary else ""
+        more = " --lift-canary" if is_canary else ""
         yield labelled("next", f"to lift it: export-model resume {quoted(found.model)}{more}")
     if shown < len(found.events):
         yield labelled("shown", f"the last {shown} of {len(found.events)} events")

@@ -143,7 +143,7 @@ def exported(done: Exported, sink: Output) -> None:
 
 
 def _next(model: Path) -> str:
-    if mirror.find(model) is not None:  # servers read files; of stores, gs:// alone
+    if mirror.is_remote(model):  # servers read files; of stores, gs:// alone
         return f"export-model pull {quoted(model)} {quoted(model.name)}"
     return f"serve-model run {quoted(model)}"
 

@@ -57,7 +57,7 @@ class RowMap:
         extent, shape = stored_extent(ref, part)
         path = catalog.path_of(extent)
         self._object: _ObjectRange | None = None
-        if mirror.find(path) is None:
+        if not mirror.is_remote(path):
             self._values = memory_map(catalog, ref, part)
             return
         with open_shard(path) as fd:
@@ -244,7 +244,7 @@ class RowReader(Struct, frozen=True, dict=True):
     @property
     def is_remote(self) -> bool:
         """True if the values are read from an object store."""
-        return any(mirror.find(run.path) is not None for run in self.runs)
+        return any(mirror.is_remote(run.path) for run in self.runs)
 
     def whole(self) -> Array:
         """All values, checksums verified; strings as `bytes` in an object array."""

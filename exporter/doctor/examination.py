@@ -22,6 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from exporter.bundle.link import NewFile, link_shard
 from exporter.catalog import Catalog
@@ -192,9 +193,8 @@ def _behind(
             command("export-model", "rollback", log.model, "--to", str(found.hold)),
         )
         return
-    within = [delta for delta in log.deltas if found.hold is None or delta.end <= found.hold]
     try:
-        missing = plan_chain(within, position)
+        missing = log.ahead_of(position, found.hold)
     except PositionError as error:
         yield Finding(
             Check.REPLICAS,
@@ -205,15 +205,11 @@ def _behind(
         )
         return
     if missing:
-        oldest = max(_age(delta.path, now) for delta in _lacking(within, position))
+        oldest = max(_age(delta.path, now) for delta in log.deltas if position < delta.end <= missing[-1].end)
         level = Level.WARNING if oldest < patience else Level.WRONG
         goal, many = missing[-1].end, count(len(missing), "delta")
         message = f"{where} stands at {position}, {many} behind {goal}; the oldest is {_duration(oldest)} old"
         yield Finding(Check.REPLICAS, level, message, update)
-
-
-def _lacking(deltas: list[LogDelta], position: int) -> list[LogDelta]:
-    return [delta for delta in deltas if delta.end > position]
 
 
 def _age(published: Path, now: float) -> float:
@@ -632,7 +628,7 @@ def _is_spare(log: DeltaLog, delta: Path) -> bool:
     """True if every base reaches the newest position without this delta."""
     left = tuple(other for other in log.deltas if other.path != delta)
     newest = max([log.base.at.position, *(other.end for other in log.deltas)])
-    without = DeltaLog(log.model, log.base, left)
+    without = replace(log, deltas=left)
     try:
         return all(
             without.chain(base.at.position, newest) or base.at.position == newest for base in log.bases

@@ -39,7 +39,6 @@ from exporter.layout import JOBS_DIRECTORY, LOCK_FILE, RECEIPTS_DIRECTORY
 from exporter.options import DEFAULT_TASK_BYTES, EngineName, Jobs
 from exporter.progress import NoProgress, Progress
 from exporter.storage import mirror
-from exporter.storage.mirror import Mirror
 from exporter.storage.objects import ObjectWriter
 from exporter.storage.output_directory import Directory, StoreDirectory, open_directory
 from exporter.storage.url import Url
@@ -265,7 +264,7 @@ class Job:
         self._runner = runner
         self._used: UsedJob | None = None
         self._receipts: Generator[Receipt, None, None] | None = None
-        self._outlived_by: Mirror | None = None
+        self._read_until_stored: Path | None = None
         self._place = scratch
         if self.is_kept:
             self._place = f"{runner.kept}/{plan_digest(tasks)[:32]}"
@@ -299,9 +298,8 @@ class Job:
 
         The upload reads what the job wrote: after one that was killed, the next command goes on with the job.
         """
-        found = mirror.find(path)
-        if found is not None and isinstance(self.directory, StoreDirectory):
-            self._outlived_by = found[0]
+        if mirror.is_remote(path) and isinstance(self.directory, StoreDirectory):
+            self._read_until_stored = path
 
     def __enter__(self) -> Job:
         return self
@@ -312,8 +310,8 @@ class Job:
         used, self._used = self._used, None
         if used is None:
             return
-        if kind is None and self._outlived_by is not None:
-            self._outlived_by.spent.add(self.directory.place)
+        if kind is None and self._read_until_stored is not None:
+            mirror.remove_after_upload(self._read_until_stored, self.directory.place)
             used.leave()
         elif not self.directory.is_stood_for and (kind is None or issubclass(kind, _OVER)):
             used.remove()

@@ -155,9 +155,9 @@ class Input(Struct, frozen=True, array_like=True):
         """
         if path.name == ZEROS:
             return cls(ZEROS, shard_status(path).st_size, "")
-        if (found := mirror.find(path)) is not None and not found[0].is_made_here(found[1]):
-            store, each = found[0].url, found[0].listed(found[1])
-            return cls(str(Url(store.scheme, store.bucket, each.key)), each.size, each.tag or "")
+        if (found := mirror.pinned(path)) is not None:
+            url, each = found
+            return cls(str(url), each.size, each.tag or "")
         status = shard_status(path)
         return cls(os.fspath(path.absolute()), status.st_size, str(status.st_mtime_ns))
 

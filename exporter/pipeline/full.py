@@ -79,10 +79,8 @@ from exporter.pipeline.table_layout import lay_out_tables, map_laid_out, write_t
 from exporter.pipeline.trainer_graph import training_graph
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import (
-    TAKING_THE_LOCK,
     Published,
     Staging,
-    UnderLock,
     VersionRule,
     publish_version,
     reserve_position,
@@ -435,7 +433,7 @@ def execute(
             base.place if base else planned.version,
             keep=request.keep,
             permission=permission(request),
-            under_lock=TAKING_THE_LOCK if request.again else UnderLock(permit=permit),
+            permit=(lambda: None) if request.again else permit,
         )
     if base is not None:
         places = {asset.file_name: asset.source for asset in planned.graph.assets}

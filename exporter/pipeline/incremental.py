@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -65,10 +65,10 @@ from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.pipeline.watch_loop import Arrivals
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
-from exporter.publish.delta_log import DeltaLog, read_log
+from exporter.publish.delta_log import DeltaLog, log_of, read_log
 from exporter.publish.delta_publication import Publication, count_rows, publish_changes
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
-from exporter.publish.versions import newest_version
+from exporter.publish.versions import VersionDir, newest_of, newest_version, version_dirs
 from exporter.storage import mirror
 
 if TYPE_CHECKING:
@@ -162,9 +162,15 @@ class IncrementalPlan(Struct, frozen=True):
 
 
 def plan_incremental(
-    request: ExportRequest, *, is_watching: bool = False, marker_seconds: float = 0.0
+    request: ExportRequest,
+    versions: Sequence[VersionDir] | None = None,
+    *,
+    is_watching: bool = False,
+    marker_seconds: float = 0.0,
 ) -> IncrementalPlan:
     """Find the newest position under the target and what leads there from the trainer's files.
+
+    The target's `versions` are listed unless they are given.
 
     A watch waits for the increment after a full checkpoint, instead of comparing. For `marker_seconds` from
     its first look at a full checkpoint the plan says if the trainer's hook may still mark it.
@@ -174,7 +180,7 @@ def plan_incremental(
         SchemaChanged: the checkpoint, or the rules of the request, do not fit what is published.
         CheckpointError, ManifestError: see errors.py.
     """
-    log = read_log(request.out)
+    log = read_log(request.out) if versions is None else log_of(request.out, versions)
     entry = log.base.entry
     entry.mapping_spec.check_rules(_rules(request))
     entry.check_updates(request.updates)
@@ -353,11 +359,12 @@ def export_incremental(
     Raises:
         ExportError: any of errors.py.
     """
-    if not is_begun(request):
+    versions: Sequence[VersionDir] | None = version_dirs(request.out)
+    if newest_of(versions or ()) is None:
         return export_base(request, progress, is_watching=is_watching)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            planned = _planned(request, is_watching, marker_seconds)
+            planned = _planned(request, versions, is_watching, marker_seconds)
             done = execute_incremental(planned, progress)
             break
         except TableFull as error:
@@ -365,7 +372,7 @@ def export_incremental(
                 raise
             return _new_log(request, progress, error, is_watching=is_watching)
         except PositionMoved:
-            if attempt == _ATTEMPTS or mirror.find(request.out) is not None:  # whoever opened it looks again
+            if attempt == _ATTEMPTS or mirror.is_remote(request.out):  # whoever opened it looks again
                 raise
         except PositionError as error:
             if not full_on_mismatch:
@@ -374,6 +381,7 @@ def export_incremental(
         except CheckpointChanged:
             if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [mirror.local(request.ckpt_dir)]:
                 raise
+        versions = None  # others published or removed something: look again
     else:
         raise AssertionError("the loop is left, or raises")
     if done.published is None:
@@ -381,9 +389,14 @@ def export_incremental(
     return replace(done, warnings=(*done.warnings, *_tidied(done.plan.log, done.published)))
 
 
-def _planned(request: ExportRequest, is_watching: bool, marker_seconds: float) -> IncrementalPlan:
-    """The plan; unless somebody else looks again, one that does not await a marker any more."""
-    planned = plan_incremental(request, is_watching=is_watching, marker_seconds=marker_seconds)
+def _planned(
+    request: ExportRequest,
+    versions: Sequence[VersionDir] | None,
+    is_watching: bool,
+    marker_seconds: float,
+) -> IncrementalPlan:
+    """The plan; unless the caller looks again by itself, one that does not await a marker any more."""
+    planned = plan_incremental(request, versions, is_watching=is_watching, marker_seconds=marker_seconds)
     if is_watching or not planned.trainer.awaits_marker:
         return planned
     arrivals = Arrivals.of_trainer(planned.trainer.catalog.prefix.parent)
@@ -412,7 +425,7 @@ def _tidied(log: DeltaLog, published: PublishedDelta) -> tuple[ExportError, ...]
         with writing(log.path):
             times = (log.newest.manifest.created, published.manifest.created)
             before, now = (int(time.timestamp() // _REMOVE_EVERY_S) for time in times)
-            tidy(log.model, removes=before != now)
+            tidy(log.model, published.log, removes=before != now)
             log.hold()
     except ExportError as error:
         return (error,)

@@ -294,7 +294,7 @@ def plan_merge(
         for delta in run:
             log.open(delta)
         span = merged(run)
-        _require_on_way(model, span)
+        _require_on_way(log, span)
         path = delta_path(log, span)
         if path.exists():
             return None
@@ -324,7 +324,7 @@ def merge_run(
         merger, what = _merger(log, run, staging.path, jobs)
         with progress("merging", merger.bytes_) as bar:
             rows = merger.write(stack, runner_for(jobs, log.model, merger.tasks), bar)
-        how = UnderLock(permit=lambda: _require_on_way(log.model, what.span))
+        how = UnderLock(permit=lambda now: _require_on_way(now, what.span))
         try:
             published = publish_written(log, staging, rows, what, last=None, under_lock=how)
         except PositionMoved:
@@ -358,13 +358,12 @@ def _require_finite(log: DeltaLog, run: Sequence[LogDelta]) -> None:
     require_merger_finite(log, run, merged(run), hint)
 
 
-def _require_on_way(model: Path, span: Span) -> None:
+def _require_on_way(log: DeltaLog, span: Span) -> None:
     """Refuse a merger that would lead servers to a position which a hold and a rollback lead them past.
 
     Raises:
         ModelHeld: it would.
     """
-    log = read_log(model)
     try:
         hold = log.hold()
     except ManifestError:
@@ -387,9 +386,15 @@ def _passed(spans: Sequence[SpanLike], start: int) -> set[int]:
 
 
 def tidy(
-    model: Path, *, removes: bool = True, clock: Callable[[], float] = time.time
+    model: Path,
+    log: DeltaLog | None = None,
+    *,
+    removes: bool = True,
+    clock: Callable[[], float] = time.time,
 ) -> tuple[tuple[Merged, ...], RetiredDeltas]:
     """Merge what is due and, if it `removes`, remove what is not needed; neither while the log is held.
+
+    `log` is the model's as it was read last, under the lock.
 
     Under a canary's hold, what it has yet to approve stays as it is: it may be taken back, and servers that
     start now go as far as the hold.
@@ -402,7 +407,7 @@ def tidy(
         PublishError: see errors.py.
     """
     done: list[Merged] = []
-    log = read_log(model)
+    log = read_log(model) if log is None else log
     if log.held.binds:  # what is held may still be taken back, delta by delta
         return (), RetiredDeltas()
     while run := merge_due(_approved(log)):
@@ -413,7 +418,7 @@ def tidy(
         if merger is None:
             break
         done.append(merger)
-        log = read_log(model)
+        log = merger.published.log
     if not removes:
         return tuple(done), RetiredDeltas()
     with suppress(ModelHeld, NotFinite):
@@ -421,6 +426,7 @@ def tidy(
         if len(run) > 1 and (merger := merge_run(log, run)) is not None:
             done.append(merger)
     with model_lock(model):
+        # Again: a hold, a rollback or a base that came meanwhile needs deltas that were spare before.
         log, now = read_log(model), clock()
         if log.held.binds:
             return tuple(done), RetiredDeltas()

@@ -39,6 +39,7 @@ from exporter.layout import (
     EXTRA_DIRECTORY,
     SAVED_MODEL_FILE,
     UPDATABLE_FILE,
+    VARIABLES_DIRECTORY,
     VARIABLES_PREFIX,
 )
 from exporter.mapping.mapping_spec import MappingSpec
@@ -53,7 +54,7 @@ from exporter.publish.finite import require_merger_finite
 from exporter.publish.manifest import ManifestDraft, tensor_entries
 from exporter.publish.permission import Permission
 from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
-from exporter.verify.version_files import verify_bytes, verify_files
+from exporter.verify.version_files import verify_bytes, verify_file, verify_files
 from exporter.version import __version__
 from exporter.wire import tensor_proto
 from exporter.wire.dtypes import DType
@@ -250,9 +251,10 @@ def plan_rebase(model: Path, *, despite_hold: bool = False, jobs: Jobs = LOCALLY
     Raises:
         ModelHeld, CheckpointError, PositionMoved: as `rebase`.
     """
-    Permission(despite_hold).check(model, takes_deltas=True)
+    permission = Permission(despite_hold)
 
     def plan(log: DeltaLog) -> Rebasing | None:
+        permission.check(model, takes_deltas=True, versions=log.versions)
         at = _newest_approved(log).at
         if log.base.at.position >= at.position:
             return None
@@ -287,7 +289,6 @@ def rebase(
         PositionMoved, PublishError: see errors.py; nothing was published.
     """
     permission = Permission(despite_hold)
-    permission.check(model, takes_deltas=True)
     return undisturbed(model, lambda log: _rebase(log, keep, permission, jobs, progress))
 
 
@@ -298,6 +299,7 @@ def _rebase(
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
 ) -> Rebased | None:
+    permission.check(log.model, takes_deltas=True, versions=log.versions)
     model, base, newest = log.model, log.base, _newest_approved(log)
     if base.at.position >= newest.at.position:
         return None
@@ -316,7 +318,7 @@ def _rebase(
             except CorruptFile:
                 verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))  # says what is wrong with a base
                 raise
-        _copy_graph(base.path, staging.path, at.position, at.step or 0)
+        _copy_graph(base, staging.path, at.position, at.step or 0)
         catalog = read_catalog(staging.path / VARIABLES_PREFIX)
         verify_files(staging.path, tensor_entries(catalog))
         draft = ManifestDraft(
@@ -361,8 +363,17 @@ def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
     return log.newest if approved is None or approved >= log.at.position else log.standing(approved)
 
 
-def _copy_graph(base: Path, bundle: Path, position: int, step: int) -> None:
-    """Everything of a base but its variables, at another position."""
+def _copy_graph(log_base: LogBase, bundle: Path, position: int, step: int) -> None:
+    """Copy everything of a base but its variables, at another position.
+
+    Raises:
+        VerificationError: a file is not what the base's manifest lists.
+        ManifestError: the graph is not one that takes deltas.
+    """
+    base = log_base.path
+    for file in log_base.manifest.files:  # the new manifest would vouch for what is damaged here
+        if not file.path.startswith(f"{VARIABLES_DIRECTORY}/"):
+            verify_file(base, file)
     saved_model = read_saved_model(base)
     constant = _first_position(saved_model)
     if constant is None:

@@ -26,7 +26,6 @@ from exporter.publish.commit import (
     Published,
     PublishedDelta,
     Staging,
-    UnderLock,
     VersionRule,
     model_lock,
     publish_version,
@@ -267,7 +266,7 @@ def _publish(
         plan_digest=manifest.plan_digest,
     )
     allowed = Permission(despite_hold=True)
-    return publish_version(staging, draft, permission=allowed, under_lock=UnderLock(is_ours=True))
+    return publish_version(staging, draft, permission=allowed, is_locked=True)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

@@ -53,8 +53,7 @@ def past_given_up(log: DeltaLog, path: Path) -> DeltaLog:
         state=log.newest.manifest.state_id,
     )
     with Staging(log.model) as staging:
-        publish_changes(log, staging, {}, what, last=last.position)
-    return read_log(log.model)
+        return publish_changes(log, staging, {}, what, last=last.position).log
 
 
 def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
@@ -81,7 +80,7 @@ def undisturbed(model: Path, action: Callable[[DeltaLog], T]) -> T:
         try:
             return action(log)
         except (CheckpointError, PositionMoved, VerificationError) as error:
-            if mirror.find(model) is not None:  # whoever opened it looks again: here nothing changes
+            if mirror.is_remote(model):  # whoever opened it looks again: here nothing changes
                 raise
             if not isinstance(error, PositionMoved) and all(delta.path.exists() for delta in log.deltas):
                 raise

@@ -16,7 +16,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,9 +25,10 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.delta.format import POSITION_LIMIT, span_name
+from exporter.delta.format import POSITION_LIMIT
 from exporter.errors import (
     ExportError,
+    NotUpdatable,
     PositionError,
     PositionMoved,
     PublishError,
@@ -48,12 +49,12 @@ from exporter.files import (
     writing,
 )
 from exporter.layout import HOLD_FILE, LOCK_FILE, MANIFEST_FILE
-from exporter.publish.hold import Hold
+from exporter.publish.delta_log import DeltaLog, LogDelta, log_of
 from exporter.publish.manifest import FileEntry, Manifest, ManifestDraft, to_json
 from exporter.publish.permission import REFUSING, Permission
 from exporter.publish.retention import GRACE_SECONDS, Kept, Retired, retire
 from exporter.publish.staging import Staging
-from exporter.publish.versions import greatest, last_position, taken, version_dirs
+from exporter.publish.versions import VersionDir, greatest, last_position, taken, version_dirs
 from exporter.wire.crc32c import crc_of, mask
 
 _DATA_SHARD = re.compile(r".*\.data-[0-9]{5}-of-[0-9]{5}")
@@ -206,29 +207,30 @@ class Published(Struct, frozen=True):
 
 
 class PublishedDelta(Struct, frozen=True):
-    """What `publish_delta` did; `warnings` are what went wrong after the delta could be seen."""
+    """What `publish_delta` did; `warnings` are what went wrong after the delta could be seen.
+
+    `log` is the newest version's log as it was right after that, under the model's lock.
+    """
 
     path: Path
     manifest: Manifest
+    log: DeltaLog
     warnings: tuple[ExportError, ...] = ()
 
 
 class UnderLock(Struct, frozen=True):
-    """How something is published under the model's lock.
+    """How a delta is published under the model's lock.
 
-    `is_ours` says that the caller has the lock already. `permit` raises if it may not be published. With
-    `holds` the log is held where a delta leads, from the instant in which it can be seen; or, if a canary's
-    hold keeps everybody before the delta, right after it (`follows_canary`).
+    `is_ours` says that the caller has the lock already, and has read the log under it. `permit` raises if the
+    delta may not be published; it is given the log as it is under the lock. With `holds` the log is held
+    where the delta leads, from the instant in which it can be seen; or, if a canary's hold keeps everybody
+    before the delta, right after it (`follows_canary`).
     """
 
     is_ours: bool = False
-    permit: Callable[[], None] = lambda: None
+    permit: Callable[[DeltaLog], None] = lambda _: None
     holds: bool = False
     follows_canary: bool = False
-
-    def take(self, model: Path) -> AbstractContextManager[None]:
-        """The model's lock, unless the caller has it."""
-        return nullcontext() if self.is_ours else model_lock(model)
 
 
 TAKING_THE_LOCK = UnderLock()
@@ -285,13 +287,15 @@ def publish_version(
     *,
     keep: int | None = None,
     permission: Permission = REFUSING,
-    under_lock: UnderLock = TAKING_THE_LOCK,
+    permit: Callable[[], None] = lambda: None,
+    is_locked: bool = False,
     grace_seconds: float = GRACE_SECONDS,
     clock: Callable[[], float] = time.time,
 ) -> Published:
     """Turn `staging.path` into `<model>/<version>` and, with `keep`, move older versions away.
 
-    A reserved position is the version's number, too.
+    A reserved position is the version's number, too. `permit` is called under the model's lock, and raises if
+    the version may not be published; `is_locked` says that the caller has that lock already.
 
     When this returns the version survives a power cut, as far as its bytes are ours: a file with a second
     link (the trainer's shards) is neither synced, which would cost O(bytes), nor changed in its mode.
@@ -310,15 +314,18 @@ def publish_version(
     retired = Retired()
     with writing(staging.model):
         files = seal(staging.path)
-        with under_lock.take(staging.model):
-            under_lock.permit()
-            permission.check(staging.model, takes_deltas=draft.incremental is not None)
-            published = _commit(staging, draft, files, rule, clock())
+        with _locked(staging.model, is_ours=is_locked):
+            permit()
+            versions = version_dirs(staging.model)
+            takes_deltas = draft.incremental is not None
+            permission.check(staging.model, takes_deltas=takes_deltas, versions=versions)
+            published = _commit(staging, draft, files, rule, versions, clock())
             warnings = [*published.warnings]
             if keep is not None:
                 try:
-                    versions = version_dirs(staging.model)
-                    retired = retire(versions, keep=keep, now=clock(), grace_seconds=grace_seconds)
+                    done = VersionDir(published.version, published.path, has_manifest=True)
+                    there = (done, *versions)
+                    retired = retire(there, keep=keep, now=clock(), grace_seconds=grace_seconds)
                 except ExportError as error:
                     warnings.append(error)
                 except OSError as error:
@@ -331,13 +338,13 @@ def publish_version(
 def publish_delta(
     staging: Staging,
     draft: ManifestDraft,
-    log: Path,
+    log: DeltaLog,
     *,
     position: int,
     last: int | None,
     under_lock: UnderLock = TAKING_THE_LOCK,
 ) -> PublishedDelta:
-    """Turn `staging.path` into the delta `<log>/<from>-<position>`; whole, durable and immutable.
+    """Turn `staging.path` into the delta `<from>-<position>` of a log; whole, durable and immutable.
 
     `last` was the greatest position of the model when the delta was made; None where that does not matter,
     as for a merger of deltas that are published already.
@@ -349,24 +356,26 @@ def publish_delta(
     with writing(staging.model):
         held = None
         if under_lock.holds:
-            held = Hold(log).prepare(position, staging)
+            held = log.held.prepare(position, staging)
             shutil.copyfile(held, staging.path / HOLD_FILE)
         files = seal(staging.path)
-        with under_lock.take(staging.model):
-            if last is not None:
-                _require_last(staging.model, last)
-            under_lock.permit()
-            make_directories(log)
-            target = log / span_name(draft.from_position or 0, position)
+        with _locked(staging.model, is_ours=under_lock.is_ours):
+            # Others may have published, merged or removed since the log was read: only now nobody can.
+            now = log if under_lock.is_ours else _log_now(staging.model, last)
+            under_lock.permit(now)
+            make_directories(log.path)
+            delta = LogDelta(log.path, draft.from_position or 0, position)
+            target = delta.path
             if target.exists():
                 raise PositionMoved(f"{target} is published already")
             manifest = _complete(staging, draft, files, position, time.time())
             if held is not None and not under_lock.follows_canary:
-                Hold(log).promise(target.name, held, staging)
+                log.held.promise(target.name, held, staging)
             warnings = _install(staging, target)
             if held is not None:
-                Hold(log).settle(held)
-    return PublishedDelta(target, manifest, warnings)
+                log.held.settle(held)
+    now = now.followed_by(delta) if now.path == log.path else now  # a merger may come after its log's end
+    return PublishedDelta(target, manifest, now, warnings)
 
 
 def _commit(
@@ -374,13 +383,13 @@ def _commit(
     draft: ManifestDraft,
     files: tuple[FileEntry, ...],
     rule: VersionRule | ReservedPosition,
+    versions: Sequence[VersionDir],
     now: float,
 ) -> Published:
-    versions = version_dirs(staging.model)
     newest = versions[0].version if versions else None
     if isinstance(rule, ReservedPosition):
         if not rule.is_passed:
-            _require_last(staging.model, rule.last)
+            _require(staging.model, rule.last, last_position(staging.model, versions))
         number = position = rule.position
         if newest is not None and newest >= number:
             if rule.is_passed:
@@ -394,8 +403,21 @@ def _commit(
     return Published(target, number, manifest, warnings=_install(staging, target))
 
 
-def _require_last(model: Path, expected: int | None) -> None:
-    found = last_position(model, version_dirs(model))
+def _log_now(model: Path, last: int | None) -> DeltaLog:
+    """The log of the newest version, whose greatest position has to be `last`, if that matters."""
+    versions = version_dirs(model)
+    try:
+        log = log_of(model, versions)
+    except NotUpdatable:  # a version that takes no deltas has ended the log: it has a position, too
+        if last is not None:
+            _require(model, last, last_position(model, versions))
+        raise
+    if last is not None:
+        _require(model, last, log.last())
+    return log
+
+
+def _require(model: Path, expected: int | None, found: int | None) -> None:
     if found != expected:
         raise PositionMoved(
             f"another command published under {model}: position {found} is the newest now, it was {expected}"
@@ -462,6 +484,11 @@ def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE
         yield
     finally:
         close_lock(lock)
+
+
+def _locked(model: Path, *, is_ours: bool) -> AbstractContextManager[None]:
+    """The model's lock, unless the caller has it."""
+    return nullcontext() if is_ours else model_lock(model)
 
 
 def _within_int64(number: int) -> int:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -30,12 +30,14 @@ from exporter.layout import DELTA_NAME, DELTAS_DIRECTORY, MANIFEST_FILE, VARIABL
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import BaseEntry, DeltaEntry, Manifest, tensor_entries
 from exporter.publish.versions import (
+    VersionDir,
     check_place,
     delta_names,
-    newest_version,
+    delta_positions,
+    newest_of,
     nothing_published,
-    published_versions,
     read_manifest,
+    version_dirs,
 )
 
 BROKEN_LOG_HINT = "publish a new base, which leaves this log behind: the same export with --updatable --again"
@@ -134,16 +136,27 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
 
 class DeltaLog(Struct, frozen=True, dict=True):
-    """A log as it was at one moment. `base` is the newest version; `deltas` are sorted by their positions."""
+    """A log as it was at one moment, from one listing of the model's directory and one of the log's own.
+
+    `base` is the newest of `versions`, which are as `version_dirs` lists them; `deltas` are sorted by their
+    positions. A command reads its log once and hands it on. It reads it again under the model's lock, where
+    others may have published meanwhile.
+    """
 
     model: Path
     base: LogBase
+    versions: tuple[VersionDir, ...]
     deltas: tuple[LogDelta, ...]
+
+    @property
+    def number(self) -> int:
+        """The position of its first base, by which its directory is named."""
+        return self.base.entry.log
 
     @property
     def path(self) -> Path:
         """The directory of its deltas, which need not exist."""
-        return log_path(self.model, self.base.entry.log)
+        return log_path(self.model, self.number)
 
     @property
     def lineage(self) -> str:
@@ -159,7 +172,9 @@ class DeltaLog(Struct, frozen=True, dict=True):
     def bases(self) -> tuple[LogBase, ...]:
         """Every base of the log that is still there, newest first."""
         found = []
-        for child in published_versions(self.model):
+        for child in self.versions:
+            if not child.has_manifest:
+                continue
             try:
                 base = self.base if child.path == self.base.path else LogBase.read(child.path)
             except (ManifestError, NotUpdatable):
@@ -184,6 +199,21 @@ class DeltaLog(Struct, frozen=True, dict=True):
         """The trainer's state at the newest position."""
         return self.newest.entry.trained
 
+    def last(self) -> int:
+        """The greatest position that was published for the model, in this log as it was listed or in others.
+
+        Raises:
+            ManifestError: the logs' directory cannot be listed.
+        """
+        ends = [delta.end for delta in self.deltas]
+        return max([self.base.at.position, *ends, *delta_positions(self.model, but=self.path)])
+
+    def followed_by(self, delta: LogDelta) -> DeltaLog:
+        """The log with a delta that was published since it was read."""
+        return replace(
+            self, deltas=tuple(sorted((*self.deltas, delta), key=lambda one: (one.start, one.end)))
+        )
+
     def chain(self, start: int, target: int | None = None) -> tuple[LogDelta, ...]:
         """The deltas that lead from `start` to `target`, or to the newest position.
 
@@ -191,6 +221,14 @@ class DeltaLog(Struct, frozen=True, dict=True):
             DeltaGap, StaleDelta: see `plan_chain`.
         """
         return plan_chain(self.deltas, start, target)
+
+    def ahead_of(self, position: int, hold: int | None) -> tuple[LogDelta, ...]:
+        """The deltas that a server at `position` takes by itself: as far as they lead, and not past a hold.
+
+        Raises:
+            DeltaGap: see `plan_chain`.
+        """
+        return plan_chain([delta for delta in self.deltas if hold is None or delta.end <= hold], position)
 
     def open(self, delta: LogDelta, *, only: Collection[str] | None = None) -> Delta:
         """The delta's changes as memory maps, every checksum compared; of variables `only`.
@@ -323,11 +361,20 @@ def read_log(model: Path) -> DeltaLog:
         NotUpdatable: nothing is published, or the newest version takes no deltas.
         ManifestError: its manifest cannot be read.
     """
-    newest = newest_version(model)
+    return log_of(model, version_dirs(model))
+
+
+def log_of(model: Path, versions: Sequence[VersionDir]) -> DeltaLog:
+    """The log of the newest of a model's versions, which `version_dirs` has listed.
+
+    Raises:
+        NotUpdatable, ManifestError: as `read_log`.
+    """
+    newest = newest_of(versions)
     if newest is None:
         raise nothing_published(model)
     base = LogBase.read(newest.path)
-    return DeltaLog(model, base, list_deltas(log_path(model, base.entry.log)))
+    return DeltaLog(model, base, tuple(versions), list_deltas(log_path(model, base.entry.log)))
 
 
 def log_path(model: Path, log: int) -> Path:

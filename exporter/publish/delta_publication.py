@@ -128,7 +128,7 @@ def publish_written(
             finite=log.base.entry.updates.finite,
         ),
     )
-    return publish_delta(staging, draft, log.path, position=span.end, last=last, under_lock=under_lock)
+    return publish_delta(staging, draft, log, position=span.end, last=last, under_lock=under_lock)
 
 
 def count_rows(changes: Mapping[str, Change]) -> int:

@@ -6,6 +6,7 @@ nothing can come in between. Deltas need no permission: servers do not follow th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from exporter.errors import ChainEnds, ManifestError, ModelHeld
 from exporter.local_paths import quoted
 from exporter.publish.delta_log import log_path
 from exporter.publish.hold import Hold
-from exporter.publish.versions import VersionDir, newest_version, read_head
+from exporter.publish.versions import VersionDir, newest_of, read_head, version_dirs
 
 
 class Permission(Struct, frozen=True):
@@ -28,14 +29,16 @@ class Permission(Struct, frozen=True):
     despite_hold: bool = False
     plain: bool = False
 
-    def check(self, model: Path, *, takes_deltas: bool) -> None:
+    def check(self, model: Path, *, takes_deltas: bool, versions: Sequence[VersionDir] | None = None) -> None:
         """Refuse to publish over a hold, or to end a log, unless that was asked for.
+
+        The model's `versions` are listed unless they are given.
 
         Raises:
             ModelHeld: the model is held.
             ChainEnds: the newest version takes deltas, and this one does not.
         """
-        newest = newest_version(model)
+        newest = newest_of(version_dirs(model) if versions is None else versions)
         log = None if newest is None else _log_of(newest)
         if not self.despite_hold:
             for hold in binding(model, log):
@@ -60,13 +63,13 @@ def binding(model: Path, log: int | None) -> tuple[Hold, ...]:
     return tuple(hold for hold in _holds(model, log) if hold.binds)
 
 
-def held_at(model: Path) -> int | None:
+def held_at(model: Path, versions: Sequence[VersionDir] | None = None) -> int | None:
     """The position that servers do not pass by themselves, because of any hold, also a canary's.
 
-    None if there is no hold, or it cannot be read.
+    None if there is no hold, or it cannot be read. The model's `versions` are listed unless they are given.
     """
     with suppress(ManifestError):
-        newest = newest_version(model)
+        newest = newest_of(version_dirs(model) if versions is None else versions)
         for hold in _holds(model, None if newest is None else _log_of(newest)):
             return hold.read()
     return None

@@ -119,8 +119,8 @@ def _unreadable_bases(log: DeltaLog) -> list[int]:
     A version that takes deltas is named by its position, so that versions older than the log are not of it.
     """
     found = []
-    for child in published_versions(log.model):
-        if child.version >= log.base.entry.log:
+    for child in log.versions:
+        if child.has_manifest and child.version >= log.base.entry.log:
             try:
                 read_head(child.path)
             except ManifestError:

@@ -18,10 +18,10 @@ from exporter.delta.spans import Position
 from exporter.errors import ManifestError, NotUpdatable
 from exporter.files import is_gone
 from exporter.layout import DELTAS_DIRECTORY
-from exporter.publish.delta_log import LogDelta, list_deltas, read_log
+from exporter.publish.delta_log import DeltaLog, LogDelta, list_deltas, log_of
 from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin, Manifest
 from exporter.publish.permission import held_at
-from exporter.publish.versions import VersionDir, nothing_published, published_versions, read_manifest
+from exporter.publish.versions import VersionDir, nothing_published, read_manifest, version_dirs
 
 
 class What(StrEnum):
@@ -72,15 +72,14 @@ class Event(Struct, frozen=True):
 class Timeline(Struct, frozen=True):
     """Every event in the order of positions, and where the model stands; None for what is not known.
 
-    `is_canary`: the hold is how far a canary has approved the log.
+    `log` is the newest version's, None where versions take no deltas.
     """
 
     model: Path
     events: tuple[Event, ...]
     at: Position | None
-    log: int | None
+    log: DeltaLog | None
     hold: int | None
-    is_canary: bool = False
 
 
 def read_timeline(model: Path) -> Timeline:
@@ -90,25 +89,28 @@ def read_timeline(model: Path) -> Timeline:
         NotUpdatable: nothing is published.
         ManifestError: the model cannot be looked at.
     """
-    versions = published_versions(model)
-    if not versions:
+    versions = version_dirs(model)
+    events = [_version(child) for child in versions if child.has_manifest]
+    if not events:
         raise nothing_published(model)
-    log, at, is_canary = None, None, False
-    events = [_version(child) for child in versions]
+    # Before the deltas are listed, as servers do: then the delta of a rollback is there if its hold is.
+    hold = held_at(model, versions)
+    log, at = None, None
     try:
-        published = read_log(model)
-        log, at, is_canary = published.base.entry.log, published.at, published.held.is_canary
+        log = log_of(model, versions)
+        at = log.at
     except NotUpdatable:
         at = Position(events[0].position, events[0].step)
-    except ManifestError:
+    except ManifestError:  # it is among the events, with what is wrong
         pass
-    hold = held_at(model)
+    known = {} if log is None else {log.path: log.deltas}
     for directory in _logs(model):
-        events += _deltas(list_deltas(directory))
+        events += _deltas(known[directory] if directory in known else list_deltas(directory))
     # What is damaged and gone, retention has removed meanwhile.
     there = (event for event in events if event.what is not What.DAMAGED or not is_gone(event.path))
-    events = [_placed(event, log, hold) for event in there]
-    return Timeline(model, tuple(sorted(events, key=_order)), at, log, hold, is_canary)
+    number = None if log is None else log.number
+    events = [_placed(event, number, hold) for event in there]
+    return Timeline(model, tuple(sorted(events, key=_order)), at, log, hold)
 
 
 def _logs(model: Path) -> list[Path]:

@@ -110,7 +110,12 @@ def published_versions(model: Path) -> list[VersionDir]:
 
 def newest_version(model: Path) -> VersionDir | None:
     """The newest version with a manifest; None if there is none."""
-    return next(iter(published_versions(model)), None)
+    return newest_of(version_dirs(model))
+
+
+def newest_of(versions: Iterable[VersionDir]) -> VersionDir | None:
+    """The newest of versions that were listed (`version_dirs`) with a manifest; None if there is none."""
+    return next((child for child in versions if child.has_manifest), None)
 
 
 def require_base_path(model: Path) -> None:
@@ -168,9 +173,9 @@ def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
     Raises:
         ManifestError: the manifest of the newest base is damaged, so that its position is unknown.
     """
-    newest = next((child for child in versions if child.has_manifest), None)
+    newest = newest_of(versions)
     bases = [] if newest is None else [read_head(newest.path).position]
-    return max([*bases, *_delta_positions(model / DELTAS_DIRECTORY)], default=None)
+    return max([*bases, *delta_positions(model)], default=None)
 
 
 class Taken(Struct, frozen=True):
@@ -336,10 +341,10 @@ def _delta_named(name: str) -> tuple[str, int, int] | None:
     return (name, start, end) if start < end < POSITION_LIMIT else None
 
 
-def _delta_positions(deltas: Path) -> Iterator[int]:
-    """Where each delta of each log ends, from the directories' names alone: there may be thousands."""
-    for log in _entries(deltas):
-        if log.is_dir():
+def delta_positions(model: Path, *, but: Path | None = None) -> Iterator[int]:
+    """Where each delta of each log ends, of all logs `but` one, from names alone: there may be thousands."""
+    for log in _entries(model / DELTAS_DIRECTORY):
+        if log.is_dir() and Path(log.path) != but:
             yield from (end for _, _, end in delta_names(Path(log.path)))
 
 

@@ -39,6 +39,8 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import IO, TypeVar
 
+from msgspec.structs import replace
+
 from exporter.errors import CheckpointChanged, CheckpointError, os_error
 from exporter.layout import CHECKPOINT_STATE_FILE, CHECKPOINT_SUFFIX, LOCK_FILE, SAVED_MODEL_FILES, flaw_of
 from exporter.storage.objects import ObjectReader, RemoteObject
@@ -467,8 +469,46 @@ def _directories(names: Iterable[str]) -> set[str]:
     return found
 
 
-def find(path: Path) -> tuple[Mirror, str] | None:
-    """The mirror that a path lies in and its name there; None for a path that is no mirror's."""
+def is_remote(path: Path) -> bool:
+    """True for a path that stands for something in an object store, or for a place in one."""
+    return _find(path) is not None
+
+
+def pinned(path: Path) -> tuple[Url, RemoteObject] | None:
+    """The object that a file stands for, and its URL; None for a file of this machine.
+
+    Raises:
+        CheckpointChanged: it was listed, and is no longer there.
+    """
+    if (found := _find(path)) is None or found[0].is_made_here(found[1]):
+        return None
+    each = found[0].listed(found[1])
+    return replace(found[0].url, path=each.key), each
+
+
+def stand_in(path: Path, url: Url, each: RemoteObject) -> bool:
+    """Make a new file stand for an object; false if it would lie in no mirror of that object's bucket."""
+    found = _find(path)
+    if found is None or found[0].url.bucket != url.bucket:
+        return False
+    found[0].stand_in(path, each)
+    return True
+
+
+def written_by_tasks(path: Path) -> RemoteObject | None:
+    """The object that tasks wrote and a file stands for (`Mirror.stand_in`); None for any other file."""
+    found = _find(path)
+    return None if found is None else found[0].standing_in(found[1])
+
+
+def remove_after_upload(path: Path, job: str) -> None:
+    """Have a job's directory in a store removed once what is below a path was uploaded, which reads it."""
+    if (found := _find(path)) is not None:
+        found[0].spent.add(job)
+
+
+def _find(path: Path) -> tuple[Mirror, str] | None:
+    """The mirror that a path lies in and its name there; None for a path of this machine."""
     if not _MIRRORS:
         return None
     text = os.fspath(path)
@@ -482,7 +522,7 @@ def is_same_file(a: Path, b: Path) -> bool:
     """True if two paths lead to one file, or stand for one object; False also if that cannot be told."""
     if a == b:
         return True
-    found = find(a), find(b)
+    found = _find(a), _find(b)
     if found[0] is not None and found[1] is not None:
         if any(mirror.is_made_here(name) for mirror, name in (found[0], found[1])):
             return False
@@ -498,26 +538,26 @@ def is_same_file(a: Path, b: Path) -> bool:
 
 def refresh(path: Path) -> None:
     """List again what a path stands for, if it is a mirror's."""
-    if (found := find(path)) is not None:
+    if (found := _find(path)) is not None:
         found[0].refresh()
 
 
 def fetch(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> None:
     """Fetch ranges (start, stop) of a mirror's file, or all of it; nothing for any other path."""
-    if (found := find(path)) is not None:
+    if (found := _find(path)) is not None:
         found[0].fetch(found[1], ranges)
 
 
 def fetch_below(directory: Path) -> None:
     """Fetch all files below a directory, if it is a mirror's: TensorFlow itself is to read them."""
-    if find(directory) is not None:
+    if is_remote(directory):
         for path in directory.rglob("*"):
             fetch(path)
 
 
 def forget(path: Path) -> None:
     """`Mirror.forget` of a mirror's file; nothing for any other path."""
-    if (found := find(path)) is not None:
+    if (found := _find(path)) is not None:
         found[0].forget(found[1])
 
 
@@ -546,6 +586,19 @@ def read(path: Path, pieces: Sequence[tuple[int, int, int]], buffer: memoryview)
         return True
 
     return _ask(path, ((start, stop) for start, stop, _ in pieces), take) is not None
+
+
+def copy_ranges(
+    path: Path,
+    descriptor: int,
+    pieces: Iterable[tuple[int, int, int]],
+    target: Path,
+    advance: Callable[[int], None],
+) -> None:
+    """`Mirror.copy` of a file that stands for an object."""
+    found = _find(path)
+    assert found is not None, path
+    found[0].copy(found[1], descriptor, pieces, target, advance)
 
 
 def checksum(path: Path, start: int, stop: int) -> int | None:
@@ -587,5 +640,5 @@ def copy(path: Path, start: int, stop: int) -> IO[bytes] | None:
 def _ask(
     path: Path, ranges: Iterable[tuple[int, int]], take: Callable[[ObjectReader, RemoteObject], T]
 ) -> T | None:
-    found = find(path)
+    found = _find(path)
     return None if found is None else found[0].ask_store(found[1], ranges, take)

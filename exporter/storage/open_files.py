@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 
 
@@ -22,3 +23,32 @@ def read_at(descriptor: int, offset: int, buffer: memoryview) -> int:
             break
         done += got
     return done
+
+
+class Window(io.RawIOBase):
+    """`size` bytes from `offset` of an open file as a binary file of their own; the descriptor stays open."""
+
+    def __init__(self, descriptor: int, offset: int, size: int) -> None:
+        self._descriptor, self._offset, self._size = descriptor, offset, size
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move to a place in the range."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer, /) -> int:  # type: ignore[no-untyped-def]  # the base class names no type either
+        """Fill a buffer as far as the range goes."""
+        view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
+        done = read_at(self._descriptor, self._offset + self._position, view)
+        self._position += done
+        return done

@@ -228,9 +228,7 @@ class StoreDirectory:
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
         """See `Directory`."""
         found = RemoteObject(self._url.key(name), size, tag, 0.0)
-        mirrored = mirror.find(path)
-        if mirrored is not None and mirrored[0].url.bucket == self._url.bucket:
-            mirrored[0].stand_in(path, found)
+        if mirror.stand_in(path, self._url, found):
             self.is_stood_for = True
             return
         with _naming(path), path.open("xb") as file:

@@ -136,8 +136,7 @@ class Carrier:
         passage, sent = Passage(item, model / item.path), list[FileEntry]()
         for file in passage.files:
             path, key = model / item.path / file.path, self._url.key(f"{item.path}/{file.path}")
-            mirrored = mirror.find(path)
-            each = None if mirrored is None else mirrored[0].standing_in(mirrored[1])
+            each = mirror.written_by_tasks(path)
             if each is not None and each.size <= MOST_COPIED:
                 copies.append((each, key))
                 continue

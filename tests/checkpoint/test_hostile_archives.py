@@ -285,7 +285,7 @@ def test_damage_that_the_library_never_returns_from(
 
 
 def test_a_process_that_stays_silent_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exporter.checkpoint.hdf5._SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr("exporter.checkpoint.hdf5._STEP_SECONDS", 0.5)
     path = patched(weights_file(tmp_path / "m.weights.h5"), _endless)
     with pytest.raises(UnsafeArchive, match="refused as an HDF5 file") as caught:
         read_keras(path)

@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import h5py
@@ -249,6 +250,19 @@ def test_packed_values_may_be_read_side_by_side_and_left_half_way(tmp_path: Path
     left.close()
     for one, other in zip(first.blocks(), second.blocks(), strict=True):
         np.testing.assert_array_equal(one + 1, other)
+
+
+def test_a_reader_may_take_its_time_with_each_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exporter.checkpoint.hdf5._STEP_SECONDS", 2.0)
+    value = np.arange(3_000_000, dtype=np.float32).reshape(-1, 10)
+    with h5py.File(tmp_path / "m.weights.h5", "w") as file:
+        file.create_dataset("layers/dense/vars/0", data=value, compression="gzip", compression_opts=1)
+    (ref,) = read_keras(tmp_path / "m.weights.h5").tensors.values()
+    assert isinstance(ref.content, Packed)
+    blocks = ref.content.blocks()
+    first = next(blocks)
+    time.sleep(3)
+    np.testing.assert_array_equal(np.concatenate([first, *blocks]), value.ravel())
 
 
 def test_a_row_larger_than_a_block_is_cut(tmp_path: Path) -> None:

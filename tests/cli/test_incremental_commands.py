@@ -282,6 +282,20 @@ def test_a_rebase_alone_is_told_to_people(setting: Log) -> None:
     assert f"new base      {setting.model}/40: the base and 3 deltas" in ran.out
 
 
+@pytest.mark.parametrize("file", ["saved_model.pb", "assets/incremental.json"])
+@pytest.mark.parametrize("how", ["flip", "cut"])
+def test_a_rebase_carries_no_damage_of_the_old_base_on(setting: Log, file: str, how: str) -> None:
+    """The new base's manifest would vouch for it."""
+    path = setting.base / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data if how == "flip" else data[: len(data) // 2])
+    before = sorted(setting.model.iterdir())
+    ran = export_model("merge", setting.model, "--rebase")
+    assert (ran.code, f"{path} has" in ran.err) == (6, True), ran.err
+    assert sorted(setting.model.iterdir()) == before
+
+
 @pytest.mark.parametrize(
     "name", ["999", "a-b", "1-2", f"{30:020d}-{20:020d}", f"{7:020d}-{10**19:020d}", "*"]
 )

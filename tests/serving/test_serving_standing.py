@@ -15,8 +15,9 @@ from exporter.options import ExportRequest
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
+from exporter.publish.timeline import read_timeline
 from exporter.transfer.push import plan_push, push
-from serving.behind import PublishedModel, VersionStanding, compare
+from serving.behind import VersionStanding, compare
 from serving.cli import app
 from serving.server import ModelServer
 from serving.server_options import ServerOptions
@@ -131,7 +132,7 @@ def test_versions_without_deltas_have_a_position_and_an_age(request_: ExportRequ
 def test_a_server_of_another_log_under_the_same_number_is_not_compared(tmp_path: Path) -> None:
     """The model was removed and begun anew: the position means something else."""
     followed(tmp_path, (20,), published=20)
-    published = PublishedModel.read(Setting(tmp_path).model)
+    published = read_timeline(Setting(tmp_path).model)
     assert published.log is not None
     status = VersionStatus(10, VersionState.AVAILABLE)
     own, other = (VersionStanding(status, 10, 10, lineage) for lineage in (published.log.lineage, "another"))
