@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import StrEnum
 from functools import cache, partial
 from pathlib import Path
 from types import UnionType
@@ -21,6 +20,7 @@ from msgspec.structs import fields, force_setattr
 
 from exporter.errors import UsageError
 from exporter.local_paths import checkpoint_path, local_name, local_path
+from exporter.newer_python import StrEnum
 from exporter.storage.url import Url
 
 

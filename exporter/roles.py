@@ -16,13 +16,13 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import RoleUnknown
+from exporter.newer_python import StrEnum
 
 _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 _HOSTS = ("JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST")

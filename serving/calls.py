@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from exporter.wire.protos import Proto
+from exporter.wire.protos import Proto, message_class
 from serving.inference import (
     DEFAULT_INFERENCE,
     DEFAULT_SIGNATURE,
@@ -35,30 +35,12 @@ class Calls:
     """TF Serving's calls over the models of a server. Each raises a StatusError, or what the graph raises."""
 
     def __init__(self, models: ServedModels, how: Inference = DEFAULT_INFERENCE) -> None:
-        from tensorflow_serving.apis import (
-            classification_pb2,
-            get_model_metadata_pb2,
-            get_model_status_pb2,
-            inference_pb2,
-            model_management_pb2,
-            predict_pb2,
-            regression_pb2,
-        )
-
         self.models = models
         self.how = how
-        self._predict_response = predict_pb2.PredictResponse
-        self._classification_response = classification_pb2.ClassificationResponse
-        self._regression_response = regression_pb2.RegressionResponse
-        self._multi_inference_response = inference_pb2.MultiInferenceResponse
-        self._metadata_response = get_model_metadata_pb2.GetModelMetadataResponse
-        self._signature_def_map = get_model_metadata_pb2.SignatureDefMap
-        self._status_response = get_model_status_pb2.GetModelStatusResponse
-        self._reload_response = model_management_pb2.ReloadConfigResponse
 
     def predict(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run a signature on tensors."""
-        return self._infer(predict, self._predict_response(), request, timeout_ms)
+        return self._infer(predict, message_class("serving.PredictResponse")(), request, timeout_ms)
 
     def predict_arrays(
         self, model: Model, signature: str, inputs: Mapping[str, NDArray[Any]], timeout_ms: int | None
@@ -68,17 +50,17 @@ class Calls:
 
     def classify(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run a classify signature on examples."""
-        return self._infer(classify, self._classification_response(), request, timeout_ms)
+        return self._infer(classify, message_class("serving.ClassificationResponse")(), request, timeout_ms)
 
     def regress(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run a regress signature on examples."""
-        return self._infer(regress, self._regression_response(), request, timeout_ms)
+        return self._infer(regress, message_class("serving.RegressionResponse")(), request, timeout_ms)
 
     def multi_inference(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run several classify and regress signatures on the same examples."""
         if not request.tasks:
             raise invalid("ModelSpec has no name specified.")  # what the first of no tasks comes to
-        response = self._multi_inference_response()
+        response = message_class("serving.MultiInferenceResponse")()
         with self.models.borrow(request.tasks[0].model_spec) as (version, model):
             multi_inference(model, request, response, self.within(timeout_ms))
             for task, result in zip(request.tasks, response.results, strict=True):
@@ -93,11 +75,11 @@ class Calls:
         for field in request.metadata_field:
             if field != _SIGNATURE_DEF:
                 raise invalid(f"Metadata field {field} is not supported")
-        response = self._metadata_response()
+        response = message_class("serving.GetModelMetadataResponse")()
         with self.models.borrow(request.model_spec) as (version, model):
             response.model_spec.name = request.model_spec.name
             response.model_spec.version.value = version
-            signatures = self._signature_def_map()
+            signatures = message_class("serving.SignatureDefMap")()
             for name, signature in model.signatures.items():
                 signatures.signature_def[name].CopyFrom(signature)
             response.metadata[_SIGNATURE_DEF].Pack(signatures)
@@ -106,7 +88,7 @@ class Calls:
     def status(self, request: Proto) -> Proto:
         """Where each version of a model is in its life."""
         _require_spec(request)
-        response = self._status_response()
+        response = message_class("serving.GetModelStatusResponse")()
         for status in self.models.statuses(request.model_spec):
             entry = response.model_version_status.add(version=status.version, state=int(status.state))
             entry.status.error_code = int(status.code)
@@ -121,7 +103,7 @@ class Calls:
                 "Only ModelConfigList is currently supported"
             )
         self.models.serve(listed_models(request.config), timeout_seconds, is_wanted)
-        response = self._reload_response()
+        response = message_class("serving.ReloadConfigResponse")()
         response.status.SetInParent()
         return response
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
@@ -26,6 +26,10 @@ from exporter.wire.tensor_proto import fill, to_array
 from serving.address import with_port
 from serving.credentials import identity, open_channel
 from serving.status import Code, VersionState, VersionStatus
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 DEFAULT_DEADLINE_S = 10.0
 DEFAULT_SIGNATURE = "serving_default"

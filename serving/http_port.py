@@ -38,6 +38,7 @@ from msgspec import Struct
 
 from exporter.errors import ServerError, UsageError
 from exporter.local_paths import local_path
+from exporter.newer_python import timeout
 from serving.credentials import require_key_pair
 
 
@@ -211,7 +212,8 @@ class HttpPort:
     def _drop_one(self) -> None:
         """Make room: the first one goes that has sent no whole request."""
         for connection, task in self._connections.items():
-            if not connection.is_busy and not task.cancelling():
+            if not connection.is_busy and not connection.is_dropped:
+                connection.is_dropped = True
                 task.cancel()
                 return
 
@@ -295,6 +297,8 @@ class _Connection:
         self._rest = b""
         self.is_busy = False
         """A whole request has come, and is answered."""
+        self.is_dropped = False
+        """It makes room for others."""
 
     async def serve(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Answer one request after another."""
@@ -334,7 +338,7 @@ class _Connection:
 
     async def _has_begun(self) -> bool:
         """Wait for a request; False if the client wants nothing more. Empty lines before it do not count."""
-        async with asyncio.timeout(_IDLE_S):
+        async with timeout(_IDLE_S):
             while not self._rest:
                 data = await self._reader.read(_STEP_BYTES)
                 if not data:
@@ -348,7 +352,7 @@ class _Connection:
         """Read a request and answer it; False if the connection ends with it."""
         self._has_body = True
         try:
-            async with asyncio.timeout(self._port.request_seconds) as deadline:
+            async with timeout(self._port.request_seconds) as deadline:
                 request = await self._request(deadline)
         except (_Refused, h11.RemoteProtocolError, TimeoutError) as error:
             await self._in_time(self._refusal(error))
@@ -368,7 +372,7 @@ class _Connection:
             self._http.receive_data(await self._reader.read(_STEP_BYTES))
         return event
 
-    async def _request(self, deadline: asyncio.Timeout) -> Request:
+    async def _request(self, deadline: Any) -> Request:
         head = await self._event()
         request = Request(
             head.method.decode("ascii"),
@@ -404,7 +408,7 @@ class _Connection:
     async def _in_time(self, response: Response) -> None:
         """Send an answer; one that is not taken in time is cut off."""
         self._hold(length := sum(map(len, response.body)))
-        async with asyncio.timeout(self._port.request_seconds) as deadline:
+        async with timeout(self._port.request_seconds) as deadline:
             first, sent = deadline.when() or 0.0, 0
             for part in self._parts(response, length):
                 self._writer.write(part)
@@ -442,7 +446,7 @@ class _Connection:
     async def _linger(self) -> None:
         """Let the client read why: closing while bytes come would take the answer away from it."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_LINGER_S):
+            async with timeout(_LINGER_S):
                 if self._writer.can_write_eof():
                     self._writer.write_eof()
                 while await self._reader.read(_STEP_BYTES):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from exporter.files import open_regular
 from exporter.layout import MANIFEST_FILE, SAVED_MODEL_FILES
+from exporter.wire.protos import message_class
 from serving.status import Code, StatusError, invalid
 
 
@@ -133,7 +134,9 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
         if isinstance(error, OSError) and error.errno is None:  # how it reports a file that does not parse
             raise StatusError(Code.DATA_LOSS, str(error)) from error
         raise
-    return LoadedModel(session, dict(meta_graph.signature_def), lock)
+    own = message_class("SignatureDef")  # TensorFlow's messages are of another pool than the calls'
+    signatures = {k: own.FromString(v.SerializeToString()) for k, v in meta_graph.signature_def.items()}
+    return LoadedModel(session, signatures, lock)
 
 
 def _require_files(directory: Path) -> None:

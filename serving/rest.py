@@ -7,11 +7,13 @@ http_rest_api_util.cc) and https://www.tensorflow.org/tfx/serving/api_rest.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import time
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -279,9 +281,17 @@ def _gunzipped(data: bytes | bytearray) -> bytes:
 def _message(message: Proto) -> str:
     from google.protobuf.json_format import MessageToJson
 
-    return MessageToJson(
-        message, always_print_fields_with_no_presence=True, preserving_proto_field_name=True, indent=1
-    )
+    return str(MessageToJson(message, preserving_proto_field_name=True, indent=1, **_printing_defaults()))
+
+
+@cache
+def _printing_defaults() -> dict[str, Any]:
+    """The option that prints fields without a value; its name is another one since protobuf 5."""
+    from google.protobuf.json_format import MessageToJson
+
+    option = "always_print_fields_with_no_presence"
+    known = inspect.signature(MessageToJson).parameters
+    return {option if option in known else "including_default_value_fields": True}
 
 
 def _json(document: Mapping[str, Any]) -> bytes:

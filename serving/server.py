@@ -26,13 +26,13 @@ from contextlib import contextmanager
 from functools import cache, partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from exporter.errors import ServerError, UsageError
 from exporter.local_paths import local_path
-from exporter.wire.protos import Proto
+from exporter.wire.protos import Proto, class_of, service_methods
 from serving.calls import Calls
 from serving.models import ServedModels
 from serving.server_metrics import ServerMetrics
@@ -40,6 +40,8 @@ from serving.server_options import DEFAULT_OPTIONS, ServerOptions
 from serving.status import MAX_MESSAGE_CHARACTERS, Code, StatusError, VersionStatus, status_of
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from serving.http_port import HttpPort
     from serving.manager import Listener, VersionManager
     from serving.model_config import ModelConfig
@@ -75,7 +77,7 @@ def add_health_service(server: grpc.Server, models: ServedModels, health: Health
 @cache
 def messages() -> tuple[Any, Any]:
     """The classes of HealthCheckRequest and HealthCheckResponse (source: grpc/health/v1/health.proto)."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf import descriptor_pb2, descriptor_pool
 
     field = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(
@@ -92,7 +94,7 @@ def messages() -> tuple[Any, Any]:
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     classes = [
-        message_factory.GetMessageClass(pool.FindMessageTypeByName(f"grpc.health.v1.{name}"))
+        class_of(pool.FindMessageTypeByName(f"grpc.health.v1.{name}"))
         for name in ("HealthCheckRequest", "HealthCheckResponse")
     ]
     return classes[0], classes[1]
@@ -106,13 +108,19 @@ _FOREVER_SECONDS = 1e9
 
 
 def add_services(server: grpc.Server, calls: Calls, metrics: ServerMetrics) -> None:
-    """Register PredictionService and ModelService, through TF Serving's own stubs."""
-    from tensorflow_serving.apis import model_service_pb2_grpc, prediction_service_pb2_grpc
-
-    prediction_service_pb2_grpc.add_PredictionServiceServicer_to_server(
-        PredictionService(calls, metrics), server
-    )
-    model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(calls), server)
+    """Register PredictionService and ModelService."""
+    for service in (PredictionService(calls, metrics), ModelService(calls)):
+        name = type(service).__name__
+        handlers = {
+            method: grpc.unary_unary_rpc_method_handler(
+                getattr(service, method),
+                request_deserializer=request.FromString,
+                response_serializer=response.SerializeToString,
+            )
+            for method, (request, response) in service_methods(name).items()
+        }
+        generic = grpc.method_handlers_generic_handler(f"tensorflow.serving.{name}", handlers)
+        server.add_generic_rpc_handlers((generic,))
 
 
 class PredictionService:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
         with opened(published, read_only=True) as model:
             target = read_timeline(model.path)
             found = compare(found, target)
-    now = datetime.now(UTC)
+    now = datetime.now(timezone.utc)
     document = ModelStatus(
         address=client.address,
         model=client.model,

@@ -15,7 +15,7 @@ from typing import Any
 
 from exporter.errors import UsageError
 from exporter.files import read_regular
-from exporter.wire.protos import Proto, message_class
+from exporter.wire.protos import Proto, class_of, message_class
 
 _LARGEST = 16 << 20
 _PACKAGE = "tensorflow.serving"
@@ -75,7 +75,7 @@ def read_text_config(option: str, path: Path, message: str, *, is_secret: bool =
 
 @cache
 def _classes() -> dict[str, Any]:
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, wrappers_pb2
+    from google.protobuf import descriptor_pb2, descriptor_pool, wrappers_pb2
 
     field, wrappers = descriptor_pb2.FieldDescriptorProto, wrappers_pb2.DESCRIPTOR
     file = descriptor_pb2.FileDescriptorProto(name="text_config.proto", package=_PACKAGE, syntax="proto3")
@@ -94,7 +94,4 @@ def _classes() -> dict[str, Any]:
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(wrappers.serialized_pb)
     pool.AddSerializedFile(file.SerializeToString())
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-        for name in _FIELDS
-    }
+    return {name: class_of(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in _FIELDS}

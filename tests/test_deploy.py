@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ def every_metric() -> str:
     canary = CanaryView(5, 0.0, None, "")
     store = StoreView("s3://b/m", 0.0, "", ())
     model = ModelView("m", "/m", "", 1, 5, None, (), False, (replica,), canary, store=store)
-    metrics = Metrics(lambda: FleetView(datetime.now(UTC), (model,)))
+    metrics = Metrics(lambda: FleetView(datetime.now(timezone.utc), (model,)))
     applied = Event(
         What.APPLIED,
         "",

@@ -12,7 +12,7 @@ from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -24,6 +24,10 @@ from exporter.checkpoint.tensor_values import encode_strings
 from exporter.wire import protos
 from exporter.wire.crc32c import CHUNK, extend, mask
 from exporter.wire.dtypes import DType
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 Array = np.ndarray[Any, Any]
 Buffer = bytes | bytearray | memoryview | Array

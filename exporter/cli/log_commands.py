@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from datetime import UTC
+from datetime import timezone
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -289,7 +289,13 @@ def told(found: Timeline, sink: Output, last: int | None) -> None:
         events=[_document(event) for event in events],
     )
     sink.result(document, _lines(found, len(events)))
-    columns = {"time (UTC)": "left", "what": "left", "position": "right", "step": "right", "": "left"}
+    columns = {
+        "time (UTC)": "left",
+        "what": "left",
+        "position": "right",
+        "step": "right",
+        "": "left",
+    }
     sink.table("", columns, (_row(event) for event in events))
 
 
@@ -356,7 +362,7 @@ def _notes(event: Event) -> Iterator[str]:
     elif event.rows is not None:
         yield f"{event.rows} rows" + (", found by comparison" if event.compared else "")
     if event.event_time is not None:
-        yield f"trained on events up to {event.event_time.astimezone(UTC):%Y-%m-%d %H:%M:%S}"
+        yield f"trained on events up to {event.event_time.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S}"
     if event.merged_into is not None:
         yield f"merged into {event.merged_into}"
     if event.is_past_hold:

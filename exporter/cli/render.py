@@ -214,7 +214,7 @@ def _data(done: Exported) -> Iterator[str]:
 
 def _verified(done: Exported) -> str:
     if done.plan.request.verify is not Verify.OUTPUTS:
-        return done.plan.request.verify.value
+        return str(done.plan.request.verify)
     worst = max((found.max_error for found in done.differences), default=0.0)
     return f"outputs: {len(done.differences)} compared, largest difference {worst:.3g}"
 

@@ -54,7 +54,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from enum import IntFlag, StrEnum
+from enum import IntFlag
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -63,6 +63,7 @@ from msgspec import Struct, convert
 
 from exporter.catalog import Catalog
 from exporter.delta.packing import RowValues, shrinks
+from exporter.newer_python import StrEnum
 from exporter.options import DeltaDtype
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import DtypeLabel

@@ -104,7 +104,8 @@ class RowMap:
             if are_elements(self._values.shape) or (stop - start) * size < GAP_BYTES:
                 self._object.fetch(start * size, stop * size)
             elif (found := self._rows_of(self._object, start, stop, size)) is not None:
-                return np.asarray(found[:, *box[1:]])
+                inside: tuple[slice, ...] = (slice(None), *box[1:])
+                return np.asarray(found[inside])
         return np.asarray(self._values[box])
 
     def _rows_of(self, source: _ObjectRange, starts: Array, stops: Array, size: int) -> Array | None:
@@ -227,7 +228,8 @@ class RowReader(Struct, frozen=True, dict=True):
             inside, offsets = self._in_piece(natural, number, piece)
             if len(inside):
                 if piece.spec.lengths[1:] == self.box.full_shape[1:]:
-                    values[inside] = piece.values.at(offsets)[:, *columns]
+                    chosen = (slice(None), *columns)
+                    values[inside] = piece.values.at(offsets)[chosen]
                 else:
                     self._copy_columns(values, inside, piece, offsets)
         return self._cast(values)
@@ -353,7 +355,8 @@ class RowReader(Struct, frozen=True, dict=True):
         if overlaps(spec, wide):
             source, target = _intersection(spec, wide)
             index: tuple[Any, ...] = (into, *target[1:])
-            values[index] = piece.values.at(offsets)[:, *source[1:]]
+            columns: tuple[slice, ...] = (slice(None), *source[1:])
+            values[index] = piece.values.at(offsets)[columns]
 
     def _cast(self, values: Array) -> Array:
         return cast_values(values, self.dtype, self.name)
@@ -442,8 +445,9 @@ def translate(
         else:
             inside = (natural >= box.starts[0]) & (natural < box.starts[0] + box.lengths[0])
             ids = natural[inside] - box.starts[0]
-        columns = tuple(slice(s, s + n) for s, n in zip(box.starts[1:], box.lengths[1:], strict=True))
-        rows = values[inside][:, *columns]
+        columns = (slice(s, s + n) for s, n in zip(box.starts[1:], box.lengths[1:], strict=True))
+        wanted = (slice(None), *columns)
+        rows = values[inside][wanted]
         order = np.argsort(ids, kind="stable")
         translated[name] = Rows(ids[order], rows[order])
     return translated

@@ -17,8 +17,7 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
-from enum import StrEnum
+from datetime import datetime, timezone
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -43,6 +42,7 @@ from exporter.errors import (
 from exporter.files import sync, writing
 from exporter.layout import DELTAS_DIRECTORY, LOCK_FILE, SAVED_MODEL_FILES
 from exporter.local_paths import quoted
+from exporter.newer_python import StrEnum
 from exporter.pipeline.table_views import tables_of_log
 from exporter.progress import count, human_bytes
 from exporter.publish.commit import NO_SYNC_HINT, cannot_sync
@@ -642,7 +642,7 @@ def _loads(child: VersionDir) -> bool:
 
 
 def _told(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 class Examination(Struct, frozen=True):

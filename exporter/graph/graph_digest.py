@@ -27,6 +27,7 @@ from msgspec import Struct, field
 from exporter.files import SETTLED_NS, kept_identity, open_regular
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.nodes import called
+from exporter.newer_python import sha256_of
 from exporter.tables.lookup import SIZE
 from exporter.wire.protos import Proto
 
@@ -38,7 +39,7 @@ def file_digest(path: Path) -> str:
         OSError: it cannot be read, or is no regular file.
     """
     with os.fdopen(open_regular(path), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(file)
 
 
 class FileDigests(Struct):

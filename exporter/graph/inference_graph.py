@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from enum import Enum, StrEnum
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from msgspec import Struct, field
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph
+from exporter.newer_python import StrEnum
 from exporter.tables.geometry import PARTS
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -39,7 +39,7 @@ class TrainerVersion(Struct, frozen=True):
         """The exact state of a checkpoint and an increment, whose event time may not be known."""
         if event_time is None:
             return cls(checkpoint, increment)
-        return cls(checkpoint, increment, event_time=event_time.astimezone(UTC))
+        return cls(checkpoint, increment, event_time=event_time.astimezone(timezone.utc))
 
     @property
     def state(self) -> str | CheckpointId:

@@ -12,7 +12,6 @@ by their contents, and workers elsewhere read a copy in the job's directory, wit
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections import defaultdict
@@ -34,6 +33,7 @@ from exporter.jobs.runner import Job, Runner
 from exporter.jobs.task import Input, Range, Receipt, Task, batches
 from exporter.jobs.write_shard import Section, WriteShard
 from exporter.layout import INPUTS_DIRECTORY
+from exporter.newer_python import sha256_of
 from exporter.progress import Progress
 from exporter.storage.output_directory import Directory, new_file
 from exporter.wire.crc32c import mask
@@ -323,7 +323,7 @@ def handed_over(named: Mapping[Input, Input], directory: Directory) -> dict[Inpu
 def _named(file: Input) -> Input:
     try:
         with Path(file.place).open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
+            digest = sha256_of(content)
     except OSError as error:
         raise os_error(error, Path(file.place)) from error
     return Input(f"{INPUTS_DIRECTORY}/{digest}", file.size, digest)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from msgspec import Struct
 
@@ -31,6 +31,10 @@ from exporter.storage.output_directory import Directory, new_path
 from exporter.storage.requests import MOST_COPIED
 from exporter.storage.url import Url
 from exporter.wire.crc32c import crc_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 T = TypeVar("T")
 

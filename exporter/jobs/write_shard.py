@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from msgspec import Struct
@@ -23,6 +23,10 @@ from exporter.storage.open_files import read_at, write_at
 from exporter.storage.output_directory import Directory, new_file
 from exporter.wire import crc32c
 from exporter.wire.dtypes import DType
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 Array = np.ndarray[Any, Any]
 

@@ -171,7 +171,8 @@ def _by_owner(
     for ref in catalog.tensors.values():
         if ref.owner:
             inner = ref.name.partition("/")[2]
-            stored[ref.owner, _direction(inner), _last(ref.name), *_kind(ref)].append(ref.name)
+            like = ref.owner, _direction(inner), _last(ref.name), *_kind(ref)
+            stored[like].append(ref.name)
     layers = {owners.get(key, key.partition("/")[0]) for key in wanted}
     if not stored or layers != {owner for owner, *_ in stored}:
         return None
@@ -210,12 +211,14 @@ def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[st
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for ref in catalog.tensors.values():
         if ref.owner:
-            stored[stems(ref.name), *_kind(ref)].append(ref.name)
+            like = stems(ref.name), *_kind(ref)
+            stored[like].append(ref.name)
     if not stored:
         return {}
     served: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for key, variable in wanted.items():
-        served[stems(key), *_kind(variable)].append(key)
+        like = stems(key), *_kind(variable)
+        served[like].append(key)
     found: dict[str, str] = {}
     for group, keys in served.items():
         names = stored.get(group, [])

@@ -63,6 +63,7 @@ from exporter.mapping.build import Extra, VariableMapping, check_casts, classify
 from exporter.mapping.mapping_rules import MappingRules, parse_rules
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.training_variables import check_batch_statistics, with_training
+from exporter.newer_python import sha256_of
 from exporter.options import DataMode, ExportFormat, ExportRequest, Verify, told_in_digest
 from exporter.pipeline.both_sides import read_both
 from exporter.pipeline.newest_base import (
@@ -196,7 +197,7 @@ def _proto(message: Any) -> str:
 def _file(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            return sha256_of(file)
     except OSError as error:
         raise MissingAsset(f"{path} cannot be read", cause=error.strerror or str(error)) from error
 

@@ -18,7 +18,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
@@ -428,7 +428,9 @@ def _complete(
     staging: Staging, draft: ManifestDraft, files: tuple[FileEntry, ...], position: int, now: float
 ) -> Manifest:
     """Write the manifest; the bundle is whole, and on disk."""
-    manifest = draft.complete(position=position, created=datetime.fromtimestamp(now, UTC), files=files)
+    manifest = draft.complete(
+        position=position, created=datetime.fromtimestamp(now, timezone.utc), files=files
+    )
     write_durably(staging.path / MANIFEST_FILE, to_json(manifest).encode("ascii"))
     sync(staging.path)
     return manifest

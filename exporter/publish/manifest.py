@@ -25,8 +25,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from enum import StrEnum
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -41,6 +40,7 @@ from exporter.graph.origin import GraphOrigin
 from exporter.increments.trained import TrainerVersion
 from exporter.layout import MANIFEST_FILE, flaw_of
 from exporter.mapping.mapping_spec import MappingSpec, MappingSpecDocument
+from exporter.newer_python import StrEnum
 from exporter.options import Updates, option_of
 from exporter.wire.json_documents import (
     Count,
@@ -387,7 +387,7 @@ def _document(manifest: Manifest) -> Document:
     entry = manifest.incremental
     said = asdict(manifest) | {
         "schema_digest": manifest.schema_digest,
-        "created": manifest.created.astimezone(UTC).isoformat(timespec="microseconds")[:-6] + "Z",
+        "created": manifest.created.astimezone(timezone.utc).isoformat(timespec="microseconds")[:-6] + "Z",
         "incremental": entry.document() if isinstance(entry, BaseEntry) else entry,
     }
     return kind(**{name: said[name] for name in kind.__struct_fields__ if name in said})
@@ -438,7 +438,7 @@ def _check_consistency(manifest: Manifest, schema_digest: str) -> None:
 
 def _created(text: str) -> datetime:
     try:
-        return datetime.fromisoformat(text)
+        return datetime.fromisoformat(text.removesuffix("Z") + "+00:00")  # Python 3.10 does not take the Z
     except ValueError as exc:
         raise DocumentError(f"created is {text!r}, which is no time") from exc
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
 
 from msgspec import Struct
@@ -18,6 +17,7 @@ from exporter.delta.spans import Position
 from exporter.errors import ManifestError, NotUpdatable
 from exporter.files import is_gone
 from exporter.layout import DELTAS_DIRECTORY
+from exporter.newer_python import StrEnum
 from exporter.publish.delta_log import DeltaLog, LogDelta, list_deltas, log_of
 from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin, Manifest
 from exporter.publish.permission import held_at

@@ -116,7 +116,7 @@ def _finish(sink: Output, error: ExportError, debug: bool) -> NoReturn:
     if debug:
         import traceback
 
-        for part in traceback.format_exception(sys.exception()):
+        for part in traceback.format_exception(*sys.exc_info()):
             sink.stderr.write(in_lines(part.rstrip("\n")) + "\n")
     sink.error(error)
     raise typer.Exit(int(error.exit_code))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
@@ -86,11 +86,11 @@ def _as_time(value: Any) -> datetime | None:
     if isinstance(value, datetime):
         if value.tzinfo is None:
             raise ValueError(f"{value} has no time zone")
-        return value.astimezone(UTC)
+        return value.astimezone(timezone.utc)
     seconds = float(np.max(value)) if np.size(value) else 0.0
     if seconds <= 0:
         return None
     try:
-        return datetime.fromtimestamp(seconds, UTC)
+        return datetime.fromtimestamp(seconds, timezone.utc)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{seconds:g} is no time in seconds since 1970: {error}") from error

@@ -1,17 +1,15 @@
-"""TensorFlow's protocol buffers without importing TensorFlow.
+"""TensorFlow's protocol buffers without TensorFlow.
 
-The installed packages `tensorflow` and `tensorflow_serving` ship `*_pb2.py` files that hold serialised
-file descriptors. They are read here as data into a private descriptor pool (10 ms), which neither runs
-TensorFlow's code (2-4 s) nor meets the default pool that TensorFlow fills when a builder imports it later.
+The package ships the descriptors of TensorFlow and TensorFlow Serving as one `FileDescriptorSet`
+(`descriptors.binpb`, made by `tools/stock_tensorflow.py`). They are read into a private descriptor pool
+(2 ms), which never meets the default pool that TensorFlow fills when a builder imports it later.
 Messages of the two pools are different classes: at the few places where one is handed to TensorFlow it goes
 through `SerializeToString`.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
-import importlib.util
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from google.protobuf import descriptor_pool
 
 
+_DESCRIPTORS = Path(__file__).with_name("descriptors.binpb")
 _FILES = (
     "tensorflow/core/protobuf/tensor_bundle.proto",
     "tensorflow/core/protobuf/saved_model.proto",
@@ -34,6 +33,7 @@ _SERVING_FILES = (
     "tensorflow_serving/apis/prediction_log.proto",
     "tensorflow_serving/apis/get_model_metadata.proto",
     "tensorflow_serving/apis/model_service.proto",
+    "tensorflow_serving/apis/prediction_service.proto",
 )
 
 Proto = Any
@@ -61,15 +61,35 @@ def message_class(name: str) -> Any:
     Raises:
         KeyError: there is no such message.
     """
-    from google.protobuf import message_factory
-
     files = _SERVING_FILES if name.startswith("serving.") else _FILES
     with _BUILDING:
         for file in files:
             _add_file(_pool(), file)
             with suppress(KeyError):
-                return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"tensorflow.{name}"))
+                return class_of(_pool().FindMessageTypeByName(f"tensorflow.{name}"))
     raise KeyError(name)
+
+
+def class_of(descriptor: Any) -> Any:
+    """The class of a message of any pool."""
+    from google.protobuf import message_factory
+
+    if hasattr(message_factory, "GetMessageClass"):
+        return message_factory.GetMessageClass(descriptor)
+    older: Any = message_factory.MessageFactory(descriptor.file.pool)  # protobuf before 4.22
+    return older.GetPrototype(descriptor)
+
+
+@cache
+def service_methods(name: str) -> dict[str, tuple[Any, Any]]:
+    """The classes of request and response of each method of `tensorflow.serving.<name>`."""
+    with _BUILDING:
+        for file in _SERVING_FILES:
+            _add_file(_pool(), file)
+        methods = _pool().FindServiceByName(f"tensorflow.serving.{name}").methods
+        return {
+            method.name: (class_of(method.input_type), class_of(method.output_type)) for method in methods
+        }
 
 
 @cache
@@ -79,28 +99,31 @@ def _pool() -> descriptor_pool.DescriptorPool:
     return descriptor_pool.DescriptorPool()
 
 
-def _add_file(pool: descriptor_pool.DescriptorPool, file: str) -> None:
+@cache
+def _shipped() -> dict[str, Any]:
+    """A `FileDescriptorProto` by its name."""
     from google.protobuf import descriptor_pb2
 
+    files = descriptor_pb2.FileDescriptorSet.FromString(_DESCRIPTORS.read_bytes()).file
+    return {file.name: file for file in files}
+
+
+def _add_file(pool: descriptor_pool.DescriptorPool, name: str) -> None:
     try:
-        pool.FindFileByName(file)
+        pool.FindFileByName(name)
     except KeyError:
-        serialized = _descriptor_bytes(file)
-        for dependency in descriptor_pb2.FileDescriptorProto.FromString(serialized).dependency:
+        file = _shipped().get(name) or _of_the_runtime(name)
+        for dependency in file.dependency:
             _add_file(pool, dependency)
-        pool.AddSerializedFile(serialized)
+        pool.AddSerializedFile(file.SerializeToString())
 
 
-def _descriptor_bytes(file: str) -> bytes:
-    module = file.removesuffix(".proto") + "_pb2"
-    if file.startswith("google/protobuf/"):
-        descriptor = importlib.import_module(module.replace("/", ".")).DESCRIPTOR
-        return bytes(descriptor.serialized_pb)
-    package, _, rest = module.partition("/")
-    for node in ast.walk(ast.parse((package_directory(package) / f"{rest}.py").read_text())):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "AddSerializedFile":
-            return bytes(ast.literal_eval(node.args[0]))
-    raise ImportError(f"{module}.py holds no serialised descriptor")
+def _of_the_runtime(name: str) -> Any:
+    """`google/protobuf/any.proto` and its like, which every runtime has."""
+    from google.protobuf import descriptor_pb2
+
+    module = importlib.import_module(name.removesuffix(".proto").replace("/", ".") + "_pb2")
+    return descriptor_pb2.FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)
 
 
 def all_nodes(graph_def: Proto) -> Iterator[Proto]:
@@ -108,19 +131,3 @@ def all_nodes(graph_def: Proto) -> Iterator[Proto]:
     yield from graph_def.node
     for function in graph_def.library.function:
         yield from function.node_def
-
-
-@cache
-def package_directory(package: str) -> Path:
-    """Where a package's files are, without importing it.
-
-    Raises:
-        ModuleNotFoundError: it is not installed.
-    """
-    if package == "xla":  # XLA's protos ship inside tensorflow, but name themselves by their own root
-        return package_directory("tensorflow") / "compiler" / "xla"
-    spec = importlib.util.find_spec(package)  # finds the package's files, does not import it
-    if spec is None or spec.origin is None:
-        distribution = {"tensorflow_serving": "tensorflow-serving-api"}.get(package, package)
-        raise ModuleNotFoundError(f"{package} is not installed: pip install '{distribution}>=2.21,<2.22'")
-    return Path(spec.origin).parent

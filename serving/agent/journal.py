@@ -6,10 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime
-from enum import StrEnum
+from datetime import datetime, timezone
 
 from msgspec import Struct, field
+
+from exporter.newer_python import StrEnum
 
 _KEPT = 200
 """Events that the status page can show."""
@@ -75,7 +76,7 @@ class Event(Struct, frozen=True):
     seconds: float | None = None
     behind_seconds: float | None = None
     event_age_seconds: float | None = None
-    at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    at: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
 
     @property
     def is_trouble(self) -> bool:

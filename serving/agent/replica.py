@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from msgspec import Struct, field
@@ -290,7 +290,7 @@ class Replica:
 
     def _applied(self, action: Apply, done: Updated, seconds: float) -> None:
         commit = self.publications.directory.commit(action.lineage, done.position)
-        now = datetime.now(UTC)
+        now = datetime.now(timezone.utc)
         age = None if commit is None else (now - commit.created).total_seconds()
         newest = None if commit is None else commit.event_time
         took = f"{count(done.deltas, 'delta')}, {count(done.rows, 'row')}"

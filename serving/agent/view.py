@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from msgspec import Struct, to_builtins
@@ -204,7 +204,7 @@ class FleetView(Struct, frozen=True):
 
 def view(fleet: Fleet, canaries: Canaries, pullers: Mapping[str, Puller]) -> FleetView:
     """How the fleet stands now; `pullers` are those who fetch, by the model's name."""
-    now = datetime.now(UTC)
+    now = datetime.now(timezone.utc)
     models = [
         replace(_model(fleet, each, canaries, now), store=_store(pullers.get(each.model.name)))
         for each in fleet.publications

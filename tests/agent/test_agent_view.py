@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -40,14 +40,14 @@ READY = {
 def test_a_fleet_is_ready(case: str) -> None:
     replicas, expected = READY[case]
     model = ModelView("m", "/m", "", 1, 5, None, (), False, replicas)
-    assert FleetView(datetime.now(UTC), (model,)).why_not_ready(30.0) == expected
+    assert FleetView(datetime.now(timezone.utc), (model,)).why_not_ready(30.0) == expected
 
 
 def test_what_differs_or_cannot_be_seen_is_not_ready() -> None:
     found = Audited(5, 1, (Chunk("table", 0, 4),))
     other = ReplicaView("m", "h:2", True, "", replica().versions, found)
     model = ModelView("m", "/m", "/m does not exist", 1, 5, None, (), False, (replica(), other))
-    view = FleetView(datetime.now(UTC), (model,))
+    view = FleetView(datetime.now(timezone.utc), (model,))
     assert view.wrong() == ("m on h:2 does not hold what was published",)
     assert view.why_not_ready(30.0) == (*view.wrong(), "/m does not exist")
 
@@ -55,9 +55,9 @@ def test_what_differs_or_cannot_be_seen_is_not_ready() -> None:
 def test_a_store_that_cannot_be_read_is_a_reason_only_while_nothing_was_fetched() -> None:
     store = StoreView("s3://b/m", 400.0, "s3://b/m is not fetched", ())
     served = ModelView("m", "/m", "", 1, 5, None, (), False, (replica(),), store=store)
-    assert FleetView(datetime.now(UTC), (served,)).why_not_ready(30.0) == ()
+    assert FleetView(datetime.now(timezone.utc), (served,)).why_not_ready(30.0) == ()
     empty = ModelView("m", "/m", "/m does not exist", None, None, None, (), False, (replica(),), store=store)
-    found = FleetView(datetime.now(UTC), (empty,)).why_not_ready(30.0)
+    found = FleetView(datetime.now(timezone.utc), (empty,)).why_not_ready(30.0)
     assert found == ("/m does not exist", "s3://b/m is not fetched")
 
 
@@ -66,7 +66,9 @@ def test_replicas_that_are_gone_leave_the_metrics() -> None:
     there = [replica()]
 
     def view() -> FleetView:
-        return FleetView(datetime.now(UTC), (ModelView("m", "/m", "", 1, 5, None, (), False, tuple(there)),))
+        return FleetView(
+            datetime.now(timezone.utc), (ModelView("m", "/m", "", 1, 5, None, (), False, tuple(there)),)
+        )
 
     metrics = Metrics(view)
     for address in ("h:1", "h:2"):

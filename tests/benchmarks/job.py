@@ -12,10 +12,14 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from exporter.cli import collect_rarely
 from exporter.terminal.quiet_import import quiet_tensorflow
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 _BLOCK = 512  # the unit of ru_oublock: bytes of pages dirtied, as in /proc/self/io
 

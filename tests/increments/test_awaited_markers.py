@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from tests.support.agents import Published
 from tests.support.commands import export_model
 from tests.support.increments import A, checkpoint
 
-NOON = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
+NOON = datetime(2026, 1, 31, 12, 0, tzinfo=timezone.utc)
 LONG_S, SHORT_S = 60.0, 0.3
 CLOCKS = {"": 0, "400 days behind": -400, "20 years ahead": 7300}
 
@@ -42,7 +42,7 @@ def save(published: Published, days_off: int = 0) -> None:
     trainer = published.trainer
     assert trainer.session is not None
     trainer.save_files(trainer.session.variables)
-    at = (datetime.now(UTC) + timedelta(days=days_off)).timestamp()
+    at = (datetime.now(timezone.utc) + timedelta(days=days_off)).timestamp()
     os.utime(index_path(trainer.directory / trainer.named), (at, at))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from exporter.wire.json_documents import encode
 from tests.support.agents import Published
 from tests.support.commands import export_model
 
-NOON = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
+NOON = datetime(2026, 1, 31, 12, 0, tzinfo=timezone.utc)
 TOLD: dict[str, tuple[Any, datetime | None]] = {
     "a time": (NOON, NOON),
     "another zone": (NOON.astimezone(timezone(timedelta(hours=5))), NOON),
@@ -34,7 +34,7 @@ TOLD: dict[str, tuple[Any, datetime | None]] = {
     "milliseconds": (NOON.timestamp() * 1000, None),
     "not a number": (float("nan"), None),
     "a text": ("yesterday", None),
-    "ahead of every clock": (datetime.max.replace(tzinfo=UTC), None),
+    "ahead of every clock": (datetime.max.replace(tzinfo=timezone.utc), None),
 }
 
 
@@ -81,9 +81,9 @@ def test_without_one_it_is_the_time_of_the_newest_step() -> None:
     assert clock.read(None) is None, "what was restored was trained at another time"
     clock.notice(8)
     clock.notice(8)
-    assert clock.read(None) == datetime.fromtimestamp(100, UTC)
+    assert clock.read(None) == datetime.fromtimestamp(100, timezone.utc)
     clock.notice(9)
-    assert clock.read(None) == datetime.fromtimestamp(200, UTC)
+    assert clock.read(None) == datetime.fromtimestamp(200, timezone.utc)
 
 
 def test_the_hook_reads_a_variable_that_training_writes(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_hook_reads_a_variable_that_training_writes(tmp_path: Path) -> None:
     found = [stored.increment for stored in read_history(tmp_path).increments]
     assert len(found) > 2
     for increment in found:
-        assert increment.event_time == datetime.fromtimestamp(1000.0 * increment.to_step, UTC)
+        assert increment.event_time == datetime.fromtimestamp(1000.0 * increment.to_step, timezone.utc)
 
 
 def test_what_is_not_known_is_not_written() -> None:
@@ -170,7 +170,7 @@ def test_a_base_has_the_time_of_its_checkpoint(tmp_path: Path) -> None:
     """A full checkpoint that the hook saw written; one from before it began has none."""
     published = Published(tmp_path)
     assert read_log(published.model).base.entry.trained.newest_event is None
-    before = datetime.now(UTC)
+    before = datetime.now(timezone.utc)
     published.trainer.train()
     published.trainer.save()
     done = export_model(
@@ -179,4 +179,4 @@ def test_a_base_has_the_time_of_its_checkpoint(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     found = read_log(published.model).base.entry.trained.newest_event
     assert found is not None
-    assert before <= found <= datetime.now(UTC)
+    assert before <= found <= datetime.now(timezone.utc)

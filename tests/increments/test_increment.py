@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import UTC
+from datetime import timezone
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def increments(draw: st.DrawFn) -> Increment:
         from_step=start,
         to_step=start + draw(st.integers(1, 1000)),
         session=draw(HEX | st.none()),
-        event_time=draw(st.none() | st.datetimes(timezones=st.just(UTC))),
+        event_time=draw(st.none() | st.datetimes(timezones=st.just(timezone.utc))),
         variables=tuple(
             draw(st.lists(changes(), max_size=3, unique_by=lambda changed: changed.variable.name))
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ MANIFEST = Manifest(
     step=4100,
     source=Origin("run7", "model.ckpt-4100", "0f" * 32),
     exporter="0.1.0",
-    created=datetime(2025, 1, 31, 9, 30, tzinfo=UTC),
+    created=datetime(2025, 1, 31, 9, 30, tzinfo=timezone.utc),
     tensors=(
         TensorEntry("emb", "bfloat16", (3, 2), 12, ("9a4f01c2", "00000007")),
         TensorEntry("w", "float32", (), 4, ("00000000",)),
@@ -58,7 +58,7 @@ TENSORS = st.builds(
     st.lists(CRCS, max_size=3).map(tuple),
 )
 FILES = st.builds(FileEntry, st.text(min_size=1, max_size=60).filter(is_inside), COUNTS, st.none() | CRCS)
-TIMES = st.datetimes(datetime(1970, 1, 1), timezones=st.just(UTC))
+TIMES = st.datetimes(datetime(1970, 1, 1), timezones=st.just(timezone.utc))
 MANIFESTS = st.builds(
     Manifest,
     position=COUNTS,

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-import tomllib
 import venv
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomllib
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.jobs.execute import execute

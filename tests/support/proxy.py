@@ -8,7 +8,11 @@ import threading
 import time
 from contextlib import suppress
 from enum import Enum
-from typing import Self
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 _CHUNK = 1 << 16
 _LOOK_S = 0.02

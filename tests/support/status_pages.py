@@ -13,7 +13,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from serving.agent.metrics import Metrics
 from serving.agent.recorder import Recorder, Sample
 from serving.agent.view import FleetView, ModelView, ReplicaView, VersionView
 
-NOON = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
+NOON = datetime(2026, 3, 2, 12, 0, tzinfo=timezone.utc)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PICTURES = {"agent-light.png": False, "agent-dark.png": True}
 """The pictures of the guide, by whether the reader's system is dark."""

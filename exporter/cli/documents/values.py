@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 
 from msgspec import Struct
+
+from exporter.newer_python import StrEnum
 
 
 class Status(StrEnum):

@@ -1,0 +1,75 @@
+"""What Python 3.10 lacks of the standard library of 3.11; each goes when 3.10 does."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from typing import Any, BinaryIO
+
+if sys.version_info >= (3, 11):
+    from enum import StrEnum as StrEnum
+else:
+    from enum import Enum
+
+    class StrEnum(str, Enum):
+        """Members are strings, and print as their values."""
+
+        __str__ = str.__str__
+
+        def __format__(self, format_spec: str) -> str:
+            return str.__format__(self, format_spec)
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """The SHA-256 of what is left of an open file, in hex."""
+    if sys.version_info >= (3, 11):
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    while block := file.read(1 << 18):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def timeout(seconds: float) -> Any:
+    """`asyncio.timeout`."""
+    if sys.version_info < (3, 11):
+        return _Timeout(seconds)
+    import asyncio
+
+    return asyncio.timeout(seconds)
+
+
+class _Timeout:
+    """A block of a task that raises TimeoutError where it waits when its time has come."""
+
+    def __init__(self, seconds: float) -> None:
+        import asyncio
+
+        self._loop, self._is_late = asyncio.get_running_loop(), False
+        self._task = asyncio.current_task()
+        self._when = self._loop.time() + seconds
+
+    async def __aenter__(self) -> _Timeout:
+        self._handle = self._loop.call_at(self._when, self._end)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        from asyncio import CancelledError
+
+        self._handle.cancel()
+        if self._is_late and kind is CancelledError:
+            raise TimeoutError
+
+    def when(self) -> float:
+        """The loop's time at which it ends."""
+        return self._when
+
+    def reschedule(self, when: float) -> None:
+        """Let it end at another time of the loop."""
+        self._handle.cancel()
+        self._when, self._handle = when, self._loop.call_at(when, self._end)
+
+    def _end(self) -> None:
+        self._is_late = True
+        if self._task is not None:
+            self._task.cancel()
