@@ -1,6 +1,7 @@
-"""Hard-link a trainer's shard into a bundle; if that is impossible, say why.
+"""Hard-link a trainer's shard into a bundle, or copy byte ranges of it where a link is impossible.
 
-Copy byte ranges between files inside the kernel, in bounded pieces and in parallel.
+`link_shard` returns the reason why it did not link. `copy_ranges` copies inside the kernel, in bounded pieces
+and in parallel; ranges of an object store are fetched.
 """
 
 from __future__ import annotations

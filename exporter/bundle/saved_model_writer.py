@@ -3,28 +3,20 @@
 The result is a SavedModel as the stock TF1 builder writes it: one MetaGraphDef under the tag `serve`,
 restored by its `SaverDef`, initialised by the op in the collection `saved_model_main_op`; if asked for, the
 graph of training beside it under a tag of its own, restored from the same `variables/`. TF Serving,
-`tf.compat.v1.saved_model.load` and `tf.saved_model.load` read it.
-Source of names: tensorflow/cc/saved_model/constants.h, loader_util.cc and core/protobuf/saved_model.proto.
+`tf.compat.v1.saved_model.load` and `tf.saved_model.load` read it. (Source of names:
+tensorflow/cc/saved_model/constants.h, loader_util.cc and core/protobuf/saved_model.proto.)
 
-Copy the files that a graph's tables read into `assets/`, and name them in the MetaGraphDef.
-
-Source: `AssetFileDef` in tensorflow/core/protobuf/meta_graph.proto; TF Serving and `tf.saved_model.load` take
-the field `asset_file_def`, older loaders the collection `saved_model_assets`. Files are copied, not linked:
-unlike a checkpoint's shards, vocabularies are edited in place.
-
-Add the nodes that restore a graph's variables from its bundle, as a stock `Saver` would, without
-TensorFlow.
-
-One RestoreV2 reads every variable (parts of a partitioned one by slice), an AssignVariableOp each takes its
-values, a LookupTableImportV2 the keys and values of each table; a SaveV2 beside them makes
-`Saver(saver_def=...)` of the stock loaders complete.
-Source of names and roles: tensorflow/python/training/saver.py and core/protobuf/saver.proto.
-
-Write Cloud ML's pair: `export.meta`, with collections that name inputs and outputs, and the bundle
-`export.*`.
-
-The collections `inputs` and `outputs` hold one JSON object each, name -> tensor: what Cloud ML's online
-prediction of TensorFlow 0.12 and trainers after it read (`tf.train.import_meta_graph`, `Saver.restore`).
+- *Restoring* is what a stock `Saver` does: one RestoreV2 reads every variable (parts of a partitioned one by
+  slice), an AssignVariableOp each takes its values, a LookupTableImportV2 the keys and values of each table.
+  A SaveV2 beside them makes `Saver(saver_def=...)` of the stock loaders complete. (Source:
+  tensorflow/python/training/saver.py and core/protobuf/saver.proto.)
+- *Assets*, the files that a graph's tables read, are named in `asset_file_def`, which TF Serving and
+  `tf.saved_model.load` take, and in the collection `saved_model_assets`, which older loaders take. They are
+  copied, not linked: unlike a checkpoint's shards, vocabularies are edited in place. (Source: `AssetFileDef`
+  in tensorflow/core/protobuf/meta_graph.proto.)
+- *Cloud ML's pair* is another form of the same: `export.meta` and the bundle `export.*`. Its collections
+  `inputs` and `outputs` hold one JSON object each, name -> tensor, as online prediction of TensorFlow 0.12
+  and trainers after it read (`tf.train.import_meta_graph`, `Saver.restore`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Write `variables/`: a new index under the served names, over shards that are hard links where possible.
 
-Each shard that holds a served tensor becomes one shard of the bundle: linked, copied or compacted. Tensors
-whose bytes change (see `rewrite`) are written by tasks, a shard each. Checksums come from the source's index.
-
-Plan the writing of tensors whose bytes change: casts, and rows that move between layouts of partitions.
-
-A table is divided into ranges of rows, which become slices that RestoreV2 joins.
+Each shard that holds a served tensor becomes one shard of the bundle: linked, copied or compacted. Their
+checksums come from the source's index. Tensors whose bytes change (casts, and rows that move between layouts
+of partitions) are written by the tasks of a `ShardJob`; so is everything in an object store. A large table is
+divided into ranges of rows, which become slices that RestoreV2 joins.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
 """Warm-up requests: a server runs them on a new version before the version takes traffic.
 
 `assets.extra/tf_serving_warmup_requests` is an uncompressed TFRecord of `PredictionLog`s, at most 1,000. A
-record that fails keeps the version from serving, so every line is checked against its signature here.
+record that fails keeps the version from serving, so every given line is checked against its signature.
 Sources: tensorflow_serving/servables/tensorflow/saved_model_warmup.cc, tensorflow/core/lib/io/record_writer.h
 
-Make warm-up requests from signatures alone: one row of zeros, empty strings or empty examples.
-
-A record that fails keeps a version from serving, so a signature gets one only if it is certain not to fail:
+Where no requests are given, they are generated from the signatures: one row of zeros, empty strings or empty
+examples. A signature gets one only if it is certain not to fail:
 
 - what depends on the request alone is run once, here, over the very request: it will give the same again;
 - what depends on a variable's value must consist of operations that fail on no values (`_ANY_VALUE`,
   `_FIRST_VALUE`), so that trying them over zeros tells whether their shapes fit;
 - every row that a table is asked for must be a row of the table.
 
-Tables are not needed for that: the trial reads row 0 of tables that have one row. Signatures that it cannot
-be certain of (vocabularies, loops, unknown operations) get no request.
+Tables are not needed for that: the trial reads row 0 of tables that have one row. Signatures for which this
+is not certain (vocabularies, loops, unknown operations) get no request.
 """
 
 from __future__ import annotations

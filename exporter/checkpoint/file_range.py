@@ -1,6 +1,6 @@
 """A byte range of a file that may be replaced at any moment; reading notices if it was.
 
-Values that lie in a file of another kind as they would in a bundle: one run of bytes, little endian.
+Archives that store a tensor as one run of bytes, little endian, are read in place: see `PlainValues`.
 """
 
 from __future__ import annotations

@@ -10,12 +10,8 @@ A variant tensor is, for each element, length (varint64), bytes, and a masked cr
 covers lengths as 8 bytes. Source: WriteStringTensor, ReadStringTensor and WriteVariantTensor in
 tensorflow/core/util/tensor_bundle/tensor_bundle.cc.
 
-Maps of files that keep no descriptor.
-
-Each map of Python's `mmap` keeps one open, and a process may have 1,024 of them, where a checkpoint has more
-tensors.
-
-Convert values to the dtype that they are stored in, and refuse those that it has no number for.
+Maps are made by the C library's `mmap`: each map of Python's keeps a descriptor open, of which a process may
+have 1,024, and a checkpoint has more tensors.
 """
 
 from __future__ import annotations

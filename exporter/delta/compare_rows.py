@@ -1,12 +1,11 @@
-"""Compare rows of one table in two states, chunk by chunk and bit by bit.
+"""Compare rows of one table in two states, chunk by chunk and bit by bit: in this process, or by tasks.
 
-The checksums of stored runs, joined from those of the ranges that were read of them.
+`TableRows` compares. A `Compare` task does it for a range of rows in two bundles, and writes one object: the
+hashes of the new rows' blocks (uint64), the numbers of the rows that differ (int64) and their new values, one
+behind another. A task knows nothing of deltas on top of a bundle: `TaskComparison` compares the rows that
+these touch in the process that began the job.
 
-The task of comparing a range of one table's rows in two bundles, and what is made of its result.
-
-The result is one object: the hashes of the new rows' blocks (uint64), the numbers of the rows that differ
-(int64) and their new values, one behind another. Deltas that lie over a bundle are not a task's: the rows
-that they touch are compared where the job was begun.
+Both report the checksum of every range that they read; `StoredChecksums` joins them and compares whole runs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Compare two states bit for bit: which rows of tables and which whole variables differ.
 
-Tables stream in chunks of whole rows, several at a time; nothing but the changed rows is kept, and those
-spill into a scratch file when they are many. Where hashes of the old rows are known, old bytes are read
-only in the blocks whose hashes differ. Values are compared as bytes: NaN equals the same NaN, -0.0 is not
-0.0.
+Tables stream in chunks of whole rows, several at a time. Only changed rows are kept, in a scratch file when
+they are many. Where hashes of the old rows are known, old bytes are read only in the blocks whose hashes
+differ. Values are compared as bytes: NaN equals the same NaN, -0.0 is not 0.0.
 
-Compare a table of a store in this process: a range is fetched, compared, and gone when the next one comes.
-
-While it is compared it lies in scratch files. Where hashes of the old rows are known, the old rows that are
-read do not even that: see `exporter.delta.row_reader`.
+A range of a table in an object store is fetched into a scratch file, compared, and removed when the next one
+comes (`PassingRows`). Old rows that are read because a hash differs are not even written to a file: see
+`exporter.delta.row_reader`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ A section reads contiguous ranges of the deltas' tensors, all of them and each o
 ranges add up to those of tensors. A very large table is divided into ranges of ids: then what is written are
 slices, which RestoreV2 joins.
 
-Merge changes of the same variables into one: the newest value of each row that any of them touched.
-
-Compute the changes that bring the values of an earlier position back.
+Changes in memory are merged by the same rule: of each row that any of them touched, the newest value. The
+changes that bring the values of an earlier position back are computed here, too.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ be taken out of `mod` partitions (row i is row i // n of slice i % n), laid out 
 numberings meet here: *stored* rows count through the slices as they lie in the file, *natural* rows are the
 ids that a lookup uses, *served* rows are those of one served variable.
 
-Read rows of a stored tensor; of one in an object store, fetch what is read and no more.
+Rows of a local file are views of a map. Of a tensor in an object store the rows that are asked for are
+fetched, and no others (`RowMap`).
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""The values of every served variable at one position: a bundle with changes laid over it.
+"""The values of every served variable at one position: a bundle with changes applied on top of it.
 
 Both sides of a comparison are states: what is published (a base and its deltas) and what the trainer has (a
 full checkpoint and its increments). Nothing is copied until it is asked for, and then by rows.
 
-Rows of tables are read through memory maps, without their checksums: whoever publishes what they hold, or
-what follows from it, calls `check` first. Variables that are read as a whole are checked as they are read.
+Rows of tables are read through memory maps, without their checksums: code that publishes them, or what
+follows from them, calls `check` first. Variables that are read as a whole are checked as they are read.
 
-Remember which tensors' checksums were verified, as long as their files do not change.
+`CheckedFiles` remembers which checksums were verified, in a file beside the log:
 
     {"files": {name: [device, inode, bytes, modified, changed]}, "runs": [[name, offset, bytes, crc32c]]}
 
 Published files are never written to. A delta that holds rows back asks for the distance of some rows of a
 base, again and again; it need not read the whole base each time as long as these five numbers stay the same.
-What is published as it was read (a rollback, a new base) does not ask this cache.
+A rollback or a new base, which publish the bytes as they were read, do not use this cache.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Changes of dynamic tables: rows by keys become rows by number of a table's four variables.
 
-A dynamic table is served from four ordinary variables (`exporter.tables.geometry`). What is published tells
-where each key's row is, which rows are free, and how keys are to be placed; so what a delta holds of such a
-table are rows of four tables, and whoever applies, merges or takes back deltas knows nothing of keys.
-
-Rows of a table by keys, as trainers write them.
+Trainers write rows by keys (`KeyedRows`). A dynamic table is served from four ordinary variables
+(`exporter.tables.geometry`), and the published ones tell where each key's row is, which rows are free, and
+how keys are placed. So a delta of such a table holds rows of four tables, and the code that applies, merges
+or reverts deltas knows nothing of keys.
 """
 
 from __future__ import annotations

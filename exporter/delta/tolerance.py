@@ -1,10 +1,8 @@
-"""Approximate deltas: hold back rows below `--min-change`, round others. NaN distances are always sent.
+"""Approximate deltas: hold back rows below `--min-change`, round others; and report the difference.
 
-Both are done only if asked for, and what is published says how far it is from what the trainer has.
+Both are done only if asked for, and what is published says how far served values may be from the trainer's.
 Distances are Euclidean norms, of rows as they are served, in float64; a row whose distance is NaN is always
 sent. Tables of other types than floating point, and variables that are served whole, are not touched.
-
-How much served values may differ from the trainer's: rows left out of deltas, and rows rounded.
 """
 
 from __future__ import annotations

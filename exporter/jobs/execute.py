@@ -1,7 +1,8 @@
-"""Do one task, wherever that is: what engines call.
+"""Do one task: the function that engines call, in this process or on another machine.
 
-Work and its outcome cross an engine as JSON, so that an engine needs to know neither. An error with a name is
-an outcome, too: nobody tries that again. What is left to an engine is a worker that dies.
+A task and its outcome cross an engine as JSON bytes, so an engine needs to know nothing about either. An
+error with a name is an outcome, too: repeating the task would end in the same error. An engine itself repeats
+a task only if its worker died.
 """
 
 from __future__ import annotations

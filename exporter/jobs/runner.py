@@ -1,16 +1,15 @@
-"""Run a plan of tasks on an engine: receipts in the order of the tasks, and none done twice across commands.
+"""Run a plan of tasks on an engine: receipts come in the order of the tasks, and no task is done twice.
 
 A job that is kept has a directory named by the digest of its plan, with each output and, written after it,
-its receipt. The same command finds them there, whatever engine it runs on and wherever; a plan that differs
-in anything begins anew. Whoever planned the job reads the receipts and publishes: workers publish nothing.
+its receipt. Re-running the same command finds them there, on any engine and any machine, and so resumes a
+killed job; a plan that differs in anything is another job. The command that planned the job reads the
+receipts and publishes: workers publish nothing.
 
-Directories of jobs that are kept: in use by commands that run a plan, removed by the last of them.
+Several commands may run one plan at once: their tasks write the same. The last one removes the directory. A
+directory that no command has used for a week is removed by a later job of the same model.
 
     <model>/.jobs/<plan>/.lock      on a file system: locked (flock) by each command that uses the directory
-    <model>/.jobs/<plan>/driver     in a store: who began to use it last
-
-Several commands may run one plan at once: their tasks write the same. What a killed command left is gone on
-with by the same command, and removed once nobody has done so for a week.
+    <model>/.jobs/<plan>/driver     in a store, which has no locks: the command that began to use it last
 """
 
 from __future__ import annotations

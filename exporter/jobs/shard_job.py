@@ -1,13 +1,12 @@
 """Write the shards of a bundle by the tasks of one job, and compare the checksums of what the tasks read.
 
-A planner says which sections there are (`Place`). The rest is the same for all of them: neighbours go into
-shards of bounded size, a task each; receipts say where each section lies; and every stored run that was
+A planner says which sections there are (`Place`). The rest is the same for all planners: neighbours go into
+shards of bounded size, one task each; receipts report where each section lies; and every stored run that was
 read, in however many ranges, must have the checksum that its index says.
 
-Inputs of tasks that the command itself made: indexes of tables, archives as bundles.
-
-Their paths are others when the command is run again, and no worker elsewhere sees them. So a plan names them
-by their contents, and workers elsewhere read a copy in the job's directory, with which it is removed.
+Some inputs were made by the command itself: indexes of tables, archives as bundles. Their paths differ when
+the command is run again, and workers elsewhere do not see them. So a plan names them by their contents, and
+those workers read a copy in the job's directory.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""What a task is: a value that says everything, so that any process on any machine can do it, and again.
+"""A task: a value that holds everything needed to do it, so that any process on any machine can, and again.
 
-A task reads ranges of files or objects that are pinned by size and tag, writes at most one object, and ends
-with a receipt. Doing it twice gives the same object. Tasks and receipts are written as JSON.
-
-Files of which a few are open at a time: a table of 2,000 parts has as many.
-
-Divide work into tasks of bounded size.
+A task reads ranges of files or objects that are pinned by size and tag, writes at most one object, and
+returns a receipt. Doing it twice gives the same object. Tasks and receipts are written as JSON.
 """
 
 from __future__ import annotations

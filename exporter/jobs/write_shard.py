@@ -1,8 +1,8 @@
-"""The task of writing one shard: sections, one behind another, each made of ranges of other files.
+"""The task that writes one shard: sections, one behind another, each made of ranges of other files.
 
-A section says what its bytes are: ranges as they are, rows in another order or dtype, the newest rows of
-several layers. Values stream in blocks of bounded size. The receipt has the checksums of every range that was
-read and of everything written: a flipped bit never gets a new checksum that calls it right.
+A section defines its bytes: ranges as they are, rows in another order or dtype, the newest rows of several
+layers. Values stream in blocks of bounded size. The receipt has the checksum of every range that was read and
+of everything written: a flipped bit never gets a new checksum that calls it right.
 """
 
 from __future__ import annotations

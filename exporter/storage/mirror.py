@@ -1,25 +1,21 @@
-"""Mirror a checkpoint directory of an object store: a local directory of files that are empty until read.
+"""Mirror a directory of an object store: a local directory of files that are empty until they are read.
 
-Every object becomes a sparse file of its size, name and time. Whoever opens one fetches it first: all of it,
-or of a shard the ranges that are needed. So a checkpoint in a store is read by the same code as a local one,
-and of a terabyte only the index and what is exported crosses the network. What is fetched stays as long as
-the object is listed; who reads much of it once does without (`exporter.storage.mirror`). What is read is
-pinned to the object that was listed: one that is replaced meanwhile is `CheckpointChanged`.
+Every object becomes a sparse file of its size, name and time. Opening one fetches it first: all of it, or of
+a shard the ranges that are needed (`exporter.files.open_regular`). So the same code reads a checkpoint in a
+store and a local one, and of a terabyte only the index and what is exported crosses the network. A read is
+pinned to the object that was listed: an object that is replaced meanwhile is `CheckpointChanged`.
 
-The mirrors of a process are removed when it ends.
+A path below a mirror is a path like any other. Other rooms ask the functions at the end of this module what
+a path stands for (`is_remote`, `pinned`) and have its bytes fetched (`fetch`), copied (`copy_ranges`) or read
+without being kept (`read`, `checksum`, `copy`: for code that reads each byte of much data once).
 
-Directories for temporary files that go with their process, however that ends.
+Small files are read ahead. Each delta of a log has a directory of its own, with files of the same names, and
+code that reads manifests one after another need not know that each is a request. With a file come as many of
+its next ones as were fetched already before it, in either direction: so a pass over all of them seldom waits,
+and a command that reads a few fetches few.
 
-Ranges of a file, for what of it has been fetched.
-
-Read ahead: who reads many small files one after another is likely to read the next ones too.
-
-Each delta of a log has a directory of its own, with files of the same names. Some work reads the manifest of
-the newest delta alone, some those of a few here and there, some those of all; it need not know that each is a
-request. With a file come as many of its next ones as there are before it that were fetched already, in either
-direction: so who reads all waits seldom, and what nobody reads is not fetched.
-
-Read what a mirror's file stands for and keep nothing of it: for who comes by each byte of much once.
+A mirror's directory belongs to its process. It is removed when the process ends, or by a later process if
+this one was killed.
 """
 
 from __future__ import annotations

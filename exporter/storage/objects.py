@@ -1,18 +1,15 @@
 """Objects of a store: list them, read byte ranges of exactly what was listed, write under conditions.
 
 Credentials and endpoints come from the environment as each cloud's own tools take them (`AWS_*`, `GOOGLE_*`,
-`AZURE_*`); none of them ever stands in an error's text. obstore reads all three clouds; it is imported when a
-URL is opened, not before.
+`AZURE_*`). No error's text contains any of them: of what a store answers, only parts are kept that can hold
+no secret (a status, a code from a list, a kind of failure). obstore speaks to all three clouds; it is
+imported when a URL is opened, not before.
 
-What a store answers: ask again where an answer breaks off, and turn failures into errors by name.
+Retries happen here alone: obstore repeats requests that were not answered (`_RETRIES`); `again`
+repeats reads whose answer breaks off. No other module repeats a request.
 
-Only those parts of a store's text are kept that can hold no secret.
-
-Where credentials come from, and what is said where there are none.
-
-obstore takes them from the environment; here stands what it looks for, in that order.
-
-Probe whether a store honours conditions, by which publishers keep out of each other's way.
+Publishers on several machines rely on conditional writes; `require_conditions` refuses a store that ignores
+the conditions.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ TensorFlow does with a variable's rows it does with a dynamic table's:
     tf.nn.embedding_lookup(table.values, table.rows(ids))
     tf.nn.embedding_lookup_sparse(table.values, table.rows(sparse_ids), weights, combiner="mean")
 
-A dynamic table as a layer of Keras 3 or tf-keras, for the models that builders return.
+`DynamicEmbedding` is a layer of Keras 3 or tf-keras around one, for builders that return models.
 """
 
 from __future__ import annotations

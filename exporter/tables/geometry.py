@@ -28,7 +28,7 @@ What costs is memory that no cache holds, read by three gathers before that of t
 of 100 tables of 20,000 keys, one gather more takes 4 to 6 us, any other operation 0.4 to 1.1 us.
 CONTRIBUTING.md tells, under "An index of seeds", what was measured beside it.
 
-What a table to serve needs: its sizes, its four tensors, and where in a new shard they are to lie.
+`TableGeometry` has a table's sizes; `TablePlan` its four tensors, and where in a new shard they are to lie.
 """
 
 from __future__ import annotations

@@ -1,21 +1,14 @@
 """Lay the tables of a checkpoint out as ordinary tensors, so that they are served like any others.
 
 The keys and the rows stay where the trainer wrote them: they become slices of `<table>/keys` and
-`<table>/values`. The index is built by tasks (`index_job`). With the room for more rows and the default rows
-it goes into one more shard; or, of jobs that are kept in a store, it stays there. What the
-tensors are and how large is known from the checkpoint's index alone (`lay_out`); keys are read when the shard
-is written (`TableLayout.write`).
+`<table>/values`. The checkpoint's index alone tells what the tensors are and how large (`lay_out`); keys are
+read when the rest is written (`TableLayout.write`).
 
-Make tensors of what the tasks of an index job wrote; see `index_job`.
-
-In a file system it is joined with the room for more rows, which is a hole, and the default rows in one new
-shard, so that a server reads each tensor in one piece. In a store it stays where it is: the tasks that
-write the version read it there, and zeros nowhere.
-
-The job of building the indexes of tables: keys are sorted by ranges, then ranges are placed.
-
-Two kinds of tasks, one after the other, in one directory: `Partition` reads the checkpoint's keys as they are
-stored, and `Place` what was sorted. Small tables share tasks, large ones are divided.
+The rest is the index, room for more rows, and the default rows. A job of two kinds of tasks builds the index
+(`IndexJob`): `Partition` sorts the checkpoint's keys by ranges, then `Place` places ranges in slots. Small
+tables share tasks, large ones are divided. In a file system what the tasks wrote is joined with the room,
+which is a hole, and the default rows in one new shard, because a server reads a tensor faster in one piece.
+In a store it stays where it is: the tasks that write the version read it there, and read zeros nowhere.
 """
 
 from __future__ import annotations

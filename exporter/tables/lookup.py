@@ -3,8 +3,6 @@
 The nodes are added to a GraphDef, so that graphs which TensorFlow cannot load get them, too. They need the
 table's sizes, which only a checkpoint tells: those are constants with the attribute `SIZE`, and `set_sizes`
 fills them in.
-
-What can be looked up in a table by keys, whatever turns its keys into row numbers.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
 """The tasks that make an index: sort keys by ranges of their table's groups, then place them in its slots.
 
-A task places a run of ranges, about 40 MB at a time, and gets by without what other tasks place: the range
-behind its last one is the first of another run, and begins in empty slots. So it places the beginning of that
-range, too, as the other task does, and only then its own last range around it.
+Each range of groups is placed by itself, a few ranges (about 40 MB) to a task. A range reaches with the
+window of its last groups into the next one's slots. So every other range is placed first, into empty slots,
+and those between are placed around them: the index depends on keys, rows and sizes alone, not on how ranges
+are divided among tasks. A task does not wait for the task behind it: it also places the beginning of the
+range behind its last one, as the other task does, and only then its own last range around it.
 
-Ranges of a table's groups: what keys are sorted by first, so that each range is placed by itself.
-
-A range reaches with the window of its last groups into the next one's slots. So every other range is placed
-first, into empty slots, and those between around them: what is built depends on keys, rows and sizes alone,
-not on who places which range, or when.
-
-Its object has the keys of one run after another: for each range the hashes of its keys, then their rows, in
-the order in which they are stored. `~row` stands for the row of a key that is not served. Behind a run whose
-keys are stored as int32 they follow as int64, as they are served.
+The object of a `Partition` has the keys of one run after another: for each range the hashes of its keys
+(uint64), then their rows (int32), in the order in which they are stored. `~row` is the row of a key that is
+not served. Behind a run whose keys are stored as int32 they follow as int64, as they are served. The object
+of a `Place` has the seeds (int64) and the slots (int32) of each run of ranges.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Choose seeds for groups of keys, so that no two keys share a slot.
 
 Groups with the most keys choose first, while their windows are emptiest; all groups of one size try the same
-seed at once. The fewer of them are left, the more seeds they try at a time.
-
-The error for keys that crowd in one place of an index, and the room that would spread them.
+seed at once. The fewer of them are left, the more seeds they try at a time. Keys that crowd in one place of
+an index are `TableFull`, with the room that would spread them.
 """
 
 from __future__ import annotations

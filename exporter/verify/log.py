@@ -1,4 +1,4 @@
-"""Verify everything published for a model: it is whole, and each base reaches the newest position."""
+"""Verify all that is published for a model: files are whole, and each base reaches the newest position."""
 
 from __future__ import annotations
 

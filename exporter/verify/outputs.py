@@ -1,11 +1,12 @@
-"""Compare the staged bundle's answers with the source graph's, on the same inputs.
+"""Compare the staged bundle's answers with the source graph's, on the same inputs; and ask golden requests.
 
 The baseline is the graph as its author left it, nothing pruned, its variables restored by TensorFlow's own
 RestoreV2 (what a stock Saver runs); the candidate is the staged SavedModel in TensorFlow's own loader.
 Nothing of this project computes a number here: also the reordering of `mod` tables is redone in plain numpy.
 Except for dynamic tables: both graphs read the staged index, which `exporter.verify.table_index` checks.
 
-Ask a staged version golden requests, in TensorFlow's own loader: what does not pass is not published.
+Golden requests are asked of the staged version in the same loader. A version that does not pass is not
+published.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Verify a bundle: `files` checks index, sizes and manifest, `bytes` every kept tensor's checksum.
+"""Verify a bundle: its files (index, sizes and manifest), and its bytes (every kept tensor's checksum).
 
-The task of reading ranges for their checksums.
+Bytes are read by `Checksum` tasks, which write nothing; their receipts have the checksums.
 """
 
 from __future__ import annotations
