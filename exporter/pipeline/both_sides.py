@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.identity import Identity
-from exporter.errors import UsageError
+from exporter.errors import MissingTensors, ObjectMismatch, UsageError
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphSource, SourceGraph, clean, load_source
 from exporter.graph.origin import GraphOrigin
 from exporter.graph.source_graph import GraphRequest
+from exporter.graph.sources import find_builder
+from exporter.graph.user_errors import keras_choice
 from exporter.mapping.mapping_rules import MappingRules, parse_rules, read_renames
 from exporter.mapping.unmatched import Unmatched
 from exporter.options import ExportRequest
@@ -61,6 +67,29 @@ def read_both(
         table.check(graph, catalog)
         rules = replace(rules, renames=(*rules.renames, *table.rules))
     return Both(catalog, checkpoint, source, graph, rules, origin)
+
+
+@contextmanager
+def advised(request: ExportRequest, catalog: Catalog) -> Iterator[None]:
+    """Map; where a builder makes a model of Keras 3 for a checkpoint of Keras 2, an error says so.
+
+    Raises:
+        MappingError: as the block.
+    """
+    try:
+        yield
+    except (MissingTensors, ObjectMismatch) as error:
+        if catalog.family.startswith("Keras 2 ") and (hint := keras_choice(True, _builder_files(request))):
+            error.hint = f"the checkpoint is of Keras 2: {hint}; or {error.hint}"
+        raise
+
+
+def _builder_files(request: ExportRequest) -> list[str]:
+    model = request.model
+    if callable(model):
+        return [inspect.getsourcefile(inspect.unwrap(model)) or ""]
+    file = find_builder(model.rpartition(":")[0]) if model and ":" in model else None
+    return [] if file is None else [str(file.path)]
 
 
 class Unmatchable(Struct, frozen=True):

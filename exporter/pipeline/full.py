@@ -65,7 +65,7 @@ from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.training_variables import check_batch_statistics, with_training
 from exporter.newer_python import sha256_of
 from exporter.options import DataMode, ExportFormat, ExportRequest, Verify, told_in_digest
-from exporter.pipeline.both_sides import read_both
+from exporter.pipeline.both_sides import advised, read_both
 from exporter.pipeline.newest_base import (
     BaseState,
     UpdatableBase,
@@ -272,7 +272,8 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
     require_own_directory(request.out, found.catalog)
     _require_runnable(request, found.graph)
     graph, layout = lay_out_tables(found.graph, found.catalog, found.rules, request.table_head_room)
-    mapping = map_laid_out(graph, found.catalog, layout, found.rules)
+    with advised(request, found.catalog):
+        mapping = map_laid_out(graph, found.catalog, layout, found.rules)
     check_casts(mapping, found.rules.casts)
     if not request.allow_batch_statistics:
         switches = mode_switches(graph.meta_graph.graph_def, found.source.feeds)

@@ -270,6 +270,31 @@ def test_one_keras_reads_the_other_by_names(tmp_path: Path) -> None:
         planned(stack(tf_keras, NAMED), lambda: stack(keras, (None,) * 3), tmp_path)
 
 
+def test_the_other_keras_is_named_where_that_is_what_helps(
+    tmp_path: Path,
+) -> None:
+    model = tmp_path / "model.py"
+    model.write_text("""import tensorflow as tf
+
+def serving():
+    layers = tf.keras.layers
+    return tf.keras.Sequential([tf.keras.Input([4]), layers.Dense(4), layers.Dense(2)])
+""")
+    trained = tf_keras.Sequential([tf_keras.Input([4]), *map(tf_keras.layers.Dense, (4, 2))])
+    tf.train.Checkpoint(model=trained).save(str(tmp_path / "train" / "model"))
+    with pytest.raises(MappingError) as caught:
+        plan(ExportRequest(tmp_path / "train", tmp_path / "out", f"{model}:serving"))
+    assert caught.value.hint.startswith("the checkpoint is of Keras 2: run it with Keras 2: ")
+    assert "TF_USE_LEGACY_KERAS=1 export-model" in caught.value.hint
+    assert "; or build the model as the trainer did" in caught.value.hint
+    other = tmp_path / "other.py"
+    text = model.read_text().replace("import tensorflow as tf", "import keras").replace("tf.keras", "keras")
+    other.write_text(text)
+    with pytest.raises(MappingError) as caught:
+        plan(ExportRequest(tmp_path / "train", tmp_path / "out", f"{other}:serving"))
+    assert "TF_USE_LEGACY_KERAS" not in caught.value.hint
+
+
 @pytest.mark.parametrize("library", KERASES)
 def test_a_graph_by_names(library: ModuleType, tmp_path: Path) -> None:
     """A builder that returns tensors, for a checkpoint by objects."""
