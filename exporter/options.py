@@ -335,7 +335,7 @@ class Updates(Struct, frozen=True):
     ] = False
     finite: Annotated[
         bool,
-        _base("Refuse deltas with NaN or infinity.", name="--require-finite"),
+        _base("Refuse deltas with NaN or infinity; with --verify bytes new bases, too.", name="--require-finite"),
     ] = False
 
 

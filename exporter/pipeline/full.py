@@ -87,6 +87,7 @@ from exporter.publish.commit import (
     reserve_position,
 )
 from exporter.publish.delta_log import LogBase, log_path
+from exporter.publish.finite import require_base_finite
 from exporter.publish.made_from import PublishedAlready, newest_made_from
 from exporter.publish.manifest import BaseEntry, ManifestDraft, Origin, tensor_entries
 from exporter.publish.permission import Permission
@@ -293,7 +294,7 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         warmup=read_requests(request.warmup, graph.meta_graph) if request.warmup else (),
         probes=read_requests(request.verify_inputs, graph.meta_graph) if request.verify_inputs else (),
         training=training,
-        target_notes=update_notes(graph, mapping) if request.updates else target_notes(request.out),
+        target_notes=_base_notes(request, graph, mapping) if request.updates else target_notes(request.out),
         origin=found.origin,
         layout=layout,
         golden=read_golden(request.golden) if request.golden else (),
@@ -337,6 +338,13 @@ def _require_consistent(request: ExportRequest) -> None:
         raise UsageError("--golden asks a SavedModel", hint="leave out --golden, or --format metagraph")
     if request.warmup and request.no_warmup:
         raise UsageError("--warmup and --no-warmup: requests, or none", hint="leave one out")
+
+
+def _base_notes(request: ExportRequest, graph: InferenceGraph, mapping: VariableMapping) -> tuple[str, ...]:
+    notes = update_notes(graph, mapping)
+    if request.updates and request.updates.finite and not request.verify.includes(Verify.BYTES):
+        return (*notes, "--require-finite checks deltas; with --verify bytes the base's own values, too")
+    return notes
 
 
 def check_staged(
@@ -418,6 +426,8 @@ def execute(
         if base is not None and state.increments is not None:
             scratch = staging.path.with_name("scratch")
             variables = lay_increments_over(base.entry, state.increments, staging.path, scratch)
+        if request.updates and request.updates.finite and request.verify.includes(Verify.BYTES):
+            require_base_finite(variables.catalog)
         require_golden(staging.path, planned.golden)
         draft = ManifestDraft(
             tensors=tensor_entries(variables.catalog),

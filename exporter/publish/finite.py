@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from exporter.catalog import Catalog
+from exporter.checkpoint.tensor_values import memory_map
 from exporter.delta.format import Change, Rows
 from exporter.delta.packing import RowValues
 from exporter.delta.row_spill import ROWS_AT_ONCE
@@ -24,6 +26,7 @@ from exporter.wire.dtypes import DType
 Array = np.ndarray[Any, Any]
 
 _FLOATING = {DType.HALF, DType.BFLOAT16, DType.FLOAT, DType.DOUBLE}
+_VALUES_AT_ONCE = 1 << 20
 _WHOLE = np.zeros(1, np.int64)
 """Stands for a variable that is served as a whole, as if it had one row."""
 
@@ -37,6 +40,25 @@ def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hin
     if log.base.entry.updates.finite:
         for name, rows in _not_finite(log, changes):
             raise _refused(name, rows, span, hint)
+
+
+def require_base_finite(catalog: Catalog) -> None:
+    """Refuse the variables of a new base whose model refuses such values in deltas; every value is read.
+
+    Raises:
+        NotFinite: a tensor holds NaN or infinity.
+        CheckpointChanged: the trainer removed a shard meanwhile.
+    """
+    for name, ref in catalog.tensors.items():
+        for part in ref.slices or (None,) if ref.dtype in _FLOATING else ():
+            values = memory_map(catalog, ref, part).reshape(-1)
+            for start in range(0, len(values), _VALUES_AT_ONCE):
+                if not np.isfinite(values[start : start + _VALUES_AT_ONCE]).all():
+                    raise NotFinite(
+                        f"{name!r} holds NaN or infinity, which the model refuses (--require-finite)",
+                        cause=f"the new base would serve it from {catalog.prefix.name} on",
+                        hint="export a checkpoint from before, or train on until these values are finite",
+                    )
 
 
 def require_merger_finite(log: DeltaLog, run: Sequence[LogDelta], span: Span, hint: str = "") -> None:

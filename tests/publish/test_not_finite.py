@@ -160,6 +160,21 @@ def test_while_it_lasts_a_rollback_leads_past_it(place: Place) -> None:
     assert place.publish(2.0) > good
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_new_base_is_refused_where_every_byte_is_verified(place: Place, value: float) -> None:
+    place.train(value, saves=True)
+    words = [word for word in place.published.arguments() if word != "--incr"]
+    words += ["--updatable", "--require-finite", "--json"]
+    planned = export_model(*words, "--dry-run")
+    assert any("--verify bytes" in note for note in planned.document["notes"])
+    refused = export_model(*words, "--verify", "bytes")
+    assert (refused.code, "users" in refused.error["message"]) == (6, True)
+    assert read_log(place.model).base.path == place.base.path
+    place.train(2.0, saves=True)
+    done = export_model(*words, "--verify", "bytes")
+    assert (done.code, done.document["notes"]) == (0, [])
+
+
 def test_a_dry_run_foresees_that_it_is_refused(place: Place) -> None:
     good = place.publish(1.0)
     with place.older_release():
