@@ -335,7 +335,9 @@ class Updates(Struct, frozen=True):
     ] = False
     finite: Annotated[
         bool,
-        _base("Refuse deltas with NaN or infinity; with --verify bytes new bases, too.", name="--require-finite"),
+        _base(
+            "Refuse deltas with NaN or infinity; new bases, too, by --verify bytes.", name="--require-finite"
+        ),
     ] = False
 
 

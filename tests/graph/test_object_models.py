@@ -283,7 +283,7 @@ def serving():
     trained = tf_keras.Sequential([tf_keras.Input([4]), *map(tf_keras.layers.Dense, (4, 2))])
     tf.train.Checkpoint(model=trained).save(str(tmp_path / "train" / "model"))
     with pytest.raises(MappingError) as caught:
-        plan(ExportRequest(tmp_path / "train", tmp_path / "out", f"{model}:serving"))
+        plan(ExportRequest(tmp_path / "train", tmp_path / "out", model=f"{model}:serving"))
     assert caught.value.hint.startswith("the checkpoint is of Keras 2: run it with Keras 2: ")
     assert "TF_USE_LEGACY_KERAS=1 export-model" in caught.value.hint
     assert "; or build the model as the trainer did" in caught.value.hint
@@ -291,7 +291,7 @@ def serving():
     text = model.read_text().replace("import tensorflow as tf", "import keras").replace("tf.keras", "keras")
     other.write_text(text)
     with pytest.raises(MappingError) as caught:
-        plan(ExportRequest(tmp_path / "train", tmp_path / "out", f"{other}:serving"))
+        plan(ExportRequest(tmp_path / "train", tmp_path / "out", model=f"{other}:serving"))
     assert "TF_USE_LEGACY_KERAS" not in caught.value.hint
 
 
